@@ -28,7 +28,7 @@ def sync_directory(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: str | Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that it is either absent (or as before) or whole, also after a power cut."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -43,4 +43,4 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], None]) -> Non
 def write_json(path: str | Path, value: Any) -> None:
     """Write JSON atomically, indented, ending in a newline."""
     text = json.dumps(value, indent=2, sort_keys=False, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()) and None)
+    write_atomically(path, lambda file: file.write(text.encode()))

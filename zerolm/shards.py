@@ -91,7 +91,7 @@ class ShardWriter:
         if len(tokens) and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             raise ShardError(
                 f"{self.directory}: token id {tokens.max()} is not below the tokenizer's "
-                f"vocabulary size {self.vocab_size}. The tokenizer does not match its declared size."
+                f"vocabulary size {self.vocab_size}: it does not match its declared size."
             )
         tokens = tokens.astype(self.dtype, copy=False)
         start = 0
@@ -143,7 +143,7 @@ class ShardWriter:
         binary, index = self.directory / f"{self._name}.bin", self.directory / f"{self._name}.idx"
         os.replace(f"{binary}.tmp", binary)
         ends = np.concatenate(self._ends).astype("<u8")
-        write_atomically(index, lambda file: file.write(ends.tobytes()) and None)
+        write_atomically(index, lambda file: file.write(ends.tobytes()))
         self.shards.append(
             {
                 "file": binary.name,
@@ -311,7 +311,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ShardError(
             f"{directory}: no {MANIFEST}, so this is not a token shard directory (or its "
-            f"tokenization did not finish). Make one with: python -m data_prep tokenize --output {directory} ..."
+            f"tokenization did not finish). Make one with: "
+            f"python -m data_prep tokenize --output {directory} ..."
         )
     try:
         manifest = json.loads(path.read_text())
