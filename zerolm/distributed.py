@@ -1,0 +1,91 @@
+"""What the ranks say to each other. Torch is imported by need: preflight runs before any of it."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """Return (rank, local rank, world size) that the launcher announced, before any group exists."""
+    return (
+        int(environment.get("RANK", 0)),
+        int(environment.get("LOCAL_RANK", 0)),
+        int(environment.get("WORLD_SIZE", 1)),
+    )
+
+
+def start() -> tuple[int, int, Any]:
+    """Create the process group. Every rank must call.
+
+    Returns:
+        (rank, world size, torch.device) of this process.
+    """
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    _, local_rank, _ = environment_rank()
+    if "RANK" not in os.environ:  # plain `python pretrain.py`: a world of one
+        port = os.environ.get("MASTER_PORT", str(_free_port()))
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    if accelerator.device_name() == "cpu":
+        device = torch.device("cpu")
+    else:
+        device = torch.device(accelerator.device_name(local_rank))
+        accelerator.set_device(local_rank)
+    deepspeed.init_distributed(verbose=False)
+    return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stop(engine: Any = None) -> None:
+    """End the process group in the one order that never aborts at exit. Every rank must call.
+
+    Without the barrier and the destruction, Gloo aborted the interpreter in about one run of
+    twenty (DeepSpeed 0.19.8, torch 2.13, 2 ranks on a CPU).
+    """
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return
+    torch.distributed.barrier()
+    if engine is not None:
+        engine.destroy()
+    with contextlib.suppress(ValueError):  # the engine may have ended its groups itself
+        torch.distributed.destroy_process_group()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's `value`, in rank order, on every rank. Every rank must call."""
+    import torch
+
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's `value` on every rank. Every rank must call."""
+    import torch
+
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def sum_over_ranks(values: Any) -> Any:
+    """Sum a tensor over all ranks in place and return it. Every rank must call."""
+    import torch
+
+    torch.distributed.all_reduce(values)
+    return values
