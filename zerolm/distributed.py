@@ -7,7 +7,7 @@ from typing import Any
 
 
 def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """Return (rank, local rank, world size) that the launcher announced, before any group exists."""
+    """Return (rank, local rank, world size) as the launcher announced them, without a group."""
     return (
         int(environment.get("RANK", 0)),
         int(environment.get("LOCAL_RANK", 0)),

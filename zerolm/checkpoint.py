@@ -1,0 +1,277 @@
+"""Checkpoints that are either whole or not there.
+
+DeepSpeed writes its files into `checkpoints/.tmp-step-00001000`; each rank syncs and hashes a share
+of them; rank 0 writes `MANIFEST.json` last, renames the directory and moves the pointer `latest`.
+A directory without a manifest does not exist for us, and DeepSpeed's own `latest` (written before
+the other ranks have finished) is never made. Progress is in the manifest, as plain JSON.
+
+`save` is the one place that a writer behind the training loop would replace: everything up to
+`publish` fills the temporary directory, `publish` alone makes it visible.
+"""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zerolm.distributed import gather_objects
+from zerolm.errors import CheckpointError
+from zerolm.files import sha256_file, sync_directory, write_atomically, write_json
+
+FORMAT = "zerolm-checkpoint"
+VERSION = 1
+MANIFEST = "MANIFEST.json"
+POINTER = "latest"
+PREFIX = "step-"
+TEMPORARY = ".tmp-"
+
+
+@dataclass
+class Progress:
+    """How far a run is. All counts are over the whole run, over all its starts.
+
+    Attributes:
+        step: optimizer steps attempted.
+        position: sequences consumed, the run's position in the data order.
+        tokens: tokens of the steps that were really taken; the learning rate counts these.
+        skipped_steps: steps that DeepSpeed did not take (an overflow).
+        seconds: time spent training.
+    """
+
+    step: int = 0
+    position: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk whose manifest could be read."""
+
+    directory: Path
+    manifest: dict[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.manifest["progress"])
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest["world_size"]
+
+    @property
+    def zero_stage(self) -> int:
+        return self.manifest["zero_stage"]
+
+
+def directory_name(step: int) -> str:
+    return f"{PREFIX}{step:08d}"
+
+
+def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any) -> float:
+    """Write and publish a checkpoint of the engine. Every rank must call.
+
+    Args:
+        engine: the DeepSpeed engine; ZeRO stages 1, 2 and 3, offloaded or not.
+        run_dir: one directory that every rank sees.
+        progress: what a resume continues from.
+        keep: how many of the newest checkpoints stay.
+        facts: further entries of the manifest, JSON values.
+
+    Returns:
+        The seconds that training stood still.
+    """
+    began = time.perf_counter()
+    checkpoints = Path(run_dir) / "checkpoints"
+    temporary = checkpoints / (TEMPORARY + directory_name(progress.step))
+    if engine.global_rank == 0:
+        _clear_debris(checkpoints)
+    # save_checkpoint begins with a barrier, so no rank writes before the debris is gone.
+    engine.save_checkpoint(str(checkpoints), tag=temporary.name, save_latest=False)
+    files = _hash_share(temporary, engine.global_rank, engine.world_size)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "progress": asdict(progress),
+        "world_size": engine.world_size,
+        "zero_stage": engine.zero_optimization_stage(),
+        **facts,
+        "files": sorted(
+            (entry for share in gather_objects(files) for entry in share),
+            key=lambda entry: entry["file"],
+        ),
+    }
+    problem = None
+    if engine.global_rank == 0:
+        try:
+            publish(temporary, manifest, keep)
+        except OSError as error:
+            problem = f"{temporary}: the checkpoint could not be published: {error}"
+    problem = next(filter(None, gather_objects(problem)), None)
+    if problem:
+        raise CheckpointError(problem)
+    return time.perf_counter() - began
+
+
+def publish(temporary: Path, manifest: dict[str, Any], keep: int) -> Path:
+    """Make a filled temporary directory the newest checkpoint. Rank 0 alone calls.
+
+    The order is the safety: manifest, rename, pointer, and only then are old ones removed.
+    """
+    write_json(temporary / MANIFEST, manifest)
+    final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
+    if final.exists():  # a damaged one of the same step, refused at the start of this run
+        _remove(final)
+    os.replace(temporary, final)
+    sync_directory(final.parent)
+    write_atomically(final.parent / POINTER, lambda file: file.write(f"{final.name}\n".encode()))
+    for old in _by_step(final.parent)[:-keep] if keep else []:
+        if old != final:
+            _remove(old)
+    return final
+
+
+def _remove(directory: Path) -> None:
+    """Delete a checkpoint so that, killed half-way, it never looks whole."""
+    doomed = directory.with_name(TEMPORARY + directory.name)
+    os.replace(directory, doomed)
+    sync_directory(directory.parent)
+    shutil.rmtree(doomed)
+
+
+def _clear_debris(checkpoints: Path) -> None:
+    for unfinished in checkpoints.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(unfinished)
+
+
+def _by_step(checkpoints: Path) -> list[Path]:
+    """Return the published checkpoints, oldest first."""
+    found = [path.parent for path in checkpoints.glob(f"{PREFIX}*/{MANIFEST}")]
+    return sorted(found, key=lambda path: path.name)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _hash_share(directory: Path, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Sync and hash every `world_size`-th file: the ranks share the reading of what they wrote."""
+    entries = []
+    for path in _files(directory)[rank::world_size]:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        entries.append(
+            {
+                "file": str(path.relative_to(directory)),
+                "size_bytes": path.stat().st_size,
+                "sha256": sha256_file(path),
+            }
+        )
+    for child in {path.parent for path in _files(directory)} | {directory}:
+        sync_directory(child)
+    return entries
+
+
+def read(directory: str | Path) -> Checkpoint:
+    """Open a checkpoint by its manifest, without touching its other files.
+
+    Raises:
+        CheckpointError: there is no manifest, or it cannot be read.
+    """
+    directory = Path(directory)
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory}: no {MANIFEST}, so this is not a whole checkpoint. Name a directory "
+            f"checkpoints/{PREFIX}... that has one."
+        )
+    try:
+        manifest = json.loads(path.read_text())
+        Progress(**manifest["progress"])
+        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error!r}. It is damaged.") from error
+    if not known:
+        raise CheckpointError(
+            f"{path}: format {manifest['format']!r} version {manifest['version']!r}, this release "
+            f"reads {FORMAT!r} version {VERSION}."
+        )
+    return Checkpoint(directory, manifest)
+
+
+def problems_of(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Compare every `world_size`-th file with the manifest; return a line for each difference."""
+    problems = []
+    listed = checkpoint.manifest["files"]
+    for entry in listed[rank::world_size]:
+        path = checkpoint.directory / entry["file"]
+        if not path.is_file():
+            problems.append(f"{path}: missing; the manifest lists {entry['size_bytes']} bytes")
+        elif path.stat().st_size != entry["size_bytes"]:
+            problems.append(
+                f"{path}: {path.stat().st_size} bytes, the manifest says {entry['size_bytes']}"
+            )
+        elif (actual := sha256_file(path)) != entry["sha256"]:
+            problems.append(f"{path}: SHA-256 {actual}, the manifest says {entry['sha256']}")
+    if rank == 0:
+        names = {entry["file"] for entry in listed}
+        strangers = {
+            str(path.relative_to(checkpoint.directory)) for path in _files(checkpoint.directory)
+        }
+        problems += [
+            f"{checkpoint.directory / name}: the manifest does not list this file"
+            for name in sorted(strangers - names)
+        ]
+    return problems
+
+
+def newest(run_dir: str | Path) -> Checkpoint | None:
+    """Return the newest published checkpoint of a run, or None when there was never one.
+
+    The pointer is a convenience for people and tools; what counts is which manifests exist.
+
+    Raises:
+        CheckpointError: the newest manifest is damaged, or the pointer names a checkpoint although
+            none is left. Starting again from step 0 would hide a loss.
+    """
+    checkpoints = Path(run_dir) / "checkpoints"
+    published = _by_step(checkpoints)
+    if published:
+        return read(published[-1])
+    if (checkpoints / POINTER).exists():
+        named = (checkpoints / POINTER).read_text().strip()
+        raise CheckpointError(
+            f"{checkpoints / POINTER}: names {named!r}, but no checkpoint is left. "
+            f"Restore it, or choose another --run_dir to start afresh."
+        )
+    return None
+
+
+def load(engine: Any, checkpoint: Checkpoint) -> Progress:
+    """Verify a checkpoint on all ranks, then load it into the engine. Every rank must call.
+
+    Nothing is unpickled before the checksum of every file has been compared.
+
+    Raises:
+        CheckpointError: each file that is not what the manifest says, on every rank alike.
+    """
+    share = problems_of(checkpoint, engine.global_rank, engine.world_size)
+    problems = [line for lines in gather_objects(share) for line in lines]
+    if problems:
+        older = [path.name for path in _by_step(checkpoint.directory.parent)[:-1]]
+        remedy = (
+            f"Restore it, or move {checkpoint.directory} away to resume from {older[-1]}."
+            if older
+            else "Restore it; there is no older checkpoint. Nothing was deleted."
+        )
+        raise CheckpointError([f"{line}. {remedy}" for line in problems])
+    path, _ = engine.load_checkpoint(
+        str(checkpoint.directory.parent), tag=checkpoint.directory.name
+    )
+    if path is None:
+        raise CheckpointError(f"{checkpoint.directory}: DeepSpeed loaded nothing from it.")
+    return checkpoint.progress

@@ -1,0 +1,65 @@
+"""Validation loss: on every rank, under every ZeRO stage, the same number for any world size."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zerolm.distributed import sum_over_ranks
+from zerolm.loss import IGNORED, token_losses
+
+
+def validation_loss(
+    engine: Any, batches: Iterable[dict[str, torch.Tensor]], source_names: Sequence[str]
+) -> dict[str, float]:
+    """Return the mean loss of each validation token, in total and per source. Every rank must call.
+
+    Args:
+        engine: a DeepSpeed engine; it is back in training mode afterwards.
+        batches: this rank's micro-batches on the engine's device, as many as every other rank has
+            (ZeRO-3 gathers weights in each forward).
+        source_names: the names behind the ids in `sources`.
+
+    Returns:
+        `eval/loss`, `eval/perplexity`, and `eval/<source>/loss` when there are several sources.
+    """
+    sums = torch.zeros(2, len(source_names), dtype=torch.float64, device=engine.device)
+    engine.eval()
+    with torch.no_grad():
+        for batch in batches:
+            logits = engine(**model_inputs(batch)).logits
+            losses_BT = token_losses(logits, batch["targets"])
+            counted_B = (batch["targets"] != IGNORED).sum(1)
+            sums[0].index_add_(0, batch["sources"], losses_BT.double().sum(1))
+            sums[1].index_add_(0, batch["sources"], counted_B.double())
+    engine.train()
+    losses, tokens = sum_over_ranks(sums).tolist()
+    total = sum(losses) / sum(tokens)
+    row = {"eval/loss": total, "eval/perplexity": perplexity(total)}
+    if len(source_names) > 1:
+        row |= {
+            f"eval/{name}/loss": loss / count
+            for name, loss, count in zip(source_names, losses, tokens, strict=True)
+            if count
+        }
+    return row
+
+
+def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what the model's forward takes, out of a micro-batch of the stream.
+
+    With document ids, attention is kept inside each document by an explicit (B, 1, T, T) mask,
+    which the `sdpa` and `eager` implementations honour, and positions restart with each document.
+    """
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    if "document_ids" in batch:
+        ids_BT = batch["document_ids"]
+        same_B1TT = (ids_BT[:, None, :, None] == ids_BT[:, None, None, :]).tril()
+        inputs |= {"attention_mask": same_B1TT, "position_ids": batch["position_ids"]}
+    return inputs
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows (a diverged run is reported, not crashed)."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,218 @@
+"""What a run says: `metrics.jsonl`, `events.jsonl`, one console line, and W&B as a copy.
+
+The files are the truth. A tracker may be down, slow or misconfigured; that is an event, never the
+end of a run. Only rank 0 has a `RunLog` that writes.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from zerolm.files import write_atomically
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+WANDB_INIT_SECONDS = 30
+
+Row = dict[str, Any]
+
+
+class RunLog:
+    """The metrics and events of one run directory.
+
+    Args:
+        run_dir: exists.
+        resumed_step: lines of later steps are dropped: a killed run leaves the lines of steps that
+            are now taken again, with the same values, and possibly half a line.
+        writes: False makes every method a no-op (all ranks but the first).
+    """
+
+    def __init__(self, run_dir: Path, resumed_step: int, writes: bool):
+        self.run_dir, self.writes = Path(run_dir), writes
+        self.tracker: WandbTracker | None = None
+        self._metrics: TextIO | None = None
+        self._events: TextIO | None = None
+        self._seen: dict[int, set[str]] = {}
+        self._written: list[Row] = []
+        if not writes:
+            return
+        rows = _whole_lines(self.run_dir / METRICS)
+        self._written = rows  # also the dropped ones: a tracker may have them already
+        kept = [row for row in rows if row["step"] <= resumed_step]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        write_atomically(self.run_dir / METRICS, lambda file: file.write(text.encode()))
+        for row in kept:
+            self._seen.setdefault(row["step"], set()).update(row)
+        self._metrics = open(self.run_dir / METRICS, "a", buffering=1)
+        self._events = open(self.run_dir / EVENTS, "a", buffering=1)
+
+    def has(self, step: int, key: str) -> bool:
+        """Tell whether a kept line of `step` has `key`. Rank 0 only."""
+        return key in self._seen.get(step, set())
+
+    def metrics(self, row: Row) -> None:
+        """Append one line. `row` has `step` and `tokens`."""
+        if self._metrics is None:
+            return
+        self._metrics.write(json.dumps(row) + "\n")
+        self._seen.setdefault(row["step"], set()).update(row)
+        if self.tracker is not None:
+            self._guard(lambda tracker: tracker.log(row))
+
+    def event(self, event: str, step: int, **what: Any) -> None:
+        """Append what happened and why."""
+        if self._events is not None:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            self._events.write(
+                json.dumps({"event": event, "step": step, "time": stamp, **what}) + "\n"
+            )
+
+    def sync(self) -> None:
+        """Make the lines durable: no checkpoint is ahead of its metrics after a power cut."""
+        for file in (self._metrics, self._events):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def track(self, settings: Any, config: Row, step: int) -> str:
+        """Start W&B as the settings say; return a line for the console."""
+        if not self.writes or settings.wandb == "off":
+            return "off"
+        try:
+            self.tracker = WandbTracker(self.run_dir, settings, config, self._written)
+        except Exception as error:  # whatever a tracker does, training goes on
+            self.event("tracker_failed", step, tracker="wandb", error=repr(error))
+            return f"not available ({error}); metrics.jsonl has everything"
+        return self.tracker.where
+
+    def _guard(self, act: Any) -> None:
+        try:
+            act(self.tracker)
+        except Exception as error:
+            self.tracker = None
+            self.event("tracker_failed", -1, tracker="wandb", error=repr(error))
+            print(f"wandb failed and is off from here on; {METRICS} goes on: {error!r}", flush=True)
+
+    def close(self) -> None:
+        """Flush everything and end the tracker."""
+        self.sync()
+        if self.tracker is not None:
+            self._guard(lambda tracker: tracker.finish())
+        for file in (self._metrics, self._events):
+            if file is not None:
+                file.close()
+
+
+def _whole_lines(path: Path) -> list[Row]:
+    """Read a JSONL file up to its first line that is not whole (a writer was killed in it)."""
+    rows: list[Row] = []
+    if path.is_file():
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
+class WandbTracker:
+    """A W&B run that mirrors `metrics.jsonl`, one id over all starts of a run directory.
+
+    Rows carry `tokens` and `step` as values (`define_metric`), never W&B's own step: a row whose
+    own step does not grow is dropped by W&B, which is what a resume would run into.
+    """
+
+    def __init__(self, run_dir: Path, settings: Any, config: Row, written: list[Row]):
+        import wandb
+
+        mode = settings.wandb
+        if mode == "auto":
+            mode = "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline"
+        directory = run_dir / "wandb"
+        directory.mkdir(exist_ok=True)
+        memory = directory / "run.json"
+        saved = json.loads(memory.read_text()) if memory.is_file() else {}
+        self.sent_step: int = saved.get("sent_step", -1)
+        self.sent_keys = set(saved.get("sent_keys", ()))
+        for row in written:
+            if row["step"] > self.sent_step:
+                self.sent_step, self.sent_keys = row["step"], set()
+            if row["step"] == self.sent_step:
+                self.sent_keys.update(row)
+        os.environ.setdefault("WANDB_SILENT", "true")
+        self.run = wandb.init(
+            project=settings.wandb_project,
+            group=settings.wandb_group,
+            name=run_dir.name,
+            id=saved.get("id"),
+            resume="allow" if saved.get("id") and mode == "online" else None,
+            dir=str(run_dir),
+            mode=mode,
+            config=config,
+            settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS, console="off"),
+        )
+        self.run.define_metric("tokens")
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="tokens")
+        self.where = self.run.url or f"offline in {directory} (send with: wandb sync)"
+        what = {"id": self.run.id, "sent_step": self.sent_step, "sent_keys": sorted(self.sent_keys)}
+        write_atomically(memory, lambda file: file.write(json.dumps(what).encode()))
+
+    def log(self, row: Row) -> None:
+        """Mirror one row, unless an earlier start of the run has sent it already."""
+        if row["step"] < self.sent_step:
+            return
+        if row["step"] == self.sent_step and self.sent_keys.issuperset(row):
+            return
+        self.run.log(row)
+
+    def finish(self) -> None:
+        """Flush and end the W&B run."""
+        self.run.finish()
+
+
+def _netrc_has_key() -> bool:
+    import netrc
+
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def console_line(row: Row, total_steps: int, seconds_left: float) -> str:
+    """Format one interval as `key=value`, the same in a terminal and in a log file."""
+    parts = [
+        f"step={row['step']}/{total_steps}",
+        f"tokens={count(row['tokens'])}",
+        f"loss={row['train/loss']:.4f}",
+        f"lr={row['train/learning_rate']:.3e}",
+        f"grad_norm={row['train/grad_norm']:.3f}",
+        f"tok/s={count(row['throughput/tokens_per_second'])}",
+    ]
+    if "throughput/mfu" in row:
+        parts.append(f"mfu={row['throughput/mfu']:.1%}")
+    parts.append(f"eta={duration(seconds_left)}")
+    return " ".join(parts)
+
+
+def count(number: float) -> str:
+    """Write a large count with a unit, three digits: 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as 1d02h03m, 2h03m, 3m04s or 5s."""
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h{minutes:02}m"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{seconds_left:02}s" if minutes else f"{seconds_left}s"
