@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Create or reuse .venv in the repository root, with the versions of constraints.txt.
+#
+#   bash launch/setup.sh                     # finds Python 3.10 or newer by itself
+#   PYTHON=python3.12 bash launch/setup.sh   # uses this one
+#
+# To keep a torch that the machine already has (a GPU image, say), make the environment yourself:
+#   python3 -m venv --system-site-packages .venv && bash launch/setup.sh
+# Which build of torch pip finds otherwise (CUDA or CPU) is up to pip's own settings.
+#
+# launch/demo.sh and tests/run.sh call this; when nothing has changed it does nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly venv=.venv
+readonly stamp=$venv/.zerolm-setup
+
+fail() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 1
+}
+
+# What the environment was made from. It also holds the path, since scripts in .venv/bin name it.
+wanted_stamp() {
+    local config=none
+    [[ -f $venv/pyvenv.cfg ]] && config=$(grep -E '^(version|include-system)' $venv/pyvenv.cfg)
+    {
+        cat setup.cfg pyproject.toml constraints.txt launch/setup.sh
+        printf '%s\n' "$PWD" "$config"
+    } | sha256sum | cut -d ' ' -f 1
+}
+
+is_done() {
+    [[ -x $venv/bin/python && -f $stamp && $(<$stamp) == "$(wanted_stamp)" ]]
+}
+
+find_python() {
+    local candidate found=()
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.13 python3.11 python3.10; do
+        if ! "$candidate" -c '' 2>/dev/null; then
+            [[ $candidate != "${PYTHON:-}" ]] || fail "PYTHON=$PYTHON does not run."
+            continue
+        elif ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+            found+=("$candidate is older than 3.10")
+        elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+            found+=("$candidate has no venv module: apt-get install python3-venv")
+        else
+            echo "$candidate"
+            return
+        fi
+        [[ $candidate != "${PYTHON:-}" ]] || break
+    done
+    fail "needs Python 3.10 or newer with the venv module." "${found[@]:-no python3 was found}"
+}
+
+stage() {
+    printf 'setup: %s ...' "$1"
+    local began=$SECONDS
+    shift
+    if ! "$@" >.cache/setup.log 2>&1; then
+        printf ' failed\n\n'
+        tail -n 30 .cache/setup.log >&2
+        fail "the command was: $*" "its whole output is in .cache/setup.log"
+    fi
+    printf ' %d s\n' $((SECONDS - began))
+}
+
+pip_install() {
+    $venv/bin/python -m pip install --disable-pip-version-check "$@"
+}
+
+make_environment() {
+    local python
+    python=$(find_python)
+    stage "create $venv with $("$python" --version)" "$python" -m venv --clear $venv
+}
+
+# Print the version of a torch that lies outside of .venv but is visible from inside, if any.
+system_torch() {
+    $venv/bin/python - <<'PYTHON'
+import importlib.metadata
+import sys
+
+try:
+    torch = importlib.metadata.distribution("torch")
+except importlib.metadata.PackageNotFoundError:
+    sys.exit()
+if not str(torch.locate_file("")).startswith(sys.prefix):
+    print(torch.version)
+PYTHON
+}
+
+# False for one that was copied or moved here, or whose Python is gone: pip cannot repair those.
+venv_works() {
+    [[ -x $venv/bin/python ]] &&
+        $venv/bin/python -c 'import sys; sys.exit(sys.prefix != sys.argv[1])' "$PWD/$venv" \
+            2>/dev/null
+}
+
+command -v flock >/dev/null || fail "needs flock: apt-get install util-linux"
+mkdir -p .cache
+is_done && exit 0
+
+exec 9>.cache/setup.lock
+if ! flock --nonblock 9; then
+    echo "setup: waiting for another setup in this directory"
+    flock 9
+fi
+is_done && exit 0
+
+command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
+    fail "needs a C++ compiler, with which DeepSpeed builds its operators: apt-get install g++"
+venv_works || make_environment
+$venv/bin/python -c 'import pip' 2>/dev/null ||
+    stage "install pip" $venv/bin/python -m ensurepip
+
+constraints=constraints.txt
+torch=$(grep '^torch==' constraints.txt)
+kept=$(system_torch)
+if [[ -n $kept ]]; then
+    echo "setup: keeping the machine's torch $kept"
+    constraints=.cache/constraints.txt
+    torch=torch==$kept
+    { grep -v '^torch==' constraints.txt && echo "$torch"; } >$constraints
+fi
+
+# torch first: DeepSpeed's build imports it. DS_BUILD_OPS=0: operators are built on first use.
+export DS_BUILD_OPS=0 PIP_NO_INPUT=1
+stage "install $torch" pip_install "$torch" -c $constraints
+stage "install build tools" pip_install setuptools wheel ninja numpy -c $constraints
+stage "install $(grep '^deepspeed==' constraints.txt)" \
+    pip_install --no-build-isolation deepspeed -c $constraints
+stage "install zerolm and the rest" pip_install --no-build-isolation -e '.[dev]' -c $constraints
+wanted_stamp >$stamp
+echo "setup: done"
