@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zerolm.distributed import sum_over_ranks
-from zerolm.loss import IGNORED, token_losses
+from zerolm.loss import sums_by_source, token_losses
 
 
 def validation_loss(
@@ -28,11 +28,8 @@ def validation_loss(
     engine.eval()
     with torch.no_grad():
         for batch in batches:
-            logits = engine(**model_inputs(batch)).logits
-            losses_BT = token_losses(logits, batch["targets"])
-            counted_B = (batch["targets"] != IGNORED).sum(1)
-            sums[0].index_add_(0, batch["sources"], losses_BT.double().sum(1))
-            sums[1].index_add_(0, batch["sources"], counted_B.double())
+            losses_BT, _ = token_losses(engine, batch)
+            sums += sums_by_source(losses_BT, batch, len(source_names))
     engine.train()
     losses, tokens = sum_over_ranks(sums).tolist()
     total = sum(losses) / sum(tokens)
@@ -44,20 +41,6 @@ def validation_loss(
             if count
         }
     return row
-
-
-def model_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what the model's forward takes, out of a micro-batch of the stream.
-
-    With document ids, attention is kept inside each document by an explicit (B, 1, T, T) mask,
-    which the `sdpa` and `eager` implementations honour, and positions restart with each document.
-    """
-    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
-    if "document_ids" in batch:
-        ids_BT = batch["document_ids"]
-        same_B1TT = (ids_BT[:, None, :, None] == ids_BT[:, None, None, :]).tril()
-        inputs |= {"attention_mask": same_B1TT, "position_ids": batch["position_ids"]}
-    return inputs
 
 
 def perplexity(loss: float) -> float:

@@ -1,4 +1,6 @@
-"""The loss of each token, in float32. One definition for training, evaluation and every profile."""
+"""From a micro-batch to the loss of each token: one definition for training and evaluation."""
+
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -6,21 +8,55 @@ from torch.nn import functional
 IGNORED = -100  # the target of a position that has no loss; torch's and Hugging Face's convention
 
 
-def token_losses(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of each position, (B, T) float32, 0 where the target is ignored.
+def token_losses(
+    model: Any, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the model on a micro-batch and return the loss of each token.
 
-    Sums of these, divided once by the number of tokens in the GLOBAL batch, give the same loss and
+    Sums of these, divided once by the number of targets in the GLOBAL batch, give the same loss and
     gradient however the batch was cut into ranks and micro-batches. A mean of means does not, as
     soon as rows differ in how many targets they have.
 
     Args:
-        logits_BTV: (B, T, V), any float dtype.
-        targets_BT: (B, T) int64, already shifted, `IGNORED` where there is no loss.
+        model: a causal LM or a DeepSpeed engine around one.
+        batch: `input_ids` and `targets`, (B, T) int64, targets already shifted and `IGNORED` where
+            there is no loss; with `document_ids` and `position_ids` (B, T) attention stays inside
+            each document, by an explicit mask that `sdpa` and `eager` honour.
+
+    Returns:
+        (B, T) float32 cross-entropies, 0 where ignored; and the router's auxiliary loss, already
+        weighted, of a mixture of experts that asks for it (`output_router_logits`), else None.
     """
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    if "document_ids" in batch:
+        ids_BT = batch["document_ids"]
+        same_B1TT = (ids_BT[:, None, :, None] == ids_BT[:, None, None, :]).tril()
+        inputs |= {"attention_mask": same_B1TT, "position_ids": batch["position_ids"]}
+    outputs = model(**inputs)
     losses = functional.cross_entropy(
-        logits_BTV.float().flatten(0, 1),
-        targets_BT.flatten(),
+        outputs.logits.float().flatten(0, 1),
+        batch["targets"].flatten(),
         ignore_index=IGNORED,
         reduction="none",
+    ).view_as(batch["targets"])
+    auxiliary = getattr(outputs, "aux_loss", None)
+    if auxiliary is not None:
+        auxiliary = auxiliary * getattr(model, "module", model).config.router_aux_loss_coef
+    return losses, auxiliary
+
+
+def sums_by_source(
+    losses_BT: torch.Tensor, batch: dict[str, torch.Tensor], num_sources: int
+) -> torch.Tensor:
+    """Return the loss sums and the target counts of each source, (2, S) float64, no gradient.
+
+    A matrix product and not `index_add_`, whose order of addition on a GPU changes from run to run.
+    """
+    membership_SB = functional.one_hot(batch["sources"], num_sources).T.double()
+    counted_B = (batch["targets"] != IGNORED).sum(1)
+    return torch.stack(
+        [
+            membership_SB @ losses_BT.detach().double().sum(1),
+            membership_SB @ counted_B.double(),
+        ]
     )
-    return losses.view_as(targets_BT)

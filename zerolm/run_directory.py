@@ -1,0 +1,86 @@
+"""The run directory: who may write to it, and `run.json`, which says what this run is.
+
+`run.json` holds everything that is needed to run it again: `--settings runs/first/run.json`.
+"""
+
+import fcntl
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any, TextIO
+
+from zerolm.errors import ConfigError
+
+PACKAGES = ("zerolm", "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numpy")
+RECORD = "run.json"
+
+
+def claim(run_dir: str | Path) -> TextIO:
+    """Create the run directory and lock it; the lock lasts while the returned file is open.
+
+    Rank 0 alone calls. The lock is the kernel's, so a killed run leaves none behind.
+
+    Raises:
+        ConfigError: another process trains into this directory now.
+    """
+    run_dir = Path(run_dir)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    lock = open(run_dir / "lock", "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(
+            f"--run_dir {run_dir}: another run is writing to it now. Stop that one, or choose "
+            f"another directory."
+        ) from error
+    return lock
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on, absent packages left out."""
+    found = {"python": platform.python_version()}
+    for package in (*PACKAGES, "wandb", "flash-attn"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit(directory: Path) -> str | None:
+    """Return the commit of a source tree, with `+changes` when files differ; None outside git."""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(directory), *words],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+changes" if changes else "")
+
+
+def record(plan: Any) -> dict[str, Any]:
+    """Return the content of `run.json`: resolved settings and configs, data, versions, figures.
+
+    Args:
+        plan: what preflight decided.
+    """
+    return {
+        "settings": plan.settings.to_json(),
+        "model_config": plan.model_config.to_diff_dict(),
+        "ds_config": plan.ds_config,
+        "data_fingerprint": plan.data_fingerprint,
+        "world_size": plan.world_size,
+        "zero_stage": plan.zero_stage,
+        "versions": versions(),
+        "git_commit": git_commit(Path(__file__).parent),
+        "host": platform.node(),
+        "derived": plan.derived,
+    }

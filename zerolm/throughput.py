@@ -1,0 +1,134 @@
+"""How fast and how big: step times, MFU, memory, and the norm of the weights."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerolm.flops import peak_flops_per_second
+
+PROBE_SECONDS = 0.3
+PROBE_WIDTH = 1024
+
+
+class Stopwatch:
+    """Adds up the seconds of training, of waiting for data, and the tokens, between two reports.
+
+    What is not training (saving, evaluating) happens outside of `running()` and does not count.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = self.samples = 0
+        self.seconds = self.data_seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.data_seconds += time.perf_counter() - began
+
+    def count(self, samples: int, tokens: int) -> None:
+        self.steps += 1
+        self.samples += samples
+        self.tokens += tokens
+
+    def report(
+        self, world_size: int, flops_per_token: float, peak_flops: float
+    ) -> dict[str, float]:
+        """Return the `throughput/` metrics since the last report, and start again.
+
+        Args:
+            flops_per_token: floating-point operations of one token, forward and backward.
+            peak_flops: floating-point operations per second of one device.
+        """
+        tokens_per_second = self.tokens / self.seconds
+        row = {
+            "throughput/tokens_per_second": tokens_per_second,
+            "throughput/tokens_per_second_per_device": tokens_per_second / world_size,
+            "throughput/samples_per_second": self.samples / self.seconds,
+            "throughput/mfu": tokens_per_second * flops_per_token / (world_size * peak_flops),
+            "throughput/step_seconds": self.seconds / self.steps,
+            "throughput/data_seconds": self.data_seconds / self.steps,
+        }
+        self.__init__()  # type: ignore[misc]
+        return row
+
+
+def device_peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
+    """Return the peak FLOP/s of one device and where the figure is from.
+
+    The datasheet where the device is known, else a matrix product timed here: the MFU of a machine
+    without a datasheet is then relative to what its matrix products reach.
+
+    Args:
+        precision: "bf16", "fp16" or "fp32".
+    """
+    name = "cpu"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = peak_flops_per_second(name, precision)
+        if known is not None:
+            return known, f"datasheet of {name}, {precision}"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    return _timed_peak(device, dtype), f"measured here: {name}, {precision} matrix product"
+
+
+def _timed_peak(device: torch.device, dtype: torch.dtype) -> float:
+    left = torch.randn(PROBE_WIDTH, PROBE_WIDTH, device=device).to(dtype)
+    best, deadline = float("inf"), time.perf_counter() + PROBE_SECONDS
+    while best == float("inf") or time.perf_counter() < deadline:
+        began = time.perf_counter()
+        (left @ left)[0, 0].item()  # item() waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * PROBE_WIDTH**3 / best
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Return the `memory/` metrics in bytes: of the device, or of this process on a CPU."""
+    if device.type == "cuda":
+        return {
+            "memory/allocated_bytes": torch.cuda.memory_allocated(device),
+            "memory/peak_bytes": torch.cuda.max_memory_allocated(device),
+        }
+    import psutil
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "memory/allocated_bytes": psutil.Process().memory_info().rss,
+        "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    }
+
+
+def parameter_norm(model: torch.nn.Module, device: torch.device) -> float:
+    """Return the 2-norm of all parameters, from the partitions under ZeRO-3. Every rank must call.
+
+    Nothing is gathered: under stage 3 each rank sums the squares of the partition it holds, less
+    the padding at the end of the last one.
+
+    Args:
+        device: where collectives of this run work.
+    """
+    rank = torch.distributed.get_rank()
+    squares = torch.zeros(2, dtype=torch.float64, device=device)  # whole, partitioned
+    for parameter in model.parameters():
+        values, partitioned = parameter.data, 0
+        if hasattr(parameter, "ds_tensor"):
+            partitioned = 1
+            shard = parameter.ds_tensor.data.flatten()
+            values = shard[: max(0, parameter.ds_numel - rank * shard.numel())]
+        if values.numel():
+            norm = torch.linalg.vector_norm(values, dtype=torch.float32)
+            squares[partitioned] += norm.to(device, torch.float64).square()
+    whole = squares[0].clone()
+    torch.distributed.all_reduce(squares)
+    return float((whole + squares[1]).sqrt())

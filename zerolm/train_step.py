@@ -1,0 +1,112 @@
+"""One optimizer step: the same arithmetic on every ZeRO stage, world size and micro-batch.
+
+The loss that goes backward is the sum over this micro-batch's tokens, times the world size (which
+DeepSpeed divides gradients by), over the number of targets in the GLOBAL batch. Gradients are then
+those of the mean loss per token, however the batch was cut. DeepSpeed's own division by the
+accumulation steps is off, and the boundary is set by hand, so that the batch size may change.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerolm.distributed import sum_over_ranks
+from zerolm.loss import IGNORED, sums_by_source, token_losses
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class StepResult:
+    """What all ranks know of a step, summed over them.
+
+    Attributes:
+        loss: mean cross-entropy of each target token of the global batch.
+        source_losses, source_tokens: (S,) sums of losses and counts of targets per source.
+        auxiliary_loss: mean weighted router loss of a mixture of experts, else None.
+        grad_norm: 2-norm of the gradient before clipping.
+        learning_rate: of this step.
+        applied: False when DeepSpeed skipped the optimizer step.
+        stop: some rank was asked to stop.
+    """
+
+    loss: float
+    source_losses: list[float]
+    source_tokens: list[float]
+    auxiliary_loss: float | None = None
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    applied: bool = True
+    stop: bool = field(default=False)
+
+
+def seed_step(seed: int, position: int, rank: int) -> None:
+    """Seed dropout and the like from where the run is: a resume then needs no generator's state."""
+    digest = hashlib.sha256(f"{seed}/step/{position}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def forward_backward(
+    engine: Any, batches: Sequence[Batch], num_sources: int, seq_len: int, stop: bool
+) -> StepResult:
+    """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
+
+    Args:
+        engine: the DeepSpeed engine.
+        batches: this rank's micro-batches of the step on the engine's device, as many as others.
+        num_sources: how many data sources there are.
+        seq_len: tokens in a row.
+        stop: this rank was asked to stop.
+    """
+    world_size, device = engine.world_size, engine.device
+    rows = len(batches) * len(batches[0]["targets"]) * world_size
+    if "document_ids" in batches[0]:  # rows differ in how many targets they have
+        counted = sum((batch["targets"] != IGNORED).sum() for batch in batches)
+        targets = int(sum_over_ranks(counted))
+    else:
+        targets = rows * seq_len
+    # Rows: loss sums and target counts per source; one more column for [auxiliary, stop].
+    sums = torch.zeros(2, num_sources + 1, dtype=torch.float64, device=device)
+    has_auxiliary = False
+    for number, batch in enumerate(batches):
+        engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
+        losses_BT, auxiliary = token_losses(engine, batch)
+        loss = losses_BT.sum() * (world_size / targets)
+        sums[:, :-1] += sums_by_source(losses_BT, batch, num_sources)
+        if auxiliary is not None:
+            has_auxiliary = True
+            sums[0, -1] += auxiliary.detach().double() / (len(batches) * world_size)
+            loss = loss + auxiliary / len(batches)
+        engine.backward(loss, scale_wrt_gas=False)
+    sums[1, -1] = float(stop)
+    losses, counts = sum_over_ranks(sums).tolist()
+    return StepResult(
+        loss=sum(losses[:-1]) / sum(counts[:-1]),
+        source_losses=losses[:-1],
+        source_tokens=counts[:-1],
+        auxiliary_loss=losses[-1] if has_auxiliary else None,
+        stop=counts[-1] > 0,
+    )
+
+
+def apply(engine: Any, result: StepResult, learning_rate: float | None) -> None:
+    """Take the optimizer step, and note how it went in `result`. Every rank must call.
+
+    Args:
+        learning_rate: of this step; None leaves it to the scheduler of the ds config.
+    """
+    if learning_rate is not None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+    result.learning_rate = engine.optimizer.param_groups[0]["lr"]
+    engine.step()
+    result.applied = engine.was_step_applied()
+    result.grad_norm = float(engine.get_global_grad_norm() or 0.0)
+
+
+def take(batches: Iterator[Batch], count: int) -> list[Batch]:
+    """Return the next `count` micro-batches."""
+    return [next(batches) for _ in range(count)]
