@@ -1,0 +1,387 @@
+"""The settings of a run: one field per flag, from the command line or a JSON file.
+
+The first thing that happens. It reads no data, no model and no DeepSpeed JSON: a setting that was
+not given stays None here and gets "a default that suits the model size" in preflight.py. Everything
+that DeepSpeed's JSON already says has no flag. Standard library only: `--help` is instant.
+"""
+
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerolm.errors import ConfigError, did_you_mean
+from zerolm.schedule import SCHEDULES
+from zerolm.values import CONVERTERS, parse_number, read_json, shown
+
+COMMAND_LINE = "command line"
+WANDB_MODES = ("auto", "online", "offline", "off")
+GROUPS = {
+    "data": "data",
+    "batch": "batch",
+    "budget": "budget and schedule",
+    "model": "model",
+    "run": "run",
+    "trackers": "trackers",
+}
+
+
+def _flag(
+    group: str,
+    kind: str,
+    help: str,
+    *,
+    shows: str = "",
+    default: Any = None,
+    minimum: float | None = None,
+    below: float | None = None,
+    choices: Sequence[str] = (),
+    saved: bool = True,
+) -> Any:
+    """Describe a field: how it is read, its bounds, its help. `saved`: kept in run.json."""
+    about: dict[str, Any] = {
+        "group": group,
+        "kind": kind,
+        "help": help,
+        "shows": shows,
+        "minimum": minimum,
+    }
+    about |= {"below": below, "choices": tuple(choices), "saved": saved}
+    return field(default=default, metadata=about)
+
+
+def _count(group: str, help: str, shows: str, minimum: int = 1, **more: Any) -> Any:
+    return _flag(group, "count", help, shows=shows, minimum=minimum, **more)
+
+
+def _real(help: str, minimum: float = 0.0, below: float | None = None) -> Any:
+    return _flag("budget", "real", help, shows="X", minimum=minimum, below=below)
+
+
+def _switch(group: str, help: str, **more: Any) -> Any:
+    return _flag(group, "switch", help, default=False, **more)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for. None: not given.
+
+    Each field is the flag of its name; `--help` shows unit, bounds and default of each.
+    """
+
+    data: tuple[str, ...] = _flag(
+        "data",
+        "list",
+        "token shards, and their share of the sequences in any unit; repeat it for several "
+        "sources (default: shares by size)",
+        shows="PATH[=WEIGHT]",
+        default=(),
+    )
+    val_data: tuple[str, ...] = _flag(
+        "data", "list", "token shards for validation; may be repeated", shows="PATH", default=()
+    )
+    seq_len: int | None = _count(
+        "data", "tokens of a sequence (default: 2048, or the model's positions if less)", "TOKENS"
+    )
+    document_mask: bool = _switch("data", "tokens attend only to tokens of their own document")
+    num_workers: int = _count(
+        "data", "loader processes per rank (default: 0)", "N", minimum=0, default=0
+    )
+    eval_tokens: int | None = _count(
+        "data", "validation tokens of an evaluation (default: 1M, or all if fewer)", "TOKENS"
+    )
+
+    batch_tokens: int | None = _count(
+        "batch", "tokens of an optimizer step, over all devices (default: by compute)", "TOKENS"
+    )
+    micro_batch_size: int | None = _count(
+        "batch",
+        "sequences that a device takes at once, or auto: the most that fit (default: auto)",
+        "SEQUENCES|auto",
+    )
+    batch_ramp_start: int | None = _count(
+        "batch", "tokens of the first optimizer step; the batch grows from there", "TOKENS"
+    )
+    batch_ramp_tokens: int | None = _count(
+        "batch", "tokens until the batch is full (default: 10%% of the total)", "TOKENS"
+    )
+
+    total_tokens: int | None = _count(
+        "budget", "tokens to train on (default: 20 per parameter)", "TOKENS"
+    )
+    learning_rate: float | None = _real("peak learning rate (default: by compute)")
+    min_learning_rate: float | None = _real("learning rate at the end (default: a tenth of peak)")
+    warmup_tokens: int | None = _count(
+        "budget", "tokens until the peak (default: 1%% of the total)", "TOKENS", minimum=0
+    )
+    schedule: str | None = _flag(
+        "budget", "text", "shape of the learning rate (default: cosine)", choices=SCHEDULES
+    )
+    decay_tokens: int | None = _count(
+        "budget", "with wsd: tokens of the decay (default: 20%% of the total)", "TOKENS"
+    )
+    weight_decay: float | None = _real("weight decay of matrices (default: 0.1)")
+    beta1: float | None = _real("AdamW's first beta (default: 0.9)", below=1.0)
+    beta2: float | None = _real("AdamW's second beta (default: 0.95)", below=1.0)
+
+    model_config: str | None = _flag(
+        "model", "text", "a Hugging Face config.json of a causal language model", shows="PATH"
+    )
+    gradient_checkpointing: bool = _switch(
+        "model", "compute activations again in the backward pass, to save memory"
+    )
+    attn_implementation: str = _flag(
+        "model",
+        "text",
+        "attention kernel (default: auto)",
+        default="auto",
+        choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"),
+    )
+    compile: bool = _switch("model", "compile the model with torch.compile")
+    seed: int = _flag(
+        "model",
+        "count",
+        "of the weights and of the data order (default: 0)",
+        shows="N",
+        default=0,
+        minimum=0,
+    )
+
+    run_dir: str | None = _flag(
+        "run",
+        "text",
+        "directory of this run; one that holds a checkpoint is resumed",
+        shows="PATH",
+    )
+    deepspeed_config: str | None = _flag("run", "text", "DeepSpeed's own JSON file", shows="PATH")
+    settings: str | None = _flag(
+        "run",
+        "text",
+        "a JSON file with settings, or the run.json of a run; flags win",
+        shows="PATH",
+        saved=False,
+    )
+    log_interval: int | None = _count("run", "optimizer steps between metrics", "STEPS")
+    eval_interval: int | None = _count("run", "optimizer steps between evaluations", "STEPS")
+    checkpoint_interval: int | None = _count("run", "optimizer steps between checkpoints", "STEPS")
+    checkpoint_keep: int = _count("run", "checkpoints to keep (default: 3)", "N", default=3)
+    stop_after: float | None = _flag(
+        "run",
+        "duration",
+        "save and stop with exit code 75 after this time, e.g. 3h50m or 90s",
+        shows="DURATION",
+        minimum=0.0,
+    )
+    check: bool = _switch(
+        "run", "check everything, print what the run would be, and stop", saved=False
+    )
+    world_size: int | None = _count(
+        "run", "with --check: number of devices of the run to check", "N", saved=False
+    )
+
+    wandb: str = _flag(
+        "trackers",
+        "text",
+        "auto is online where a key is configured, else offline (default: auto)",
+        default="auto",
+        choices=WANDB_MODES,
+    )
+    wandb_project: str = _flag(
+        "trackers", "text", "project (default: zerolm)", shows="NAME", default="zerolm"
+    )
+    wandb_group: str | None = _flag("trackers", "text", "group of related runs", shows="NAME")
+
+    local_rank: int = _flag("hidden", "count", "", default=0, minimum=0, saved=False)
+
+    explicit: frozenset[str] = frozenset()  # names that a flag or the settings file gave
+    origins: dict[str, str] = field(default_factory=dict)  # where each of them was given
+
+    def where(self, name: str) -> str:
+        """Say where a setting comes from, for the start of a message: `file: key`."""
+        origin = self.origins.get(name, COMMAND_LINE)
+        return f"{origin}: --{name}" if origin == COMMAND_LINE else f"{origin}: settings.{name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings for run.json; `--settings` reads them back to equal settings."""
+        values = {name: getattr(self, name) for name, about in FLAGS.items() if about["saved"]}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+
+FLAGS: dict[str, Any] = {
+    item.name: item.metadata for item in dataclasses.fields(Settings) if item.metadata
+}
+
+
+def parse_settings(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+    """Read flags, and the JSON file that `--settings` names.
+
+    Args:
+        argv: without the program's name. `--help` prints and exits 0; nothing else exits.
+
+    Returns:
+        The settings, in which whatever was refused is as if not given; and every problem found.
+    """
+    problems: list[str] = []
+    flags = _read_flags(argv, problems)
+    given: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    path = flags.get("settings")
+    if path is not None:
+        for name, value in _read_file(path, problems).items():
+            _accept(name, value, path, f"{path}: settings.{name}", given, origins, problems)
+    for name, value in flags.items():
+        _accept(name, value, COMMAND_LINE, f"{COMMAND_LINE}: --{name}", given, origins, problems)
+    settings = Settings(**given, explicit=frozenset(given) - {"local_rank"}, origins=origins)
+    if settings.world_size is not None and not settings.check:
+        problems.append(
+            f"{settings.where('world_size')}: {settings.world_size}, only for --check. Add --check;"
+            f" a real run has as many ranks as the deepspeed launcher starts."
+        )
+    return settings, problems
+
+
+def _accept(
+    name: str,
+    value: Any,
+    origin: str,
+    where: str,
+    given: dict[str, Any],
+    origins: dict[str, str],
+    problems: list[str],
+) -> None:
+    """Convert one value and put it among those given, or say why not."""
+    try:
+        given[name] = convert(name, value)
+    except ValueError as error:
+        problems.append(f"{where}: {shown(value)}, {error}")
+        return
+    origins[name] = origin
+    if given[name] is None:  # "auto": as if not given
+        del given[name], origins[name]
+
+
+def split_weight(source: str) -> tuple[str, float | None]:
+    """Split a value of `--data` into its path and its weight, None when it has none.
+
+    Raises:
+        ValueError: what stands after the last `=` is not a number.
+    """
+    path, equals, weight = source.rpartition("=")
+    return (path, parse_number(weight)) if equals else (source, None)
+
+
+def convert(name: str, value: Any) -> Any:
+    """Convert what a user wrote, a string or a JSON value, to what the field holds.
+
+    Raises:
+        ValueError: a sentence with the rule and the fix.
+    """
+    about = FLAGS[name]
+    kind = about["kind"]
+    if name == "micro_batch_size" and value == "auto":
+        return None
+    converted = CONVERTERS[kind](value)
+    if about["choices"] and converted not in about["choices"]:
+        choices = about["choices"]
+        raise ValueError(f"not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
+    minimum, below = about["minimum"], about["below"]
+    if minimum is not None and converted < minimum:
+        raise ValueError(f"must be at least {minimum}. Give a larger number.")
+    if below is not None and converted >= below:
+        raise ValueError(f"must be below {below}. Give a smaller number.")
+    return converted
+
+
+def _read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """Split the command line into names and what was written for them.
+
+    Not argparse: that stops at the first problem, and takes an abbreviation for the flag.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        sys.exit(0)
+    flags: dict[str, Any] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            problems.append(f"{COMMAND_LINE}: {word}, not a flag. Remove it, or quote values.")
+            continue
+        written, equals, value = word[2:].partition("=")
+        name = written.replace("-", "_")
+        negated = name.startswith("no_") and FLAGS.get(name[3:], {}).get("kind") == "switch"
+        if negated or FLAGS.get(name, {}).get("kind") == "switch":
+            truth = value if equals else "true"
+            if negated:
+                truth = "false" if truth == "true" else "true"
+            flags[name[3:] if negated else name] = truth
+            continue
+        has_value = bool(equals) or bool(words and not words[0].startswith("--"))
+        if has_value and not equals:
+            value = words.pop(0)
+        if name not in FLAGS:
+            choices = [f"--{known}" for known in FLAGS if known != "local_rank"]
+            problems.append(
+                f"{COMMAND_LINE}: --{written}, no such flag.{did_you_mean(f'--{name}', choices)} "
+                f"See --help."
+            )
+        elif not has_value:
+            problems.append(
+                f"{COMMAND_LINE}: --{name}, lacks its value. Write --{name} "
+                f"{FLAGS[name]['shows'] or '|'.join(FLAGS[name]['choices'])}."
+            )
+        elif FLAGS[name]["kind"] == "list":
+            flags[name] = (*flags.get(name, ()), value)
+        else:
+            flags[name] = value
+    return flags
+
+
+def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
+    """Read a settings file or a run.json; null is "not given"."""
+    try:
+        values = read_json(path, "a JSON file with settings, or the run.json of a run")
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return {}
+    if isinstance(values.get("settings"), dict):
+        values = values["settings"]
+    known = {}
+    choices = [name for name, about in FLAGS.items() if about["saved"]]
+    for written, value in values.items():
+        name = written.replace("-", "_")
+        if name not in choices:
+            hint = did_you_mean(name, choices) or " Remove it; --help lists the settings."
+            problems.append(f"{path}: settings.{written}: {shown(value)}, no such setting.{hint}")
+        elif value is not None:
+            known[name] = value
+    return known
+
+
+def help_text() -> str:
+    """Return what `--help` prints: every flag with its unit, by group."""
+    lines = [
+        "usage: deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE",
+        "           --model_config FILE --data PATH[=WEIGHT] --run_dir PATH [flags]",
+        "",
+        "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Flags may be written",
+        "with dashes or underscores; numbers as 3e9, 3B, 500M or 2k; switches as --flag or",
+        "--no-flag. What was not given gets a default that suits the model; --check shows it.",
+    ]
+    for group, title in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name, about in FLAGS.items():
+            if about["group"] == group:
+                shows = about["shows"] or "|".join(about["choices"])
+                head = f"  --{name} {shows}".rstrip()
+                text = about["help"].replace("%%", "%")
+                wrapped = textwrap.wrap(text, 100 - 40) or [""]
+                first = f"{head:<40}{wrapped[0]}" if len(head) < 39 else head
+                rest = wrapped[1:] if len(head) < 39 else wrapped
+                lines += [first, *(" " * 40 + part for part in rest)]
+    return "\n".join(lines)

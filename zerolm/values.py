@@ -1,0 +1,114 @@
+"""Values as users write them: numbers with suffixes, durations, switches, JSON objects.
+
+Knows no setting and no key: settings.py and ds_config.py say what a value is for. Each function
+raises a ValueError whose text is the rule and the fix, so that the caller can put the place before.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from zerolm.errors import ConfigError
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def shown(value: Any) -> str:
+    """Return a value as it stands in a file or on a command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def parse_number(value: Any) -> int | float:
+    """Read `3e9`, `3B`, `500M`, `2k` or a JSON number: an int when it is whole."""
+    text, factor = str(value).strip().lower(), 1
+    if isinstance(value, str) and text[-1:] in SUFFIXES:
+        text, factor = text[:-1], SUFFIXES[text[-1]]
+    try:
+        number = Decimal(text) * factor  # in decimal: 2.3B is a whole number
+    except InvalidOperation:
+        raise ValueError("not a number. Write for example 3e9, 3B, 500M or 2k.") from None
+    if not number.is_finite():
+        raise ValueError("not a finite number. Give one.")
+    return int(number) if number == int(number) else float(number)
+
+
+def _count_of(value: Any) -> int:
+    number = parse_number(value)
+    if isinstance(number, float):
+        raise ValueError("must be a whole number. Round it.")
+    return number
+
+
+def _duration(value: Any) -> float:
+    text = str(value).strip().lower()
+    if re.fullmatch(r"[\d.]+", text):
+        text += "s"
+    parts = re.findall(r"([\d.]+)([dhms])", text)
+    if isinstance(value, bool) or not parts or "".join(map("".join, parts)) != text:
+        raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.")
+    try:
+        return sum(float(number) * SECONDS[unit] for number, unit in parts)
+    except ValueError:
+        raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be text. Write it in quotes, not empty.")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    raise ValueError("must be true or false.")
+
+
+def _list(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
+        raise ValueError('must be a list of text. Write for example ["shards/web=0.7"].')
+    return tuple(_text(value) for value in values)
+
+
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "count": _count_of,
+    "real": lambda value: float(parse_number(value)),
+    "duration": _duration,
+    "text": _text,
+    "switch": _truth,
+    "list": _list,
+}
+
+
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """Read a JSON object, refusing duplicate keys.
+
+    Args:
+        what: what the file should be, for messages.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not JSON, or not an object.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1})
+        if twice:
+            raise ValueError(f"the key {twice[0]!r} stands twice in one object")
+        return dict(pairs)
+
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. Name {what}.") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({error}). Correct the file.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: {shown(value)[:40]}, must be a JSON object. Name {what}.")
+    return value
