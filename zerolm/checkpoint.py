@@ -251,6 +251,27 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
     return None
 
 
+def must_fit(checkpoint: Checkpoint, world_size: int, zero_stage: int) -> None:
+    """Refuse a checkpoint whose optimizer state is cut for other ranks, before DeepSpeed fails.
+
+    Raises:
+        CheckpointError: the world size or the ZeRO stage is another one.
+    """
+    where, problems = checkpoint.directory / MANIFEST, []
+    if checkpoint.world_size != world_size:
+        problems.append(
+            f"{where}: world_size: written by {checkpoint.world_size} ranks, this run has "
+            f"{world_size}. Start {checkpoint.world_size} ranks to go on with it."
+        )
+    if checkpoint.zero_stage != zero_stage:
+        problems.append(
+            f"{where}: zero_stage: written at stage {checkpoint.zero_stage}, --deepspeed_config "
+            f"has stage {zero_stage}. Use a profile of stage {checkpoint.zero_stage} to go on."
+        )
+    if problems:
+        raise CheckpointError(problems)
+
+
 def load(engine: Any, checkpoint: Checkpoint) -> Progress:
     """Verify a checkpoint on all ranks, then load it into the engine. Every rank must call.
 

@@ -2,8 +2,15 @@
 
 import contextlib
 import os
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
+
+from zerolm.errors import ConfigError
+
+REFUSAL_WAIT_SECONDS = 20
 
 
 def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -13,6 +20,25 @@ def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, 
         int(environment.get("LOCAL_RANK", 0)),
         int(environment.get("WORLD_SIZE", 1)),
     )
+
+
+def refuse(error: ConfigError, rank: int, local_rank: int) -> int:
+    """Print a refusal once and return its exit code; to be called before any group exists.
+
+    The launcher kills every rank as soon as one has ended, so only the first of each host ends at
+    once; the others wait to be killed, or the message could be lost with rank 0. A host other than
+    the first waits a little too: its message appears only if the first host had none.
+    """
+    if local_rank != 0:
+        time.sleep(REFUSAL_WAIT_SECONDS)
+    elif rank == 0:
+        print(f"pretrain.py: refused, nothing was written.\n{error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(REFUSAL_WAIT_SECONDS / 4)
+        print(
+            f"pretrain.py: refused on {socket.gethostname()}.\n{error}", file=sys.stderr, flush=True
+        )
+    return error.exit_code
 
 
 def start() -> tuple[int, int, Any]:
@@ -41,8 +67,6 @@ def start() -> tuple[int, int, Any]:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -63,6 +87,21 @@ def stop(engine: Any = None) -> None:
         engine.destroy()
     with contextlib.suppress(ValueError):  # the engine may have ended its groups itself
         torch.distributed.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for every rank. Every rank must call."""
+    import torch
+
+    torch.distributed.barrier()
+
+
+def agree(condition: bool, problem: str) -> None:
+    """Raise the same ConfigError on every rank unless all see `condition`. Every rank must call."""
+    hosts = gather_objects(None if condition else socket.gethostname())
+    missing = sorted({host for host in hosts if host is not None})
+    if missing:
+        raise ConfigError(f"{problem} (on {', '.join(missing)})")
 
 
 def gather_objects(value: Any) -> list[Any]:

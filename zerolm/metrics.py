@@ -5,8 +5,10 @@ end of a run. Only rank 0 has a `RunLog` that writes.
 """
 
 import json
+import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -180,6 +182,46 @@ def _netrc_has_key() -> bool:
         return any("wandb" in host for host in netrc.netrc().hosts)
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def training_row(result: Any, source_names: Sequence[str]) -> Row:
+    """Return the `train/` metrics of a step, and the loss of each source that was in its batch.
+
+    Args:
+        result: the `StepResult` of the step.
+    """
+    row = {
+        "train/loss": result.loss,
+        "train/perplexity": math.exp(min(result.loss, 700.0)),
+        "train/grad_norm": result.grad_norm,
+        "train/learning_rate": result.learning_rate,
+        "train/batch_tokens": int(sum(result.source_tokens)),
+    }
+    if result.auxiliary_loss is not None:
+        row["train/auxiliary_loss"] = result.auxiliary_loss
+    for name, loss, tokens in zip(
+        source_names, result.source_losses, result.source_tokens, strict=True
+    ):
+        if tokens:
+            row[f"data/{name}/loss"] = loss / tokens
+    return row
+
+
+def data_row(order: Any, source_names: Sequence[str], position: int, seq_len: int) -> Row:
+    """Return how many tokens and epochs of each source the run has consumed.
+
+    Args:
+        order: the run's `Order`.
+        position: sequences consumed.
+    """
+    row: Row = {}
+    drawn = order.counts(position).tolist()
+    for name, sequences, windows in zip(
+        source_names, drawn, order.num_windows.tolist(), strict=True
+    ):
+        row[f"data/{name}/tokens"] = sequences * seq_len
+        row[f"data/{name}/epochs"] = sequences / windows
+    return row
 
 
 def console_line(row: Row, total_steps: int, seconds_left: float) -> str:

@@ -1,0 +1,317 @@
+"""Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. The story of a run.
+
+    deepspeed pretrain.py --deepspeed_config ds_configs/zero2.json \\
+        --model_config model_configs/llama-160m.json --data shards/web --run_dir runs/first
+
+Run it again with the same words and it goes on from its newest checkpoint. `--help` lists the
+settings; `--check` finds every problem, without a GPU, and stops there.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from zerolm.preflight import Plan
+
+from zerolm import (
+    checkpoint,
+    data,
+    distributed,
+    evaluate,
+    metrics,
+    preflight,
+    run_directory,
+    stability,
+    throughput,
+    train_step,
+)
+from zerolm.checkpoint import Checkpoint, Progress
+from zerolm.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, GaveUp, ZerolmError
+from zerolm.files import write_json
+from zerolm.optimizer import parameter_groups
+
+UNBOUNDED = 1 << 62  # the stream has no end: the token budget ends the run
+
+
+# -------------------------------------------------------------------------------------------------
+# Before anything exists: every problem in the three files, the data and the machine, at once
+
+
+def main(argv: list[str]) -> int:
+    rank, local_rank, _ = distributed.environment_rank()
+    try:
+        plan = preflight.check(argv)
+        if plan.settings.check:
+            print(plan.summary())
+            return EXIT_DONE
+        found = checkpoint.newest(plan.settings.run_dir)
+        if found is not None:
+            checkpoint.must_fit(found, plan.world_size, plan.zero_stage)
+        lock = run_directory.claim(plan.settings.run_dir) if rank == 0 else None
+    except ConfigError as error:
+        return distributed.refuse(error, rank, local_rank)
+    try:
+        return train(plan, found)
+    except ZerolmError as error:  # raised on all ranks alike
+        if rank == 0:
+            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+        distributed.stop()
+        return error.exit_code
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+# -------------------------------------------------------------------------------------------------
+# The run
+
+
+def train(plan: Plan, found: Checkpoint | None) -> int:
+    """Train to the token budget, from the checkpoint if there is one. Every rank calls."""
+    run = Run(plan)
+    run.begin(found)
+    batches = run.batches()
+    if found:
+        run.evaluate_if_due()  # a kill may have come between the checkpoint and its evaluation
+    while not run.finished and not run.stopping:
+        run.step(batches)
+        if run.due(plan.settings.log_interval):
+            run.report()
+        if run.due(plan.settings.checkpoint_interval):
+            run.save()
+        if not run.stopping:
+            run.evaluate_if_due()
+    return run.end()
+
+
+class Run:
+    """A run on one rank: its engine, how far it is, its log. All ranks make the same calls."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.settings = plan, plan.settings
+        self.run_dir = Path(plan.settings.run_dir)
+        self.rank, self.world_size, self.device = distributed.start()
+        self.stop = stability.StopRequest(plan.settings.stop_after)
+        self.say(plan.summary())
+        self.engine = build_engine(plan, self.device, self.say)
+        self.peak_flops, source = throughput.device_peak_flops(self.device, plan.precision)
+        self.say(f"peak: {self.peak_flops:.3g} FLOP/s a device ({source})")
+        self.watch = throughput.Stopwatch()
+        self.progress = Progress()
+        self.stopping = False
+        self.skipped_in_a_row = 0
+        self.newest_checkpoint: str | None = None
+
+    def say(self, *words: object) -> None:
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    @property
+    def finished(self) -> bool:
+        return self.progress.tokens >= self.settings.total_tokens
+
+    def due(self, interval: int) -> bool:
+        """Tell whether something done every `interval` steps, and at the end, is done now."""
+        return self.finished or self.stopping or self.progress.step % interval == 0
+
+    # ---- Where the run is
+
+    def begin(self, found: Checkpoint | None) -> None:
+        """Load the checkpoint, if any; write run.json; open the log and the trackers."""
+        if found is not None:
+            self.progress = checkpoint.load(self.engine, found)
+            self.newest_checkpoint = str(found.directory)
+            self.say(f"resume: {found.directory}, step {self.progress.step}")
+        self.record = run_directory.record(self.plan)
+        if self.rank == 0:
+            write_json(self.run_dir / run_directory.RECORD, self.record)
+        distributed.barrier()
+        distributed.agree((self.run_dir / run_directory.RECORD).is_file(),
+                          f"--run_dir {self.run_dir}: not every node sees it. "
+                          f"Use a file system that all nodes share.")  # fmt: skip
+        step = self.progress.step
+        self.log = metrics.RunLog(self.run_dir, step, writes=self.rank == 0)
+        self.log.event("resume" if found else "start", step, checkpoint=self.newest_checkpoint,
+                       world_size=self.world_size, zero_stage=self.plan.zero_stage)  # fmt: skip
+        self.say(f"wandb: {self.log.track(self.settings, self.record, step)}")
+
+    def batches(self) -> Any:
+        """Return the endless iterator of this rank's micro-batches, from where the run is."""
+        stream = data.TokenStream(
+            self.plan.sources,
+            self.plan.weights,
+            seq_len=self.settings.seq_len,
+            seed=self.settings.seed,
+            batch_schedule=self.plan.batch_schedule,
+            micro_batch_size=self.plan.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            position=self.progress.position,
+            end_position=UNBOUNDED,
+            document_mask=self.settings.document_mask,
+        )
+        self.order = stream.order
+        on_gpu = self.device.type != "cpu"
+        loader = data.make_loader(stream, self.settings.num_workers, pin_memory=on_gpu)
+        return iter(data.prefetch_to_device(loader, self.device))
+
+    # ---- One step
+
+    def step(self, batches: Any) -> None:
+        """Read one global batch, accumulate its gradient, and take the optimizer step."""
+        progress, plan, seq_len = self.progress, self.plan, self.settings.seq_len
+        sequences = plan.batch_schedule(progress.position)
+        micro_steps = sequences // (plan.micro_batch_size * self.world_size)
+        with self.watch.running():
+            with self.watch.waiting_for_data():
+                micro_batches = train_step.take(batches, micro_steps)
+            train_step.seed_step(self.settings.seed, progress.position, self.rank)
+            result = train_step.forward_backward(
+                self.engine, micro_batches, len(plan.sources), seq_len, self.stop.asked()
+            )
+            stability.refuse_loss(result.loss, progress.step + 1, self.newest_checkpoint)
+            tokens = progress.tokens + sequences * seq_len
+            rate = plan.learning_rate(tokens) if plan.learning_rate else None
+            train_step.apply(self.engine, result, rate)
+        self.watch.count(sequences, sequences * seq_len)
+        self.last_step, self.stopping = result, result.stop
+        progress.step += 1
+        progress.position += sequences
+        if result.applied:
+            progress.tokens, self.skipped_in_a_row = tokens, 0
+        else:
+            progress.skipped_steps += 1
+            self.skipped_in_a_row += 1
+            self.log.event("step_skipped", progress.step, grad_norm=str(result.grad_norm))
+        stability.refuse_gradients(result.grad_norm, result.applied, self.skipped_in_a_row,
+                                   progress.step, self.newest_checkpoint)  # fmt: skip
+
+    # ---- What is said and kept of it
+
+    def report(self) -> None:
+        """Write the metrics of the interval to the log, the tracker and the console."""
+        result, progress, plan = self.last_step, self.progress, self.plan
+        seq_len = self.settings.seq_len
+        norm = throughput.parameter_norm(self.engine.module, self.device)
+        row = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            **metrics.training_row(result, plan.source_names),
+            **metrics.data_row(self.order, plan.source_names, progress.position, seq_len),
+            "train/param_norm": norm,
+            **self.watch.report(self.world_size, plan.flops_per_token, self.peak_flops),
+            **throughput.memory(self.device),
+            "health/skipped_steps": progress.skipped_steps,
+        }
+        self.log.metrics(row)
+        steps_left = plan.batch_schedule.steps(progress.position, plan.total_sequences)
+        seconds_left = steps_left * row["throughput/step_seconds"]
+        self.say(metrics.console_line(row, progress.step + steps_left, seconds_left))
+
+    def save(self) -> None:
+        """Publish a checkpoint of this step, and remove the oldest beyond those to keep."""
+        self.log.sync()
+        progress, name = self.progress, checkpoint.directory_name(self.progress.step)
+        stall = checkpoint.save(
+            self.engine,
+            self.run_dir,
+            progress,
+            self.settings.checkpoint_keep,
+            data_fingerprint=self.plan.data_fingerprint,
+            precision=self.plan.precision,
+            versions=self.record["versions"],
+            model_config=self.record["model_config"],
+        )
+        self.newest_checkpoint = str(self.run_dir / "checkpoints" / name)
+        self.log.event("checkpoint", progress.step, checkpoint=name, stall_seconds=stall)
+        self.log.metrics({"step": progress.step, "tokens": progress.tokens,
+                          "checkpoint/stall_seconds": stall})  # fmt: skip
+        self.say(f"step={progress.step} checkpoint={name} stall_seconds={stall:.2f}")
+
+    def evaluate_if_due(self) -> None:
+        """Measure the validation loss, if this step has one and does not have it yet."""
+        progress, plan = self.progress, self.plan
+        done = distributed.broadcast_object(self.log.has(progress.step, "eval/loss"))
+        if done or not plan.val_sources or not self.due(self.settings.eval_interval):
+            return
+        held_out = data.ValidationStream(
+            plan.val_sources,
+            seq_len=self.settings.seq_len,
+            num_sequences=plan.val_sequences,
+            micro_batch_size=plan.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            document_mask=self.settings.document_mask,
+        )
+        batches = data.prefetch_to_device(data.make_loader(held_out, 0, False), self.device)
+        row = evaluate.validation_loss(self.engine, batches, plan.val_source_names)
+        self.log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
+        self.say(f"step={progress.step} eval_loss={row['eval/loss']:.4f} "
+                 f"eval_perplexity={row['eval/perplexity']:.2f}")  # fmt: skip
+
+    def end(self) -> int:
+        """Say how the run ended, close everything, and return the exit code."""
+        step = self.progress.step
+        if self.finished:
+            self.log.event("done", step, tokens=self.progress.tokens)
+            self.say(f"done: {step} steps, {self.progress.tokens} tokens, {self.run_dir}")
+        else:
+            reasons = distributed.gather_objects(self.stop.reason)
+            reason = next(filter(None, reasons), "a request")
+            self.log.event("stopped", step, reason=reason)
+            self.say(f"stopped on request ({reason}): the same command goes on from here")
+        self.log.close()
+        distributed.stop(self.engine)
+        return EXIT_DONE if self.finished else EXIT_STOPPED
+
+
+# -------------------------------------------------------------------------------------------------
+# The engine
+
+
+def build_engine(plan: Plan, device: Any, say: Any) -> Any:
+    """Build the model from its config, check its initial weights, and hand it to DeepSpeed."""
+    # Here and not above: they take seconds to import, which --help and --check need not wait for.
+    import deepspeed
+    from deepspeed.utils import logger
+
+    from zerolm import model as models
+
+    if not plan.ds_config.get("wall_clock_breakdown"):
+        logger.setLevel(logging.WARNING)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
+    attention = models.choose_attention(
+        plan.model_config, plan.settings.attn_implementation, device.type, dtype
+    )
+    model = models.build_model(
+        plan.model_config,
+        seed=plan.settings.seed,
+        dtype=dtype,
+        zero_stage=plan.zero_stage,
+        ds_config=plan.ds_config,
+        attn_implementation=attention,
+        gradient_checkpointing=plan.settings.gradient_checkpointing,
+        device=device,
+    )
+    report = models.check_initialization(model, plan.model_config)
+    if report.problems:
+        raise GaveUp("\n".join(["the model was not initialised:", *report.problems]))
+    say(f"attention: {attention}")
+    say(f"initial weights: {models.weights_fingerprint(model)} ({report.summary()})")
+    buffers = models.float32_buffers(model)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameter_groups(model, plan.weight_decay),
+        config=plan.ds_config,
+    )
+    models.restore_float32_buffers(engine.module, buffers)
+    if plan.settings.compile:
+        engine.compile()
+    engine.train()
+    return engine
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
