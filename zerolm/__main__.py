@@ -1,0 +1,79 @@
+"""What comes after a run: `python -m zerolm verify-checkpoint | export | plot`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from zerolm import checkpoint
+from zerolm.checkpoint import Checkpoint
+from zerolm.errors import EXIT_DONE, CheckpointError, ZerolmError
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zerolm", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    verify = commands.add_parser(
+        "verify-checkpoint", help="compare every file of a checkpoint with its manifest"
+    )
+    verify.add_argument("checkpoint", type=Path, help="runs/first/checkpoints/step-..., or a run")
+    export = commands.add_parser("export", help="write a Hugging Face model directory")
+    export.add_argument("checkpoint", type=Path, help="runs/first/checkpoints/step-..., or a run")
+    export.add_argument("output", type=Path, help="a directory that does not exist yet")
+    export.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="default: that of the training"
+    )
+    plot = commands.add_parser("plot", help="draw the loss curves of runs as a PNG")
+    plot.add_argument("runs", nargs="+", type=Path, help="run directories")
+    plot.add_argument("--output", type=Path, required=True, help="the PNG to write")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.command == "plot":
+            from zerolm.report import plot_losses
+
+            plot_losses(arguments.runs, arguments.output)
+            print(arguments.output)
+            return EXIT_DONE
+        found = whole_checkpoint(arguments.checkpoint)
+        print(f"{found.directory}: whole, {len(found.manifest['files'])} files, {found.progress}")
+        if arguments.command == "export":
+            write_export(found, arguments.output, arguments.precision)
+            print(f"{arguments.output}: load it with AutoModelForCausalLM.from_pretrained")
+    except ZerolmError as error:
+        print(f"zerolm {arguments.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    return EXIT_DONE
+
+
+def whole_checkpoint(path: Path) -> Checkpoint:
+    """Open the checkpoint at `path`, or the newest one of a run directory, and verify every file."""
+    found = checkpoint.newest(path) if (path / "checkpoints").is_dir() else checkpoint.read(path)
+    if found is None:
+        raise CheckpointError(f"{path}: the run has no checkpoint yet.")
+    problems = checkpoint.problems_of(found)
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def write_export(found: Checkpoint, output: Path, precision: str | None) -> None:
+    """Export with the tokenizer that made the data, as far as run.json and the shards still say."""
+    from zerolm.export import export
+    from zerolm.shards import open_source
+
+    tokenizer_dir, eos_id = None, None
+    record = found.directory.parent.parent / "run.json"
+    if record.is_file():
+        entry = json.loads(record.read_text())["settings"]["data"][0]
+        data = Path(entry.rsplit("=", 1)[0])
+        if (data / "manifest.json").is_file():
+            tokenizer_dir, eos_id = data / "tokenizer", open_source(data).eos_id
+    export(found.directory, found.manifest, output, precision, tokenizer_dir, eos_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
