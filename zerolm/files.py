@@ -32,11 +32,15 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
     """Write a file so that it is either absent (or as before) or whole, also after a power cut."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

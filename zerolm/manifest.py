@@ -1,0 +1,130 @@
+"""The manifest of a token shard directory: its keys, and the checks that a reader makes of them.
+
+`zerolm/shards.py` writes and reads the shards themselves. Standard library and numpy.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerolm.errors import ShardError
+
+FORMAT = "zerolm-shards"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER_DIRECTORY = "tokenizer"
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+_KEYS: dict[str, type] = {
+    "dtype": str,
+    "vocab_size": int,
+    "eos_id": int,
+    "num_tokens": int,
+    "num_documents": int,
+    "tokenizer": dict,
+    "shards": list,
+}
+_SHARD_KEYS: dict[str, type] = {
+    "file": str,
+    "num_tokens": int,
+    "num_documents": int,
+    "size_bytes": int,
+    "sha256": str,
+    "index": str,
+    "index_size_bytes": int,
+    "index_sha256": str,
+}
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # nothing outside of the directory
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest of uint16 and uint32 that holds every id below `vocab_size`."""
+    return DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read a manifest and check that it is complete and agrees with itself.
+
+    Raises:
+        ShardError: no manifest, another format or version, or each key that cannot be right.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise ShardError(
+            f"{directory}: no {MANIFEST}, so this is not a token shard directory (or its "
+            f"tokenization did not finish). Make one with: "
+            f"python -m data_prep tokenize --output {directory} ..."
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ShardError(f"{path}: cannot be read as JSON ({error}). Tokenize again.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ShardError(f"{path}: format is not {FORMAT!r}. This is not a token shard directory.")
+    if manifest.get("version") != VERSION:
+        raise ShardError(
+            f"{path}: version {manifest.get('version')!r}, this release reads version {VERSION}. "
+            f"Tokenize again, or use the release that wrote it."
+        )
+    problems = _wrong_keys(manifest, _KEYS, "")
+    if not problems:
+        for number, shard in enumerate(manifest["shards"]):
+            problems += _wrong_keys(shard, _SHARD_KEYS, f"shards[{number}].")
+    problems = problems or _contradictions(manifest)
+    if problems:
+        raise ShardError([f"{path}: {problem} Tokenize again." for problem in problems])
+    return manifest
+
+
+def _wrong_keys(value: Any, keys: dict[str, type], prefix: str) -> list[str]:
+    if not isinstance(value, dict):
+        return [f"{prefix.rstrip('.')} is not an object."]
+    problems = []
+    for key, kind in keys.items():
+        if key not in value:
+            problems.append(f"{prefix}{key} is missing.")
+        elif not isinstance(value[key], kind) or isinstance(value[key], bool):
+            problems.append(f"{prefix}{key} is {value[key]!r}, not of type {kind.__name__}.")
+        elif kind is int and value[key] < 0:
+            problems.append(f"{prefix}{key} is {value[key]}, below zero.")
+        elif key in ("file", "index") and not _FILE_NAME.fullmatch(value[key]):
+            problems.append(f"{prefix}{key} is {value[key]!r}, not a plain file name.")
+    return problems
+
+
+def _contradictions(manifest: dict[str, Any]) -> list[str]:
+    """Check the numbers of a manifest, all of which are there, against each other."""
+    problems = []
+    vocab_size, shards = manifest["vocab_size"], manifest["shards"]
+    if not isinstance(manifest["tokenizer"].get("fingerprint"), str):
+        problems.append("tokenizer.fingerprint is missing.")
+    if manifest["eos_id"] >= vocab_size:
+        problems.append(f"eos_id {manifest['eos_id']} is not below vocab_size {vocab_size}.")
+    dtype = DTYPES.get(manifest["dtype"])
+    if dtype is None:
+        problems.append(f"dtype is {manifest['dtype']!r}, not uint16 or uint32.")
+    elif vocab_size > 1 << (8 * dtype.itemsize):
+        problems.append(f"dtype {manifest['dtype']} cannot hold vocab_size {vocab_size}.")
+    if not shards:
+        problems.append("shards is empty.")
+    for key in ("num_tokens", "num_documents"):
+        total = sum(shard[key] for shard in shards)
+        if total != manifest[key]:
+            problems.append(f"{key} is {manifest[key]}, but its shards have {total} together.")
+    for shard in shards:
+        if dtype is not None and shard["size_bytes"] != shard["num_tokens"] * dtype.itemsize:
+            problems.append(
+                f"{shard['file']}: size_bytes {shard['size_bytes']} is not "
+                f"{shard['num_tokens']} tokens of {manifest['dtype']}."
+            )
+        if shard["index_size_bytes"] != shard["num_documents"] * 8:
+            problems.append(
+                f"{shard['index']}: index_size_bytes {shard['index_size_bytes']} is not "
+                f"{shard['num_documents']} documents of 8 bytes."
+            )
+        if shard["num_documents"] == 0 or shard["num_tokens"] == 0:
+            problems.append(f"{shard['file']}: has no documents or no tokens.")
+    return problems
