@@ -1,0 +1,285 @@
+"""A model described by its Hugging Face config.json: checked, and measured without memory.
+
+Nothing here allocates weights or starts a process group. torch and transformers are imported
+inside the functions, so that `--help` of the tools that use this module stays quick. It must not
+know about DeepSpeed, data or a run's settings.
+"""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerolm.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Keys of published config.json files that today's config classes neither use nor know: each one
+# was without effect on a causal LM's weights or forward pass when it was dropped.
+OBSOLETE_KEYS = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "gradient_checkpointing",
+        "is_llama_config",
+        "max_sequence_length",
+        "n_ctx",
+        "pretraining_tp",
+        "rope_interleaved",
+        "task_specific_params",
+        "tokenizer_class",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_mrope",
+    }
+)
+
+# Encoders that transformers lists among the causal language models: unless told is_decoder, they
+# (and always xlm and xlnet) let every position see the token that it is to predict.
+ENCODERS = frozenset(
+    {
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+NEVER_CAUSAL = frozenset({"xlm", "xlnet"})
+
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+ROUTED_EXPERT = re.compile(r"\bexperts\b")
+
+
+def load_model_config(path: str | Path) -> "PretrainedConfig":
+    """Read a model's config.json; nothing is downloaded and no remote code is run.
+
+    Args:
+        path: the file, or a directory that has a config.json.
+
+    Raises:
+        ConfigError: a missing file, bad JSON, an unknown or unsuitable model type, values that
+            the config class refuses, or keys that it does not know; every problem is listed.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    values = _read_json_object(file)
+    config_class = _config_class(file, values)
+    config, problems = _construct(file, config_class, values)
+    if config is not None:
+        problems += _contradictions(file, config)
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    return config
+
+
+def causal_lm_class(config: "PretrainedConfig") -> type["PreTrainedModel"]:
+    """Return the class that `AutoModelForCausalLM.from_config` would build.
+
+    Raises:
+        ConfigError: the model type has no causal language model.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class: Any
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise ConfigError(
+            f"model config: model_type {config.model_type!r} has no causal language model."
+        ) from None
+    return model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
+    """Build the model on the meta device: every shape, no memory. The config is not changed.
+
+    Raises:
+        ConfigError: the class cannot be built from these values.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    causal_lm_class(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    except Exception as error:  # the classes raise whatever their arithmetic runs into
+        raise ConfigError(
+            f"model config: a {config.model_type!r} model cannot be built from these values "
+            f"({type(error).__name__}: {error}). Correct the config.json."
+        ) from error
+
+
+def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by name, in module order, tied weights once.
+
+    Raises:
+        ConfigError: the class cannot be built from these values.
+    """
+    return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
+
+
+def num_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return how many values the shapes hold; tied weights count once."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def is_routed_expert(name: str) -> bool:
+    """Whether a parameter belongs to routed experts (shared experts serve every token)."""
+    return bool(ROUTED_EXPERT.search(name)) and ".router." not in name
+
+
+def routed_fraction(config: "PretrainedConfig") -> float:
+    """Return the share of the routed experts that serves one token; 1.0 for a dense model.
+
+    Raises:
+        ConfigError: only one of the two counts is in the config.
+    """
+    text_config = config.get_text_config()
+    experts = _first_value(text_config, EXPERT_COUNT_KEYS)
+    active = _first_value(text_config, EXPERTS_PER_TOKEN_KEYS)
+    if experts is None or active is None:
+        return 1.0
+    return active / experts
+
+
+def num_active_parameters(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return how many parameters serve one token: all but the experts it is not routed to."""
+    routed = sum(math.prod(shape) for name, shape in shapes.items() if is_routed_expert(name))
+    total = num_parameters(shapes)
+    return total - routed + round(routed * routed_fraction(config))
+
+
+def _first_value(config: "PretrainedConfig", keys: tuple[str, ...]) -> int | None:
+    values = (getattr(config, key, None) for key in keys)
+    return next((value for value in values if value), None)
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: no such file. --model_config takes a Hugging Face config.json or a "
+            f"directory with one; hub names are not downloaded. See model_configs/."
+        )
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error}). Correct it.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: holds {type(values).__name__}, a model config is an object.")
+    return values
+
+
+def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"]:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if "auto_map" in values:
+        raise ConfigError(
+            f"{file}: auto_map: names Python code that comes with the model, which is never run. "
+            f"Remove the key, and use a model_type that transformers has."
+        )
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        near = did_you_mean("model_type", values)
+        raise ConfigError(
+            f'{file}: model_type: missing. Say which architecture, for example "llama".{near}'
+        )
+    if model_type not in CONFIG_MAPPING:
+        near = did_you_mean(model_type, CONFIG_MAPPING)
+        raise ConfigError(
+            f"{file}: model_type: {model_type!r} is not known to this transformers.{near}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING or model_type in NEVER_CAUSAL:
+        near = did_you_mean(model_type, [known.model_type for known in MODEL_FOR_CAUSAL_LM_MAPPING])
+        raise ConfigError(
+            f"{file}: model_type: {model_type!r} has no causal language model, which is what is "
+            f"trained here.{near}"
+        )
+    return config_class
+
+
+def _construct(
+    file: Path, config_class: type["PretrainedConfig"], values: dict[str, Any]
+) -> tuple["PretrainedConfig | None", list[str]]:
+    """Construct the config, setting aside each value that its class refuses."""
+    problems = []
+    accepted = {key: value for key, value in values.items() if key != "model_type"}
+    while True:
+        try:
+            config = config_class(**accepted)
+            break
+        except Exception as error:  # strict dataclass errors, and each class's own ValueErrors
+            reason = " ".join(str(error.__cause__ or error).split())
+            field = re.search(r"Validation error for field '(\w+)'", str(error))
+            if field and field[1] in accepted:
+                problems.append(f"{file}: {field[1]}: {reason}")
+                del accepted[field[1]]
+                continue
+            return None, [*problems, f"{file}: {reason}"]
+    known = _known_keys(config_class)
+    # A key of an older release that the class still translates leaves no attribute behind.
+    unknown = [key for key in accepted if key not in known and key in vars(config)]
+    for key in unknown:
+        near = did_you_mean(key, known) or " Remove it."
+        problems.append(f"{file}: {key}: {config_class.__name__} has no such key.{near}")
+    return config, problems
+
+
+def _known_keys(config_class: type["PretrainedConfig"]) -> set[str]:
+    import dataclasses
+
+    known = {field.name for field in dataclasses.fields(config_class)}
+    known |= set(config_class().to_dict())
+    known |= set(config_class.attribute_map) | set(config_class.attribute_map.values())
+    return known | OBSOLETE_KEYS
+
+
+def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
+    """Return what transformers itself would only find in the middle of a forward pass."""
+    problems = []
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append(f"{file}: is_encoder_decoder: true, but only decoders are trained here.")
+    elif config.model_type in ENCODERS and not config.is_decoder:
+        problems.append(
+            f"{file}: is_decoder: false, so every position would see the token that it must "
+            f"predict. Set it to true."
+        )
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        value = getattr(text_config, key, None)
+        if isinstance(value, int) and value < 1:
+            problems.append(f"{file}: {key}: {value}, must be at least 1.")
+    heads = getattr(text_config, "num_attention_heads", None)
+    groups = getattr(text_config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        problems.append(
+            f"{file}: num_key_value_heads: {groups}, must divide num_attention_heads, {heads}."
+        )
+    experts = _first_value(text_config, EXPERT_COUNT_KEYS)
+    active = _first_value(text_config, EXPERTS_PER_TOKEN_KEYS)
+    if experts and active and active > experts:
+        problems.append(
+            f"{file}: num_experts_per_tok: {active}, but there are only {experts} experts."
+        )
+    return problems

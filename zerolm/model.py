@@ -1,0 +1,239 @@
+"""The model: attention chosen, weights initialised, built for any ZeRO stage.
+
+`build_model` gives the same initial bits on every stage, world size and device;
+`weights_fingerprint` proves it, and `check_initialization` refuses a model whose weights are not
+what its config implies. It must not know about data, schedules or the optimizer.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from zerolm.architecture import causal_lm_class
+from zerolm.errors import ConfigError
+from zerolm.initialization import InitialWeights
+from zerolm.self_check import InitializationReport, check_initialization, gathered
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "InitializationReport",
+    "build_model",
+    "check_initialization",
+    "choose_attention",
+    "float32_buffers",
+    "restore_float32_buffers",
+    "weights_fingerprint",
+]
+
+ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")
+FINGERPRINT_CHUNK = 1 << 24  # values at once: bounds the int64 copies to 128 MiB each
+ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads the positions
+
+
+def choose_attention(
+    config: "PretrainedConfig", requested: str, device_type: str, dtype: torch.dtype
+) -> str:
+    """Return the attention implementation to build with, in transformers' spelling.
+
+    Args:
+        requested: one of `ATTENTION_IMPLEMENTATIONS`; "auto" takes the first that works of
+            flash_attention_3, flash_attention_2, sdpa and eager.
+        device_type: "cuda", "cpu", ...
+
+    Raises:
+        ConfigError: the requested one does not exist, or cannot work here.
+    """
+    if requested not in ATTENTION_IMPLEMENTATIONS:
+        raise ConfigError(
+            f"--attn_implementation: {requested!r}, must be one of "
+            f"{', '.join(ATTENTION_IMPLEMENTATIONS)}."
+        )
+    if requested == "auto":
+        preference = ("flash_attention_3", "flash_attention_2", "sdpa")
+        usable = (name for name in preference if not _obstacle(config, name, device_type, dtype))
+        return next(usable, "eager")
+    if obstacle := _obstacle(config, requested, device_type, dtype):
+        raise ConfigError(f"--attn_implementation: {requested!r} {obstacle}")
+    return requested
+
+
+def _obstacle(
+    config: "PretrainedConfig", implementation: str, device_type: str, dtype: torch.dtype
+) -> str | None:
+    """Say why an attention implementation cannot work here, and what would; None if it can."""
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    model_class = causal_lm_class(config)
+    if implementation == "eager":
+        return None
+    if implementation == "sdpa":
+        if model_class._supports_sdpa:
+            return None
+        return f"is not supported by {model_class.__name__}. Use eager."
+    if not model_class._supports_flash_attn:
+        return f"is not supported by {model_class.__name__}. Use auto."
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return f"needs a CUDA device, this run is on {device_type}. Use auto."
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        return (
+            f"needs bf16 or fp16, this run is in {name}. Enable bf16 in the ds config, or use auto."
+        )
+    # FlashAttention 2 runs from Ampere on, 3 on Hopper alone (their READMEs); ROCm numbers differ.
+    major = 8 if torch.version.hip else torch.cuda.get_device_capability()[0]
+    if implementation == "flash_attention_3":
+        if major != 9 or torch.version.hip:
+            return "needs a Hopper GPU (compute capability 9.0). Use flash_attention_2 or auto."
+        if not is_flash_attn_3_available():
+            return (
+                "needs the package flash-attn-3, which is not installed. Install it, or use auto."
+            )
+        return None
+    if major < 8:
+        return "needs compute capability 8.0 or higher. Use auto."
+    if not is_flash_attn_2_available():
+        return "needs the package flash-attn, which is not installed. Install it, or use auto."
+    return None
+
+
+def build_model(
+    config: "PretrainedConfig",
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    zero_stage: int,
+    ds_config: dict[str, Any],
+    attn_implementation: str,
+    gradient_checkpointing: bool,
+    device: torch.device | str,
+) -> "PreTrainedModel":
+    """Build and initialise a causal LM for training. Every rank must call.
+
+    Args:
+        config: is not changed; the model has a copy, with `use_cache` off.
+        seed: decides every initial value, see docs/initialization.md.
+        dtype: of the parameters; buffers that the class makes in float32 (rotary tables) stay so.
+        zero_stage: at 3 the parameters are partitioned from the start by `deepspeed.zero.Init`,
+            on the accelerator or where `offload_param` says; below, the model is on `device`.
+        ds_config: DeepSpeed's config with every "auto" resolved.
+        attn_implementation: from `choose_attention`.
+        device: of this rank.
+
+    Raises:
+        ConfigError: the class cannot be built from this config, or says no initial values.
+    """
+    weights = InitialWeights(config, seed)
+    if zero_stage == 3:
+        import deepspeed
+
+        # No tensor overrides: buffers are computed on the CPU in float32, as without ZeRO.
+        # DeepSpeed's default casts them to bf16 (a rotary 0.56234 becomes 0.5625).
+        partition = deepspeed.zero.Init(config_dict_or_path=ds_config, tensor_overrides=[])
+        with partition:
+            model = _construct(config, dtype, attn_implementation)
+        _move_buffers(model, torch.device(device))
+    else:
+        model = _construct(config, dtype, attn_implementation)
+        torch.nn.Module.to(model, device)
+    _fill(model, weights, dtype)
+    model.config.use_cache = False
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def _construct(
+    config: "PretrainedConfig", dtype: torch.dtype, attn_implementation: str
+) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():  # what the constructors would draw is never used
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation
+        )
+    model.tie_weights()
+    return model
+
+
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _fill(model: torch.nn.Module, weights: InitialWeights, dtype: torch.dtype) -> None:
+    """Copy the initial values into the parameters, each rank computing its share of the units."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for start in range(0, len(weights.units), world_size):
+        wave = weights.units[start : start + world_size]
+        values = weights.compute(start + rank, dtype) if rank < len(wave) else {}
+        for writer, names in enumerate(wave):
+            targets = [parameters[name] for name in names]
+            with gathered(targets, modifier_rank=writer), torch.no_grad():
+                if rank == writer:
+                    for name, target in zip(names, targets, strict=True):
+                        target.copy_(values[name])
+                if world_size > 1:  # on leaving, `gathered` sends partitioned parameters itself
+                    for target in targets:
+                        if not hasattr(target, "ds_id"):
+                            dist.broadcast(target.data, src=writer)
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Return a hex SHA-256 that changes with any bit of any parameter. Every rank must call.
+
+    It does not depend on ZeRO's stage, the world size or the device. Each parameter's bit patterns
+    are summed, weighted by position, in wrapping 64-bit arithmetic on its device; an odd weight
+    makes every single change of a value visible.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        with gathered([parameter]):
+            total = _weighted_bit_sum(parameter.detach())
+            line = f"{name} {tuple(parameter.shape)} {parameter.dtype} {total}\n"
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _weighted_bit_sum(values: torch.Tensor) -> int:
+    as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = values.contiguous().view(-1).view(as_integers[values.element_size()])
+    total, start = 0, 0
+    for chunk in bits.split(FINGERPRINT_CHUNK):
+        positions = torch.arange(start, start + len(chunk), device=chunk.device)
+        total += int((chunk.long() * (positions * ODD_MULTIPLIER | 1)).sum())
+        start += len(chunk)
+    return total % (1 << 64)
+
+
+def float32_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies on the CPU of the float32 buffers by name: rotary tables, mostly."""
+    return {
+        name: buffer.cpu().clone()
+        for name, buffer in _float_buffers(model)
+        if buffer.dtype == torch.float32
+    }
+
+
+def restore_float32_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Undo a cast of the buffers in `saved`, which `data_types.buffer_dtype` of a ds config does.
+
+    DeepSpeed 0.19.8 leaves them alone otherwise. Call it after `deepspeed.initialize`.
+    """
+    for name, buffer in _float_buffers(model):
+        if name in saved:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._buffers[leaf] = saved[name].to(buffer.device, copy=True)
+
+
+def _float_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, b) for name, b in model.named_buffers() if b.is_floating_point())

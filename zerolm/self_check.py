@@ -1,0 +1,236 @@
+"""The self-check at step 0: is every parameter what the config implies?
+
+DeepSpeed's bare `zero.Init` leaves weights that look alive and are wrong (an embedding of standard
+deviation 1 where the config says 0.02), and nothing else tells. The expectations here are closed
+forms, or a plain re-initialisation outside of ZeRO where there is no closed form; on purpose they
+share no code with `zerolm.initialization`.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerolm.architecture import meta_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Deviations of a statistic from its expectation that are still chance, in standard errors: one
+# refusal in 10**8 statistics, and a model of 1,000 parameters has 2,000 of them.
+NORMAL_SIGMAS = 6.0
+REINITIALIZED_SIGMAS = 9.0  # against a sample, of a distribution whose tails are not known
+CHUNK = 1 << 24  # values at once: bounds the float64 copy to 128 MiB
+
+# Families with an `_init_weights` of their own that the closed forms below cover. For the others,
+# those that take transformers' general `_init_weights` are covered too.
+COVERED_FAMILIES = frozenset({"gpt2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+
+
+@dataclasses.dataclass(frozen=True)
+class InitializationReport:
+    """What the self-check found; `str()` is one line.
+
+    Attributes:
+        num_parameters: tensors that were checked, tied ones once.
+        num_values: their elements.
+        num_reinitialized: of the tensors, how many had no closed form and were compared with a
+            plain re-initialisation.
+        problems: one line for each failure, naming parameter, actual and expected value.
+    """
+
+    num_parameters: int
+    num_values: int
+    num_reinitialized: int
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        verdict = f"{len(self.problems)} wrong" if self.problems else "all as the config implies"
+        how = f", {self.num_reinitialized} by re-initialisation" if self.num_reinitialized else ""
+        return (
+            f"initial weights: {self.num_parameters} parameters with {self.num_values:,} values "
+            f"checked{how}, {verdict}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Of the values of one parameter."""
+
+    count: int
+    mean: float
+    std: float
+    non_finite: int = 0
+    exact: bool = True  # a closed form, as opposed to a sample
+
+
+@contextlib.contextmanager
+def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = None):
+    """Make partitioned parameters whole inside the context. Every rank must call.
+
+    Parameters that ZeRO-3 has not partitioned are left alone.
+
+    Args:
+        modifier_rank: whose changes every rank gets on leaving; None if nobody changes anything.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
+            yield
+    else:
+        yield
+
+
+def check_initialization(model: nn.Module, config: "PretrainedConfig") -> InitializationReport:
+    """Compare mean and deviation of every parameter with what the config implies.
+
+    Every rank must call, before the first optimizer step; partitioned parameters are gathered one
+    at a time. The caller raises if the report has problems.
+    """
+    problems: list[str] = []
+    plain = _PlainModel(config)
+    num_values = 0
+    parameters = list(model.named_parameters())
+    for name, parameter in parameters:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        with gathered([parameter]):
+            values = parameter.detach()
+            num_values += values.numel()
+            actual = _statistics(values)
+            expected = _closed_form(config, module, path, leaf, values.numel())
+            if expected is None:
+                expected = plain.statistics(name)
+            problems += _disagreements(name, actual, expected)
+            row = getattr(module, "padding_idx", None)
+            if row is not None and leaf == "weight" and values[row].abs().max() > 0:
+                problems.append(f"{name}: the padding row {row} is not zero")
+    return InitializationReport(len(parameters), num_values, plain.num_consulted, tuple(problems))
+
+
+def _statistics(values: torch.Tensor) -> Statistics:
+    """Return count, mean and deviation in float64, without a float64 copy of the whole."""
+    count, total, squares, non_finite = values.numel(), 0.0, 0.0, 0
+    for chunk in values.reshape(-1).split(CHUNK):
+        wide = chunk.double()
+        finite = torch.isfinite(wide)
+        non_finite += int((~finite).sum())
+        wide = torch.where(finite, wide, 0.0)
+        total += float(wide.sum())
+        squares += float((wide * wide).sum())
+    mean = total / max(count, 1)
+    variance = max(squares / max(count, 1) - mean * mean, 0.0)
+    return Statistics(count, mean, math.sqrt(variance), non_finite)
+
+
+def _closed_form(
+    config: "PretrainedConfig", module: nn.Module, path: str, leaf: str, count: int
+) -> Statistics | None:
+    """Return what the config implies for one parameter of `module`, or None if it is not known."""
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+    from zerolm.architecture import causal_lm_class
+
+    model_class = causal_lm_class(config)
+    general = model_class._init_weights is PreTrainedModel._init_weights
+    if not general and config.model_type not in COVERED_FAMILIES:
+        return None
+    std = getattr(config, "initializer_range", None) or 0.02
+    class_name = type(module).__name__
+    if "LayerNorm" in class_name or "RMSNorm" in class_name:
+        constant = {"weight": 1.0, "bias": 0.0}.get(leaf)
+        return None if constant is None else Statistics(count, constant, 0.0)
+    is_matrix = isinstance(module, nn.Linear | Conv1D)
+    if is_matrix and leaf == "bias":
+        return Statistics(count, 0.0, 0.0)
+    if config.model_type == "gpt2" and path.endswith("c_proj"):
+        # GPT-2 paper, section 2.3: residual projections are scaled by 1 / sqrt(residual layers).
+        return Statistics(count, 0.0, std / math.sqrt(2 * config.n_layer))
+    if isinstance(module, nn.Embedding):
+        share = 1.0 if module.padding_idx is None else 1 - 1 / module.num_embeddings
+        return Statistics(count, 0.0, std * math.sqrt(share))
+    is_moe = not general and ("Experts" in class_name or "Router" in class_name)
+    if is_moe or (is_matrix and leaf == "weight"):
+        return Statistics(count, 0.0, std)
+    return None
+
+
+class _PlainModel:
+    """The same model without ZeRO, of which single blocks are initialised to be looked at."""
+
+    def __init__(self, config: "PretrainedConfig"):
+        self._config = config
+        self._model: nn.Module | None = None
+        self._known: dict[str, Statistics] = {}
+        self.num_consulted = 0
+
+    def statistics(self, name: str) -> Statistics:
+        """Return the statistics that transformers' own initialisation gives a parameter."""
+        self.num_consulted += 1
+        if name not in self._known:
+            self._model = self._model or meta_model(self._config)
+            self._known.update(
+                self._initialize_block(self._model, _block_around(self._model, name))
+            )
+        return self._known[name]
+
+    def _initialize_block(self, model: Any, path: str) -> dict[str, Statistics]:
+        from transformers import PreTrainedModel
+
+        ancestors = [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)]
+        modules = [*(model.get_submodule(ancestor) for ancestor in ancestors), model]
+        owner = next(module for module in modules if isinstance(module, PreTrainedModel))
+        block = model.get_submodule(path)
+        block.to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(0)  # any: only the distribution counts
+            block.apply(owner._init_weights)
+        found = {
+            f"{path}.{name}": dataclasses.replace(_statistics(p.detach()), exact=False)
+            for name, p in block.named_parameters()
+        }
+        block.to("meta")
+        return found
+
+
+def _block_around(model: nn.Module, name: str) -> str:
+    """Return the path of the outermost module around a parameter that is no model and no list."""
+    from transformers import PreTrainedModel
+
+    parts = name.split(".")
+    paths = [".".join(parts[:length]) for length in range(1, len(parts))]
+    containers = (PreTrainedModel, nn.ModuleList, nn.ModuleDict)
+    for path in paths:
+        if not isinstance(model.get_submodule(path), containers):
+            return path
+    return paths[-1]
+
+
+def _disagreements(name: str, actual: Statistics, expected: Statistics) -> list[str]:
+    """Say how the actual statistics differ from the expected ones by more than chance explains."""
+    if actual.non_finite:
+        return [f"{name}: {actual.non_finite} of {actual.count} values are not finite"]
+    sigmas = NORMAL_SIGMAS if expected.exact else REINITIALIZED_SIGMAS
+    rounding = 1e-4 if expected.exact else 4e-3  # relative; bf16 has 8 bits, and 0 and 1 are exact
+    # Standard errors of the mean and of the deviation of n normal values.
+    error = sigmas * expected.std / math.sqrt(max(actual.count, 1))
+    slack = (
+        rounding * (abs(expected.mean) + expected.std) * (expected.std > 0 or not expected.exact)
+    )
+    problems = []
+    for what, value, wanted, tolerance in (
+        ("mean", actual.mean, expected.mean, error + slack),
+        ("standard deviation", actual.std, expected.std, error / math.sqrt(2) + slack),
+    ):
+        if abs(value - wanted) > tolerance + 1e-7:
+            problems.append(
+                f"{name}: {what} {value:.6g}, the config implies {wanted:.6g} "
+                f"(tolerance {tolerance:.2g})"
+            )
+    return problems
