@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# The whole path on one machine, in minutes: text, tokenizer, token shards, a ZeRO-2 run on two
+# processes that is stopped and resumed, and the loss curve as a picture.
+#
+#   bash launch/demo.sh
+#
+# The text is Python's own library and manual, so nothing is downloaded once .venv stands. It runs
+# on the CPU, where every machine does the same. All output goes to demo/, which is made anew.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash launch/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+
+cores_per_process=$(($(nproc) / 2))
+export OMP_NUM_THREADS=$((cores_per_process < 1 ? 1 : cores_per_process > 4 ? 4 : cores_per_process))
+export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES='' HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+readonly stopped_on_request=75 # pretrain.py's exit code: saved, start me again
+readonly run_dir=demo/runs/demo
+readonly num_processes=2
+
+title() {
+    printf '\n== %s (%d s)\n' "$1" "$SECONDS"
+}
+
+# One console line in twenty is enough here; metrics.jsonl has every step.
+shorten() {
+    awk -F '[=/ ]' '/^step=/ && / loss=/ && $2 != 1 && $2 % 20 { next } { print; fflush() }'
+}
+
+free_port() {
+    python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+}
+
+pretrain() {
+    deepspeed --num_gpus $num_processes --master_port "$(free_port)" pretrain.py \
+        --deepspeed_config ds_configs/zero2.json --model_config model_configs/tiny.json \
+        --data demo/shards/code=0.8 --data demo/shards/prose=0.2 \
+        --val_data demo/shards/code-val --val_data demo/shards/prose-val \
+        --seq_len 256 --batch_tokens 4096 --micro_batch_size 8 --total_tokens 1M \
+        --learning_rate 3e-3 --warmup_tokens 50k --log_interval 1 --eval_interval 100 \
+        --wandb offline --run_dir $run_dir "$@" 2>&1 | shorten
+}
+
+mkdir -p demo
+rm -rf demo/text demo/tokenizer demo/shards demo/runs demo/loss.png
+
+title "Text: Python's library and manual"
+python -m launch.demo_corpus demo/text
+
+title "Tokenizer"
+python -m data_prep train-tokenizer --input demo/text --vocab_size 4096 --output demo/tokenizer
+
+title "Token shards"
+for source in code prose; do
+    python -m data_prep tokenize --input demo/text/$source.jsonl --tokenizer demo/tokenizer \
+        --output demo/shards/$source --workers 2 \
+        --val_fraction 0.02 --val_output demo/shards/$source-val
+done
+
+title "Train on $num_processes processes with ZeRO-2, and stop after half a minute"
+code=0
+pretrain --stop_after 30s || code=$?
+if [[ $code == "$stopped_on_request" ]]; then
+    title "Resume: the same command again"
+    pretrain
+elif [[ $code == 0 ]]; then
+    echo "This machine was done before it could be stopped."
+else
+    exit "$code"
+fi
+
+title "Loss curve"
+python -m zerolm plot $run_dir --output demo/loss.png
+python -m launch.demo_summary $run_dir
+echo "picture       demo/loss.png"
+echo "took          $SECONDS s"
