@@ -31,8 +31,8 @@ def parse_number(value: Any) -> int | float:
         number = Decimal(text) * factor  # in decimal: 2.3B is a whole number
     except InvalidOperation:
         raise ValueError("not a number. Write for example 3e9, 3B, 500M or 2k.") from None
-    if not number.is_finite():
-        raise ValueError("not a finite number. Give one.")
+    if not number.is_finite() or number.adjusted() > 30:
+        raise ValueError("not a number of a possible size. Give a finite one.")
     return int(number) if number == int(number) else float(number)
 
 
@@ -87,11 +87,14 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def read_json(path: str | Path, what: str) -> dict[str, Any]:
+def read_json(
+    path: str | Path, what: str, loads: Callable[..., Any] = json.loads
+) -> dict[str, Any]:
     """Read a JSON object, refusing duplicate keys.
 
     Args:
         what: what the file should be, for messages.
+        loads: json.loads, or that of a more lenient reader.
 
     Raises:
         ConfigError: the file is missing, unreadable, not JSON, or not an object.
@@ -104,7 +107,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+        value = loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. Name {what}.") from None
     except (ValueError, OSError) as error:

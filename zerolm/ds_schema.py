@@ -1,0 +1,238 @@
+"""The keys and types of DeepSpeed's JSON, as DeepSpeed 0.19.8 reads them.
+
+DeepSpeed ignores what it does not know at the top level and in several blocks, so a typo there
+silently trains something else. Where it has a pydantic model for a block, that model is asked;
+the rest is listed here, and tests/zerolm/test_ds_config.py compares the list with DeepSpeed's
+source. What the values mean for a run is ds_rules.py's affair. DeepSpeed is imported by need.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from zerolm.errors import did_you_mean
+from zerolm.values import shown
+
+AUTO = "auto"
+_COUNT, _NUMBER, _TRUTH = "a positive whole number", "a number, at least 0", "true or false"
+_DTYPE = ("fp32", "fp16", "bf16", None)
+
+# Top-level keys that hold a single value, with what it may be.
+SCALARS: dict[str, str | tuple[Any, ...]] = {
+    "train_batch_size": _COUNT,
+    "train_micro_batch_size_per_gpu": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "gradient_clipping": _NUMBER,
+    "steps_per_print": _COUNT,
+    "wall_clock_breakdown": _TRUTH,
+    "memory_breakdown": _TRUTH,
+    "dump_state": _TRUTH,
+    "disable_python_gc": _TRUTH,
+    "disable_allgather": _TRUTH,
+    "prescale_gradients": _TRUTH,
+    "gradient_predivide_factor": _NUMBER,
+    "gradient_allreduce_op": ("mean", "sum"),
+    "communication_data_type": _DTYPE,
+    "seq_parallel_communication_data_type": _DTYPE,
+    "zero_allow_untested_optimizer": _TRUTH,
+    "zero_force_ds_cpu_optimizer": _TRUTH,
+    "managed_gradient_accumulation": _TRUTH,
+    "dataloader_drop_last": _TRUTH,
+    "use_data_before_expert_parallelism": _TRUTH,
+    "vocabulary_size": _COUNT,
+    "log_level": ("debug", "info", "warning", "error", "critical", None),
+}
+# What Hugging Face's Trainer resolves; elsewhere "auto" crashes DeepSpeed or is taken as default.
+AUTO_SCALARS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+# Blocks that DeepSpeed reads key by key and ignores what it does not know.
+BLOCKS: dict[str, frozenset[str]] = {
+    name: frozenset(keys.split())
+    for name, keys in {
+        "optimizer": "type params legacy_fusion",
+        "scheduler": "type params",
+        "activation_checkpointing": "partition_activations number_checkpoints profile "
+        "contiguous_memory_optimization synchronize_checkpoint_boundary cpu_checkpointing",
+        "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+        "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules "
+        "detailed output_file",
+        "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write "
+        "checkpoint_serialization writer",
+        "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+        "torch_autocast": "enabled dtype lower_precision_safe_modules",
+        "timers": "throughput",
+    }.items()
+}
+# Blocks that ds_rules.py refuses as a whole, unless they are switched off: not looked into.
+FOREIGN = (
+    "autotuning",
+    "data_efficiency",
+    "datastates_ckpt",
+    "expert_parallel",
+    "hybrid_engine",
+    "pipeline",
+    "tensor_parallel",
+    "weight_quantization",
+    "sequence_parallel_size",
+    "data_parallel_size",
+)
+
+
+def _models() -> dict[str, Any]:
+    """Return DeepSpeed's pydantic model of each block that has one."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "bfloat16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+        "comet": CometConfig,
+        "comms_logger": CommsLoggerConfig,
+        "compile": CompileConfig,
+    }
+
+
+def known_keys() -> frozenset[str]:
+    """Return every top-level key that DeepSpeed reads."""
+    return frozenset(SCALARS) | frozenset(BLOCKS) | frozenset(FOREIGN) | frozenset(_models())
+
+
+def schema_problems(ds_config: Mapping[str, Any], name: str) -> list[str]:
+    """Find unknown keys and values of a wrong type, at every level.
+
+    Args:
+        ds_config: as the user wrote it, "auto" and all.
+        name: of the file, for the messages.
+    """
+    models, removed = _models(), _removed_keys()
+    problems = []
+    for key, value in ds_config.items():
+        if key in removed:
+            problems.append(f"{name}: {key}: DeepSpeed refuses it: {removed[key]} Remove the key.")
+        elif key in models:
+            problems += _model_problems(models[key], value, name, key)
+        elif key in SCALARS:
+            problems += _scalar_problems(key, value, name)
+        elif key in BLOCKS:
+            problems += _block_problems(key, value, BLOCKS[key], name)
+        elif key not in FOREIGN:
+            problems.append(f"{name}: {key}: {_unknown(key, known_keys())}")
+    return problems
+
+
+def _unknown(key: str, choices: Iterable[str]) -> str:
+    hint = did_you_mean(key, choices) or " Correct or remove it."
+    return f"unknown key, DeepSpeed would ignore it.{hint}"
+
+
+def _removed_keys() -> dict[str, str]:
+    from deepspeed.runtime import config
+
+    return dict(getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
+
+
+def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
+    rule = SCALARS[key]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value == AUTO and key in AUTO_SCALARS:
+        return []
+    if value is None and key == "steps_per_print":
+        return []
+    if isinstance(rule, tuple):
+        spelled = value.lower() if isinstance(value, str) else value
+        fine = spelled in rule
+        rule = "one of " + ", ".join(shown(choice) for choice in rule)
+    elif rule == _TRUTH:
+        fine = isinstance(value, bool)
+    elif rule == _COUNT:
+        fine = number and value > 0 and value == int(value)
+    else:
+        fine = number and value >= 0
+    auto = ' or "auto"' if key in AUTO_SCALARS else ""
+    return [] if fine else [f"{name}: {key}: {shown(value)}, must be {rule}{auto}. Correct it."]
+
+
+def _block_problems(key: str, value: Any, choices: frozenset[str], name: str) -> list[str]:
+    if not isinstance(value, Mapping):
+        return [f"{name}: {key}: {shown(value)}, must be an object. Write {{...}} or remove it."]
+    return [
+        f"{name}: {key}.{inner}: {_unknown(inner, choices)}"
+        for inner in value
+        if inner not in choices
+    ]
+
+
+def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:
+    """Ask a pydantic model of DeepSpeed about a block: first its keys, then its values."""
+    from pydantic import ValidationError
+
+    if not isinstance(value, Mapping):
+        return [f"{name}: {path}: {shown(value)}, must be an object. Write {{...}} or remove it."]
+    problems: list[str] = []
+    known = _known_only(model, value, name, path, problems)
+    try:
+        model(**known)
+    except ValidationError as error:
+        for found in error.errors():
+            if found["loc"] == ("stage",):
+                continue  # ds_rules.py says it better than "should be 0, 1, 2, 3 or 3"
+            where = ".".join([path, *(str(part) for part in found["loc"])])
+            given = "" if isinstance(found["input"], Mapping) else f"{shown(found['input'])}, "
+            said = found["msg"].rstrip(".")
+            problems.append(f"{name}: {where}: {given}DeepSpeed says: {said}. Correct the value.")
+    except (AssertionError, ValueError, AttributeError, TypeError) as error:
+        problems.append(f"{name}: {path}: DeepSpeed says: {error}. Correct the block.")
+    return problems
+
+
+def _known_only(
+    model: Any, block: Mapping[str, Any], name: str, path: str, problems: list[str]
+) -> dict[str, Any]:
+    """Return the block without unknown keys, which go to `problems`, and without "auto"."""
+    removed = _removed_zero_keys() if path == "zero_optimization" else {}
+    fields = {}
+    for field_name, about in model.model_fields.items():
+        fields[field_name] = about
+        if about.alias:
+            fields[about.alias] = about
+    known = {}
+    for key, value in block.items():
+        if key in removed:
+            problems.append(
+                f"{name}: {path}.{key}: DeepSpeed refuses it: {removed[key]} Remove it."
+            )
+        elif key not in fields:
+            hint = did_you_mean(key, fields) or " Correct or remove it."
+            problems.append(f"{name}: {path}.{key}: unknown key.{hint}")
+        elif value != AUTO:
+            inner = _inner_model(fields[key].annotation)
+            if inner is not None and isinstance(value, Mapping):
+                value = _known_only(inner, value, name, f"{path}.{key}", problems)
+            known[key] = value
+    return known
+
+
+def _removed_zero_keys() -> dict[str, str]:
+    from deepspeed.runtime import config
+
+    return dict(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", {}))
+
+
+def _inner_model(annotation: Any) -> Any:
+    """Return the pydantic model in `Model` or `Optional[Model]`, else None."""
+    for candidate in (annotation, *get_args(annotation)):
+        if inspect.isclass(candidate) and hasattr(candidate, "model_fields"):
+            return candidate
+    return None
