@@ -1,0 +1,361 @@
+"""Micro-batches of token ids in the order that zerolm/order.py gives. Knows nothing of training.
+
+`TokenStream` is the training data of one rank from some position on, `ValidationStream` the fixed
+windows that validation loss is measured on; `make_loader` reads either, in this process or through
+loader workers, and `prefetch_to_device` copies what it yields one micro-batch ahead.
+
+Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
+"""
+
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from zerolm.order import Order
+from zerolm.shards import Source
+from zerolm.windows import WindowReader, number_documents, split_evenly
+
+IGNORED = -100  # the target that torch's cross-entropy leaves out
+PLACED_SEQUENCES = 8192  # found at once, which takes the cost of one from 30 us to 0.1 us
+READ_BYTES = 1 << 18  # read at once in the training process: a few micro-batches, still in cache
+MESSAGE_BYTES = 1 << 20  # sent at once by a worker: a message costs more than what is in it
+
+Batch = dict[str, torch.Tensor]
+
+
+class Rows(NamedTuple):
+    """Where micro-batches lie, (C, M) int64 each."""
+
+    sequence_ids: np.ndarray  # -1: fills up, has no loss
+    sources: np.ndarray
+    windows: np.ndarray
+
+
+class Tokens(NamedTuple):
+    """What micro-batches hold, as read from the shards and as sent by loader workers."""
+
+    tokens: np.ndarray  # (C, M, T + 1), in the dtype of the shards
+    sequence_ids: np.ndarray  # (C, M) int64
+    sources: np.ndarray  # (C, M) int64
+
+
+class WindowStream(IterableDataset):
+    """What training and validation share: rows become batches. A subclass says which rows.
+
+    Yields one micro-batch at a time, a dict of
+
+        input_ids     (M, T) int64
+        targets       (M, T) int64: the token after each input, -100 where there is no loss
+        sources       (M,) int64: index of each row's source
+        sequence_ids  (M,) int64
+        position_ids  (M, T) int64, only with document_mask: restarts at 0 with each document
+        document_ids  (M, T) int64, only with document_mask: numbers a row's documents from 0
+
+    A document ends with the EOS id of its source. With document_mask that id has no target, since
+    what follows is another document. The tensors are contiguous and share no memory.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seq_len: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        document_mask: bool,
+    ):
+        assert seq_len > 0 and micro_batch_size > 0 and 0 <= rank < world_size
+        self.reader = WindowReader(sources, seq_len)
+        self.micro_batch_size = micro_batch_size
+        self.rank, self.world_size = rank, world_size
+        self.document_mask = document_mask
+
+    def starts(self) -> Iterator[int]:
+        """Yield the first sequence number of each micro-batch of this rank."""
+        raise NotImplementedError
+
+    def place(self, sequence_ids: np.ndarray) -> Rows:
+        """Find rows by their sequence numbers, (C, M) int64."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        # In a plain DataLoader, whose workers are asked in turn for one micro-batch each.
+        return self.batches(self.reads(1) if worker else self.reads(self.fitting(READ_BYTES)))
+
+    def fitting(self, size_bytes: int) -> int:
+        """Return how many micro-batches fit a size, at least one."""
+        row_bytes = (self.reader.seq_len + 1) * self.reader.dtype.itemsize
+        return max(1, size_bytes // (row_bytes * self.micro_batch_size))
+
+    def reads(self, group: int) -> Iterator[Tokens]:
+        """Yield the tokens of `group` micro-batches (C) at a time, of fewer at the end.
+
+        Worker w of k yields groups w, w + k, w + 2k, ..., so that a loader that asks its workers
+        in turn has all of them in order.
+        """
+        worker = get_worker_info()
+        num_placed = group * max(1, PLACED_SEQUENCES // (group * self.micro_batch_size))
+        starts: list[int] = []
+        for number, start in enumerate(self.starts()):
+            if worker and number // group % worker.num_workers != worker.id:
+                continue
+            starts.append(start)
+            if len(starts) == num_placed:
+                yield from self._read(starts, group)
+                starts = []
+        if starts:
+            yield from self._read(starts, group)
+
+    def _read(self, starts: list[int], group: int) -> Iterator[Tokens]:
+        rows = self.place(np.array(starts)[:, None] + np.arange(self.micro_batch_size))
+        shards, offsets = self.reader.locate(rows.sources, rows.windows)
+        for first in range(0, len(starts), group):
+            part = slice(first, first + group)
+            tokens = self.reader.read(shards[part], offsets[part])
+            yield Tokens(tokens, rows.sequence_ids[part], rows.sources[part])
+
+    def batches(self, reads: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
+        """Yield the batches of micro-batches that were read, here or by a worker."""
+        for read in reads:
+            for tokens, sequence_ids, sources in zip(*read, strict=True):
+                yield self._batch(tokens, sequence_ids, sources, pin_memory)
+
+    def _batch(
+        self, tokens: np.ndarray, sequence_ids: np.ndarray, sources: np.ndarray, pin_memory: bool
+    ) -> Batch:
+        make = _pinned_copy if pin_memory else _copy
+        batch = {
+            "input_ids": make(tokens[:, :-1]),
+            "targets": make(tokens[:, 1:]),
+            "sources": make(sources),
+            "sequence_ids": make(sequence_ids),
+        }
+        if self.document_mask:
+            last = tokens[:, :-1] == self.reader.eos_ids[sources][:, None]
+            batch["targets"].numpy()[last] = IGNORED
+            places, documents = number_documents(last)
+            batch["position_ids"] = make(places)
+            batch["document_ids"] = make(documents)
+        if sequence_ids[-1] < 0:  # rows that fill up come last
+            batch["targets"][batch["sequence_ids"] < 0] = IGNORED
+        return batch
+
+
+class TokenStream(WindowStream):
+    """The training data of one rank: the part of an endless order between two positions.
+
+    A position is the number of sequences that all ranks together have consumed. The global batch
+    that starts at position p covers sequence numbers p to p + batch_schedule(p); micro-step a of
+    rank r holds p + (a * world_size + r) * micro_batch_size and the ones after it.
+
+    Args:
+        sources: opened shard directories.
+        weights: share of the sequences of each source, in any unit.
+        seq_len: tokens of a row (T).
+        seed: of the order.
+        batch_schedule: position -> sequences of the global batch that starts there, a multiple of
+            micro_batch_size * world_size. A pure function; called ahead of time.
+        micro_batch_size: rows of a batch (M).
+        position: where to start: at the start of a global batch.
+        end_position: no global batch starts there or later.
+        document_mask: see `WindowStream`.
+
+    Raises:
+        ShardError: a source too short for one sequence; every one is listed.
+        ConfigError: a weight, see `zerolm.order.Order`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        *,
+        seq_len: int,
+        seed: int,
+        batch_schedule: Callable[[int], int],
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        position: int,
+        end_position: int,
+        document_mask: bool = False,
+    ):
+        super().__init__(
+            sources,
+            seq_len=seq_len,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            document_mask=document_mask,
+        )
+        self.order = Order(self.reader.num_windows.tolist(), weights, seed)
+        self.batch_schedule = batch_schedule
+        self.position, self.end_position = position, end_position
+
+    def starts(self) -> Iterator[int]:
+        step = self.micro_batch_size * self.world_size
+        position = self.position
+        while position < self.end_position:
+            size = self.batch_schedule(position)
+            assert size > 0 and size % step == 0, f"global batch {size} is no multiple of {step}"
+            first = position + self.rank * self.micro_batch_size
+            yield from range(first, first + size, step)
+            position += size
+
+    def place(self, sequence_ids: np.ndarray) -> Rows:
+        placement = self.order(sequence_ids.ravel())
+        shape = sequence_ids.shape
+        return Rows(sequence_ids, placement.source.reshape(shape), placement.window.reshape(shape))
+
+
+class ValidationStream(WindowStream):
+    """The first windows of each source, the same ones on any number of ranks.
+
+    Args:
+        num_sequences: how many in total, split over the sources as evenly as their windows allow;
+            fewer if there are no more. They are numbered from 0, source after source.
+
+    Every rank yields the same number of micro-batches. Rows that are missing at the end are copies
+    of the last one whose targets are all -100 and whose sequence id is -1.
+
+    Raises:
+        ShardError: a source too short for one sequence; every one is listed.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seq_len: int,
+        num_sequences: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        document_mask: bool = False,
+    ):
+        super().__init__(
+            sources,
+            seq_len=seq_len,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            document_mask=document_mask,
+        )
+        assert num_sequences > 0
+        used = split_evenly(num_sequences, self.reader.num_windows.tolist())
+        self._ends = np.cumsum(used)
+        self.num_sequences = int(self._ends[-1])
+
+    def starts(self) -> Iterator[int]:
+        step = self.micro_batch_size * self.world_size
+        for first in range(0, self.num_sequences, step):
+            yield first + self.rank * self.micro_batch_size
+
+    def place(self, sequence_ids: np.ndarray) -> Rows:
+        real = np.minimum(sequence_ids, self.num_sequences - 1)
+        sources = np.searchsorted(self._ends, real, side="right")
+        windows = real - np.concatenate([[0], self._ends])[sources]
+        return Rows(np.where(sequence_ids == real, sequence_ids, -1), sources, windows)
+
+
+class StreamLoader(DataLoader):
+    """A DataLoader that yields what its stream yields, whatever travels from its workers."""
+
+    def __init__(self, stream: WindowStream, num_workers: int, pin_memory: bool):
+        self.stream = stream
+        # Not torch's pinning thread: it would copy once more what is copied here anyway.
+        self.pins_memory = pin_memory and torch.cuda.is_available()
+        super().__init__(
+            _Reads(stream, stream.fitting(MESSAGE_BYTES if num_workers else READ_BYTES)),
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            worker_init_fn=_leave_signals_to_parent,
+        )
+
+    def __iter__(self) -> Any:
+        reads = super().__iter__() if self.num_workers else iter(self.dataset)
+        return self.stream.batches(reads, self.pins_memory)
+
+
+class _Reads(IterableDataset):
+    """What a worker sends: numpy arrays, which go through a pipe. Tensors would go through shared
+    memory, at a file each, and containers have little of it."""
+
+    def __init__(self, stream: WindowStream, group: int):
+        self.stream, self.group = stream, group
+
+    def __iter__(self) -> Iterator[Tokens]:
+        return self.stream.reads(self.group)
+
+
+def make_loader(stream: WindowStream, num_workers: int, pin_memory: bool) -> StreamLoader:
+    """Make a loader that yields what the stream yields, in the same order.
+
+    Args:
+        num_workers: 0 reads in this process: fastest for local files, which the system caches.
+            Workers hide the waiting for a slow disk.
+        pin_memory: yield pinned tensors, if there is CUDA.
+    """
+    return StreamLoader(stream, num_workers, pin_memory)
+
+
+def prefetch_to_device(loader: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
+    """Yield a loader's batches on a device, CPU or CUDA.
+
+    On CUDA the next batch is read, and its copy begun on a stream of its own, before a batch is
+    handed out; the copy overlaps with computing if the loader's tensors are pinned. On CPU batches
+    pass through.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        yield from loader
+        return
+    assert device.type == "cuda", f"cannot prefetch to {device}"
+    copying = torch.cuda.Stream(device)
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    for batch in loader:
+        with torch.cuda.stream(copying):
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            copied = copying.record_event()
+        if ahead is not None:
+            yield _usable(*ahead, device)
+        ahead = moved, copied
+    if ahead is not None:
+        yield _usable(*ahead, device)
+
+
+def _usable(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """Have the current stream wait for a batch's copy, and the allocator for the batch's use."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    for tensor in batch.values():
+        tensor.record_stream(current)
+    return batch
+
+
+def _copy(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _pinned_copy(values: np.ndarray) -> torch.Tensor:
+    tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+    tensor.numpy()[...] = values
+    return tensor
+
+
+def _unchanged(message: Any) -> Any:
+    return message
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    # Ctrl-C and a scheduler's USR1 reach every process; the training process decides, and needs
+    # its workers until it has.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
