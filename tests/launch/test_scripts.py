@@ -1,0 +1,87 @@
+"""The shell scripts: they parse, and they say what is missing instead of going on."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci/run"])
+
+
+def bash(*words, **environment):
+    return subprocess.run(
+        ["bash", *map(str, words)],
+        capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses(script):
+    result = bash("-n", script)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_scripts_pass_shellcheck():
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    result = subprocess.run([shellcheck, *SCRIPTS], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.fixture
+def fresh_clone(tmp_path):
+    """What setup.sh needs of the repository, without an environment."""
+    (tmp_path / "launch").mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "constraints.txt", "launch/setup.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_setup_names_a_python_that_does_not_run(fresh_clone):
+    result = bash(fresh_clone / "launch/setup.sh", PYTHON="no-such-python")
+    assert result.returncode == 1
+    assert result.stderr == "setup: PYTHON=no-such-python does not run.\n"
+    assert not (fresh_clone / ".venv").exists()
+
+
+def test_setup_names_a_missing_compiler(fresh_clone, tmp_path):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("bash", "cat", "cut", "dirname", "flock", "grep", "mkdir", "sha256sum"):
+        (programs / name).symlink_to(shutil.which(name))
+    result = bash(fresh_clone / "launch/setup.sh", PATH=str(programs), CXX="")
+    assert result.returncode == 1
+    assert "needs a C++ compiler" in result.stderr and "apt-get install g++" in result.stderr
+
+
+def test_setup_names_a_missing_python(fresh_clone, tmp_path):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("bash", "cat", "cut", "dirname", "flock", "grep", "mkdir", "sha256sum"):
+        (programs / name).symlink_to(shutil.which(name))
+    (programs / "c++").symlink_to(shutil.which("true"))
+    result = bash(fresh_clone / "launch/setup.sh", PATH=str(programs), CXX="")
+    assert result.returncode == 1
+    assert "needs Python 3.10 or newer" in result.stderr and "no python3 was found" in result.stderr
+
+
+def test_multinode_lists_every_problem_of_a_hostfile(tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(
+        "# two good ones\nnode1 slots=8\nnode2 slots=8 # here\nnode3\nnode1 slots=2"
+    )
+    result = bash(ROOT / "launch/multinode.sh", hostfile, 5, "--seed", 1)
+    assert result.returncode == 2
+    assert f"{hostfile}: line 4: node3 is not followed by slots=N" in result.stderr
+    assert f"{hostfile}: line 5: node1 is there twice" in result.stderr
+    assert f"{hostfile}: 4 hosts, --num_nodes is 5." in result.stderr
+
+
+def test_multinode_refuses_a_missing_hostfile_and_a_wrong_number(tmp_path):
+    result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", "two")
+    assert result.returncode == 2
+    assert "absent: cannot be read" in result.stderr and "two is not a number" in result.stderr
