@@ -299,7 +299,7 @@ def build_engine(plan: Plan, device: Any, say: Any) -> Any:
     if report.problems:
         raise GaveUp("\n".join(["the model was not initialised:", *report.problems]))
     say(f"attention: {attention}")
-    say(f"initial weights: {models.weights_fingerprint(model)} ({report.summary()})")
+    say(f"{report}; fingerprint {models.weights_fingerprint(model)}")
     buffers = models.float32_buffers(model)
     engine, *_ = deepspeed.initialize(
         model=model,

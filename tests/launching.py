@@ -1,0 +1,136 @@
+"""Real processes for the tests: tiny models, tiny shards, and `pretrain.py` under `deepspeed`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerolm.shards import ShardWriter
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY, EOS = 512, 0
+LAUNCH_SECONDS = 240
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def write_json(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value))
+    return path
+
+
+def write_shards(directory: Path, num_documents: int = 400, seed: int = 0) -> Path:
+    """Write a shard directory of documents that a model can learn: noisy counting."""
+    generator = np.random.default_rng(seed)
+    tokenizer = {"name": "test", "fingerprint": "test", "files": []}
+    with ShardWriter(
+        directory, vocab_size=VOCABULARY, eos_id=EOS, tokenizer=tokenizer, shard_tokens=8192
+    ) as writer:
+        for _ in range(num_documents):
+            length = int(generator.integers(20, 120))
+            start, stride = generator.integers(1, 400, 2)
+            ids = 1 + (start + (stride % 7 + 1) * np.arange(length)) % (VOCABULARY - 1)
+            noise = generator.random(length) < 0.1
+            ids[noise] = generator.integers(1, VOCABULARY, noise.sum())
+            writer.add(np.append(ids, EOS))
+    return directory
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": str(ROOT),
+        # ranks of a test never look beyond this machine
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return {**os.environ, **quiet, **more}
+
+
+def command(num_ranks: int, *arguments: object, launcher: tuple[str, ...] = ()) -> list[str]:
+    """Return the command line of `deepspeed --num_gpus N pretrain.py ...`."""
+    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)]
+    words += ["--master_port", str(free_port()), *launcher, str(ROOT / "pretrain.py")]
+    return words + [str(argument) for argument in arguments]
+
+
+def launch(
+    num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `pretrain.py` on `num_ranks` ranks to its end, in a session of its own.
+
+    On a timeout every process of that session is killed, so that no rank outlives its test.
+    """
+    process = subprocess.Popen(
+        command(num_ranks, *arguments),
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_session(process.pid)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout} s:\n{output[-6000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output, "")
+
+
+def session_members(session: int) -> list[int]:
+    """Return the pids of the processes in a session; the ranks of a launch stay in its own."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session:
+                members.append(int(entry.name))
+    return members
+
+
+def kill_session(session: int) -> None:
+    for pid in session_members(session):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def rows(run_dir: Path, key: str) -> dict[int, Any]:
+    """Return {step: value} of one metric of a run; a step that occurs twice is a failure."""
+    found: dict[int, Any] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if key in row:
+            assert row["step"] not in found, f"{key} of step {row['step']} is there twice"
+            found[row["step"]] = row[key]
+    return found
