@@ -1,0 +1,140 @@
+"""The command line of `python -m data_prep`: its flags, their help, and checks of numbers."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerolm.errors import ConfigError, did_you_mean
+
+INPUT_HELP = (
+    "a .txt file (one document), .jsonl, .jsonl.gz, .jsonl.zst or .parquet, a directory of them "
+    "(all below it, sorted by path), a quoted glob, or a hub id namespace/name[:config][@split] "
+    "(split: train); several and repeated, read in the order given"
+)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line whose flags have underscores or dashes.
+
+    Raises:
+        ConfigError: flags that do not exist.
+    """
+    words = list(argv)
+    for number, word in enumerate(words):
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            words[number] = "--" + flag.replace("-", "_") + equals + value
+    options, unknown = parser().parse_known_args(words)
+    if unknown:
+        flags = [f"--{name}" for name in vars(options) if name not in ("command", "shards")]
+        raise ConfigError(
+            f"{options.command}: {word} is not a flag of it.{did_you_mean(word, flags)} "
+            f"See python -m data_prep {options.command} --help."
+            for word in unknown
+        )
+    return options
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep",
+        description="Raw text -> tokenizer -> token shards, which pretrain.py reads with --data.",
+        epilog="Flags may be written with underscores or dashes.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train_tokenizer(commands)
+    _add_tokenize(commands)
+    verify = _add(commands, "verify", "compare every file of token shards with its checksum")
+    verify.add_argument("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
+    inspect = _add(commands, "inspect", "show a training sequence as text")
+    inspect.add_argument("shards", type=Path, metavar="SHARDS", help="a shard directory")
+    inspect.add_argument(
+        "--sequence", required=True, metavar="N", help="number of the window, from 0"
+    )
+    inspect.add_argument("--seq_len", required=True, metavar="T", help="tokens of a sequence")
+    inspect.add_argument(
+        "--seed", metavar="S", help="take N as a sequence of a run with this seed on these shards"
+    )
+    return parser
+
+
+def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+
+
+def _add_train_tokenizer(commands: Any) -> None:
+    train = _add(commands, "train-tokenizer", "train a byte-level BPE tokenizer")
+    train.add_argument("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
+    train.add_argument(
+        "--vocab_size", required=True, metavar="N", help="ids in all: bytes, EOS and merges"
+    )
+    train.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new directory")
+    train.add_argument("--text_field", default="text", help="key or column (default: text)")
+
+
+def _add_tokenize(commands: Any) -> None:
+    tokenize = _add(commands, "tokenize", "encode documents into token shards")
+    tokenize.add_argument("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
+    tokenize.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="DIR",
+        help="a Hugging Face tokenizer directory or hub id, or tiktoken:<encoding>",
+    )
+    tokenize.add_argument(
+        "--output", required=True, type=Path, metavar="SHARDS", help="a new directory"
+    )
+    tokenize.add_argument(
+        "--workers", metavar="N", help="processes that encode (default: one a core)"
+    )
+    tokenize.add_argument(
+        "--val_fraction",
+        metavar="F",
+        help="part of the documents to hold out, chosen by a hash of the text",
+    )
+    tokenize.add_argument(
+        "--val_output", type=Path, metavar="SHARDS", help="where the held-out documents go"
+    )
+    tokenize.add_argument("--text_field", default="text", help="key or column (default: text)")
+    tokenize.add_argument(
+        "--shard_tokens", metavar="N", help="largest shard, in tokens (default: 134217728)"
+    )
+
+
+class Problems:
+    """Every problem of a command line, to be raised together."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def number(
+        self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
+    ) -> int:
+        """Return a whole number, which may be written like 1e8."""
+        if text is None:
+            return default
+        try:
+            value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value == int(value)):
+            limits = f"from {low:,}" + (f" to {high:,}" if high < math.inf else " up")
+            self.lines.append(f"--{flag} {text}: is not a whole number {limits}.")
+            return low
+        return int(value)
+
+    def of(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a step returns, or collect its problems and return None."""
+        try:
+            return step(*arguments)
+        except ConfigError as error:
+            self.lines += error.problems
+            return None
+
+    def refuse(self) -> None:
+        """Raise what was collected, if anything was."""
+        if self.lines:
+            raise ConfigError(self.lines)

@@ -1,0 +1,316 @@
+"""Tokenizers: load any of three kinds, keep a copy beside the ids, encode and decode with the copy.
+
+The kinds are Hugging Face directories, Hugging Face hub ids, and `tiktoken:<encoding>`. A copy has
+`tokenizer.json` (run by the Rust library `tokenizers` alone), or `tiktoken.json` with its ranks, or
+whatever `transformers` saves of a tokenizer that exists in Python only. Ids are always made by the
+copy, so the copy cannot disagree with them. Knows nothing of documents and shards.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerolm.errors import ConfigError
+from zerolm.files import sha256_file, write_json
+
+EOS_TOKEN = "<|endoftext|>"
+TIKTOKEN_PREFIX = "tiktoken:"
+TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
+
+# Keys of tokenizer_config.json that cannot change an id. With any other key, transformers is asked.
+_SPECIAL_TOKEN_KEYS = {"bos_token", "eos_token", "pad_token", "unk_token"}
+_INERT_KEYS = {
+    "backend",
+    "clean_up_tokenization_spaces",
+    "is_local",
+    "local_files_only",
+    "model_max_length",
+    "tokenizer_class",
+}
+_PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
+_PLAIN_FILES = {"tokenizer.json", "tokenizer_config.json"}
+_MAX_PLAIN_VOCAB = 100_000  # above it transformers looks for a pattern of Mistral's to correct
+
+Encoder = Callable[[Sequence[str]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What tokenizing needs to know of a tokenizer."""
+
+    name: str
+    vocab_size: int  # every id is below it; len() of a transformers tokenizer
+    eos_id: int
+    fingerprint: str  # hex SHA-256 of what decides the ids
+    save: Callable[[Path], object]  # writes the copy into an existing directory
+
+    def write_copy(self, directory: Path) -> dict[str, Any]:
+        """Write the copy to a new directory and return the manifest's entry for it."""
+        directory.mkdir()
+        self.save(directory)
+        files = [
+            {
+                "file": path.relative_to(directory).as_posix(),
+                "size_bytes": path.stat().st_size,
+                "sha256": sha256_file(path),
+            }
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        ]
+        return {"name": self.name, "fingerprint": self.fingerprint, "files": files}
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load a tokenizer directory, hub id or `tiktoken:<encoding>`.
+
+    Raises:
+        ConfigError: it does not exist, cannot be loaded, or has no EOS token.
+    """
+    if name.startswith(TIKTOKEN_PREFIX):
+        return _describe_tiktoken(name, _get_encoding(name))
+    directory = Path(name)
+    if directory.is_dir():
+        if (directory / TIKTOKEN_FILE).is_file():
+            return _describe_tiktoken(name, _read_encoding(directory))
+        return _load_plain(directory) or _load_with_transformers(name, local=True)
+    if directory.exists():
+        raise ConfigError(f"--tokenizer {name}: is a file. Give the directory that holds it.")
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(f"--tokenizer {name}: no such directory. Check the path.")
+    return _load_with_transformers(name, local=False)
+
+
+def load_encoder(directory: Path) -> Encoder:
+    """Return a function from texts to ids, made from a copy; the seam for other backends.
+
+    No special tokens are added, none are looked for in the text (so that a document that spells
+    out the EOS token does not end there), and nothing is truncated. Uses the calling thread only.
+    """
+    if (directory / TIKTOKEN_FILE).is_file():
+        encoding = _read_encoding(directory)
+        return lambda texts: [encoding.encode_ordinary(text) for text in texts]
+    if (directory / "tokenizer.json").is_file():
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        import tokenizers
+
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        return lambda texts: [
+            encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
+    tokenizer = _auto_tokenizer(str(directory), local=True)
+    return lambda texts: [
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        for text in texts
+    ]
+
+
+def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
+    """Return a function from ids to text, made from a copy; special tokens are shown."""
+    if (directory / TIKTOKEN_FILE).is_file():
+        return _read_encoding(directory).decode
+    if (directory / "tokenizer.json").is_file():
+        import tokenizers
+
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return lambda ids: backend.decode(ids, skip_special_tokens=False)
+    tokenizer = _auto_tokenizer(str(directory), local=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, output: Path, progress: bool) -> int:
+    """Train a byte-level BPE and write it for `AutoTokenizer.from_pretrained`.
+
+    The same texts give the same files. Words are split as GPT-2 does.
+
+    Args:
+        vocab_size: ids to have in all: 256 bytes, the EOS token, and merges.
+
+    Returns:
+        The vocabulary size reached, which is less when the texts have too few different words.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress,
+    )
+    backend.train_from_iterator(iter(texts), trainer)
+    output.mkdir(parents=True, exist_ok=True)
+    temporary = output / "tokenizer.json.tmp"
+    backend.save(str(temporary))
+    os.replace(temporary, output / "tokenizer.json")
+    write_json(
+        output / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": EOS_TOKEN,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+    return backend.get_vocab_size()
+
+
+def _load_plain(directory: Path) -> Tokenizer | None:
+    """Load a directory without transformers, whose import costs 2 s; None when it is needed.
+
+    That is only done where transformers would run tokenizer.json as it stands: a class without code
+    of its own, no key that adds or changes tokens, and no further file.
+    """
+    config_path, backend_path = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    if not (config_path.is_file() and backend_path.is_file()):
+        return None
+    others = ["special_tokens_map.json", "added_tokens.json", "config.json"]
+    if any((directory / name).exists() for name in others):
+        return None
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+        backend_json = json.loads(backend_path.read_text(encoding="utf-8"))
+        special = {token["content"]: token for token in backend_json["added_tokens"]}
+        known = config.get("tokenizer_class") in _PLAIN_CLASSES
+        known = known and set(config) <= _SPECIAL_TOKEN_KEYS | _INERT_KEYS
+        named = [config[key] for key in _SPECIAL_TOKEN_KEYS & set(config)]
+        known = known and all(
+            isinstance(token, str) and special.get(token, {}).get("special") for token in named
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None  # transformers says what is wrong
+    if not known or "eos_token" not in config:
+        return None
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(backend_path))
+    except Exception:  # the library raises bare Exception; transformers says what is wrong
+        return None
+    eos_id = backend.token_to_id(config["eos_token"])
+    if eos_id is None or backend.get_vocab_size() > _MAX_PLAIN_VOCAB:
+        return None
+    return _describe_backend(
+        str(directory),
+        backend,
+        eos_id,
+        backend.get_vocab_size(),
+        lambda target: [shutil.copyfile(directory / file, target / file) for file in _PLAIN_FILES],
+    )
+
+
+def _load_with_transformers(name: str, local: bool) -> Tokenizer:
+    tokenizer = _auto_tokenizer(name, local)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"--tokenizer {name}: has no EOS token, which has to end every document. Set "
+            f"eos_token in its tokenizer_config.json."
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return _describe_backend(
+            name, backend, tokenizer.eos_token_id, len(tokenizer), tokenizer.save_pretrained
+        )
+    vocab = tokenizer.get_vocab()
+    what = [type(tokenizer).__name__, sorted(vocab.items()), tokenizer.eos_token_id]
+    return Tokenizer(
+        name,
+        max(len(tokenizer), max(vocab.values()) + 1),
+        tokenizer.eos_token_id,
+        _fingerprint(what),
+        tokenizer.save_pretrained,
+    )
+
+
+def _auto_tokenizer(name: str, local: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=local)
+    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError, Exception
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        where = "directory" if local else "directory, nor a hub id that can be loaded"
+        raise ConfigError(
+            f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
+            f"tokenizer.json, a hub id, or tiktoken:<encoding>."
+        ) from error
+
+
+def _describe_backend(
+    name: str, backend: Any, eos_id: int, length: int, save: Callable[[Path], object]
+) -> Tokenizer:
+    content = json.loads(backend.to_str())
+    what = [content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
+    largest = max(backend.get_vocab(with_added_tokens=True).values())
+    # Where a vocabulary has holes, its largest id is beyond its length.
+    return Tokenizer(name, max(length, largest + 1), eos_id, _fingerprint([*what, eos_id]), save)
+
+
+def _fingerprint(what: Any) -> str:
+    canonical = json.dumps(what, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _get_encoding(name: str) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ConfigError(
+            f"--tokenizer {name}: the package tiktoken is not installed. Run: pip install tiktoken"
+        ) from error
+    encoding = name.removeprefix(TIKTOKEN_PREFIX)
+    try:
+        return tiktoken.get_encoding(encoding)
+    except Exception as error:  # unknown names raise ValueError, downloads what requests raises
+        known = ", ".join(tiktoken.list_encoding_names())
+        raise ConfigError(
+            f"--tokenizer {name}: cannot be loaded ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}). Known encodings: {known}."
+        ) from error
+
+
+def _describe_tiktoken(name: str, encoding: Any) -> Tokenizer:
+    if EOS_TOKEN not in encoding._special_tokens:
+        raise ConfigError(
+            f"--tokenizer {name}: has no {EOS_TOKEN} token, which has to end every document. "
+            f"Choose another encoding."
+        )
+    ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
+    what = [encoding._pat_str, ranks, sorted(encoding._special_tokens.items())]
+
+    def save(directory: Path) -> None:
+        lines = [
+            base64.b64encode(token) + b" %d\n" % rank
+            for token, rank in encoding._mergeable_ranks.items()
+        ]
+        (directory / TIKTOKEN_RANKS).write_bytes(b"".join(lines))
+        special = dict(encoding._special_tokens)
+        content = {"name": encoding.name, "pat_str": encoding._pat_str, "special_tokens": special}
+        write_json(directory / TIKTOKEN_FILE, content)
+
+    return Tokenizer(name, encoding.n_vocab, encoding.eot_token, _fingerprint(what), save)
+
+
+def _read_encoding(directory: Path) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ConfigError(
+            f"{directory}: the package tiktoken is not installed. Run: pip install tiktoken"
+        ) from error
+    content = json.loads((directory / TIKTOKEN_FILE).read_text(encoding="utf-8"))
+    ranks = {}
+    for line in (directory / TIKTOKEN_RANKS).read_bytes().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    return tiktoken.Encoding(**content, mergeable_ranks=ranks)
