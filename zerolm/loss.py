@@ -28,10 +28,10 @@ def token_losses(
         weighted, of a mixture of experts that asks for it (`output_router_logits`), else None.
     """
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    inner = getattr(model, "module", model)
     if "document_ids" in batch:
-        ids_BT = batch["document_ids"]
-        same_B1TT = (ids_BT[:, None, :, None] == ids_BT[:, None, None, :]).tril()
-        inputs |= {"attention_mask": same_B1TT, "position_ids": batch["position_ids"]}
+        inputs["attention_mask"] = document_mask(batch["document_ids"], inner)
+        inputs["position_ids"] = batch["position_ids"]
     outputs = model(**inputs)
     losses = functional.cross_entropy(
         outputs.logits.float().flatten(0, 1),
@@ -41,8 +41,25 @@ def token_losses(
     ).view_as(batch["targets"])
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
-        auxiliary = auxiliary * getattr(model, "module", model).config.router_aux_loss_coef
+        auxiliary = auxiliary * inner.config.router_aux_loss_coef
     return losses, auxiliary
+
+
+def document_mask(ids_BT: torch.Tensor, model: Any) -> torch.Tensor:
+    """Return a causal mask, (B, 1, T, T), that keeps attention inside each document.
+
+    `sdpa` takes it as booleans. `eager` adds its mask to the scores, where True would count as one
+    and mask nothing, so it has the lowest number of the model's dtype instead.
+
+    Args:
+        ids_BT: (B, T) int64, the number of the document that each position belongs to.
+    """
+    allowed = (ids_BT[:, None, :, None] == ids_BT[:, None, None, :]).tril()
+    if model.config._attn_implementation == "sdpa":
+        return allowed
+    dtype = next(model.parameters()).dtype
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=ids_BT.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def sums_by_source(

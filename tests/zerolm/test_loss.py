@@ -1,0 +1,60 @@
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.launching import LLAMA
+from zerolm.loss import IGNORED, sums_by_source, token_losses
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def model(request) -> torch.nn.Module:
+    torch.manual_seed(0)
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    config = AutoConfig.for_model("llama", **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=request.param)
+
+
+def test_the_mean_of_token_losses_is_hugging_faces_loss(model) -> None:
+    ids = torch.randint(0, 512, (3, 17))
+    losses, auxiliary = token_losses(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
+    assert losses.shape == (3, 16) and auxiliary is None
+    torch.testing.assert_close(losses.mean(), model(input_ids=ids, labels=ids).loss)
+
+
+def test_no_token_of_another_document_moves_a_loss(model) -> None:
+    first, second = torch.randint(0, 512, (1, 9)), torch.randint(0, 512, (1, 7))
+    packed = {
+        "input_ids": torch.cat([first, second], 1),
+        "targets": torch.randint(0, 512, (1, 16)),
+        "document_ids": torch.tensor([[0] * 9 + [1] * 7]),
+        "position_ids": torch.cat([torch.arange(9), torch.arange(7)])[None],
+    }
+    together, _ = token_losses(model, packed)
+    alone, _ = token_losses(model, {"input_ids": second, "targets": packed["targets"][:, 9:]})
+    torch.testing.assert_close(together[:, 9:], alone, rtol=1e-5, atol=1e-6)
+    packed["input_ids"] = torch.cat([torch.randint(0, 512, (1, 9)), second], 1)
+    changed, _ = token_losses(model, packed)
+    assert torch.equal(together[:, 9:], changed[:, 9:])
+
+
+def test_the_routers_auxiliary_loss_equals_hugging_faces() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "mixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=64,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
+        output_router_logits=True, router_aux_loss_coef=0.02,
+    )  # fmt: skip
+    mixture = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(0, 64, (2, 9))
+    batch = {"input_ids": ids, "targets": torch.cat([ids[:, 1:], ids[:, :1]], 1)}
+    losses, auxiliary = token_losses(mixture, batch)
+    ours = losses[:, :-1].mean() + auxiliary
+    torch.testing.assert_close(ours, mixture(input_ids=ids, labels=ids).loss)
+
+
+def test_sums_by_source_leave_ignored_targets_out() -> None:
+    targets = torch.tensor([[1, IGNORED], [2, 3], [IGNORED, IGNORED]])
+    losses = torch.tensor([[1.0, 0.0], [2.0, 3.0], [0.0, 0.0]])
+    batch = {"targets": targets, "sources": torch.tensor([1, 0, 1])}
+    sums = sums_by_source(losses, batch, 3)
+    assert sums.tolist() == [[5.0, 1.0, 0.0], [2.0, 1.0, 0.0]]
