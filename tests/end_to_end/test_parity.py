@@ -1,50 +1,24 @@
 """One recipe, any profile, the same curve: against a loop in plain PyTorch."""
 
-from pathlib import Path
-
 import numpy as np
 import plain_pytorch
 import pytest
+from recipe import (
+    BATCH,
+    CLIPPING,
+    MINIMUM,
+    PEAK,
+    SEED,
+    SEQ_LEN,
+    STEP_TOKENS,
+    profile,
+    recipe,
+)
 
-from tests.launching import LLAMA, launch, rows, write_json, write_shards
+from tests.launching import LLAMA, launch, rows
 
-SEQ_LEN, BATCH, STEPS, SEED, CLIPPING = 32, 8, 20, 11, 0.5
-WARMUP_TOKENS = 4 * BATCH * SEQ_LEN
-PEAK, MINIMUM = 3e-3, 3e-4
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("corpus") / "counting")
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory) -> Path:
-    return write_json(tmp_path_factory.mktemp("models") / "llama.json", LLAMA)
-
-
-def recipe(llama: Path, corpus: Path, run_dir: Path, profile: Path, micro: int) -> list[object]:
-    return [
-        "--deepspeed_config", profile, "--model_config", llama, "--data", corpus,
-        "--run_dir", run_dir, "--seq_len", SEQ_LEN, "--batch_tokens", BATCH * SEQ_LEN,
-        "--micro_batch_size", micro, "--total_tokens", STEPS * BATCH * SEQ_LEN,
-        "--learning_rate", PEAK, "--min_learning_rate", MINIMUM, "--warmup_tokens", WARMUP_TOKENS,
-        "--schedule", "cosine", "--weight_decay", 0.1, "--seed", SEED, "--log_interval", 1,
-        "--checkpoint_interval", 10_000, "--wandb", "off",
-    ]  # fmt: skip
-
-
-def profile(path: Path, stage: int, bf16: bool, **more: object) -> Path:
-    return write_json(
-        path,
-        {
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": bf16},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "gradient_clipping": CLIPPING,
-            **more,
-        },
-    )
+STEPS = 20
+WARMUP_TOKENS = 4 * STEP_TOKENS
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +46,9 @@ def test_curve_equals_plain_pytorch(
     run_dir = tmp_path / "run"
     json_file = profile(tmp_path / "ds.json", stage, bf16)
     micro = BATCH // 2 // world_size  # accumulation 2
-    done = launch(world_size, *recipe(llama, corpus, run_dir, json_file, micro))
+    words = recipe(llama, corpus, run_dir, json_file, STEPS, micro)
+    words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    done = launch(world_size, *words)
     assert done.returncode == 0, done.stdout[-4000:]
     losses, norms = reference[bf16]
     found = np.array(list(rows(run_dir, "train/loss").values()))

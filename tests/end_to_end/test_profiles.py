@@ -1,0 +1,80 @@
+"""One command with another --deepspeed_config: the shipped profiles and two files of users."""
+
+import json
+
+import numpy as np
+import pytest
+from recipe import PEAK, recipe
+
+from tests.launching import ROOT, launch, rows, write_json
+
+STEPS = 12
+SHIPPED = sorted(path.name for path in (ROOT / "ds_configs").glob("zero*.json"))
+ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
+USERS = {
+    "user_zero3.json": {
+        "zero_optimization": {
+            **ZERO,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "gather_16bit_weights_on_model_save": True,
+        },
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "steps_per_print": 100,
+        "wall_clock_breakdown": False,
+    },
+    "user_scheduler.json": {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": PEAK, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": PEAK, "warmup_max_lr": PEAK, "warmup_num_steps": 2},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, llama, corpus) -> np.ndarray:
+    """The curve of the plainest profile: ZeRO-1 in fp32."""
+    base = tmp_path_factory.mktemp("expected")
+    plain = write_json(
+        base / "ds.json",
+        {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, "bf16": {"enabled": False}},
+    )
+    return curve(base / "run", llama, corpus, plain)
+
+
+def curve(run_dir, llama, corpus, json_file) -> np.ndarray:
+    words = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
+    words += ["--schedule", "constant", "--wandb", "off"]
+    if json_file.name != "user_scheduler.json":  # whose own scheduler says this
+        words += ["--warmup_tokens", 0]
+    done = launch(2, *words, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:]
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["ds_config"]["gradient_clipping"] == 1.0
+    return np.array(list(rows(run_dir, "train/loss").values()))
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *USERS])
+def test_every_profile_gives_the_same_curve(tmp_path, llama, corpus, expected, name) -> None:
+    json_file = ROOT / "ds_configs" / name
+    if name in USERS:
+        json_file = write_json(tmp_path / name, USERS[name])
+    losses = curve(tmp_path / "run", llama, corpus, json_file)
+    assert len(losses) == STEPS and expected[0] - expected[-1] > 0.5
+    np.testing.assert_allclose(losses, expected, rtol=5e-3)

@@ -1,0 +1,174 @@
+"""A run that is killed, stopped or finished goes on as if nothing had happened."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from recipe import profile, recipe
+
+from tests.launching import (
+    ROOT,
+    command,
+    environment,
+    kill_session,
+    launch,
+    rows,
+    session_members,
+)
+
+STEPS, SAVE, VALIDATE = 160, 15, 20
+COMPARED = ("train/loss", "train/grad_norm", "train/learning_rate", "train/param_norm", "eval/loss")
+
+
+def words(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[object]:
+    arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
+    arguments += ["--val_data", held_out, "--eval_tokens", 640, "--eval_interval", VALIDATE]
+    return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2]
+
+
+def start(num_ranks: int, log: Path, *arguments: object) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(num_ranks, *arguments), env=environment(), stdout=open(log, "w"),
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def events(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zerolm", *map(str, arguments)], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_killed_run_continues_in_every_bit(
+    tmp_path, llama, corpus, held_out, stage, bf16
+) -> None:
+    json_file = profile(tmp_path / "ds.json", stage, bf16)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = launch(2, *words(llama, corpus, held_out, whole, json_file))
+    assert done.returncode == 0, done.stdout[-4000:]
+    step = random.randint(SAVE + 1, STEPS - 60)
+    process = start(2, tmp_path / "log", *words(llama, corpus, held_out, killed, json_file))
+    try:
+        wait_for_step(process, killed, step, seconds=120)
+    finally:
+        kill_session(process.pid)
+        process.wait(timeout=30)
+    assert [event["event"] for event in events(killed)].count("done") == 0
+    again = launch(2, *words(llama, corpus, held_out, killed, json_file))
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert [event["event"] for event in events(killed) if event["event"] == "resume"]
+    for key in COMPARED:
+        expected = rows(whole, key)
+        assert len(expected) == (STEPS // VALIDATE if key == "eval/loss" else STEPS)
+        assert rows(killed, key) == expected, f"killed at step {step}: {key} differs"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, llama, corpus, held_out):
+    """A run that was asked to stop by SIGTERM to one rank, and its arguments."""
+    base = tmp_path_factory.mktemp("stopped")
+    run_dir = base / "run"
+    json_file = profile(base / "ds.json", 2, bf16=False)
+    arguments = words(llama, corpus, held_out, run_dir, json_file)
+    process = start(2, base / "log", *arguments)
+    try:
+        wait_for_step(process, run_dir, 20, seconds=120)
+        ranks = [pid for pid in session_members(process.pid) if is_rank(pid, 1)]
+        assert len(ranks) == 1
+        signal_rank(ranks[0])
+        code = process.wait(timeout=60)
+    finally:
+        kill_session(process.pid)
+    return run_dir, arguments, code, (base / "log").read_text()
+
+
+def is_rank(pid: int, local_rank: int) -> bool:
+    try:
+        return f"--local_rank={local_rank}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def signal_rank(pid: int) -> None:
+    import os
+
+    os.kill(pid, signal.SIGTERM)
+
+
+def test_a_stop_on_request_saves_and_exits_75(stopped) -> None:
+    run_dir, _, code, log = stopped
+    assert code == 75, log[-4000:]
+    last = events(run_dir)[-1]
+    assert last["event"] == "stopped" and last["reason"] == "SIGTERM"
+    pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
+    assert pointer == f"step-{last['step']:08d}"
+    assert zerolm("verify-checkpoint", run_dir).returncode == 0
+
+
+def test_a_damaged_checkpoint_is_named_and_not_loaded(stopped) -> None:
+    run_dir, arguments, _, _ = stopped
+    pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
+    victim = next((run_dir / "checkpoints" / pointer).glob("*optim_states.pt"))
+    content = victim.read_bytes()
+    victim.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    try:
+        refused = launch(2, *arguments)
+        assert refused.returncode == 2
+        assert str(victim) in refused.stdout and "SHA-256" in refused.stdout
+        assert "Traceback" not in refused.stdout
+        assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
+        assert zerolm("verify-checkpoint", run_dir).returncode == 2
+    finally:
+        victim.write_bytes(content)
+
+
+def test_another_world_size_is_refused_before_deepspeed_fails(stopped) -> None:
+    _, arguments, _, _ = stopped
+    refused = launch(1, *arguments)
+    assert refused.returncode == 2
+    assert "written by 2 ranks, this run has 1" in refused.stdout
+    assert "Traceback" not in refused.stdout
+
+
+def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_dir = stopped[0]
+    out = tmp_path / "model"
+    exported = zerolm("export", run_dir, out)
+    assert exported.returncode == 0, exported.stderr
+    model = AutoModelForCausalLM.from_pretrained(out)
+    pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
+    state = torch.load(
+        run_dir / "checkpoints" / pointer / "mp_rank_00_model_states.pt",
+        weights_only=False,  # our own file, verified by the export above
+    )["module"]
+    exported_state = model.state_dict()
+    assert set(exported_state) == set(state)
+    for name, value in state.items():
+        assert torch.equal(exported_state[name], value), name
+    assert zerolm("export", run_dir, out).returncode == 2, "an existing directory is kept"
