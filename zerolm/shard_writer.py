@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +36,7 @@ _OUR_FILE = re.compile(r"shard-\d{5,}\.(bin|idx)(\.tmp)?|manifest\.json\.tmp")
 def output_problems(directory: str | Path) -> list[str]:
     """Say why a new shard directory cannot be written there; an empty list when it can.
 
-    Absent, empty, and left by a killed writer are all fine. Writes nothing.
+    Absent, empty, and left by a killed writer are all fine. Leaves nothing behind.
     """
     directory = Path(directory)
     if (directory / MANIFEST).exists():
@@ -48,8 +49,12 @@ def output_problems(directory: str | Path) -> list[str]:
         existing = existing.parent
     if not existing.is_dir():
         return [f"{directory}: {existing} is not a directory. Choose another directory."]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"{directory}: {existing} is not writable. Choose another directory."]
+    try:  # os.access says yes to root, and on read-only mounts of some kinds
+        Path(tempfile.mkdtemp(prefix=".zerolm-", dir=existing)).rmdir()
+    except OSError as error:
+        return [
+            f"{directory}: {existing} is not writable ({error.strerror}). Choose another directory."
+        ]
     if existing == directory and not (directory / UNFINISHED).exists():
         others = sorted(path.name for path in directory.iterdir())
         if others:
@@ -231,12 +236,12 @@ class ShardWriter:
         self._remove_unpublished()
         (self.directory / UNFINISHED).unlink(missing_ok=True)
         self._lock.close()
-        if self._created:
+        if self._created and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
     def _remove_unpublished(self) -> None:
         for path in self.directory.iterdir():
-            if _OUR_FILE.fullmatch(path.name):
+            if _OUR_FILE.fullmatch(path.name) and not path.is_dir():
                 path.unlink()
         shutil.rmtree(self.directory / TOKENIZER_DIRECTORY, ignore_errors=True)
 

@@ -1,0 +1,287 @@
+"""zerolm/shards.py, with shard_writer.py and manifest.py: exactly what is written can be read."""
+
+import hashlib
+import json
+import pickle
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerolm.errors import ShardError
+from zerolm.shards import ShardWriter, open_source, output_problems, token_dtype, verify
+
+EOS = 0
+TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
+
+
+def writer(directory, vocab_size=1000, **options) -> ShardWriter:
+    return ShardWriter(directory, vocab_size=vocab_size, eos_id=EOS, tokenizer=TOKENIZER, **options)
+
+
+def write(directory, documents=((1, 2, EOS), (3, EOS), (4, 5, 6, EOS)), **options) -> Path:
+    with writer(directory, **options) as open_writer:
+        for document in documents:
+            open_writer.add(np.array(document))
+    return Path(directory)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    batch=st.integers(1, 7),
+    shard_tokens=st.integers(1, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_documents_come_back_in_order_and_never_split(lengths, batch, shard_tokens):
+    """However they were handed over, and however small the shards."""
+    documents = [[1 + n % 900] * (length - 1) + [EOS] for n, length in enumerate(lengths)]
+    with tempfile.TemporaryDirectory() as name:
+        with writer(Path(name) / "s", shard_tokens=shard_tokens) as open_writer:
+            for start in range(0, len(documents), batch):
+                group = documents[start : start + batch]
+                ends = np.cumsum([len(document) for document in group])
+                open_writer.add(np.concatenate(group), ends)
+        source = open_source(Path(name) / "s")
+        everything = np.empty(source.num_tokens, np.int64)
+        source.read(0, everything)
+        assert everything.tolist() == [token for document in documents for token in document]
+        found = []
+        for number, shard in enumerate(source.manifest["shards"]):
+            ends = source.document_ends(number).astype(int)
+            found += [part.tolist() for part in np.split(source.shard(number), ends[:-1])]
+            assert shard["num_tokens"] <= shard_tokens or shard["num_documents"] == 1
+        assert found == documents
+        assert verify(Path(name) / "s")["num_documents"] == len(documents)
+
+
+def test_batches_do_not_change_the_bytes(tmp_path):
+    """One document at a time or all at once: the files are the same."""
+    documents = [[7] * length + [EOS] for length in (3, 0, 5, 2, 9, 1)]
+    write(tmp_path / "one", documents, shard_tokens=8)
+    with writer(tmp_path / "two", shard_tokens=8) as open_writer:
+        ends = np.cumsum([len(document) for document in documents])
+        open_writer.add(np.concatenate(documents), ends)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+def test_files_are_what_the_format_says(tmp_path):
+    """Read without this project: plain little-endian integers, and SHA-256 of the files."""
+    directory = write(tmp_path / "s", shard_tokens=5)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    tokens = b"".join((directory / shard["file"]).read_bytes() for shard in manifest["shards"])
+    assert np.frombuffer(tokens, "<u2").tolist() == [1, 2, 0, 3, 0, 4, 5, 6, 0]
+    assert [shard["num_documents"] for shard in manifest["shards"]] == [2, 1]
+    assert np.fromfile(directory / "shard-00000.idx", "<u8").tolist() == [3, 5]
+    for shard in manifest["shards"]:
+        for name, key in ((shard["file"], "sha256"), (shard["index"], "index_sha256")):
+            assert hashlib.sha256((directory / name).read_bytes()).hexdigest() == shard[key]
+    names = {"manifest.json", *(f"shard-0000{n}.{end}" for n in (0, 1) for end in ("bin", "idx"))}
+    assert {path.name for path in directory.iterdir()} == names
+
+
+def test_ids_have_the_smallest_type_that_holds_the_vocabulary(tmp_path):
+    assert token_dtype(65_536) == "<u2" and token_dtype(65_537) == "<u4"
+    for vocab_size, dtype in ((65_536, "uint16"), (65_537, "uint32")):
+        directory = write(tmp_path / dtype, [[vocab_size - 1, EOS]], vocab_size=vocab_size)
+        source = open_source(directory)
+        assert source.manifest["dtype"] == dtype
+        assert source.shard(0).tolist() == [vocab_size - 1, EOS]
+
+
+@pytest.mark.parametrize("token", [1000, -1])
+def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path, token):
+    with (
+        pytest.raises(ShardError, match=f"token id {token} is outside"),
+        writer(tmp_path / "s") as w,
+    ):
+        w.add(np.array([token, EOS]))
+    assert not (tmp_path / "s").exists()
+
+
+def test_nothing_is_left_of_a_writer_that_failed(tmp_path):
+    with pytest.raises(KeyError), writer(tmp_path / "s", shard_tokens=2) as open_writer:
+        open_writer.add(np.array([1, EOS, 2, EOS, 3, EOS]), np.array([2, 4, 6]))
+        raise KeyError
+    assert not (tmp_path / "s").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ShardError, match="no documents"), writer(tmp_path / "mine"):
+        pass
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_killed_writer_leaves_no_data_and_is_no_obstacle(tmp_path):
+    """Its files are there, without a manifest; the next writer removes them, and only them."""
+    killed = writer(tmp_path / "s", shard_tokens=2)
+    killed.add(np.array([1, EOS, 2, EOS, 3, EOS]), np.array([2, 4, 6]))
+    (tmp_path / "s" / "tokenizer").mkdir()
+    assert (tmp_path / "s" / "shard-00001.bin").exists()
+    with pytest.raises(ShardError, match="did not finish"):
+        open_source(tmp_path / "s")
+    with pytest.raises(ShardError, match="another process"):
+        writer(tmp_path / "s")
+    killed._lock.close()  # what the kernel does for the dead
+    write(tmp_path / "s", [[9, EOS]])
+    assert open_source(tmp_path / "s").num_tokens == 2
+    names = {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
+    assert {path.name for path in (tmp_path / "s").iterdir()} == names
+
+
+def test_other_peoples_files_are_never_touched(tmp_path):
+    """Not even when they are named like shards."""
+    for name in ("shard-00000.bin", "notes.txt"):
+        directory = tmp_path / name.partition(".")[0]
+        (directory / "tokenizer").mkdir(parents=True)
+        (directory / name).write_text("mine")
+        with pytest.raises(ShardError, match="is not empty"):
+            writer(directory)
+        assert (directory / name).read_text() == "mine" and (directory / "tokenizer").is_dir()
+
+
+def test_outputs_that_cannot_be_written_are_named_beforehand(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert output_problems(tmp_path / "new" / "deep") == []
+    assert "not a directory" in output_problems(tmp_path / "file" / "s")[0]
+    assert "already holds" in output_problems(write(tmp_path / "s"))[0]
+    assert "not writable" in output_problems("/proc/shards")[0]
+
+
+def damage_flip(directory: Path) -> None:
+    data = bytearray((directory / "shard-00000.bin").read_bytes())
+    data[3] ^= 16
+    (directory / "shard-00000.bin").write_bytes(data)
+
+
+def damage_index(directory: Path) -> None:
+    np.array([2, 5, 9], "<u8").tofile(directory / "shard-00000.idx")
+
+
+def damage_cut(directory: Path) -> None:
+    data = (directory / "shard-00000.bin").read_bytes()
+    (directory / "shard-00000.bin").write_bytes(data[:-2])
+
+
+def damage_lose(directory: Path) -> None:
+    (directory / "shard-00000.idx").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named", "also_on_opening"),
+    [
+        (damage_flip, "shard-00000.bin: SHA-256", False),
+        (damage_index, "shard-00000.idx: SHA-256", False),
+        (damage_cut, "shard-00000.bin: 16 bytes, the manifest says 18", True),
+        (damage_lose, "shard-00000.idx: the manifest lists it", True),
+    ],
+)
+def test_damage_is_found_and_named(tmp_path, damage, named, also_on_opening):
+    directory = write(tmp_path / "s")
+    damage(directory)
+    with pytest.raises(ShardError, match=named):
+        verify(directory)
+    if also_on_opening:
+        with pytest.raises(ShardError, match=named):
+            open_source(directory)
+
+
+def test_all_damage_is_listed(tmp_path):
+    directory = write(tmp_path / "s")
+    damage_cut(directory)
+    damage_lose(directory)
+    with pytest.raises(ShardError) as caught:
+        open_source(directory)
+    assert len(caught.value.problems) == 2
+
+
+def test_a_damaged_copy_of_the_tokenizer_is_found(tmp_path):
+    content = b"{}"
+    entry = {
+        "file": "tokenizer.json",
+        "size_bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    with writer(tmp_path / "s") as open_writer:
+        open_writer.tokenizer = {**TOKENIZER, "files": [entry]}
+        (tmp_path / "s" / "tokenizer").mkdir()
+        (tmp_path / "s" / "tokenizer" / "tokenizer.json").write_bytes(content)
+        open_writer.add(np.array([1, EOS]))
+    verify(tmp_path / "s")
+    (tmp_path / "s" / "tokenizer" / "tokenizer.json").write_bytes(b"[]")
+    with pytest.raises(ShardError, match=r"tokenizer\.json: SHA-256"):
+        verify(tmp_path / "s")
+
+
+def test_verify_looks_at_the_ids_and_not_only_at_checksums(tmp_path):
+    directory = write(tmp_path / "s", [[1, 2], [3, 4]])  # written whole, but without EOS ids
+    with pytest.raises(ShardError, match="does not end in id 0"):
+        verify(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format": "other"}, "format is not"),
+        ({"version": 2}, "version 2, this release reads version 1"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"vocab_size": "1000"}, "vocab_size is '1000', not of type int"),
+        ({"vocab_size": 70_000}, "uint16 cannot hold vocab_size 70000"),
+        ({"eos_id": 1000}, "eos_id 1000 is not below vocab_size 1000"),
+        ({"num_tokens": 8}, "num_tokens is 8, but its shards have 9 together"),
+        ({"num_documents": -1}, "num_documents is -1, below zero"),
+        ({"tokenizer": {}}, "tokenizer.fingerprint is missing"),
+        ({"shards": []}, "shards is empty"),
+        ({"shards": [{}]}, r"shards\[0\].file is missing"),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_cannot_be_right_is_refused(tmp_path, change, named):
+    directory = write(tmp_path / "s")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(ShardError, match=named):
+        open_source(directory)
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
+    directory = write(tmp_path / "s")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["shards"][0]["file"] = "../other/shard-00000.bin"
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match="not a plain file name"):
+        open_source(directory)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+def test_a_manifest_that_is_not_json_is_refused(tmp_path, content):
+    directory = write(tmp_path / "s")
+    (directory / "manifest.json").write_text(content)
+    with pytest.raises(ShardError, match=r"manifest\.json"):
+        open_source(directory)
+
+
+def test_reading_outside_of_a_source_is_an_error(tmp_path):
+    source = open_source(write(tmp_path / "s"))
+    for start in (-1, 8):
+        with pytest.raises(IndexError):
+            source.read(start, np.empty(2, np.int64))
+
+
+def test_a_source_sent_to_another_process_opens_its_own_maps(tmp_path):
+    source = open_source(write(tmp_path / "s"))
+    source.shard(0)
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy._maps == {} and copy.shard(0).tolist() == source.shard(0).tolist()
+    assert copy.fingerprint == source.fingerprint
+
+
+def test_the_fingerprint_changes_with_the_ids_and_with_the_tokenizer(tmp_path):
+    prints = {open_source(write(tmp_path / "a", [[1, EOS]])).fingerprint}
+    prints.add(open_source(write(tmp_path / "b", [[2, EOS]])).fingerprint)
+    with writer(tmp_path / "c") as open_writer:
+        open_writer.tokenizer = {**TOKENIZER, "fingerprint": "g"}
+        open_writer.add(np.array([1, EOS]))
+    prints.add(open_source(tmp_path / "c").fingerprint)
+    assert len(prints) == 3
