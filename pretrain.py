@@ -93,6 +93,12 @@ class Run:
         self.plan, self.settings = plan, plan.settings
         self.run_dir = Path(plan.settings.run_dir)
         self.rank, self.world_size, self.device = distributed.start()
+        first = distributed.broadcast_object(plan.fingerprint())
+        distributed.agree(
+            plan.fingerprint() == first,
+            "settings, files or devices differ from the first rank's, so the ranks would not train "
+            "one model on one data order. Make the hosts alike.",
+        )
         self.stop = stability.StopRequest(plan.settings.stop_after)
         self.say(plan.summary())
         self.engine = build_engine(plan, self.device, self.say)
@@ -127,14 +133,21 @@ class Run:
         self.record = run_directory.record(self.plan)
         if self.rank == 0:
             write_json(self.run_dir / run_directory.RECORD, self.record)
-        distributed.barrier()
-        distributed.agree((self.run_dir / run_directory.RECORD).is_file(),
-                          f"--run_dir {self.run_dir}: not every node sees it. "
-                          f"Use a file system that all nodes share.")  # fmt: skip
+        distributed.barrier()  # rank 0 has written
+        distributed.agree(
+            (self.run_dir / run_directory.RECORD).is_file(),
+            f"--run_dir {self.run_dir}: not every node sees it. "
+            f"Use a file system that all nodes share.",
+        )
         step = self.progress.step
         self.log = metrics.RunLog(self.run_dir, step, writes=self.rank == 0)
-        self.log.event("resume" if found else "start", step, checkpoint=self.newest_checkpoint,
-                       world_size=self.world_size, zero_stage=self.plan.zero_stage)  # fmt: skip
+        self.log.event(
+            "resume" if found else "start",
+            step,
+            checkpoint=self.newest_checkpoint,
+            world_size=self.world_size,
+            zero_stage=self.plan.zero_stage,
+        )
         self.say(f"wandb: {self.log.track(self.settings, self.record, step)}")
 
     def batches(self) -> Any:
@@ -185,8 +198,13 @@ class Run:
             progress.skipped_steps += 1
             self.skipped_in_a_row += 1
             self.log.event("step_skipped", progress.step, grad_norm=str(result.grad_norm))
-        stability.refuse_gradients(result.grad_norm, result.applied, self.skipped_in_a_row,
-                                   progress.step, self.newest_checkpoint)  # fmt: skip
+        stability.refuse_gradients(
+            result.grad_norm,
+            result.applied,
+            self.skipped_in_a_row,
+            progress.step,
+            self.newest_checkpoint,
+        )
 
     # ---- What is said and kept of it
 
@@ -226,8 +244,9 @@ class Run:
         )
         self.newest_checkpoint = str(self.run_dir / "checkpoints" / name)
         self.log.event("checkpoint", progress.step, checkpoint=name, stall_seconds=stall)
-        self.log.metrics({"step": progress.step, "tokens": progress.tokens,
-                          "checkpoint/stall_seconds": stall})  # fmt: skip
+        self.log.metrics(
+            {"step": progress.step, "tokens": progress.tokens, "checkpoint/stall_seconds": stall}
+        )
         self.say(f"step={progress.step} checkpoint={name} stall_seconds={stall:.2f}")
 
     def evaluate_if_due(self) -> None:
@@ -248,8 +267,10 @@ class Run:
         batches = data.prefetch_to_device(data.make_loader(held_out, 0, False), self.device)
         row = evaluate.validation_loss(self.engine, batches, plan.val_source_names)
         self.log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
-        self.say(f"step={progress.step} eval_loss={row['eval/loss']:.4f} "
-                 f"eval_perplexity={row['eval/perplexity']:.2f}")  # fmt: skip
+        self.say(
+            f"step={progress.step} eval_loss={row['eval/loss']:.4f} "
+            f"eval_perplexity={row['eval/perplexity']:.2f}"
+        )
 
     def end(self) -> int:
         """Say how the run ended, close everything, and return the exit code."""
