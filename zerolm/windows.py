@@ -1,16 +1,147 @@
-"""Windows of token ids, read from the memory-mapped shards many at a time. Knows numpy, not torch.
+"""Windows of token ids become micro-batches. Knows nothing of the order that they come in.
 
-A window is `seq_len` + 1 ids of one source; `zerolm.order.num_windows` says how many there are and
-zerolm/order.py in which order training takes them.
+A window is `seq_len` + 1 ids of one source; `zerolm.order.num_windows` says how many there are, a
+subclass of `WindowStream` which ones come when (zerolm/data.py has two).
+
+Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from zerolm.errors import ShardError
 from zerolm.order import num_windows
 from zerolm.shards import Source
+
+IGNORED = -100  # the target that torch's cross-entropy leaves out
+PLACED_SEQUENCES = 8192  # found at once, which takes the cost of one from 30 us to 0.2 us
+READ_BYTES = 1 << 18  # read at once in the training process: a few micro-batches, still in cache
+
+Batch = dict[str, torch.Tensor]
+
+
+class Rows(NamedTuple):
+    """Where micro-batches lie, (C, M) int64 each."""
+
+    sequence_ids: np.ndarray  # -1: fills up, has no loss
+    sources: np.ndarray
+    windows: np.ndarray
+
+
+class Tokens(NamedTuple):
+    """What micro-batches hold, as read from the shards and as sent by loader workers."""
+
+    tokens: np.ndarray  # (C, M, T + 1), in the dtype of the shards
+    sequence_ids: np.ndarray  # (C, M) int64
+    sources: np.ndarray  # (C, M) int64
+
+
+class WindowStream(IterableDataset):
+    """What training and validation share: rows become batches. A subclass says which rows.
+
+    Yields one micro-batch at a time, a dict of
+
+        input_ids     (M, T) int64
+        targets       (M, T) int64: the token after each input, -100 where there is no loss
+        sources       (M,) int64: index of each row's source
+        sequence_ids  (M,) int64
+        position_ids  (M, T) int64, only with document_mask: restarts at 0 with each document
+        document_ids  (M, T) int64, only with document_mask: numbers a row's documents from 0
+
+    A document ends with the EOS id of its source. With document_mask that id has no target, since
+    what follows is another document. The tensors are contiguous and share no memory.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seq_len: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        document_mask: bool,
+    ):
+        assert seq_len > 0 and micro_batch_size > 0 and 0 <= rank < world_size
+        self.reader = WindowReader(sources, seq_len)
+        self.micro_batch_size = micro_batch_size
+        self.rank, self.world_size = rank, world_size
+        self.document_mask = document_mask
+
+    def starts(self) -> Iterator[int]:
+        """Yield the first sequence number of each micro-batch of this rank."""
+        raise NotImplementedError
+
+    def place(self, sequence_ids: np.ndarray) -> Rows:
+        """Find rows by their sequence numbers, (C, M) int64."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        # In a plain DataLoader, whose workers are asked in turn for one micro-batch each.
+        return self.batches(self.reads(1) if worker else self.reads(self.fitting(READ_BYTES)))
+
+    def fitting(self, size_bytes: int) -> int:
+        """Return how many micro-batches fit a size, at least one."""
+        row_bytes = (self.reader.seq_len + 1) * self.reader.dtype.itemsize
+        return max(1, size_bytes // (row_bytes * self.micro_batch_size))
+
+    def reads(self, group: int) -> Iterator[Tokens]:
+        """Yield the tokens of `group` micro-batches (C) at a time, of fewer at the end.
+
+        Worker w of k yields groups w, w + k, w + 2k, ..., so that a loader that asks its workers
+        in turn has all of them in order.
+        """
+        worker = get_worker_info()
+        num_placed = group * max(1, PLACED_SEQUENCES // (group * self.micro_batch_size))
+        starts: list[int] = []
+        for number, start in enumerate(self.starts()):
+            if worker and number // group % worker.num_workers != worker.id:
+                continue
+            starts.append(start)
+            if len(starts) == num_placed:
+                yield from self._read(starts, group)
+                starts = []
+        if starts:
+            yield from self._read(starts, group)
+
+    def _read(self, starts: list[int], group: int) -> Iterator[Tokens]:
+        rows = self.place(np.array(starts)[:, None] + np.arange(self.micro_batch_size))
+        shards, offsets = self.reader.locate(rows.sources, rows.windows)
+        for first in range(0, len(starts), group):
+            part = slice(first, first + group)
+            tokens = self.reader.read(shards[part], offsets[part])
+            yield Tokens(tokens, rows.sequence_ids[part], rows.sources[part])
+
+    def batches(self, reads: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
+        """Yield the batches of micro-batches that were read, here or by a worker."""
+        for read in reads:
+            for tokens, sequence_ids, sources in zip(*read, strict=True):
+                yield self._batch(tokens, sequence_ids, sources, pin_memory)
+
+    def _batch(
+        self, tokens: np.ndarray, sequence_ids: np.ndarray, sources: np.ndarray, pin_memory: bool
+    ) -> Batch:
+        make = _pinned_copy if pin_memory else _copy
+        batch = {
+            "input_ids": make(tokens[:, :-1]),
+            "targets": make(tokens[:, 1:]),
+            "sources": make(sources),
+            "sequence_ids": make(sequence_ids),
+        }
+        if self.document_mask:
+            last = tokens[:, :-1] == self.reader.eos_ids[sources][:, None]
+            batch["targets"].numpy()[last] = IGNORED
+            places, documents = number_documents(last)
+            batch["position_ids"] = make(places)
+            batch["document_ids"] = make(documents)
+        if sequence_ids[-1] < 0:  # rows that fill up come last
+            batch["targets"][batch["sequence_ids"] < 0] = IGNORED
+        return batch
 
 
 class WindowReader:
@@ -98,11 +229,11 @@ def number_documents(last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return places.reshape(last.shape), np.repeat(numbers, lengths).reshape(last.shape)
 
 
-def split_evenly(total: int, available: Sequence[int]) -> list[int]:
-    """Split a number into parts as even as their caps allow; the largest caps have the rest."""
-    parts = [0] * len(available)
-    smallest_first = sorted(range(len(available)), key=lambda index: (available[index], -index))
-    for done, index in enumerate(smallest_first):
-        parts[index] = min(available[index], total // (len(available) - done))
-        total -= parts[index]
-    return parts
+def _copy(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _pinned_copy(values: np.ndarray) -> torch.Tensor:
+    tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+    tensor.numpy()[...] = values
+    return tensor
