@@ -37,8 +37,8 @@ pretrain() {
         --deepspeed_config ds_configs/zero2.json --model_config model_configs/tiny.json \
         --data demo/shards/code=0.8 --data demo/shards/prose=0.2 \
         --val_data demo/shards/code-val --val_data demo/shards/prose-val \
-        --seq_len 256 --batch_tokens 4096 --micro_batch_size 8 --total_tokens 1M \
-        --learning_rate 3e-3 --warmup_tokens 50k --log_interval 1 --eval_interval 100 \
+        --seq_len 256 --batch_tokens 2048 --micro_batch_size 4 --total_tokens 500k \
+        --learning_rate 2e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 100 \
         --wandb offline --run_dir $run_dir "$@" 2>&1 | shorten
 }
 

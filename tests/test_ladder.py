@@ -1,0 +1,110 @@
+"""The ladder of imports: who may import whom, read from the source of every module.
+
+Rung 2 starts things, rung 1 holds the parts, rung 0 what parts share. Imports run downward only:
+parts do not import each other, and what two of them need stands on rung 0. `data_prep` and `launch`
+may use rung 0 of `zerolm`, never the reverse.
+"""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("zerolm", "data_prep", "launch")
+RUNGS = {
+    2: {"pretrain", "zerolm.__main__", "data_prep.__main__"},
+    1: {
+        *("zerolm." + name for name in (
+            "checkpoint", "data", "evaluate", "export", "metrics", "model", "optimizer",
+            "preflight", "report", "run_directory", "stability", "throughput", "train_step",
+        )),
+        *("launch." + name for name in ("demo_corpus", "demo_summary")),
+    },
+    0: {
+        *("zerolm." + name for name in (
+            "architecture", "distributed", "ds_config", "ds_schema", "errors", "files", "flops",
+            "initialization", "loss", "manifest", "order", "schedule", "self_check", "settings",
+            "shard_writer", "shards", "values", "windows",
+        )),
+    },
+}  # fmt: skip
+HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
+
+
+def modules() -> dict[str, Path]:
+    """Return {dotted name: file} of every module of the project, packages' own files left out."""
+    found = {"pretrain": ROOT / "pretrain.py"}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[-1] != "__init__":
+                found[".".join(parts)] = path
+    return found
+
+
+MODULES = modules()
+RUNG_OF = {name: rung for rung, names in RUNGS.items() for name in names}
+
+
+def imports_of(name: str) -> set[str]:
+    """Return the project's modules that a module imports anywhere in its source."""
+    named = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: write imports of the project in full"
+            named.add(node.module or "")
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return named & set(MODULES) - {name}
+
+
+def test_every_module_stands_on_a_rung():
+    assert set(MODULES) == set(RUNG_OF), "say in RUNGS where a new module stands"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_run_downward(name):
+    package = name.partition(".")[0]
+    for imported in imports_of(name):
+        target = imported.partition(".")[0]
+        if RUNG_OF[name] == 0:
+            assert RUNG_OF[imported] == 0, f"{name} must not import {imported}: it is above"
+        else:
+            assert RUNG_OF[imported] < RUNG_OF[name], f"{name} must not import {imported}"
+        if target != package and name != "pretrain":
+            assert target == "zerolm" and RUNG_OF[imported] == 0, (
+                f"{name} must not import {imported}: only rung 0 of zerolm is shared"
+            )
+
+
+def test_rung_0_has_no_cycles():
+    graph = {name: imports_of(name) for name in MODULES if RUNG_OF.get(name) == 0}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"these import each other: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data_prep", "--help"],
+        ["data_prep", "tokenize", "--help"],
+        ["launch.demo_corpus", "--help"],
+        ["zerolm", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_help_waits_for_no_heavy_import(words):
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "argparse" in imported or "zerolm.errors" in imported, "the list of imports is empty"
+    assert not HEAVY & imported
