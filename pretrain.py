@@ -9,11 +9,11 @@ settings; `--check` finds every problem, without a GPU, and stops there.
 
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from zerolm.preflight import Plan
 
 from zerolm import (
     checkpoint,
@@ -31,6 +31,7 @@ from zerolm.checkpoint import Checkpoint, Progress
 from zerolm.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, GaveUp, ZerolmError
 from zerolm.files import write_json
 from zerolm.optimizer import parameter_groups
+from zerolm.preflight import Plan
 
 UNBOUNDED = 1 << 62  # the stream has no end: the token budget ends the run
 
@@ -92,6 +93,7 @@ class Run:
     def __init__(self, plan: Plan):
         self.plan, self.settings = plan, plan.settings
         self.run_dir = Path(plan.settings.run_dir)
+        self.stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
         self.rank, self.world_size, self.device = distributed.start()
         first = distributed.broadcast_object(plan.fingerprint())
         distributed.agree(
@@ -99,7 +101,6 @@ class Run:
             "settings, files or devices differ from the first rank's, so the ranks would not train "
             "one model on one data order. Make the hosts alike.",
         )
-        self.stop = stability.StopRequest(plan.settings.stop_after)
         self.say(plan.summary())
         self.engine = build_engine(plan, self.device, self.say)
         self.peak_flops, source = throughput.device_peak_flops(self.device, plan.precision)
@@ -300,6 +301,7 @@ def build_engine(plan: Plan, device: Any, say: Any) -> Any:
 
     from zerolm import model as models
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not plan.ds_config.get("wall_clock_breakdown"):
         logger.setLevel(logging.WARNING)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
