@@ -49,7 +49,7 @@ def flops_per_token(
 
 
 def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the width of the tied output head: that of the embedding with the vocabulary's rows."""
+    """Return the width of the tied output head: of the embedding with as many rows as tokens."""
     widths = [
         shape[1]
         for name, shape in shapes.items()

@@ -144,7 +144,9 @@ def build_model(
     _fill(model, weights, dtype)
     model.config.use_cache = False
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers renamed it between 5.17 and 5.23
+        fallback = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", fallback)({"use_reentrant": False})
     return model.train()
 
 

@@ -1,0 +1,189 @@
+"""Compared with transformers' own models, and with the parameter counts that were published."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerolm.architecture import (
+    load_model_config,
+    num_active_parameters,
+    num_parameters,
+    parameter_shapes,
+)
+from zerolm.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "model_configs").glob("*.json"))
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+
+
+@pytest.fixture
+def refusal(tmp_path):
+    """Return the problems that a config.json is refused with."""
+
+    def problems(content):
+        file = tmp_path / "config.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(ConfigError) as refused:
+            load_model_config(file)
+        assert all(str(file) in problem for problem in refused.value.problems)
+        assert all("\n" not in problem for problem in refused.value.problems)
+        return refused.value.problems
+
+    return problems
+
+
+# As the models' cards, or the checkpoints themselves, have them.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "llama-7b": 6_738_415_616,
+    "mistral-7b": 7_241_732_096,
+    "pythia-160m": 162_322_944,
+    "qwen3-0.6b": 596_049_920,
+    "llama-160m": 162_417_408,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_configs_have_as_many_parameters_as_the_published_models(name):
+    config = load_model_config(ROOT / "model_configs" / f"{name}.json")
+    assert num_parameters(parameter_shapes(config)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_shipped_configs_are_accepted_and_name_no_special_tokens(file):
+    config = load_model_config(file)
+    assert config.bos_token_id is config.eos_token_id is config.pad_token_id is None
+    assert config.architectures == [type_name(config)]
+    of_other_heads = ("summary_first_dropout", "classifier_dropout")
+    dropouts = [key for key in config.to_dict() if "drop" in key and key not in of_other_heads]
+    assert all(getattr(config, key) == 0.0 for key in dropouts)
+
+
+def type_name(config):
+    from zerolm.architecture import causal_lm_class
+
+    return causal_lm_class(config).__name__
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "llama", "num_key_value_heads": 2},
+        {"model_type": "llama", "tie_word_embeddings": True},
+        {"model_type": "gpt2"},
+        {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4},
+    ],
+    ids=["llama", "llama-tied", "gpt2", "mixtral"],
+)
+def test_shapes_are_those_of_the_real_model(changes):
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(**small, **changes)
+    model = AutoModelForCausalLM.from_config(config)
+    shapes = parameter_shapes(config)
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert num_parameters(shapes) == model.num_parameters()
+
+
+def test_measuring_leaves_the_config_as_it_was():
+    config = AutoConfig.for_model(**LLAMA)
+    before = config.to_dict()
+    parameter_shapes(config)
+    assert config.to_dict() == before
+
+
+def test_active_parameters_leave_out_the_experts_a_token_is_not_routed_to():
+    config = AutoConfig.for_model("mixtral")  # Mixtral 8x7B: 46.7B, of which 12.9B serve a token
+    shapes = parameter_shapes(config)
+    assert num_parameters(shapes) == 46_702_792_704
+    assert num_active_parameters(config, shapes) == 12_879_925_248
+    dense = AutoConfig.for_model(**LLAMA)
+    shapes = parameter_shapes(dense)
+    assert num_active_parameters(dense, shapes) == num_parameters(shapes)
+
+
+def test_directory_with_a_config_and_keys_of_older_releases_are_accepted(tmp_path):
+    published = {
+        **LLAMA,
+        "_name_or_path": "somewhere",
+        "architectures": ["LlamaForCausalLM"],
+        "max_sequence_length": 2048,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+        "torch_dtype": "float16",
+        "transformers_version": "4.28.1",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = load_model_config(tmp_path)
+    assert config.rope_parameters["rope_theta"] == 50000.0
+
+
+def test_published_gpt2_and_neox_spellings_are_accepted(tmp_path):
+    gpt2 = {"model_type": "gpt2", "n_ctx": 1024, "n_layer": 2, "task_specific_params": {}}
+    neox = {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000}
+    for published in (gpt2, neox):
+        (tmp_path / "config.json").write_text(json.dumps(published))
+        assert load_model_config(tmp_path).model_type == published["model_type"]
+
+
+def test_every_problem_is_named_at_once(refusal):
+    problems = refusal({**LLAMA, "hidden_sise": 64, "vocab_size": "many", "num_hidden_layers": 1.5})
+    assert len(problems) == 3
+    assert any("vocab_size: Field 'vocab_size' expected int, got str" in line for line in problems)
+    assert any("num_hidden_layers" in line for line in problems)
+    assert any('hidden_sise: LlamaConfig has no such key. Did you mean "hidden_size"?' in line
+               for line in problems)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "holds list, a model config is an object"),
+        (
+            {"modeltype": "llama"},
+            'model_type: missing. Say which architecture, for example "llama"',
+        ),
+        (
+            {"model_type": "lama"},
+            "model_type: 'lama' is not known to this transformers. Did you mean",
+        ),
+        ({"model_type": "t5"}, "has no causal language model"),
+        ({"model_type": "bert"}, "is_decoder: false"),
+        ({"model_type": "xlnet"}, "has no causal language model"),
+        ({**LLAMA, "auto_map": {"AutoModel": "model.py"}}, "auto_map: names Python code"),
+        ({**LLAMA, "quantization_config": {}}, "quantization_config: LlamaConfig has no such key"),
+        ({**LLAMA, "hidden_size": 65}, "not a multiple of the number of attention heads"),
+        ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads, 4"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: 0, must be at least 1"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "there are only 8 experts"),
+    ],
+)
+def test_unusable_configs_are_refused(refusal, content, complaint):
+    problems = refusal(content)
+    assert len(problems) == 1
+    assert complaint in problems[0]
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing.json: no such file. --model_config takes"):
+        load_model_config(tmp_path / "nothing.json")
+
+
+def test_config_that_no_model_can_be_built_from_is_refused():
+    config = AutoConfig.for_model(**LLAMA, hidden_act="sillu")
+    with pytest.raises(ConfigError, match=r"a 'llama' model cannot be built .*sillu"):
+        parameter_shapes(config)
+
+
+def test_import_is_cheap():
+    code = "import sys, zerolm.architecture, zerolm.flops; print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert ran.stdout.strip() == "False", ran.stderr

@@ -1,0 +1,269 @@
+"""Real worlds of 1 and 2 gloo processes, compared with plain torch and transformers."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from initialization_families import FAMILIES, SEED, family_config, plain_weights, sha256_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerolm import model as zerolm_model
+from zerolm.errors import ConfigError
+
+HERE = Path(__file__).parent
+LAUNCH_TIMEOUT_SECONDS = 400  # the first launch on a machine compiles DeepSpeed's CPU collectives
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def launch_worker(world_size, result):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "DS_ACCELERATOR": "cpu",
+    }
+    command = [sys.executable, str(HERE / "initialization_worker.py"), str(result)]
+    ranks = []
+    for rank in range(world_size):
+        ranks.append(
+            subprocess.Popen(
+                command,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [rank.communicate(timeout=LAUNCH_TIMEOUT_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(out[-3000:] for out in outputs)
+    return json.loads(result.read_text())
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["world1", "world2"])
+def world(request, tmp_path_factory):
+    """What the ranks of a world said of the models that they built."""
+    result = tmp_path_factory.mktemp("world") / f"{request.param}.json"
+    return launch_worker(request.param, result)
+
+
+def reference_hashes(family, dtype):
+    weights = plain_weights(family_config(family), SEED, dtype)
+    return {name: sha256_of(value) for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_weights_are_those_of_plain_pytorch_bit_for_bit(world, family, precision):
+    expected = reference_hashes(family, DTYPES[precision])
+    for stage in (1, 2, 3):
+        built = world[f"{family} zero{stage} {precision}"]
+        assert built["sha256"] == expected, f"stage {stage}"
+        assert built["partitioned"] == (stage == 3)
+
+
+def test_initial_weights_stay_the_same_offloaded_and_in_the_engine(world):
+    expected = reference_hashes("llama", torch.bfloat16)
+    assert world["llama zero3 bf16 offloaded"]["sha256"] == expected
+    for family in ("llama", "gpt2"):
+        expected = reference_hashes(family, torch.bfloat16)
+        for stage in (1, 2, 3):
+            assert world[f"{family} zero{stage} bf16 in engine"]["sha256"] == expected
+
+
+def test_stages_agree_on_the_first_loss_in_the_engine(world):
+    for family in ("llama", "gpt2"):
+        losses = [world[f"{family} zero{stage} bf16 in engine"]["loss"] for stage in (1, 2, 3)]
+        assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fingerprint_is_one_for_all_stages_and_worlds(world, family):
+    for precision, dtype in DTYPES.items():
+        config = family_config(family)
+        alone = build_alone(config, dtype)
+        expected = zerolm_model.weights_fingerprint(alone)
+        for stage in (1, 2, 3):
+            assert world[f"{family} zero{stage} {precision}"]["fingerprint"] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_those_of_plain_transformers_also_in_the_engine(world, family):
+    for precision, dtype in DTYPES.items():
+        plain = AutoModelForCausalLM.from_config(family_config(family), dtype=dtype)
+        expected = {name: [str(b.dtype), sha256_of(b)] for name, b in plain.named_buffers()}
+        built = {key: value for key, value in world.items() if key.startswith(f"{family} zero")}
+        for key in [key for key in built if precision in key]:
+            assert built[key]["buffers"] == expected, key
+
+
+def test_rotary_tables_are_exact_in_float32_in_a_bf16_engine(world):
+    head_dim = 32 // 4
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    expected = ["torch.float32", sha256_of(inv_freq)]
+    keys = [f"llama zero{stage} bf16 in engine" for stage in (1, 2, 3)]
+    for key in [*keys, "llama zero2 bf16 with buffer_dtype"]:
+        assert world[key]["buffers"]["model.rotary_emb.inv_freq"] == expected, key
+
+
+def test_self_check_passes_every_family_on_every_stage(world):
+    for key, built in world.items():
+        if " zero" in key and "bare" not in key:
+            assert built["problems"] == [], key
+            assert "all as the config implies" in built["report"]
+            assert "\n" not in built["report"]
+
+
+def test_self_check_refuses_a_bare_zero_init(world):
+    problems = world["bare zero.Init"]["problems"]
+    embedding = [
+        line for line in problems if line.startswith("model.embed_tokens.weight: standard")
+    ]
+    assert len(embedding) == 1
+    assert "the config implies 0.02" in embedding[0]
+    assert any("q_proj" in line for line in problems)
+
+
+def test_building_leaves_the_random_generator_alone(world):
+    assert world["generator untouched"] is True
+
+
+def build_alone(config, dtype=torch.float32, seed=SEED, **changes):
+    settings = {
+        "seed": seed,
+        "dtype": dtype,
+        "zero_stage": 0,
+        "ds_config": {},
+        "attn_implementation": zerolm_model.choose_attention(config, "auto", "cpu", dtype),
+        "gradient_checkpointing": False,
+        "device": "cpu",
+    }
+    return zerolm_model.build_model(config, **{**settings, **changes})
+
+
+def test_another_seed_gives_other_weights():
+    config = family_config("llama")
+    fingerprints = {
+        zerolm_model.weights_fingerprint(build_alone(config, seed=seed)) for seed in (0, 1, 1)
+    }
+    assert len(fingerprints) == 2
+
+
+def test_fingerprint_sees_one_flipped_bit_and_two_exchanged_values():
+    model = build_alone(family_config("llama"), torch.bfloat16)
+    before = zerolm_model.weights_fingerprint(model)
+    weight = model.lm_head.weight.data.view(-1)
+    weight[7:8].view(torch.int16).bitwise_xor_(1)
+    assert zerolm_model.weights_fingerprint(model) != before
+    weight[7:8].view(torch.int16).bitwise_xor_(1)
+    assert zerolm_model.weights_fingerprint(model) == before
+    assert weight[100] != weight[101]
+    weight[100:102] = weight[100:102].flip(0)
+    assert zerolm_model.weights_fingerprint(model) != before
+
+
+def test_training_model_has_no_cache_and_leaves_the_config_alone():
+    config = family_config("llama")
+    before = config.to_dict()
+    model = build_alone(config, torch.bfloat16, gradient_checkpointing=True)
+    assert config.to_dict() == before
+    assert model.training and model.config.use_cache is False
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    ids = torch.arange(16).reshape(2, 8)
+    gradients = []
+    for checkpointing in (False, True):
+        model = build_alone(family_config("llama"), gradient_checkpointing=checkpointing)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def spoil(model, name, change):
+    with torch.no_grad():
+        change(model.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "change", "complaint"),
+    [
+        ("llama", "model.norm.weight", lambda w: w.zero_(), "mean 0, the config implies 1"),
+        ("llama", "lm_head.weight", lambda w: w[3, 5].fill_(float("nan")), "not finite"),
+        ("llama", "lm_head.weight", lambda w: w.mul_(1.2), "the config implies 0.02"),
+        ("llama", "lm_head.weight", lambda w: w.add_(0.004), "the config implies 0 "),
+        ("llama-tied-padded", "model.embed_tokens.weight", lambda w: w[3].fill_(0.01), "row 3"),
+        ("gpt2", "transformer.h.1.mlp.c_proj.weight", lambda w: w.mul_(2), "implies 0.01 "),
+        ("gpt2", "transformer.h.1.mlp.c_fc.bias", lambda w: w[0].fill_(0.1), "implies 0 "),
+        ("mixtral", "model.layers.0.mlp.experts.down_proj", lambda w: w[2].zero_(), "0.02"),
+        ("gemma2", "model.norm.weight", lambda w: w.fill_(1), "mean 1, the config implies 0"),
+        ("mamba", "backbone.layers.1.mixer.A_log", lambda w: w.normal_(), "A_log: mean"),
+    ],
+)
+def test_self_check_names_what_is_wrong(family, name, change, complaint):
+    config = family_config(family)
+    model = build_alone(config)
+    spoil(model, name, change)
+    report = zerolm_model.check_initialization(model, config)
+    assert report.problems
+    assert all(problem.startswith(f"{name}: ") for problem in report.problems)
+    assert any(complaint in problem for problem in report.problems), report.problems
+    assert "wrong" in str(report)
+
+
+def test_self_check_accepts_the_weights_that_transformers_itself_draws():
+    torch.manual_seed(0)
+    for family in FAMILIES:
+        config = family_config(family)
+        for dtype in DTYPES.values():
+            plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            report = zerolm_model.check_initialization(plain, config)
+            assert not report.problems, (family, report.problems)
+
+
+def test_auto_attention_is_the_best_that_the_class_and_the_device_have():
+    def choose(family):
+        config = family_config(family)
+        return zerolm_model.choose_attention(config, "auto", "cpu", torch.bfloat16)
+
+    assert choose("llama") == "sdpa"
+    assert choose("gemma2") == "eager"
+
+
+@pytest.mark.parametrize(
+    ("family", "requested", "complaint"),
+    [
+        ("llama", "flash_attention_2", "needs a CUDA device, this run is on cpu. Use auto."),
+        ("llama", "flash_attention_3", "needs a CUDA device"),
+        ("llama", "flash", "must be one of auto, eager, sdpa"),
+        ("gemma2", "sdpa", "is not supported by Gemma2ForCausalLM. Use eager."),
+    ],
+)
+def test_attention_that_cannot_work_is_refused(family, requested, complaint):
+    with pytest.raises(ConfigError, match="--attn_implementation: ") as refusal:
+        zerolm_model.choose_attention(family_config(family), requested, "cpu", torch.bfloat16)
+    assert complaint in str(refusal.value)
+    assert len(refusal.value.problems) == 1
+
+
+def test_class_without_initial_values_is_refused():
+    config = AutoConfig.for_model("openai-gpt", n_layer=1, n_embd=32, n_head=2, vocab_size=64)
+    with pytest.raises(ConfigError, match=r"no initial value for transformer\.h\.0\.attn"):
+        build_alone(config)
