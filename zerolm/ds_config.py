@@ -62,6 +62,12 @@ def block(ds_config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def count(ds_config: Mapping[str, Any], key: str) -> int | None:
+    """Return a top-level positive whole number, None when it is absent, "auto" or unfit."""
+    value = ds_config.get(key)
+    return int(value) if _is_number(value) and value >= 1 and value == int(value) else None
+
+
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage, 0 to 3; 0 also when it cannot be read."""
     stage = block(ds_config, "zero_optimization").get("stage", 0)
@@ -146,9 +152,7 @@ def _fixed_batch(
     ds_config: Mapping[str, Any], seq_len: int, world_size: int
 ) -> tuple[dict[str, Fixed], list[str]]:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    batch, micro, accumulation = (
-        int(value) if _is_number(value := ds_config.get(key)) else None for key in keys
-    )
+    batch, micro, accumulation = (count(ds_config, key) for key in keys)
     fixed: dict[str, Fixed] = {}
     if batch and accumulation and not micro and batch % (accumulation * world_size):
         return fixed, [

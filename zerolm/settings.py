@@ -172,7 +172,7 @@ class Settings:
         "duration",
         "save and stop with exit code 75 after this time, e.g. 3h50m or 90s",
         shows="DURATION",
-        minimum=0.0,
+        minimum=1.0,
     )
     check: bool = _switch(
         "run", "check everything, print what the run would be, and stop", saved=False
@@ -196,12 +196,11 @@ class Settings:
     local_rank: int = _flag("hidden", "count", "", default=0, minimum=0, saved=False)
 
     explicit: frozenset[str] = frozenset()  # names that a flag or the settings file gave
-    origins: dict[str, str] = field(default_factory=dict)  # where each of them was given
+    origins: dict[str, str] = field(default_factory=dict)  # `file: key` of each value given
 
     def where(self, name: str) -> str:
-        """Say where a setting comes from, for the start of a message: `file: key`."""
-        origin = self.origins.get(name, COMMAND_LINE)
-        return f"{origin}: --{name}" if origin == COMMAND_LINE else f"{origin}: settings.{name}"
+        """Say where a setting was given, to begin a message: `file: key`."""
+        return self.origins.get(name, f"default: --{name}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for run.json; `--settings` reads them back to equal settings."""
@@ -233,9 +232,9 @@ def parse_settings(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     path = flags.get("settings")
     if path is not None:
         for name, value in _read_file(path, problems).items():
-            _accept(name, value, path, f"{path}: settings.{name}", given, origins, problems)
+            _accept(name, value, f"{path}: settings.{name}", given, origins, problems)
     for name, value in flags.items():
-        _accept(name, value, COMMAND_LINE, f"{COMMAND_LINE}: --{name}", given, origins, problems)
+        _accept(name, value, f"{COMMAND_LINE}: --{name}", given, origins, problems)
     settings = Settings(**given, explicit=frozenset(given) - {"local_rank"}, origins=origins)
     if settings.world_size is not None and not settings.check:
         problems.append(
@@ -248,7 +247,6 @@ def parse_settings(argv: Sequence[str]) -> tuple[Settings, list[str]]:
 def _accept(
     name: str,
     value: Any,
-    origin: str,
     where: str,
     given: dict[str, Any],
     origins: dict[str, str],
@@ -260,7 +258,7 @@ def _accept(
     except ValueError as error:
         problems.append(f"{where}: {shown(value)}, {error}")
         return
-    origins[name] = origin
+    origins[name] = where
     if given[name] is None:  # "auto": as if not given
         del given[name], origins[name]
 

@@ -1,0 +1,239 @@
+"""From settings with gaps to settings without: tokens, batch, schedule, intervals. No torch.
+
+preflight.py brings what the model and the DeepSpeed JSON say; defaults.py has the formulas; here is
+what the numbers must satisfy together, each rule with the nearest values that would do.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from zerolm import defaults
+from zerolm.ds_config import Fixed
+from zerolm.schedule import BatchSchedule, LearningRate
+from zerolm.settings import Settings
+
+
+def apply_fixed(settings: Settings, fixed: Mapping[str, Fixed], name: str) -> Settings:
+    """Take over what the DeepSpeed JSON decides, where no flag did.
+
+    Args:
+        name: of the JSON file, for later messages.
+    """
+    new = {key: value for key, (value, _) in fixed.items() if key not in settings.explicit}
+    origins = {key: f"{name}: {fixed[key].key}" for key in new}
+    return replace(settings, **new, origins={**settings.origins, **origins})
+
+
+def fill_batch(settings: Settings, num_parameters: int, flops_per_token: float) -> Settings:
+    """Fill in the total and the batch, which everything else is counted in.
+
+    Args:
+        settings: with `seq_len`.
+        flops_per_token: of training.
+    """
+    total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
+    assert settings.seq_len is not None
+    batch = settings.batch_tokens
+    if batch is None:
+        flops = flops_per_token * total
+        batch = defaults.batch_sequences(flops, settings.seq_len, total) * settings.seq_len
+    ramp = settings.batch_ramp_tokens
+    if settings.batch_ramp_start and ramp is None:
+        ramp = math.ceil(total * defaults.RAMP_SHARE)
+    return replace(settings, batch_tokens=batch, batch_ramp_tokens=ramp)
+
+
+def fill_rest(
+    settings: Settings,
+    schedule: BatchSchedule,
+    *,
+    num_parameters: int,
+    flops_per_token: float,
+    has_validation: bool,
+    json_schedules: bool,
+) -> Settings:
+    """Fill in whatever is still open.
+
+    Args:
+        settings: with the batch filled in.
+        has_validation: whether there is anything to evaluate on.
+        json_schedules: the DeepSpeed JSON has a scheduler whose shape has no name here.
+    """
+    assert settings.seq_len is not None and settings.batch_tokens is not None
+    total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
+    peak = settings.learning_rate
+    if peak is None:
+        peak = defaults.learning_rate(flops_per_token * total)
+    kind = settings.schedule or (None if json_schedules else "cosine")
+    low = settings.min_learning_rate
+    if low is None and kind is not None:
+        low = peak if kind == "constant" else peak * defaults.MIN_LEARNING_RATE_SHARE
+    warmup = settings.warmup_tokens
+    if warmup is None and kind is not None:
+        warmup = min(total, max(settings.batch_tokens, math.ceil(total * defaults.WARMUP_SHARE)))
+    decay = settings.decay_tokens
+    if decay is None and kind == "wsd":
+        decay = max(1, min(math.ceil(total * defaults.DECAY_SHARE), total - (warmup or 0)))
+    steps = schedule.steps(0, math.ceil(total / settings.seq_len))
+    filled: dict[str, Any] = {
+        "total_tokens": total,
+        "learning_rate": peak,
+        "schedule": kind,
+        "min_learning_rate": low,
+        "warmup_tokens": warmup,
+        "decay_tokens": decay,
+        "weight_decay": _or(settings.weight_decay, defaults.WEIGHT_DECAY),
+        "beta1": _or(settings.beta1, defaults.BETAS[0]),
+        "beta2": _or(settings.beta2, defaults.BETAS[1]),
+        "log_interval": settings.log_interval or defaults.interval(steps, "log"),
+        "checkpoint_interval": settings.checkpoint_interval
+        or defaults.interval(steps, "checkpoint"),
+    }
+    if has_validation:
+        filled["eval_interval"] = settings.eval_interval or defaults.interval(steps, "eval")
+        filled["eval_tokens"] = settings.eval_tokens or max(defaults.EVAL_TOKENS, settings.seq_len)
+    return replace(settings, **filled)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def batch_schedule(settings: Settings) -> BatchSchedule:
+    """Return the batch schedule of settings without batch problems."""
+    assert settings.seq_len is not None and settings.batch_tokens is not None
+    return BatchSchedule(
+        settings.batch_tokens // settings.seq_len,
+        (settings.batch_ramp_start or 0) // settings.seq_len,
+        math.ceil((settings.batch_ramp_tokens or 0) / settings.seq_len),
+    )
+
+
+def learning_rate(settings: Settings) -> LearningRate:
+    """Return the learning rate of filled settings."""
+    values = (
+        settings.schedule,
+        settings.learning_rate,
+        settings.min_learning_rate,
+        settings.warmup_tokens,
+        settings.decay_tokens or 0,
+        settings.total_tokens,
+    )
+    assert None not in values
+    return LearningRate(*values)  # type: ignore[arg-type]
+
+
+def sequences_after(schedule: BatchSchedule, steps: int) -> int:
+    """Return the sequences that the first `steps` optimizer steps consume."""
+    position = 0
+    while steps > 0 and schedule.start_sequences and position < schedule.ramp_sequences:
+        position += schedule(position)
+        steps -= 1
+    return position + max(0, steps) * schedule.batch_sequences
+
+
+# -------------------------------------------------------------------------------------------------
+# Rules
+
+
+def batch_problems(settings: Settings, world_size: int) -> list[str]:
+    """Check that batches are whole sequences and whole micro-batches, on every rank alike."""
+    seq_len, batch, start = settings.seq_len, settings.batch_tokens, settings.batch_ramp_start
+    if not seq_len or not batch:
+        return []
+    problems = []
+    for name, tokens in (("batch_tokens", batch), ("batch_ramp_start", start)):
+        if tokens and tokens % seq_len:
+            problems.append(
+                f"{settings.where(name)}: {tokens}, must be a multiple of --seq_len {seq_len}. "
+                f"Use {defaults.nearest_multiples(tokens, seq_len)}."
+            )
+    if settings.batch_ramp_tokens and not start:
+        problems.append(
+            f"{settings.where('batch_ramp_tokens')}: {settings.batch_ramp_tokens}, needs "
+            f"--batch_ramp_start. Add it, or remove this."
+        )
+    if problems:
+        return problems
+    if start and (batch % start or start == batch):
+        return [
+            f"{settings.where('batch_ramp_start')}: {start}, must divide --batch_tokens {batch} "
+            f"and be less. Use for example {batch // 4 or seq_len}."
+        ]
+    name, smallest = ("batch_ramp_start", start) if start else ("batch_tokens", batch)
+    sequences = smallest // seq_len
+    micro = settings.micro_batch_size or 1
+    if sequences % (micro * world_size) == 0:
+        return []
+    unit = micro * world_size * seq_len
+    fits = [str(size) for size in _divisors(sequences // world_size)]
+    problem = (
+        f"{settings.where(name)}: {smallest} tokens are {sequences} sequences, must be a multiple "
+        f"of {world_size} rank(s) x micro-batch {micro}. Use --{name} "
+        f"{defaults.nearest_multiples(smallest, unit)}"
+    )
+    if sequences % world_size == 0:
+        problem += f", or --micro_batch_size {' or '.join(fits)}"
+    return [problem + "."]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, min(number, 1024) + 1) if number % size == 0][-6:]
+
+
+def schedule_problems(settings: Settings) -> list[str]:
+    """Check learning rates, warm-up, decay and evaluation against each other; None is unknown."""
+    problems = []
+    total, warmup, decay = settings.total_tokens, settings.warmup_tokens, settings.decay_tokens
+    peak, low, kind = settings.learning_rate, settings.min_learning_rate, settings.schedule
+    if total and warmup and warmup > total:
+        problems.append(
+            f"{settings.where('warmup_tokens')}: {warmup}, must not exceed --total_tokens {total}. "
+            f"Use for example {max(1, total // 100)}."
+        )
+    if decay and kind not in (None, "wsd"):
+        problems.append(
+            f"{settings.where('decay_tokens')}: {decay}, is for --schedule wsd, not {kind}. "
+            f"Remove it, or use --schedule wsd."
+        )
+    elif decay and total and decay + (warmup or 0) > total:
+        problems.append(
+            f"{settings.where('decay_tokens')}: {decay}, with --warmup_tokens {warmup or 0} "
+            f"exceeds --total_tokens {total}. Use at most {max(1, total - (warmup or 0))}."
+        )
+    if peak is not None and low is not None:
+        if low > peak:
+            problems.append(
+                f"{settings.where('min_learning_rate')}: {low}, must not exceed --learning_rate "
+                f"{peak}. Lower it, for example to {peak / 10:.3g}."
+            )
+        elif kind == "constant" and low != peak and "min_learning_rate" in settings.explicit:
+            problems.append(
+                f"{settings.where('min_learning_rate')}: {low}, has no effect with --schedule "
+                f"constant. Remove it, or choose another schedule."
+            )
+    ramp = settings.batch_ramp_tokens
+    if ramp and total and ramp > total:
+        problems.append(
+            f"{settings.where('batch_ramp_tokens')}: {ramp}, must not exceed --total_tokens "
+            f"{total}. Use for example {max(1, total // 10)}."
+        )
+    return problems + _evaluation_problems(settings)
+
+
+def _evaluation_problems(settings: Settings) -> list[str]:
+    problems = [
+        f"{settings.where(name)}: {getattr(settings, name)}, needs --val_data. Add it, or remove "
+        f"this."
+        for name in ("eval_interval", "eval_tokens")
+        if name in settings.explicit and not settings.val_data
+    ]
+    tokens, seq_len = settings.eval_tokens, settings.seq_len
+    if settings.val_data and tokens and seq_len and tokens < seq_len:
+        problems.append(
+            f"{settings.where('eval_tokens')}: {tokens}, is less than one sequence. Use at least "
+            f"--seq_len {seq_len}."
+        )
+    return problems

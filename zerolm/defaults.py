@@ -1,0 +1,128 @@
+"""What a setting is when nobody says: formulas in the size of the model. Pure arithmetic.
+
+Each formula has its source beside it. Nothing here depends on the number of devices, so that a run
+learns the same on any of them; the micro-batch and the bytes per rank do, and change only speed.
+"""
+
+import math
+from collections.abc import Sequence
+
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Chinchilla
+SEQ_LEN = 2048
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)  # Touvron et al. 2023 (arXiv 2302.13971), as most since
+MIN_LEARNING_RATE_SHARE = 0.1  # Hoffmann et al. 2022: decay to a tenth of the peak
+WARMUP_SHARE = 0.01
+DECAY_SHARE = 0.2  # Hägele et al. 2024 (arXiv 2405.18392): 20% of decay matches cosine
+RAMP_SHARE = 0.1
+EVAL_TOKENS = 1_000_000
+MAX_LEARNING_RATE = 1e-2  # the fit below was made from 1e17 FLOPs on, not for toys
+CPU_MICRO_BATCH_TOKENS = 8192
+MEMORY_SHARE = 0.9  # of a device's memory; the rest is for the context, NCCL and fragmentation
+NUM_LOGS, NUM_EVALS, NUM_CHECKPOINTS = 1000, 20, 10  # over a run, for the default intervals
+MAX_INTERVAL_STEPS = {"log": 10, "eval": 500, "checkpoint": 1000}
+
+
+def learning_rate(training_flops: float) -> float:
+    """Return the peak learning rate for a compute budget, to two digits.
+
+    Source: DeepSeek LLM (arXiv 2401.02954), equation 1: 0.3118 C^-0.1250.
+    """
+    return float(f"{min(MAX_LEARNING_RATE, 0.3118 * training_flops**-0.125):.1e}")
+
+
+def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> int:
+    """Return the sequences of a global batch: the power of two nearest to the fitted size.
+
+    Not more than a hundredth of the run, so that a short run still takes a hundred steps.
+
+    Source: DeepSeek LLM (arXiv 2401.02954), equation 1: 0.2920 C^0.3271 tokens.
+    """
+    tokens = min(0.2920 * training_flops**0.3271, total_tokens / 100)
+    return 1 << max(0, round(math.log2(max(1.0, tokens / seq_len))))
+
+
+def interval(total_steps: int, what: str) -> int:
+    """Return the optimizer steps between two of `what`: log, eval or checkpoint."""
+    times = {"log": NUM_LOGS, "eval": NUM_EVALS, "checkpoint": NUM_CHECKPOINTS}[what]
+    return max(1, min(MAX_INTERVAL_STEPS[what], total_steps // times))
+
+
+def model_state_bytes(
+    num_parameters: int, *, stage: int, world_size: int, precision: str, offload: str
+) -> tuple[int, int]:
+    """Return the bytes per rank of weights, gradients and AdamW states: (on the device, on host).
+
+    Per parameter, in bf16 or fp16: 2 for the weight, 4 for the gradient (accumulated in fp32), 12
+    for the fp32 master weight and two moments; in fp32: 4, 4 and 8. ZeRO 1 divides the states by
+    the world size, 2 the gradients too, 3 the weights too.
+
+    Args:
+        offload: what is on the host: `none`, `optimizer` (states and gradients) or `both`.
+
+    Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1.
+    """
+    weight, gradient, states = (4, 4, 8) if precision == "fp32" else (2, 4, 12)
+    weights = num_parameters * weight // (world_size if stage >= 3 else 1)
+    gradients = num_parameters * gradient // (world_size if stage >= 2 else 1)
+    optimizer = num_parameters * states // (world_size if stage >= 1 else 1)
+    if offload == "none":
+        return weights + gradients + optimizer, 0
+    if offload == "both":
+        return 0, weights + gradients + optimizer
+    return weights, gradients + optimizer
+
+
+def activation_bytes(
+    tokens: int,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    vocab_size: int,
+    precision: str,
+    checkpointing: bool,
+) -> int:
+    """Estimate the bytes that a micro-batch keeps for its backward pass.
+
+    Per token and layer: 12 hidden-sized values (both norms' inputs and outputs, queries, keys,
+    values, the attention's output, both residual sums, and two casts), and 4 of the MLP's width
+    (gate, up, their product and the activation). Attention scores are not kept (SDPA or
+    FlashAttention). With gradient checkpointing one hidden-sized value a layer, and one layer in
+    full. The logits are there in the model's precision and twice in fp32: as input of the loss
+    and as its gradient.
+
+    Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for a gated MLP.
+    """
+    value_bytes = 4 if precision == "fp32" else 2
+    layer = 12 * hidden_size + 4 * intermediate_size
+    kept = num_layers * hidden_size + layer if checkpointing else num_layers * layer
+    return tokens * (kept * value_bytes + vocab_size * (value_bytes + 8))
+
+
+def micro_batch_candidates(per_rank: int) -> list[int]:
+    """Return the powers of two that divide the sequences of a rank, ascending."""
+    return [1 << power for power in range(per_rank.bit_length()) if per_rank % (1 << power) == 0]
+
+
+def micro_batch_size(per_rank: int, sequence_bytes: int, budget_bytes: int | None) -> int:
+    """Return the largest candidate whose activations fit, at least 1.
+
+    Args:
+        per_rank: sequences of a rank in the smallest global batch.
+        sequence_bytes: what one sequence keeps.
+        budget_bytes: what there is for activations; None for no bound.
+    """
+    fitting = [
+        size
+        for size in micro_batch_candidates(per_rank)
+        if budget_bytes is None or size * sequence_bytes <= budget_bytes
+    ]
+    return max(fitting, default=1)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """Say which multiples of `unit` are next to `value`: `960 or 1024`."""
+    below = value // unit * unit
+    choices: Sequence[int] = [below, below + unit] if below else [unit]
+    return " or ".join(str(choice) for choice in choices)

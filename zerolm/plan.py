@@ -1,0 +1,147 @@
+"""What a run will do, with nothing left open, and the figures that say so at its start."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zerolm import ds_config, memory
+from zerolm.order import num_windows
+from zerolm.schedule import BatchSchedule, LearningRate
+from zerolm.settings import Settings
+from zerolm.shards import Source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, with nothing left open.
+
+    Attributes:
+        settings: resolved; their `to_json()` replays the run.
+        shapes: of every parameter by name, tied ones once.
+        ds_config: for `deepspeed.initialize`.
+        weights: of the sources, in any unit.
+        val_sequences: of one evaluation, over all validation sources; 0 without any.
+        accumulation: micro-batches of a rank in a full batch.
+        learning_rate: of the tokens trained; None when the ds config has a scheduler.
+        total_sequences: of the whole run, in whole batches.
+        total_steps: optimizer steps of the whole run.
+        data_fingerprint: hex SHA-256 over the training sources' tokens.
+        derived: figures to print when the run starts.
+        notices: what is allowed, but should be known.
+    """
+
+    settings: Settings
+    model_config: "PretrainedConfig"
+    shapes: dict[str, tuple[int, ...]]
+    num_parameters: int
+    flops_per_token: float
+    ds_config: dict[str, Any]
+    zero_stage: int
+    precision: str
+    sources: list[Source]
+    source_names: list[str]
+    weights: list[float]
+    val_sources: list[Source]
+    val_source_names: list[str]
+    val_sequences: int
+    world_size: int
+    micro_batch_size: int
+    accumulation: int
+    batch_sequences: int
+    batch_schedule: BatchSchedule
+    learning_rate: LearningRate | None
+    weight_decay: float
+    total_sequences: int
+    total_steps: int
+    data_fingerprint: str
+    derived: dict[str, str]
+    notices: list[str]
+
+    def summary(self) -> str:
+        """Return the derived figures and the notices, a line each."""
+        width = max(map(len, self.derived))
+        lines = [f"{name:<{width}}  {value}" for name, value in self.derived.items()]
+        return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
+
+    def fingerprint(self) -> str:
+        """Return a hash of all that ranks must agree on before they train together."""
+        what = [self.settings.to_json(), self.ds_config, self.data_fingerprint, self.world_size]
+        return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def figures(plan: Plan) -> dict[str, str]:
+    """Return the derived figures of a plan, by name, to print and to keep."""
+    settings, steps = plan.settings, plan.total_steps
+    assert settings.seq_len and settings.batch_tokens and settings.total_tokens
+    states, host = memory.state_bytes(plan.num_parameters, plan.ds_config, plan.world_size)
+    kept = memory.activation_bytes(
+        plan.model_config,
+        plan.micro_batch_size * settings.seq_len,
+        plan.precision,
+        settings.gradient_checkpointing,
+    )
+    offload = ds_config.optimizer_offload(plan.ds_config)
+    lines = {
+        "model": f"{plan.model_config.model_type}, {plan.num_parameters:,} parameters",
+        "profile": f"ZeRO-{plan.zero_stage}, {plan.precision}, optimizer offload {offload}",
+        "batch": f"{settings.batch_tokens:,} tokens = {plan.batch_sequences:,} sequences of "
+        f"{settings.seq_len:,}",
+        "accumulation": f"{plan.accumulation} x micro-batch {plan.micro_batch_size} x "
+        f"{plan.world_size} rank(s)",
+        "steps": f"{steps:,} for {settings.total_tokens:,} tokens",
+        "tokens per parameter": f"{settings.total_tokens / plan.num_parameters:.3g}",
+        "learning rate": _learning_rate_line(plan),
+        "FLOPs per token": f"{plan.flops_per_token:.4g}",
+        "FLOPs of the run": f"{plan.flops_per_token * settings.total_tokens:.4g}",
+        "memory per rank": f"{_bytes(states)} of model states on the device, {_bytes(host)} on the "
+        f"host, about {_bytes(kept)} of activations",
+        "epochs": ", ".join(
+            f"{name} {epochs:.3g}"
+            for name, epochs in zip(plan.source_names, _epochs(plan), strict=True)
+        ),
+        "data fingerprint": plan.data_fingerprint[:16],
+        "checkpoints": f"every {settings.checkpoint_interval} steps, "
+        f"{settings.checkpoint_keep} kept",
+    }
+    if plan.val_sources:
+        lines["evaluation"] = (
+            f"{plan.val_sequences:,} sequences every {settings.eval_interval} steps"
+        )
+    if settings.batch_ramp_start:
+        lines["batch ramp"] = (
+            f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"
+        )
+    return lines
+
+
+def _learning_rate_line(plan: Plan) -> str:
+    settings = plan.settings
+    if plan.learning_rate is None:
+        kind = ds_config.block(plan.ds_config, "scheduler").get("type")
+        return f"{kind} of the ds config, peak {settings.learning_rate:g}"
+    line = f"{settings.schedule}, peak {settings.learning_rate:g} to {settings.min_learning_rate:g}"
+    line += f", warm-up {settings.warmup_tokens:,} tokens"
+    return line + (f", decay {settings.decay_tokens:,}" if settings.decay_tokens else "")
+
+
+def _epochs(plan: Plan) -> list[float]:
+    assert plan.settings.seq_len is not None
+    return [
+        plan.total_sequences
+        * weight
+        / sum(plan.weights)
+        / num_windows(source.num_tokens, plan.settings.seq_len)
+        for source, weight in zip(plan.sources, plan.weights, strict=True)
+    ]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

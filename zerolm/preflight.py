@@ -1,0 +1,407 @@
+"""Everything that can be known before a process group exists: every problem at once, or the plan.
+
+The first thing that each rank of pretrain.py does, and all that `--check` does. It reads the three
+files, the data's manifests and the machine; it writes nothing. All ranks see the same files and
+come to the same plan.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerolm import budget, defaults, ds_config, machine, memory, run_record
+from zerolm.architecture import (
+    causal_lm_class,
+    load_model_config,
+    num_parameters,
+    parameter_shapes,
+)
+from zerolm.ds_rules import rule_problems
+from zerolm.ds_schema import schema_problems
+from zerolm.errors import ConfigError
+from zerolm.flops import flops_per_token
+from zerolm.order import num_windows
+from zerolm.plan import Plan, figures
+from zerolm.schedule import BatchSchedule
+from zerolm.settings import FLAGS, parse_settings
+from zerolm.sources import open_sources, source_names, source_problems
+from zerolm.values import read_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+REQUIRED = {
+    "data": "token shards: --data PATH[=WEIGHT]",
+    "model_config": "a model: --model_config config.json",
+    "deepspeed_config": "a ZeRO profile: --deepspeed_config ds_configs/zero2.json",
+    "run_dir": "a directory of its own: --run_dir runs/first",
+}
+SIZES = frozenset({"seq_len", "batch_tokens", "micro_batch_size", "total_tokens"})
+BUCKET_KEYS = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
+
+
+def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Plan:
+    """Check a command line on this machine.
+
+    Args:
+        argv: flags, without the program's name.
+        environment: of the launcher: `WORLD_SIZE`, `LOCAL_RANK`, ...
+
+    Raises:
+        ConfigError: every problem that was found, a line each.
+    """
+    return _Check(argv, environment).plan()
+
+
+class _Check:
+    """One pass over the input, which gathers problems and goes on as far as it can."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str]):
+        self.argv, self.environment = argv, environment
+        self.notices: list[str] = []
+        self.settings, self.problems = parse_settings(argv)
+        # What was refused, or may have been meant by a typo: nothing is concluded from its absence.
+        self.refused = {
+            name
+            for name in FLAGS
+            for problem in self.problems
+            if f"--{name}" in problem or f"settings.{name}:" in problem
+        }
+        for name, what in REQUIRED.items():
+            if not getattr(self.settings, name) and name not in self.refused:
+                self.problems.append(f"command line: --{name}: missing, a run needs {what}.")
+
+    def plan(self) -> Plan:
+        self._look_at_machine()
+        self._read_model()
+        self._read_ds_config()
+        self.sources = open_sources(self.settings, self.problems)
+        self._resolve_settings()
+        vocab_size = self.text_config.vocab_size if self.model_config is not None else None
+        self.problems += source_problems(
+            self.sources, self.settings, vocab_size, self.settings.seq_len
+        )
+        self._check_model()
+        self._check_run_dir()
+        if self.problems:
+            raise ConfigError(list(dict.fromkeys(self.problems)))
+        return self._plan()
+
+    # ---- The machine
+
+    def _look_at_machine(self) -> None:
+        environment, settings = self.environment, self.settings
+        self.world_size = 1
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            value = environment.get(name, "1" if name == "WORLD_SIZE" else "0")
+            if not value.isdigit() or (name == "WORLD_SIZE" and value == "0"):
+                self.problems.append(
+                    f"environment: {name}: {value!r}, must be a whole number. Start the run with "
+                    f"deepspeed, or unset it."
+                )
+                self.device = machine.Device("cpu", None, True)
+                return
+        self.device = machine.local_device(environment, self.problems)
+        if settings.check and settings.world_size:
+            self.world_size = settings.world_size
+            if not self.device.is_gpu:
+                self.device = machine.Device("absent", machine.ASSUMED_DEVICE_BYTES, True)
+                gibibytes = machine.ASSUMED_DEVICE_BYTES >> 30
+                self.notices.append(
+                    f"the devices of this run are not here: {gibibytes} GiB each are assumed"
+                )
+            return
+        self.world_size = int(environment.get("WORLD_SIZE", 1))
+        problem = machine.launcher_problem(self.argv, environment)
+        if problem:
+            self.problems.append(problem)
+        if settings.wandb == "online" and not machine.has_wandb_key(environment):
+            self.problems.append(
+                f"{settings.where('wandb')}: online, but no key is configured. Run wandb login, "
+                f"set WANDB_API_KEY, or use --wandb offline."
+            )
+
+    # ---- The three files
+
+    def _read_model(self) -> None:
+        self.model_config: PretrainedConfig | None = None
+        if self.settings.model_config is None:
+            return
+        try:
+            self.model_config = load_model_config(self.settings.model_config)
+            self.text_config = self.model_config.get_text_config()
+            self.shapes = parameter_shapes(self.model_config)
+            self.num_parameters = num_parameters(self.shapes)
+        except ConfigError as error:
+            self.model_config = None
+            self.problems += error.problems
+
+    def _read_ds_config(self) -> None:
+        self.raw_ds: dict[str, Any] = {}
+        path = self.settings.deepspeed_config
+        if path is None:
+            return
+        try:
+            self.raw_ds = ds_config.load_ds_config(path)
+        except ConfigError as error:
+            self.problems += error.problems
+            return
+        self.problems += schema_problems(self.raw_ds, path)
+        self.problems += rule_problems(
+            self.raw_ds, path, on_gpu=self.device.is_gpu, world_size=self.world_size
+        )
+        if ds_config.precision(self.raw_ds) == "bf16" and not self.device.supports_bf16:
+            self.problems.append(
+                f"{path}: bf16.enabled: true, this {self.device.kind} device has no bf16. Use "
+                f"fp16, or a newer device."
+            )
+        zero, data_types = (
+            ds_config.block(self.raw_ds, key) for key in ("zero_optimization", "data_types")
+        )
+        auto = [key for key in BUCKET_KEYS if zero.get(key) == "auto"]
+        if auto and self.model_config is not None and not memory.hidden_size(self.model_config):
+            self.problems.append(
+                f"{path}: zero_optimization.{auto[0]}: auto, but the model config has no "
+                f"hidden_size to derive it from. Give a number."
+            )
+        if ds_config.precision(self.raw_ds) == "bf16" and not data_types.get("grad_accum_dtype"):
+            self.notices.append(
+                f"{path}: gradients are accumulated in bf16; data_types.grad_accum_dtype fp32 "
+                f"is more exact"
+            )
+
+    # ---- Settings
+
+    def _resolve_settings(self) -> None:
+        """Fill in what was left open, as far as the three files could be read."""
+        settings, name = self.settings, str(self.settings.deepspeed_config)
+        if self.refused & SIZES:
+            self.problems += budget.schedule_problems(settings)
+            return
+        if settings.seq_len is None and self.model_config is not None:
+            positions = self._positions() or defaults.SEQ_LEN
+            settings = replace(settings, seq_len=min(defaults.SEQ_LEN, positions))
+        problems: list[str] = []
+        if settings.seq_len is not None:
+            fixed, problems = ds_config.fixed_settings(
+                self.raw_ds, seq_len=settings.seq_len, world_size=self.world_size
+            )
+            problems = [f"{name}: {problem}" for problem in problems]
+            problems += ds_config.contradictions(fixed, settings, name)
+            self.problems += problems
+            settings = budget.apply_fixed(settings, fixed, name)
+        self.flops = 0.0
+        if self.model_config is not None and settings.seq_len is not None:
+            self.flops = flops_per_token(self.model_config, self.shapes, settings.seq_len)
+            settings = budget.fill_batch(settings, self.num_parameters, self.flops)
+        self.settings = settings
+        if not problems:  # else the batch has two sizes: its own rules would only repeat it
+            problems = budget.batch_problems(settings, self.world_size)
+            self.problems += problems
+        if self.flops and not problems:
+            self._resolve_schedule(name)
+            self._resolve_micro_batch(name)
+        self.problems += budget.schedule_problems(self.settings)
+
+    def _resolve_schedule(self, name: str) -> None:
+        schedule, seq_len = budget.batch_schedule(self.settings), self.settings.seq_len
+        assert seq_len is not None
+        fixed, problems = ds_config.fixed_tokens(
+            self.raw_ds,
+            self.settings,
+            lambda steps: budget.sequences_after(schedule, steps) * seq_len,
+        )
+        self.problems += [f"{name}: {problem}" for problem in problems]
+        kind = ds_config.block(self.raw_ds, "scheduler").get("type")
+        self.settings = budget.fill_rest(
+            budget.apply_fixed(self.settings, fixed, name),
+            schedule,
+            num_parameters=self.num_parameters,
+            flops_per_token=self.flops,
+            has_validation=bool(self.settings.val_data),
+            json_schedules=kind is not None and kind not in ds_config.SCHEDULES,
+        )
+
+    def _resolve_micro_batch(self, name: str) -> None:
+        settings = self.settings
+        assert settings.seq_len is not None and settings.batch_tokens is not None
+        assert self.model_config is not None
+        batch = settings.batch_tokens // settings.seq_len
+        per_rank = (settings.batch_ramp_start or settings.batch_tokens) // settings.seq_len
+        per_rank //= self.world_size
+        accumulation = ds_config.count(self.raw_ds, "gradient_accumulation_steps")
+        if accumulation and settings.micro_batch_size is None:
+            if (batch // self.world_size) % accumulation == 0 and not settings.batch_ramp_start:
+                micro = batch // self.world_size // accumulation
+            else:
+                micro = 0
+        else:
+            micro = settings.micro_batch_size or memory.fitting_micro_batch(
+                per_rank,
+                settings.seq_len,
+                config=self.model_config,
+                num_parameters=self.num_parameters,
+                ds=self.raw_ds,
+                world_size=self.world_size,
+                memory_bytes=self.device.memory_bytes,
+                checkpointing=settings.gradient_checkpointing,
+            )
+        self.settings = replace(settings, micro_batch_size=micro or 1)
+        if accumulation and micro * accumulation * self.world_size != batch:
+            self.problems.append(
+                f"{name}: gradient_accumulation_steps: {accumulation}, contradicts "
+                f"{settings.where('batch_tokens')} {settings.batch_tokens}: {batch} sequences / "
+                f'({self.world_size} rank(s) x micro-batch {micro or "auto"}). Set it to "auto", '
+                f"or change the batch."
+            )
+
+    # ---- What fits together
+
+    def _positions(self) -> int | None:
+        return getattr(self.text_config, "max_position_embeddings", None)
+
+    def _check_model(self) -> None:
+        settings, config = self.settings, self.model_config
+        attention = settings.attn_implementation
+        if attention.startswith("flash") and self.device.kind == "cpu":
+            self.problems.append(
+                f"{settings.where('attn_implementation')}: {attention}, needs a GPU. Use auto."
+            )
+        elif attention.startswith("flash") and settings.document_mask:
+            self.problems.append(
+                f"{settings.where('attn_implementation')}: {attention}, does not take the mask of "
+                f"--document_mask. Use sdpa or eager."
+            )
+        if config is None:
+            return
+        model_class = causal_lm_class(config)
+        if settings.document_mask and attention == "auto":
+            chosen = "sdpa" if model_class._supports_sdpa else "eager"
+            self.settings = replace(self.settings, attn_implementation=chosen)
+        if settings.gradient_checkpointing and not model_class.supports_gradient_checkpointing:
+            self.problems.append(
+                f"{settings.where('gradient_checkpointing')}: true, {model_class.__name__} has "
+                f"none. Remove the flag."
+            )
+        positions = self._positions()
+        if positions and settings.seq_len and settings.seq_len > positions:
+            self.problems.append(
+                f"{settings.where('seq_len')}: {settings.seq_len}, must not exceed the model's "
+                f"max_position_embeddings {positions} ({settings.model_config}). Use at most "
+                f"{positions}, or raise that."
+            )
+        dropout = {
+            key: value
+            for key, value in self.text_config.to_dict().items()
+            if ("dropout" in key or key.endswith("pdrop"))
+            and isinstance(value, (int, float))
+            and value > 0
+        }
+        for key, value in dropout.items():
+            self.notices.append(
+                f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the "
+                f"curve depends on the world size; 0 is usual for pretraining"
+            )
+
+    def _check_run_dir(self) -> None:
+        settings = self.settings
+        if settings.run_dir is None:
+            return
+        problem = machine.unwritable(settings.run_dir)
+        if problem:
+            self.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}, {problem}")
+            return
+        path = Path(settings.run_dir) / "run.json"
+        if self.problems or not path.is_file():
+            return
+        try:
+            record = read_json(path, "a --run_dir that a run has made, or a new one")
+        except ConfigError as error:
+            self.problems += error.problems
+            return
+        assert self.model_config is not None
+        self.problems += run_record.differences(
+            record,
+            str(path),
+            settings,
+            model_config=self.model_config.to_diff_dict(),
+            ds_config=self._resolved_ds(),
+            data_fingerprint=self._data_fingerprint(),
+        )
+
+    # ---- The plan
+
+    def _data_fingerprint(self) -> str:
+        prints = [source.fingerprint for source in self.sources.training]
+        return hashlib.sha256("\n".join(prints).encode()).hexdigest()
+
+    def _steps(self, tokens: int) -> int:
+        assert self.settings.seq_len is not None
+        schedule = budget.batch_schedule(self.settings)
+        return schedule.steps(0, math.ceil(tokens / self.settings.seq_len))
+
+    def _resolved_ds(self) -> dict[str, Any]:
+        settings = self.settings
+        assert settings.seq_len and settings.batch_tokens and settings.micro_batch_size
+        assert settings.total_tokens and self.model_config is not None
+        batch = settings.batch_tokens // settings.seq_len
+        return ds_config.resolve(
+            self.raw_ds,
+            settings,
+            hidden_size=memory.hidden_size(self.model_config),
+            micro_batch_size=settings.micro_batch_size,
+            accumulation=batch // (settings.micro_batch_size * self.world_size),
+            world_size=self.world_size,
+            on_gpu=self.device.is_gpu,
+            warmup_steps=self._steps(settings.warmup_tokens or 0),
+            total_steps=self._steps(settings.total_tokens),
+        )
+
+    def _plan(self) -> Plan:
+        settings, config = self.settings, self.model_config
+        assert config is not None and settings.seq_len and settings.batch_tokens
+        assert settings.micro_batch_size and settings.total_tokens
+        assert settings.weight_decay is not None
+        schedule: BatchSchedule = budget.batch_schedule(settings)
+        steps = self._steps(settings.total_tokens)
+        windows = sum(
+            num_windows(source.num_tokens, settings.seq_len) for source in self.sources.validation
+        )
+        resolved = self._resolved_ds()
+        plan = Plan(
+            settings=settings,
+            model_config=config,
+            shapes=self.shapes,
+            num_parameters=self.num_parameters,
+            flops_per_token=self.flops,
+            ds_config=resolved,
+            zero_stage=ds_config.zero_stage(resolved),
+            precision=ds_config.precision(resolved),
+            sources=self.sources.training,
+            source_names=source_names(self.sources.training),
+            weights=self.sources.weights,
+            val_sources=self.sources.validation,
+            val_source_names=source_names(self.sources.validation),
+            val_sequences=min((settings.eval_tokens or 0) // settings.seq_len, windows),
+            world_size=self.world_size,
+            micro_batch_size=settings.micro_batch_size,
+            accumulation=resolved["gradient_accumulation_steps"],
+            batch_sequences=schedule.batch_sequences,
+            batch_schedule=schedule,
+            learning_rate=None if "scheduler" in resolved else budget.learning_rate(settings),
+            weight_decay=settings.weight_decay,
+            total_sequences=budget.sequences_after(schedule, steps),
+            total_steps=steps,
+            data_fingerprint=self._data_fingerprint(),
+            derived={},
+            notices=self.notices,
+        )
+        return replace(plan, derived=figures(plan))
