@@ -203,17 +203,11 @@ def schedule_problems(settings: Settings) -> list[str]:
             f"{settings.where('decay_tokens')}: {decay}, with --warmup_tokens {warmup or 0} "
             f"exceeds --total_tokens {total}. Use at most {max(1, total - (warmup or 0))}."
         )
-    if peak is not None and low is not None:
-        if low > peak:
-            problems.append(
-                f"{settings.where('min_learning_rate')}: {low}, must not exceed --learning_rate "
-                f"{peak}. Lower it, for example to {peak / 10:.3g}."
-            )
-        elif kind == "constant" and low != peak and "min_learning_rate" in settings.explicit:
-            problems.append(
-                f"{settings.where('min_learning_rate')}: {low}, has no effect with --schedule "
-                f"constant. Remove it, or choose another schedule."
-            )
+    if peak is not None and low is not None and low > peak:
+        problems.append(
+            f"{settings.where('min_learning_rate')}: {low}, must not exceed --learning_rate "
+            f"{peak}. Lower it, for example to {peak / 10:.3g}."
+        )
     ramp = settings.batch_ramp_tokens
     if ramp and total and ramp > total:
         problems.append(

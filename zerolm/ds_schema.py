@@ -7,6 +7,7 @@ source. What the values mean for a run is ds_rules.py's affair. DeepSpeed is imp
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -146,6 +147,7 @@ def _removed_keys() -> dict[str, str]:
 def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
     rule = SCALARS[key]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = number and math.isfinite(value)
     if value == AUTO and key in AUTO_SCALARS:
         return []
     if value is None and key == "steps_per_print":

@@ -7,7 +7,7 @@ raises a ValueError whose text is the rule and the fix, so that the caller can p
 import json
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def parse_number(value: Any) -> int | float:
         text, factor = text[:-1], SUFFIXES[text[-1]]
     try:
         number = Decimal(text) * factor  # in decimal: 2.3B is a whole number
-    except InvalidOperation:
+    except ArithmeticError:
         raise ValueError("not a number. Write for example 3e9, 3B, 500M or 2k.") from None
     if not number.is_finite() or number.adjusted() > 30:
         raise ValueError("not a number of a possible size. Give a finite one.")

@@ -1,0 +1,157 @@
+"""Settings: how they are read, and that every mistake in them is named at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerolm.settings import FLAGS, help_text, parse_settings, split_weight
+from zerolm.values import parse_number
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3e9", 3 * 10**9),
+        ("3B", 3 * 10**9),
+        ("2.3b", 2_300_000_000),
+        ("500M", 500 * 10**6),
+        ("2k", 2000),
+        ("1_000", 1000),
+        ("3e-4", 3e-4),
+        (0.25, 0.25),
+        (7.0, 7),
+    ],
+)
+def test_numbers_are_read_exactly(text, number):
+    assert parse_number(text) == number
+    assert type(parse_number(text)) is type(number)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1kk", "nan", "inf", "1e99999", "1e999999999999999999", True, None, "0x10"])
+def test_what_is_no_number_is_refused(text):
+    with pytest.raises(ValueError, match="not a"):
+        parse_number(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("3h50m", 13800), ("90s", 90), ("2d", 172800), ("45", 45), ("1.5h", 5400)]
+)
+def test_durations_are_seconds(text, seconds):
+    settings, problems = parse_settings(["--stop_after", text])
+    assert not problems and settings.stop_after == seconds
+
+
+def test_flags_take_dashes_underscores_equals_and_negation():
+    words = "--seq-len=128 --batch_tokens 4k --document-mask --no-compile --no_document_mask"
+    settings, problems = parse_settings([*words.split(), "--local_rank=1"])
+    assert not problems
+    assert (settings.seq_len, settings.batch_tokens) == (128, 4000)
+    assert settings.document_mask is False and settings.compile is False
+    assert settings.explicit == {"seq_len", "batch_tokens", "document_mask", "compile"}
+    assert settings.local_rank == 1
+
+
+def test_sources_repeat_and_carry_weights():
+    settings, _ = parse_settings(["--data", "shards/web=0.7", "--data=shards/code"])
+    assert [split_weight(source) for source in settings.data] == [
+        ("shards/web", 0.7),
+        ("shards/code", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--batch_tokns 4096", ["--batch_tokns", 'Did you mean "--batch_tokens"?']),
+        ("--learning-rat 1", ['Did you mean "--learning_rate"?']),
+        ("--seq 64", ["--seq", "no such flag"]),  # no abbreviations
+        ("64", ["64", "not a flag"]),
+        ("--run_dir", ["--run_dir", "lacks its value", "PATH"]),
+        ("--run_dir --compile", ["--run_dir", "lacks its value"]),
+        ("--schedule cosin", ["--schedule: cosin", "wsd", 'Did you mean "cosine"?']),
+        ("--seq_len 12.5", ["--seq_len: 12.5", "whole number"]),
+        ("--seq_len 0", ["--seq_len: 0", "at least 1"]),
+        ("--beta2 1", ["--beta2: 1", "below 1"]),
+        ("--learning_rate -1", ["--learning_rate: -1", "at least 0"]),
+        ("--stop_after 3x", ["--stop_after: 3x", "3h50m"]),
+        ("--stop_after 0", ["--stop_after: 0", "at least 1"]),
+        ("--document_mask=maybe", ["--document_mask: maybe", "true or false"]),
+        ("--world_size 8", ["--world_size: 8", "--check"]),
+        ("--settings absent.json", ["absent.json", "no such file"]),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_and_fix(words, parts):
+    _, problems = parse_settings(words.split())
+    assert len(problems) == 1 and "\n" not in problems[0]
+    for part in parts:
+        assert part in problems[0]
+
+
+def test_every_mistake_is_found_at_once():
+    _, problems = parse_settings("--sed 1 --beta1 2 --wandb maybe --batch_tokens many".split())
+    assert len(problems) == 4
+
+
+def test_a_settings_file_is_read_and_flags_win(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"seq_len": "2k", "data": "shards/web", "seed": 3, "beta1": None}))
+    settings, problems = parse_settings(["--seed", "4", "--settings", str(file)])
+    assert not problems
+    assert (settings.seq_len, settings.seed, settings.data) == (2000, 4, ("shards/web",))
+    assert settings.explicit == {"seq_len", "data", "seed", "settings"}
+    assert settings.where("seq_len") == f"{file}: settings.seq_len"
+    assert settings.where("seed") == "command line: --seed"
+
+
+def test_a_settings_file_is_refused_by_key(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text('{"settings": {"sequence_len": 64, "compile": "perhaps", "check": true}}')
+    _, problems = parse_settings(["--settings", str(file)])
+    assert len(problems) == 3 and all(str(file) in problem for problem in problems)
+    assert 'Did you mean "seq_len"?' in problems[0]
+    file.write_text('{"seed": 1, "seed": 2}')
+    _, problems = parse_settings(["--settings", str(file)])
+    assert len(problems) == 1 and "stands twice" in problems[0]
+
+
+def test_run_json_replays_to_equal_settings(tmp_path):
+    words = "--data a=0.5 --data b=0.5 --seq_len 128 --learning_rate 3e-4 --stop_after 1h --compile"
+    settings, _ = parse_settings(words.split())
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"settings": settings.to_json(), "world_size": 8}))
+    again, problems = parse_settings(["--settings", str(file)])
+    assert not problems
+    assert again.to_json() == settings.to_json()
+
+
+def test_help_explains_every_flag_and_exits_0():
+    done = subprocess.run(
+        [sys.executable, "-c", "from zerolm.settings import *; parse_settings(['--help'])"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stdout.rstrip() == help_text()
+    for name, about in FLAGS.items():
+        assert (f"--{name} " in help_text() + " ") == (about["group"] != "hidden"), name
+    assert max(map(len, help_text().splitlines())) <= 100
+
+
+def test_settings_import_nothing_heavy():
+    code = "import sys, zerolm.settings; print([m for m in sys.modules if m in sys.argv])"
+    heavy = ["torch", "numpy", "deepspeed", "transformers", "pydantic"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_documentation_has_every_flag():
+    text = (ROOT / "docs" / "settings.md").read_text()
+    assert help_text() in text, "docs/settings.md: paste the output of pretrain.py --help"
