@@ -248,6 +248,7 @@ def inspect(options: argparse.Namespace) -> None:
         f"{options.shards}: {origin}window {window}, tokens {start:,} to {start + seq_len + 1:,}, "
         f"documents {parts[0].document} to {parts[-1].document} of {source.num_documents:,}"
     )
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for line in render(parts, tokenizers.load_decoder(copy)):
         print(line)
 

@@ -59,9 +59,9 @@ def find_inputs(arguments: Sequence[str], text_field: str) -> tuple[list[Input],
                 f"--input {each.argument}: {each.name} is named already by --input {seen[key]}. "
                 f"Its documents would be there twice: remove one."
             )
-        seen.setdefault(key, each.argument)
-        if each.suffix == ".parquet":
+        elif each.suffix == ".parquet":
             problems += _parquet_problems(each.name, text_field)
+        seen.setdefault(key, each.argument)
     if problems:
         raise ConfigError(problems)
     return inputs, notes

@@ -1,0 +1,104 @@
+"""`python -m data_prep inspect` and `verify`: what training would read, as text."""
+
+import json
+
+import numpy as np
+import pytest
+from small_corpus import TEXTS, data_prep, write_jsonl
+from transformers import AutoTokenizer
+
+from data_prep.inspect import find_window, read_window
+from zerolm.order import Order
+from zerolm.shards import open_source
+
+SEQ_LEN = 24
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, tokenizer_directory):
+    """The small corpus in shards of few documents."""
+    directory = tmp_path_factory.mktemp("inspect")
+    write_jsonl(directory / "a.jsonl", TEXTS)
+    result = data_prep(
+        *("tokenize", "--input", directory / "a.jsonl", "--tokenizer", tokenizer_directory),
+        *("--output", directory / "s", "--shard_tokens", 100, "--workers", 1),
+    )
+    assert result.returncode == 0, result.stderr
+    return directory / "s"
+
+
+def all_ids(shards) -> np.ndarray:
+    files = json.loads((shards / "manifest.json").read_text())["shards"]
+    return np.concatenate([np.fromfile(shards / each["file"], "<u2") for each in files])
+
+
+def test_windows_are_cut_every_seq_len_tokens_and_name_their_documents(shards):
+    """Each window and document against plain slices of all ids."""
+    source, ids = open_source(shards), all_ids(shards)
+    assert len(source.manifest["shards"]) > 2
+    document_of = np.cumsum(np.r_[0, ids[:-1] == 0])
+    for window in range((len(ids) - 1) // SEQ_LEN):
+        start = window * SEQ_LEN
+        parts = read_window(source, window, SEQ_LEN)
+        shown = np.concatenate([part.token_ids for part in parts])
+        assert shown.tolist() == ids[start : start + SEQ_LEN + 1].tolist()
+        numbers = np.repeat([part.document for part in parts], [len(p.token_ids) for p in parts])
+        assert numbers.tolist() == document_of[start : start + SEQ_LEN + 1].tolist()
+        for part in parts:
+            document = ids[document_of == part.document]
+            assert part.length == len(document)
+            assert part.token_ids.tolist() == document[part.start : part.stop].tolist()
+
+
+def test_the_command_shows_the_text(shards):
+    result = data_prep("inspect", shards, "--sequence", 2, "--seq-len", SEQ_LEN)
+    assert result.returncode == 0, result.stderr
+    ids = all_ids(shards)[2 * SEQ_LEN : 3 * SEQ_LEN + 1]
+    text = AutoTokenizer.from_pretrained(shards / "tokenizer").decode(ids)
+    lines = [line for line in result.stdout.splitlines()[1:] if not line.startswith("--- document")]
+    assert "".join(lines) == text.replace("\n", "")
+    assert "window 2, tokens 48 to 73, documents 1 to 2 of 7" in result.stdout
+    assert "--- document 1 (" in result.stdout
+
+
+def test_with_a_seed_it_shows_the_sequence_of_a_run(shards):
+    source = open_source(shards)
+    count = (source.num_tokens - 1) // SEQ_LEN
+    for sequence in (0, 3, count + 5, 10**12):
+        place = Order([count], [1.0], 7)(np.array([sequence]))
+        found = find_window(source, sequence, SEQ_LEN, 7)
+        assert found == (place.window[0], place.epoch[0]) and found[1] == sequence // count
+    result = data_prep("inspect", shards, "--sequence", 3, "--seq_len", SEQ_LEN, "--seed", 0)
+    window, _ = find_window(source, 3, SEQ_LEN, 0)
+    assert f"sequence 3 of seed 0, epoch 0: window {window}, " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--sequence", "99", "--seq_len", "24"], "--sequence 99: "),
+        (["--sequence", "-1", "--seq_len", "0"], "--sequence -1: is not a whole number"),
+        (["--sequence", "0", "--seq_len", "9999"], "are not one window of --seq_len 9999"),
+    ],
+)
+def test_windows_that_do_not_exist_are_refused(shards, words, named):
+    result = data_prep("inspect", shards, *words)
+    assert result.returncode == 2 and named in result.stderr and "Traceback" not in result.stderr
+
+
+def test_verify_ends_with_2_on_any_damage(shards, tmp_path):
+    assert data_prep("verify", shards).stdout.startswith(f"{shards}: whole. 7 documents, ")
+    data = bytearray((shards / "shard-00001.bin").read_bytes())
+    data[0] ^= 1
+    (tmp_path / "copy").mkdir()
+    for path in shards.rglob("*"):
+        target = tmp_path / "copy" / path.relative_to(shards)
+        if path.is_dir():
+            target.mkdir()
+        else:
+            target.write_bytes(path.read_bytes())
+    (tmp_path / "copy" / "shard-00001.bin").write_bytes(data)
+    result = data_prep("verify", shards, tmp_path / "copy", tmp_path / "absent")
+    assert result.returncode == 2 and "whole" in result.stdout
+    first, second = result.stderr.splitlines()
+    assert "shard-00001.bin: SHA-256" in first and "absent: no manifest.json" in second

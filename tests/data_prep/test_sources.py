@@ -1,0 +1,158 @@
+"""data_prep/sources.py: every kind of input gives the same documents, in order, or a refusal."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data_prep.documents import read_documents
+from data_prep.sources import find_inputs, open_hub, read_chunks
+from zerolm.errors import ConfigError
+
+TEXTS = [f"document {number} " + "word " * (number % 7) * 9 for number in range(60)]
+
+
+def jsonl(texts=TEXTS) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def write_txt(path: Path) -> str:
+    path.mkdir()
+    for number, text in enumerate(TEXTS):
+        (path / f"{number:03}.txt").write_text(text)
+    return str(path)
+
+
+def write_jsonl(path: Path) -> str:
+    path = path.with_suffix(".jsonl")
+    path.write_bytes(jsonl()[:-1])  # without the last newline
+    return str(path)
+
+
+def write_gz(path: Path) -> str:
+    path = path.with_suffix(".jsonl.gz")
+    path.write_bytes(gzip.compress(jsonl(TEXTS[:9])) + gzip.compress(jsonl(TEXTS[9:])))
+    return str(path)
+
+
+def write_zst(path: Path) -> str:
+    path = path.with_suffix(".jsonl.zst")
+    frames = [zstandard.ZstdCompressor().compress(jsonl(part)) for part in (TEXTS[:9], TEXTS[9:])]
+    path.write_bytes(b"".join(frames))
+    return str(path)
+
+
+def write_parquet(path: Path) -> str:
+    path = path.with_suffix(".parquet")
+    table = pa.table({"n": list(range(len(TEXTS))), "text": TEXTS})
+    pq.write_table(table, path, row_group_size=17)
+    return str(path)
+
+
+WRITERS = [write_txt, write_jsonl, write_gz, write_zst, write_parquet]
+
+
+def read(arguments, text_field="text", chunk_bytes=1 << 18) -> list[str]:
+    inputs, _ = find_inputs(arguments, text_field)
+    chunks = list(read_chunks(inputs, text_field, chunk_bytes))
+    documents, _, problems = read_documents(chunks, text_field)
+    assert not problems
+    assert sum(chunk.input_bytes for chunk in chunks) == sum(each.size_bytes for each in inputs)
+    return [document.text for document in documents]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 18])
+def test_every_format_gives_all_documents_in_order(tmp_path, write, chunk_bytes):
+    assert read([write(tmp_path / "corpus")], chunk_bytes=chunk_bytes) == TEXTS
+
+
+def test_a_hub_data_set_is_streamed(tmp_path):
+    """`datasets` opens a local folder of data files as it opens a repository of the hub."""
+    write_parquet(tmp_path / "train")
+    each = open_hub("namespace/name", str(tmp_path), None, "train")
+    chunks = list(read_chunks([each], "text", 1 << 18))
+    assert [text for chunk in chunks for text in chunk.data] == TEXTS
+    assert chunks[1].first == 1 + len(chunks[0].data) if len(chunks) > 1 else True
+    with pytest.raises(ConfigError, match="no column 'body'; it has"):
+        list(read_chunks([each], "body", 1 << 18))
+
+
+def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl() + b"broken\n")
+    inputs, _ = find_inputs([str(path)], "text")
+    for chunk_bytes in (1, 333, 1 << 18):
+        chunks = list(read_chunks(inputs, "text", chunk_bytes))
+        problems = read_documents(chunks, "text")[2]
+        assert problems[0].startswith(f"{path}:{len(TEXTS) + 1}: not valid JSON")
+
+
+def test_inputs_are_read_in_the_order_given_and_directories_by_path(tmp_path):
+    for name in ("b/two.txt", "b/one.txt", "a/three.txt", "a/deep/four.txt", "a/notes.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a[1].txt").write_text("brackets")
+    arguments = [str(tmp_path / "b"), str(tmp_path / "a[1].txt"), str(tmp_path / "a")]
+    assert read(arguments) == [
+        "b/one.txt",
+        "b/two.txt",
+        "brackets",
+        "a/deep/four.txt",
+        "a/three.txt",
+    ]
+    _, notes = find_inputs(arguments, "text")
+    assert len(notes) == 1 and "left aside 1 of 3 files" in notes[0] and "notes.md" in notes[0]
+    assert read([str(tmp_path / "?" / "t*.txt")]) == ["a/three.txt", "b/two.txt"]
+    deep = read([str(tmp_path / "a" / "**" / "*.txt")])
+    assert deep == ["a/deep/four.txt", "a/three.txt"]
+
+
+@pytest.mark.parametrize("write", [write_gz, write_zst])
+def test_a_truncated_compressed_file_is_refused_with_its_line(tmp_path, write):
+    path = Path(write(tmp_path / "corpus"))
+    path.write_bytes(path.read_bytes()[:-9])
+    inputs, _ = find_inputs([str(path)], "text")
+    with pytest.raises(ConfigError) as caught:
+        list(read_chunks(inputs, "text", 200))
+    name, line, _ = str(caught.value).split(":", 2)
+    assert name == str(path) and 1 < int(line) <= len(TEXTS) + 1
+    assert "The file is cut or damaged" in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(b"This is text, not anything compressed." * 9)
+    with pytest.raises(ConfigError, match=f"a{suffix}"):
+        inputs, _ = find_inputs([str(path)], "text")
+        list(read_chunks(inputs, "text", 1 << 18))
+
+
+def test_every_wrong_input_is_listed(tmp_path):
+    (tmp_path / "a.md").write_text("a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    numbers = tmp_path / "numbers.parquet"
+    pq.write_table(pa.table({"text": [1, 2]}), numbers)
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"body": ["a"]}), other)
+    wrong = {
+        tmp_path / "absent.jsonl": "no such file or directory",
+        tmp_path / "a.md": "is not one of .txt",
+        tmp_path / "empty": "file below",
+        tmp_path / "*.gz": "the glob matches nothing",
+        numbers: "has type int64, not string",
+        other: "no column 'text'; it has body",
+        "namespace/absent": "cannot be opened as a data set of the hub",
+    }
+    with pytest.raises(ConfigError) as caught:
+        find_inputs([*map(str, wrong), str(tmp_path / "a.txt"), str(tmp_path)], "text")
+    for argument, named in wrong.items():
+        lines = [line for line in caught.value.problems if str(argument) in line and named in line]
+        assert len(lines) == 1, (argument, caught.value.problems)
+    assert any("is named already" in line for line in caught.value.problems)

@@ -1,0 +1,199 @@
+"""data_prep/tokenizers.py: the ids are those of transformers and tiktoken, made by the copy."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import tiktoken
+from small_corpus import TEXTS
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+from data_prep.tokenizers import (
+    load_decoder,
+    load_encoder,
+    load_tokenizer,
+    train_tokenizer,
+)
+from zerolm.errors import ConfigError
+
+
+def change(directory, target, file="tokenizer_config.json", **keys):
+    """Copy a tokenizer directory with some keys of a file changed."""
+    shutil.copytree(directory, target)
+    content = json.loads((target / file).read_text())
+    (target / file).write_text(json.dumps({**content, **keys}))
+    return target
+
+
+def copy_of(tokenizer, target):
+    entry = tokenizer.write_copy(target)
+    assert {each["file"] for each in entry["files"]} == {
+        path.name for path in target.iterdir() if path.is_file()
+    }
+    return target
+
+
+def reference_ids(directory, texts) -> list[list[int]]:
+    """What transformers gives, document by document."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        for text in texts
+    ]
+
+
+def test_training_is_deterministic_and_transformers_loads_the_result(tmp_path, tokenizer_directory):
+    assert train_tokenizer(TEXTS * 2, 300, tmp_path / "again", progress=False) == 300
+    for path in tokenizer_directory.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    assert len(tokenizer) == 300 and tokenizer.eos_token == "<|endoftext|>"
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_training_says_when_the_text_has_too_few_words(tmp_path):
+    assert train_tokenizer(["ab ab"], 5000, tmp_path / "small", progress=False) < 300
+
+
+def test_ids_are_those_of_transformers(tmp_path, tokenizer_directory):
+    tokenizer = load_tokenizer(str(tokenizer_directory))
+    ids = load_encoder(copy_of(tokenizer, tmp_path / "copy"))(TEXTS)
+    assert ids == reference_ids(tokenizer_directory, TEXTS)
+    decode = load_decoder(tmp_path / "copy")
+    assert [decode(each) for each in ids] == TEXTS
+
+
+def test_the_quick_way_to_load_agrees_with_transformers(tmp_path, tokenizer_directory):
+    """The same tokenizer with one key that only transformers may judge."""
+    quick = load_tokenizer(str(tokenizer_directory))
+    changed = change(tokenizer_directory, tmp_path / "changed", padding_side="left")
+    slow = load_tokenizer(str(changed))
+    assert quick.save.__name__ == "<lambda>" and slow.save.__name__ == "save_pretrained"
+    reference = AutoTokenizer.from_pretrained(tokenizer_directory)
+    for each in (quick, slow):
+        assert (each.vocab_size, each.eos_id) == (len(reference), reference.eos_token_id)
+    assert quick.fingerprint == slow.fingerprint
+    ids = load_encoder(copy_of(slow, tmp_path / "copy"))(TEXTS)
+    assert ids == load_encoder(copy_of(quick, tmp_path / "other"))(TEXTS)
+
+
+def test_the_fingerprint_changes_with_anything_that_changes_ids(tmp_path, tokenizer_directory):
+    content = json.loads((tokenizer_directory / "tokenizer.json").read_text())
+    merges = content["model"]["merges"]
+    other_merges = {**content["model"], "merges": [merges[1], merges[0], *merges[2:]]}
+    prefix = {**content["pre_tokenizer"], "add_prefix_space": True}
+    prints = {load_tokenizer(str(tokenizer_directory)).fingerprint}
+    for name, keys in (("model", other_merges), ("pre_tokenizer", prefix)):
+        directory = change(
+            tokenizer_directory, tmp_path / name, file="tokenizer.json", **{name: keys}
+        )
+        prints.add(load_tokenizer(str(directory)).fingerprint)
+    assert len(prints) == 3
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_not_for_pretraining(
+    tmp_path, tokenizer_directory
+):
+    truncation = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    padding = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    directory = change(
+        tokenizer_directory,
+        tmp_path / "cut",
+        file="tokenizer.json",
+        truncation=truncation,
+        padding=padding,
+    )
+    encode = load_encoder(copy_of(load_tokenizer(str(directory)), tmp_path / "copy"))
+    assert encode(TEXTS) == reference_ids(tokenizer_directory, TEXTS)
+
+
+def test_tokens_added_by_the_config_are_counted(tmp_path, tokenizer_directory):
+    directory = change(
+        tokenizer_directory, tmp_path / "added", extra_special_tokens=["<|user|>", "<|bot|>"]
+    )
+    tokenizer = load_tokenizer(str(directory))
+    assert tokenizer.vocab_size == len(AutoTokenizer.from_pretrained(directory)) == 302
+    copy = copy_of(tokenizer, tmp_path / "copy")
+    assert len(AutoTokenizer.from_pretrained(copy)) == 302
+
+
+def test_a_vocabulary_with_holes_has_room_for_its_largest_id(tmp_path, tokenizer_directory):
+    content = json.loads((tokenizer_directory / "tokenizer.json").read_text())
+    vocab = {token: (n if n < 299 else 4000) for token, n in content["model"]["vocab"].items()}
+    model = {**content["model"], "vocab": vocab}
+    directory = change(tokenizer_directory, tmp_path / "holes", file="tokenizer.json", model=model)
+    assert load_tokenizer(str(directory)).vocab_size == 4001
+
+
+def test_a_tokenizer_without_a_rust_backend(tmp_path):
+    """ByT5: bytes, three special ids first; Python only."""
+    ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
+    tokenizer = load_tokenizer(str(tmp_path / "byt5"))
+    assert tokenizer.eos_id == 1
+    copy = copy_of(tokenizer, tmp_path / "copy")
+    texts = [text for text in TEXTS if "<" not in text]
+    ids = load_encoder(copy)(texts)
+    assert ids == [[byte + 3 for byte in text.encode()] for text in texts]
+    assert [load_decoder(copy)(each) for each in ids] == texts
+
+
+@pytest.fixture
+def local_tiktoken(tmp_path, monkeypatch, tokenizer_directory) -> tiktoken.Encoding:
+    """An encoding of local merges, registered as tiktoken's plug-ins are."""
+    (tmp_path / "plugin" / "tiktoken_ext").mkdir(parents=True)
+    (tmp_path / "plugin" / "tiktoken_ext" / "local.py").write_text(
+        "RANKS = {bytes([n]): n for n in range(256)}\n"
+        "for pair in ['th', 'the', 'he', 'la', 'laz', 'az', 'lazy', ' d', ' do', 'do']:\n"
+        "    RANKS[pair.encode()] = len(RANKS)\n"
+        "ENCODING_CONSTRUCTORS = {'local_test': lambda: {\n"
+        "    'name': 'local_test', 'pat_str': r' ?\\p{L}+| ?[^\\s\\p{L}]+|\\s+',\n"
+        "    'mergeable_ranks': RANKS, 'special_tokens': {'<|endoftext|>': 300}}}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "plugin"))
+    for name in [name for name in sys.modules if name.startswith("tiktoken_ext")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", None)
+    tiktoken.registry._available_plugin_modules.cache_clear()
+    yield tiktoken.get_encoding("local_test")
+    tiktoken.registry.ENCODINGS.pop("local_test", None)
+    tiktoken.registry._available_plugin_modules.cache_clear()
+
+
+def test_tiktoken_encodings(tmp_path, local_tiktoken):
+    """By name, and again from the copy, which needs neither the name nor the network."""
+    tokenizer = load_tokenizer("tiktoken:local_test")
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (301, 300)
+    copy = copy_of(tokenizer, tmp_path / "copy")
+    ids = load_encoder(copy)(TEXTS)
+    assert ids == [local_tiktoken.encode(text, disallowed_special=()) for text in TEXTS]
+    assert [load_decoder(copy)(each) for each in ids] == TEXTS
+    again = load_tokenizer(str(copy))
+    assert again.fingerprint == tokenizer.fingerprint
+    assert (again.vocab_size, again.eos_id) == (tokenizer.vocab_size, tokenizer.eos_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./absent", "no such directory"),
+        ("namespace/absent", "not a tokenizer directory, nor a hub id"),
+        ("tiktoken:absent_base", "Known encodings: .*cl100k_base"),
+        ("{tmp}", "not a tokenizer directory"),
+        ("{tmp}/file", "is a file"),
+        ("{tmp}/no-eos", "has no EOS token"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, tokenizer_directory, name, message):
+    (tmp_path / "file").write_text("{}")
+    change(tokenizer_directory, tmp_path / "no-eos", eos_token=None)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(name.format(tmp=tmp_path))

@@ -1,0 +1,114 @@
+"""data_prep/workers.py: results in order, bounded, and no hang whatever happens to a worker."""
+
+import multiprocessing
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from data_prep.workers import AHEAD_PER_WORKER, ordered_map
+from zerolm.errors import ConfigError, ZerolmError
+
+
+def squarer(delay=0.0):
+    def square(number):
+        time.sleep(delay * (number % 3))
+        return number * number
+
+    return square
+
+
+def big_answers():
+    return lambda number: bytes(number)
+
+
+def failing(kind):
+    def fail(number):
+        if number == 5:
+            if kind == "refused":
+                raise ConfigError(["one", "two"])
+            if kind == "bug":
+                raise KeyError("lost")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    return fail
+
+
+def unable():
+    raise ConfigError("no tokenizer")
+
+
+def children_left() -> list:
+    return [child for child in multiprocessing.active_children() if child.name.startswith("worker")]
+
+
+def test_results_are_in_the_order_of_the_items():
+    """Though a third of the items take longer."""
+    results = ordered_map(partial(squarer, 0.01), range(50), 3)
+    assert list(results) == [number * number for number in range(50)]
+    assert children_left() == []
+
+
+def test_nothing_is_read_far_ahead():
+    """A slow consumer, or one slow item, does not let results pile up."""
+    read = 0
+
+    def items():
+        nonlocal read
+        for number in range(200):
+            read += 1
+            yield number
+
+    results = ordered_map(squarer, items(), 2)
+    for done, _ in enumerate(results):
+        assert read - done <= 2 * AHEAD_PER_WORKER
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("refused", ConfigError, "one\ntwo"),
+        ("bug", RuntimeError, "KeyError: 'lost'"),
+        ("killed", ZerolmError, "was killed by SIGKILL"),
+    ],
+)
+def test_what_goes_wrong_in_a_worker_ends_the_map(kind, error, message):
+    with pytest.raises(error, match=message):
+        list(ordered_map(partial(failing, kind), range(50), 2))
+    assert children_left() == []
+
+
+def test_a_worker_that_cannot_start_ends_the_map():
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        list(ordered_map(unable, range(50), 2))
+
+
+def test_a_worker_killed_in_the_middle_of_a_message_is_noticed():
+    """The others must not wait for its pipe, nor the parent for the rest of the message."""
+    results = ordered_map(big_answers, [1, 30_000_000, 1, 1], 2)
+    next(results)
+    time.sleep(1)  # the large answer has filled its pipe, and nobody reads
+    for child in children_left():
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ZerolmError, match="SIGKILL"):
+        list(results)
+
+
+def test_leaving_early_ends_the_workers():
+    results = ordered_map(squarer, range(1000), 2)
+    next(results)
+    results.close()
+    assert children_left() == []
+
+
+def test_a_failing_source_of_items_ends_the_workers():
+    def items():
+        yield from range(5)
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        list(ordered_map(squarer, items(), 2))
+    assert children_left() == []
