@@ -5,7 +5,10 @@ windows that validation loss is measured on; `make_loader` reads either, in this
 loader workers, and `prefetch_to_device` copies what it yields one micro-batch ahead.
 """
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +21,7 @@ from zerolm.shards import Source
 from zerolm.windows import READ_BYTES, Batch, Rows, Tokens, WindowStream
 
 MESSAGE_BYTES = 1 << 20  # sent at once by a worker: a message costs more than what is in it
+PARENT_CHECK_SECONDS = 2.0
 
 
 class TokenStream(WindowStream):
@@ -149,7 +153,7 @@ class StreamLoader(DataLoader):
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=num_workers,
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=_obey_parent_only,
         )
 
     def __iter__(self) -> Any:
@@ -227,8 +231,25 @@ def _unchanged(message: Any) -> Any:
     return message
 
 
-def _leave_signals_to_parent(worker: int) -> None:
-    # Ctrl-C and a scheduler's USR1 reach every process; the training process decides, and needs
-    # its workers until it has.
+def _obey_parent_only(worker: int) -> None:
+    """Make a loader worker deaf to signals from elsewhere, and end it when its parent is gone.
+
+    Ctrl-C and schedulers signal every process, and DeepSpeed's launcher signals a rank's children
+    first. The rank then saves and stops; that fails if its workers are gone. Only a SIGTERM from
+    the parent, which is how multiprocessing ends a worker, counts. If the parent is killed, a
+    worker would wait for ever to send it what it has read: torch's own watchdog does not see that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_follow_parent, args=[os.getppid()], daemon=True).start()
+
+
+def _follow_parent(parent: int) -> None:
+    started_by = multiprocessing.parent_process()  # not the parent where a fork server is
+    masters = {parent} | ({started_by.pid} if started_by else set())
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, PARENT_CHECK_SECONDS)
+        if received is not None and received.si_pid in masters:
+            break
+    os._exit(0)

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from zerolm.errors import ShardError
+from zerolm.loss import IGNORED
 from zerolm.order import num_windows
 from zerolm.shards import Source
 
-IGNORED = -100  # the target that torch's cross-entropy leaves out
 PLACED_SEQUENCES = 8192  # found at once, which takes the cost of one from 30 us to 0.2 us
 READ_BYTES = 1 << 18  # read at once in the training process: a few micro-batches, still in cache
 

@@ -1,6 +1,10 @@
 """Batches: what they hold, against a plain reference, and that nothing but the seed orders them."""
 
+import multiprocessing
 import pickle
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,6 +178,47 @@ def test_workers_may_be_spawned_and_a_plain_loader_gives_the_same(sources):
     for loader in (spawning, plain):
         for batch, same in zip(loader, expected, strict=True):
             assert all(torch.equal(batch[name], same[name]) for name in same)
+
+
+def test_workers_outlive_signals_that_are_not_their_parents(sources, monkeypatch):
+    """DeepSpeed's launcher and Ctrl-C signal workers too; the rank still has to save and stop."""
+    monkeypatch.setattr("zerolm.data.MESSAGE_BYTES", 1)
+    expected = list(stream(sources))
+    loader = iter(make_loader(stream(sources), 1, pin_memory=False))
+    received = [next(loader)]
+    (worker,) = multiprocessing.active_children()
+    for name in ("TERM", "INT", "USR1"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True, timeout=60)
+        received.append(next(loader))
+    received += loader
+    for batch, same in zip(received, expected, strict=True):
+        assert all(torch.equal(batch[name], same[name]) for name in same)
+    unfinished = iter(make_loader(stream(sources), 1, pin_memory=False))
+    next(unfinished)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(timeout=60)
+    assert worker.exitcode == 0
+
+
+def test_workers_do_not_outlive_a_killed_parent(sources, tmp_path):
+    (tmp_path / "stream").write_bytes(pickle.dumps(stream(sources, end_position=1 << 60)))
+    script = """
+import multiprocessing, os, pathlib, pickle, signal, sys
+import zerolm.data
+zerolm.data.MESSAGE_BYTES = 1 << 19  # more than a pipe holds
+stream = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
+batches = iter(zerolm.data.make_loader(stream, 2, pin_memory=False))
+next(batches)
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # The workers hold the other end of standard output, so this returns when the last one is gone.
+    killed = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "stream")], stdout=subprocess.PIPE, timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert len(killed.stdout.split()) == 2
 
 
 def test_every_window_comes_once_an_epoch(sources):
