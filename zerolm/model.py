@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")
-FINGERPRINT_CHUNK = 1 << 24  # values at once: bounds the int64 copies to 128 MiB each
+FINGERPRINT_CHUNK = 1 << 21  # values at once: bounds the int64 copies to 16 MiB each
 ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads the positions
 
 
@@ -209,11 +209,11 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 def _weighted_bit_sum(values: torch.Tensor) -> int:
     as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.contiguous().view(-1).view(as_integers[values.element_size()])
-    total, start = 0, 0
-    for chunk in bits.split(FINGERPRINT_CHUNK):
-        positions = torch.arange(start, start + len(chunk), device=chunk.device)
-        total += int((chunk.long() * (positions * ODD_MULTIPLIER | 1)).sum())
-        start += len(chunk)
+    places = torch.arange(min(len(bits), FINGERPRINT_CHUNK), device=bits.device)
+    weights = places * ODD_MULTIPLIER | 1
+    total = 0
+    for number, chunk in enumerate(bits.split(FINGERPRINT_CHUNK)):
+        total += (2 * number + 1) * int((chunk * weights[: len(chunk)]).sum())
     return total % (1 << 64)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # refusal in 10**8 statistics, and a model of 1,000 parameters has 2,000 of them.
 NORMAL_SIGMAS = 6.0
 REINITIALIZED_SIGMAS = 9.0  # against a sample, of a distribution whose tails are not known
-CHUNK = 1 << 24  # values at once: bounds the float64 copy to 128 MiB
+CHUNK = 1 << 21  # values at once: bounds the float64 copy to 16 MiB
 
 # Families with an `_init_weights` of their own that the closed forms below cover. For the others,
 # those that take transformers' general `_init_weights` are covered too.
@@ -118,11 +118,12 @@ def _statistics(values: torch.Tensor) -> Statistics:
     count, total, squares, non_finite = values.numel(), 0.0, 0.0, 0
     for chunk in values.reshape(-1).split(CHUNK):
         wide = chunk.double()
-        finite = torch.isfinite(wide)
-        non_finite += int((~finite).sum())
-        wide = torch.where(finite, wide, 0.0)
-        total += float(wide.sum())
-        squares += float((wide * wide).sum())
+        chunk_squares = float(torch.dot(wide, wide))
+        if math.isfinite(chunk_squares):
+            total += float(wide.sum())
+            squares += chunk_squares
+        else:
+            non_finite += int((~torch.isfinite(wide)).sum())
     mean = total / max(count, 1)
     variance = max(squares / max(count, 1) - mean * mean, 0.0)
     return Statistics(count, mean, math.sqrt(variance), non_finite)
