@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from zerolm.ds_schema import AUTO
+from zerolm.ds_schema import AUTO, LARGEST
 from zerolm.settings import Settings
 from zerolm.values import read_json, shown
 
@@ -132,7 +132,7 @@ def fixed_settings(
         fixed["beta1"] = Fixed(float(betas[0]), "optimizer.params.betas")
         fixed["beta2"] = Fixed(float(betas[1]), "optimizer.params.betas")
     scheduler = block(ds_config, "scheduler")
-    kind, params = scheduler.get("type"), block(scheduler, "params")
+    kind, params = str(scheduler.get("type")), block(scheduler, "params")
     if kind in SCHEDULES:
         fixed["schedule"] = Fixed(SCHEDULES[kind], "scheduler.type")
         if _is_number(params.get("warmup_max_lr")):
@@ -351,4 +351,6 @@ def _without_auto(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < LARGEST  # also not infinite, and not "not a number"

@@ -169,10 +169,10 @@ def scheduler_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """Find schedulers and parameters of theirs that DeepSpeed does not have."""
     if "scheduler" not in ds_config:
         return []
-    kind = block(ds_config, "scheduler").get("type")
+    kind = str(block(ds_config, "scheduler").get("type"))
     if kind not in SCHEDULERS:
-        hint = did_you_mean(str(kind), SCHEDULERS) or f" Use one of {', '.join(SCHEDULERS)}."
-        return [f"scheduler.type: {shown(kind)}, DeepSpeed has no such scheduler.{hint}"]
+        hint = did_you_mean(kind, SCHEDULERS) or f" Use one of {', '.join(SCHEDULERS)}."
+        return [f"scheduler.type: {kind}, DeepSpeed has no such scheduler.{hint}"]
     params = block(ds_config, "scheduler", "params")
     known = (*SCHEDULERS[kind].split(), "last_batch_iteration")
     problems = [

@@ -7,7 +7,6 @@ source. What the values mean for a run is ds_rules.py's affair. DeepSpeed is imp
 """
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -15,6 +14,7 @@ from zerolm.errors import did_you_mean
 from zerolm.values import shown
 
 AUTO = "auto"
+LARGEST = 1e30  # no count, size or rate of a run is beyond it
 _COUNT, _NUMBER, _TRUTH = "a positive whole number", "a number, at least 0", "true or false"
 _DTYPE = ("fp32", "fp16", "bf16", None)
 
@@ -147,7 +147,7 @@ def _removed_keys() -> dict[str, str]:
 def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
     rule = SCALARS[key]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    number = number and math.isfinite(value)
+    number = number and abs(value) < LARGEST
     if value == AUTO and key in AUTO_SCALARS:
         return []
     if value is None and key == "steps_per_print":

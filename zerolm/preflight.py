@@ -227,7 +227,7 @@ class _Check:
             num_parameters=self.num_parameters,
             flops_per_token=self.flops,
             has_validation=bool(self.settings.val_data),
-            json_schedules=kind is not None and kind not in ds_config.SCHEDULES,
+            json_schedules=kind is not None and str(kind) not in ds_config.SCHEDULES,
         )
 
     def _resolve_micro_batch(self, name: str) -> None:
