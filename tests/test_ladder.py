@@ -22,6 +22,7 @@ RUNGS = {
             "checkpoint", "data", "evaluate", "export", "metrics", "model", "optimizer",
             "preflight", "report", "run_directory", "stability", "throughput", "train_step",
         )),
+        *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in ("demo_corpus", "demo_summary")),
     },
     0: {
@@ -30,6 +31,7 @@ RUNGS = {
             "initialization", "loss", "manifest", "order", "schedule", "self_check", "settings",
             "shard_writer", "shards", "values", "windows",
         )),
+        *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
     },
 }  # fmt: skip
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
