@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,6 +255,34 @@ def test_a_far_position_is_reached_at_once(sources):
     far = stream(sources, position=10**15, end_position=10**15 + 16)
     ids = torch.cat([batch["sequence_ids"] for batch in far])
     assert ids.tolist() == list(range(10**15, 10**15 + 16))
+
+
+def test_the_recipe_in_the_documentation_names_the_documents_of_a_step(
+    tmp_path, monkeypatch, capsys
+):
+    web = write_source(tmp_path / "shards" / "web", 40_000, seed=1, shard_tokens=7000)
+    code = write_source(tmp_path / "shards" / "code", 20_000, seed=2, shard_tokens=9000)
+    text = (Path(__file__).parents[2] / "docs" / "data_order.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(text.split("```python\n")[1].split("```")[0], {})
+    lines = iter(capsys.readouterr().out.splitlines())
+    changes = {"seq_len": 512, "seed": 1234, "batch_schedule": BatchSchedule(64)}
+    for batch in stream([web, code], position=128, end_position=192, **changes):
+        for row, source in enumerate(batch["sources"].tolist()):
+            tokens = whole([web, code][source])
+            number = int(batch["sequence_ids"][row])
+            window = [*batch["input_ids"][row].tolist(), int(batch["targets"][row, -1])]
+            start = next(  # wherever the text of this sequence is found
+                start
+                for start in range(0, len(tokens), 512)
+                if tokens[start : start + 513].tolist() == window
+            )
+            before = (tokens[:start] == EOS).sum()
+            upto = (tokens[: start + 512] == EOS).sum()
+            line = next(lines)
+            assert line.startswith(f"sequence {number}: source {source}, epoch ")
+            assert line.endswith(f"documents {before} to {upto}")
+    assert next(lines, None) is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
