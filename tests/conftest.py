@@ -1,6 +1,7 @@
 """What every test shares: no accelerator, no network, and no lock left by a killed run."""
 
 import os
+import time
 from pathlib import Path
 
 for name, value in {
@@ -12,6 +13,9 @@ for name, value in {
     os.environ.setdefault(name, value)
 extensions = Path(__file__).parent.parent / ".cache" / "torch_extensions"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
-# A rank that was killed while it built an op leaves its lock, and the next run waits forever.
+# A rank that was killed while it built an op leaves its lock, and the next run waits forever. A build
+# takes two minutes; a younger lock may be that of a run beside this one.
+STALE_SECONDS = 600
 for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
-    lock.unlink()
+    if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+        lock.unlink()

@@ -41,8 +41,6 @@ def reference(corpus):
 def test_curve_equals_plain_pytorch(
     tmp_path, corpus, llama, reference, stage, world_size, bf16
 ) -> None:
-    if bf16 and world_size == 1 and stage != 2:
-        pytest.skip("bf16 on one rank is tried at one stage, to save launches")
     run_dir = tmp_path / "run"
     json_file = profile(tmp_path / "ds.json", stage, bf16)
     micro = BATCH // 2 // world_size  # accumulation 2
@@ -54,6 +52,6 @@ def test_curve_equals_plain_pytorch(
     found = np.array(list(rows(run_dir, "train/loss").values()))
     found_norms = np.array(list(rows(run_dir, "train/grad_norm").values()))
     assert len(found) == STEPS
-    assert losses[0] - losses[-1] > 1, "the reference itself must learn"
+    assert losses[0] - losses[-1] > 0.1, "the reference itself must learn"
     np.testing.assert_allclose(found, losses, rtol=5e-3 if bf16 else 1e-5)
     np.testing.assert_allclose(found_norms, norms, rtol=5e-2 if bf16 else 1e-4)
