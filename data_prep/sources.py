@@ -208,7 +208,9 @@ def _refusing(name: str, position: int, unit: str = "line") -> Iterator[None]:
 
 def _read_lines(each: Input, chunk_bytes: int) -> Iterator[Chunk]:
     position, line = 0, 1
-    with open(each.name, "rb") as raw:
+    with _refusing(each.name, line):
+        raw = open(each.name, "rb")
+    with raw:
         file = _decompress(raw, each.suffix)
         rest: list[bytes] = []  # the beginning of a line whose end is not read yet
         while True:

@@ -8,7 +8,7 @@ only: neither on the number of workers nor on how the input was cut into batches
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -173,10 +173,22 @@ def tokenize(
 def _write(encoded: Encoded, writers: Sequence[ShardWriter], summary: Summary) -> None:
     for number, (writer, split) in enumerate(zip(writers, encoded.splits, strict=True)):
         if len(split.document_ends):
-            writer.add(split.token_ids, split.document_ends)
+            with _saying_where(writer):
+                writer.add(split.token_ids, split.document_ends)
             summary.text_bytes[number] += split.text_bytes
     summary.skipped += encoded.skipped
     summary.num_inner_eos += encoded.num_inner_eos
+
+
+@contextmanager
+def _saying_where(writer: ShardWriter) -> Iterator[None]:
+    """Name the output that a full disk, or a lost one, is under."""
+    try:
+        yield
+    except OSError as error:
+        raise ZerolmError(
+            f"{writer.directory}: cannot be written ({error}). Nothing was published."
+        ) from error
 
 
 def _publish(
@@ -195,7 +207,8 @@ def _publish(
             for writer in empty
         )
     for writer in writers:  # what can fail fails here, before anything is published
-        writer.finish_shard()
+        with _saying_where(writer):
+            writer.finish_shard()
     for number, writer in enumerate(writers):
         keys = {
             "text_bytes": summary.text_bytes[number],

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -277,6 +278,27 @@ def test_it_says_which_output_is_published_when_the_other_cannot_be(tmp_path, to
     assert f"Published: {tmp_path / 'train'}; not published" in str(caught.value)
     assert open_source(tmp_path / "train").num_documents > 0
     assert [path.name for path in (tmp_path / "val").iterdir()] == ["manifest.json.tmp"]
+
+
+def test_a_full_disk_is_an_error_of_one_line(tmp_path, tokenizer_directory):
+    """A limit on the size of files stands for it: the kernel fails the write in the same way."""
+    limit = (tokenizer_directory / "tokenizer.json").stat().st_size
+    write_jsonl(tmp_path / "a.jsonl", TEXTS * (limit // 10))
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "data_prep", "tokenize", "--workers", "1"),
+            *("--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(tokenizer_directory)),
+            *("--output", str(tmp_path / "s")),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert f"{tmp_path / 's'}: cannot be written" in result.stderr
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.fixture
