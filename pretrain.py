@@ -45,20 +45,23 @@ def main(argv: list[str]) -> int:
     try:
         plan = preflight.check(argv)
         if plan.settings.check:
-            print(plan.summary())
+            if rank == 0:
+                print(plan.summary())
             return EXIT_DONE
-        found = checkpoint.newest(plan.settings.run_dir)
+        run_dir = Path(plan.settings.run_dir or "")  # preflight requires it
+        found = checkpoint.newest(run_dir)
         if found is not None:
             checkpoint.must_fit(found, plan.world_size, plan.zero_stage)
-        lock = run_directory.claim(plan.settings.run_dir) if rank == 0 else None
+        lock = run_directory.claim(run_dir) if rank == 0 else None
     except ConfigError as error:
         return distributed.refuse(error, rank, local_rank)
     try:
         return train(plan, found)
-    except ZerolmError as error:  # raised on all ranks alike
-        if rank == 0:
-            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
-        distributed.stop()
+    except ZerolmError as error:
+        if rank == 0 or not error.on_all_ranks:
+            print(f"pretrain.py: rank {rank}: {error}", file=sys.stderr, flush=True)
+        if error.on_all_ranks:
+            distributed.stop()
         return error.exit_code
     finally:
         if lock is not None:
@@ -74,16 +77,20 @@ def train(plan: Plan, found: Checkpoint | None) -> int:
     run = Run(plan)
     run.begin(found)
     batches = run.batches()
-    if found:
-        run.evaluate_if_due()  # a kill may have come between the checkpoint and its evaluation
-    while not run.finished and not run.stopping:
-        run.step(batches)
-        if run.due(plan.settings.log_interval):
-            run.report()
-        if run.due(plan.settings.checkpoint_interval):
-            run.save()
-        if not run.stopping:
-            run.evaluate_if_due()
+    try:
+        if found:
+            run.evaluate_if_due()  # a kill may have come between the checkpoint and its evaluation
+        while not run.finished and not run.stopping:
+            run.step(batches)
+            if run.due(run.settings.log_interval):
+                run.report()
+            if run.due(run.settings.checkpoint_interval):
+                run.save()
+            if not run.stopping:
+                run.evaluate_if_due()
+    except GaveUp as error:
+        run.log.event("gave_up", run.progress.step, reason=str(error))
+        raise
     return run.end()
 
 
@@ -91,8 +98,8 @@ class Run:
     """A run on one rank: its engine, how far it is, its log. All ranks make the same calls."""
 
     def __init__(self, plan: Plan):
-        self.plan, self.settings = plan, plan.settings
-        self.run_dir = Path(plan.settings.run_dir)
+        self.plan, self.run_dir = plan, Path(plan.settings.run_dir or "")
+        self.settings: Any = plan.settings  # resolved: none of them is None any more
         self.stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
         self.rank, self.world_size, self.device = distributed.start()
         first = distributed.broadcast_object(plan.fingerprint())
@@ -231,6 +238,8 @@ class Run:
 
     def save(self) -> None:
         """Publish a checkpoint of this step, and remove the oldest beyond those to keep."""
+        norm = throughput.parameter_norm(self.engine.module, self.device)
+        stability.refuse_weights(norm, self.progress.step, self.newest_checkpoint)
         self.log.sync()
         progress, name = self.progress, checkpoint.directory_name(self.progress.step)
         stall = checkpoint.save(
@@ -320,7 +329,7 @@ def build_engine(plan: Plan, device: Any, say: Any) -> Any:
     )
     report = models.check_initialization(model, plan.model_config)
     if report.problems:
-        raise GaveUp("\n".join(["the model was not initialised:", *report.problems]))
+        raise ConfigError(["the model was not initialised:", *report.problems])
     say(f"attention: {attention}")
     say(f"{report}; fingerprint {models.weights_fingerprint(model)}")
     buffers = models.float32_buffers(model)

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerolm.distributed import gather_objects
-from zerolm.errors import CheckpointError
+from zerolm.distributed import barrier, gather_objects
+from zerolm.errors import CheckpointError, CheckpointWriteError
 from zerolm.files import sha256_file, sync_directory, write_atomically, write_json
 
 FORMAT = "zerolm-checkpoint"
@@ -84,6 +84,10 @@ def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any
 
     Returns:
         The seconds that training stood still.
+
+    Raises:
+        CheckpointWriteError: on the rank that could not write; the others wait for it, and are
+            ended by the launcher when it ends.
     """
     began = time.perf_counter()
     checkpoints = Path(run_dir) / "checkpoints"
@@ -91,8 +95,11 @@ def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any
     if engine.global_rank == 0:
         _clear_debris(checkpoints)
     # save_checkpoint begins with a barrier, so no rank writes before the debris is gone.
-    engine.save_checkpoint(str(checkpoints), tag=temporary.name, save_latest=False)
-    files = _hash_share(temporary, engine.global_rank, engine.world_size)
+    try:
+        engine.save_checkpoint(str(checkpoints), tag=temporary.name, save_latest=False)
+        files = _hash_share(temporary, engine.global_rank, engine.world_size)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        raise CheckpointWriteError(_why_not(checkpoints, error)) from error
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -105,16 +112,21 @@ def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any
             key=lambda entry: entry["file"],
         ),
     }
-    problem = None
     if engine.global_rank == 0:
         try:
             publish(temporary, manifest, keep)
         except OSError as error:
-            problem = f"{temporary}: the checkpoint could not be published: {error}"
-    problem = next(filter(None, gather_objects(problem)), None)
-    if problem:
-        raise CheckpointError(problem)
+            raise CheckpointWriteError(_why_not(checkpoints, error)) from error
+    barrier()
     return time.perf_counter() - began
+
+
+def _why_not(checkpoints: Path, error: Exception) -> str:
+    free = shutil.disk_usage(checkpoints).free / 1e9
+    return (
+        f"{checkpoints}: this checkpoint could not be written: {error}. {free:.2f} GB are free "
+        f"there. The checkpoints before it are whole: make room, and start the same command again."
+    )
 
 
 def publish(temporary: Path, manifest: dict[str, Any], keep: int) -> Path:

@@ -4,8 +4,10 @@ import contextlib
 import os
 import socket
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from zerolm.errors import ConfigError
@@ -59,6 +61,9 @@ def start() -> tuple[int, int, Any]:
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     if accelerator.device_name() == "cpu":
         device = torch.device("cpu")
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            # DeepSpeed would try to compile this op, and end the run; without it Gloo does the same
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     else:
         device = torch.device(accelerator.device_name(local_rank))
         accelerator.set_device(local_rank)

@@ -18,6 +18,13 @@ class ZerolmError(Exception):
     """Base of every error that is shown to the user as one message, without a traceback."""
 
     exit_code = EXIT_BUG
+    on_all_ranks = True  # raised by every rank in the same place, so they can end together
+
+
+class CheckpointWriteError(ZerolmError):
+    """A rank could not write its part of a checkpoint. The checkpoints before it are whole."""
+
+    on_all_ranks = False
 
 
 class ConfigError(ZerolmError):

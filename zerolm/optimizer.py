@@ -17,11 +17,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Returns:
         Two groups for `deepspeed.initialize(model_parameters=...)`; an empty one is left out.
     """
-    decaying, plain = [], []
+    decaying: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for parameter in model.parameters():  # tied weights appear once
         shape = getattr(parameter, "ds_shape", parameter.shape)
         (decaying if len(shape) >= 2 else plain).append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decaying, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]

@@ -78,6 +78,16 @@ def refuse_gradients(
         )
 
 
+def refuse_weights(norm: float, step: int, checkpoint: str | None) -> None:
+    """Give up rather than save weights that are not finite: no checkpoint ever holds a NaN.
+
+    Raises:
+        GaveUp: the 2-norm of the parameters is not finite.
+    """
+    if not math.isfinite(norm):
+        raise GaveUp(f"step {step}: the norm of the weights is {norm}. {_advice(checkpoint)}")
+
+
 def _advice(checkpoint: str | None) -> str:
     where = f"The last good checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
     return f"{where}. A lower --learning_rate or more --warmup_tokens usually helps."

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -122,7 +121,7 @@ def parameter_norm(model: torch.nn.Module, device: torch.device) -> float:
     squares = torch.zeros(2, dtype=torch.float64, device=device)  # whole, partitioned
     for parameter in model.parameters():
         values, partitioned = parameter.data, 0
-        if hasattr(parameter, "ds_tensor"):
+        if hasattr(parameter, "ds_tensor") and hasattr(parameter, "ds_numel"):
             partitioned = 1
             shard = parameter.ds_tensor.data.flatten()
             values = shard[: max(0, parameter.ds_numel - rank * shard.numel())]

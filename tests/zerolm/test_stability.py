@@ -56,4 +56,6 @@ def test_gradients_that_spoilt_a_step_and_endless_skips_give_up() -> None:
     with pytest.raises(GaveUp, match="skipped 40 steps in a row"):
         stability.refuse_gradients(float("inf"), False, 40, 7, None)
     stability.refuse_gradients(float("inf"), False, 39, 7, None)
+    with pytest.raises(GaveUp, match="norm of the weights is nan"):
+        stability.refuse_weights(float("nan"), 7, None)
     assert signal.SIGTERM in stability.STOP_SIGNALS
