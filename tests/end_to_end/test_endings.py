@@ -1,0 +1,87 @@
+"""How a run ends: refused, given up, or because another one owns its directory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from recipe import profile, recipe
+
+from tests.launching import ROOT, environment, launch
+from zerolm import run_directory
+
+
+def tree(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def test_problems_of_three_files_are_reported_at_once_and_nothing_is_written(
+    tmp_path, llama, corpus
+) -> None:
+    typos = json.loads(profile(tmp_path / "ds.json", 2, False).read_text())
+    typos["gradient_cliping"] = 1.0
+    (tmp_path / "ds.json").write_text(json.dumps(typos))
+    model = {**json.loads(llama.read_text()), "num_hiden_layers": 3}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    words = recipe(tmp_path / "model.json", corpus, tmp_path / "run", tmp_path / "ds.json", 2, 2)
+    before = tree(tmp_path)
+    refused = launch(2, *words, "--learning_rat", 1)
+    assert refused.returncode == 2
+    for expected in ("gradient_cliping", "num_hiden_layers", "learning_rat", "Did you mean"):
+        assert refused.stdout.count(expected) >= 1, refused.stdout[-3000:]
+    assert "Traceback" not in refused.stdout
+    assert refused.stdout.count("refused, nothing was written") == 1
+    assert tree(tmp_path) == before
+
+
+def test_more_nodes_than_the_hostfile_has_are_refused(tmp_path, llama, corpus) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("localhost slots=1\n")
+    words = recipe(llama, corpus, tmp_path / "run", profile(tmp_path / "ds.json", 2, False), 2, 2)
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_nodes", "4"]
+    command += ["--hostfile", str(hostfile), str(ROOT / "pretrain.py"), *map(str, words)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--num_nodes" in done.stderr and str(hostfile) in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_needs_no_ranks_and_writes_nothing(tmp_path, llama, corpus) -> None:
+    words = recipe(llama, corpus, tmp_path / "run", profile(tmp_path / "ds.json", 3, False), 2, 1)
+    words[words.index("--batch_tokens") + 1] = 512 * 32
+    command = [sys.executable, str(ROOT / "pretrain.py"), *map(str, words)]
+    done = subprocess.run(
+        [*command, "--check", "--world_size", "512"],
+        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "139,584 parameters" in done.stdout and "512 rank(s)" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_diverging_run_gives_up_and_saves_no_nan(tmp_path, llama, corpus, stage) -> None:
+    json_file = profile(tmp_path / "ds.json", stage, False)
+    words = recipe(llama, corpus, tmp_path / "run", json_file, 50, 2)
+    words[words.index("--learning_rate") + 1] = 1e30
+    words += ["--warmup_tokens", 0, "--checkpoint_interval", 1, "--wandb", "off"]
+    done = launch(2, *words, "--schedule", "constant")
+    assert done.returncode == 76, done.stdout[-3000:]
+    assert "Traceback" not in done.stdout
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert '"gave_up"' in events
+    for manifest in (tmp_path / "run" / "checkpoints").glob("*/MANIFEST.json"):
+        step = json.loads(manifest.read_text())["progress"]["step"]
+        assert f"step-{step:08d}" in done.stdout, "the last good checkpoint is named"
+
+
+def test_a_second_run_into_one_directory_is_refused(tmp_path, llama, corpus) -> None:
+    run_dir = tmp_path / "run"
+    lock = run_directory.claim(run_dir)
+    words = recipe(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), 2, 2)
+    refused = launch(1, *words)
+    assert refused.returncode == 2
+    assert "another run is writing to it now" in refused.stdout
+    lock.close()
