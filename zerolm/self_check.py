@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerolm.architecture import meta_model
+from zerolm.architecture import causal_lm_class, meta_model
+from zerolm.distributed import gather_objects
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -89,8 +90,9 @@ def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = Non
 def check_initialization(model: nn.Module, config: "PretrainedConfig") -> InitializationReport:
     """Compare mean and deviation of every parameter with what the config implies.
 
-    Every rank must call, before the first optimizer step; partitioned parameters are gathered one
-    at a time. The caller raises if the report has problems.
+    Every rank must call, before the first optimizer step, and gets the same report: problems that
+    only some ranks see name the first of them. Partitioned parameters are gathered one at a time.
+    The caller raises if the report has problems.
     """
     problems: list[str] = []
     plain = _PlainModel(config)
@@ -110,7 +112,19 @@ def check_initialization(model: nn.Module, config: "PretrainedConfig") -> Initia
             row = getattr(module, "padding_idx", None)
             if row is not None and leaf == "weight" and values[row].abs().max() > 0:
                 problems.append(f"{name}: the padding row {row} is not zero")
+    problems = _of_all_ranks(problems)
     return InitializationReport(len(parameters), num_values, plain.num_consulted, tuple(problems))
+
+
+def _of_all_ranks(problems: list[str]) -> list[str]:
+    """Merge the ranks' problems, so that no rank goes on alone when another refuses."""
+    if not torch.distributed.is_initialized():
+        return problems
+    by_rank = gather_objects(problems)
+    merged = list(by_rank[0])
+    for rank, found in enumerate(by_rank[1:], start=1):
+        merged += [f"{line} (on rank {rank})" for line in found if line not in by_rank[0]]
+    return merged
 
 
 def _statistics(values: torch.Tensor) -> Statistics:
@@ -135,8 +149,6 @@ def _closed_form(
     """Return what the config implies for one parameter of `module`, or None if it is not known."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
-
-    from zerolm.architecture import causal_lm_class
 
     model_class = causal_lm_class(config)
     general = model_class._init_weights is PreTrainedModel._init_weights

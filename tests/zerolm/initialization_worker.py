@@ -82,9 +82,17 @@ def bare_zero_init(precision):
     return {"report": str(report), "problems": list(report.problems)}
 
 
+def spoiled_on_the_last_rank():
+    """What the first rank hears of a model that is wrong on the last."""
+    config, model = build("llama", 2, "fp32")
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        model.model.norm.weight.data.zero_()
+    return list(zerolm_model.check_initialization(model, config).problems)
+
+
 def main(result_path):
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    result = {}
+    result = {"world size": torch.distributed.get_world_size()}
     generator_before = torch.get_rng_state()
     for family in FAMILIES:
         for precision in DTYPES:
@@ -106,6 +114,7 @@ def main(result_path):
     engine, _ = in_engine(model, 2, "bf16", **cast)
     result["llama zero2 bf16 with buffer_dtype"] = described(engine.module, config)
     engine.destroy()
+    result["spoiled on the last rank"] = spoiled_on_the_last_rank()
     result["bare zero.Init"] = bare_zero_init("bf16")
     if torch.distributed.get_rank() == 0:
         write_result(result_path, result)

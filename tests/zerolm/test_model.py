@@ -142,6 +142,15 @@ def test_self_check_refuses_a_bare_zero_init(world):
     assert any("q_proj" in line for line in problems)
 
 
+def test_self_check_tells_every_rank_what_one_rank_sees(world):
+    rank = world["world size"] - 1
+    problems = world["spoiled on the last rank"]
+    assert problems
+    assert all(line.startswith("model.norm.weight: ") for line in problems)
+    if rank > 0:
+        assert all(line.endswith(f" (on rank {rank})") for line in problems)
+
+
 def test_building_leaves_the_random_generator_alone(world):
     assert world["generator untouched"] is True
 
