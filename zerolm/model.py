@@ -37,10 +37,7 @@ ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads
 
 
 def choose_attention(
-    config: "PretrainedConfig",
-    requested: str,
-    device_type: str,
-    dtype: torch.dtype,
+    config: "PretrainedConfig", requested: str, device_type: str, dtype: torch.dtype
 ) -> str:
     """Return the attention implementation to build with, in transformers' spelling.
 

@@ -278,3 +278,13 @@ def test_class_without_initial_values_is_refused():
     config = AutoConfig.for_model("openai-gpt", n_layer=1, n_embd=32, n_head=2, vocab_size=64)
     with pytest.raises(ConfigError, match=r"no initial value for transformer\.h\.0\.attn"):
         build_alone(config)
+
+
+@pytest.mark.parametrize("family", ["llama-tied-padded", "gpt2"])
+def test_documented_recipe_gives_the_weights(family):
+    text = (HERE.parents[1] / "docs" / "initialization.md").read_text()
+    recipe: dict = {}
+    exec(text.split("```python\n")[1].split("```")[0], recipe)
+    documented = recipe["initial_model"](family_config(family), SEED, torch.bfloat16)
+    built = build_alone(family_config(family), torch.bfloat16)
+    assert zerolm_model.weights_fingerprint(documented) == zerolm_model.weights_fingerprint(built)
