@@ -12,9 +12,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 
-cores_per_process=$(($(nproc) / 2))
-export OMP_NUM_THREADS=$((cores_per_process < 1 ? 1 : cores_per_process > 4 ? 4 : cores_per_process))
-export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES='' HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+# One thread a process: enough for so small a model, and the same on every machine.
+export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export TORCH_EXTENSIONS_DIR=$PWD/.cache/torch_extensions # where setup.sh built for the CPU
 readonly stopped_on_request=75 # pretrain.py's exit code: saved, start me again
 readonly run_dir=demo/runs/demo
 readonly num_processes=2
@@ -33,12 +33,12 @@ free_port() {
 }
 
 pretrain() {
-    deepspeed --num_gpus $num_processes --master_port "$(free_port)" pretrain.py \
+    deepspeed --log_level warning --num_gpus $num_processes --master_port "$(free_port)" pretrain.py \
         --deepspeed_config ds_configs/zero2.json --model_config model_configs/tiny.json \
         --data demo/shards/code=0.8 --data demo/shards/prose=0.2 \
         --val_data demo/shards/code-val --val_data demo/shards/prose-val \
-        --seq_len 256 --batch_tokens 2048 --micro_batch_size 4 --total_tokens 500k \
-        --learning_rate 2e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 100 \
+        --seq_len 256 --batch_tokens 2048 --micro_batch_size 4 --total_tokens 700k \
+        --learning_rate 2e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 114 \
         --wandb offline --run_dir $run_dir "$@" 2>&1 | shorten
 }
 

@@ -131,5 +131,21 @@ stage "install build tools" pip_install setuptools wheel ninja numpy -c $constra
 stage "install $(grep '^deepspeed==' constraints.txt)" \
     pip_install --no-build-isolation deepspeed -c $constraints
 stage "install zerolm and the rest" pip_install --no-build-isolation -e '.[dev]' -c $constraints
+
+# On a CPU the ranks of one machine talk through an operator that DeepSpeed compiles: here, and not
+# while the first run waits for it. A build that was killed leaves a lock that later ones wait for.
+include=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+if [[ -f $include/Python.h ]]; then
+    export TORCH_EXTENSIONS_DIR=$PWD/.cache/torch_extensions DS_ACCELERATOR=cpu
+    mkdir -p "$TORCH_EXTENSIONS_DIR"
+    find "$TORCH_EXTENSIONS_DIR" -name lock -delete
+    PATH="$PWD/$venv/bin:$PATH" stage "build DeepSpeed's operator for CPUs" \
+        $venv/bin/python -c 'from deepspeed.accelerator import get_accelerator as get
+get().create_op_builder("ShareMemCommBuilder").load()'
+else
+    echo "setup: note: no $include/Python.h: profiles that offload to the CPU need it," \
+        "to compile their optimizer (apt-get install python3-dev)"
+fi
+
 wanted_stamp >$stamp
 echo "setup: done"
