@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from data_prep.documents import read_documents
 from data_prep.sources import find_inputs, open_hub, read_chunks
@@ -41,7 +40,7 @@ def write_gz(path: Path) -> str:
 
 def write_zst(path: Path) -> str:
     path = path.with_suffix(".jsonl.zst")
-    frames = [zstandard.ZstdCompressor().compress(jsonl(part)) for part in (TEXTS[:9], TEXTS[9:])]
+    frames = [pa.compress(jsonl(part), "zstd", asbytes=True) for part in (TEXTS[:9], TEXTS[9:])]
     path.write_bytes(b"".join(frames))
     return str(path)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from functools import partial
 
@@ -20,8 +21,12 @@ def squarer(delay=0.0):
     return square
 
 
-def big_answers():
-    return lambda number: bytes(number)
+def big_answers_and_death():
+    def answer(number):
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return bytes(number)
+
+    return answer
 
 
 def failing(kind):
@@ -88,13 +93,16 @@ def test_a_worker_that_cannot_start_ends_the_map():
 
 def test_a_worker_killed_in_the_middle_of_a_message_is_noticed():
     """The others must not wait for its pipe, nor the parent for the rest of the message."""
-    results = ordered_map(big_answers, [1, 30_000_000, 1, 1], 2)
-    next(results)
-    time.sleep(1)  # the large answer has filled its pipe, and nobody reads
-    for child in children_left():
-        os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(ZerolmError, match="SIGKILL"):
-        list(results)
+
+    def items():
+        yield 30_000_000
+        first, _ = sorted(children_left(), key=lambda child: child.name)
+        first.join(60)  # meanwhile nobody reads its answer, which fills the pipe
+        yield 1
+
+    with pytest.raises(ZerolmError, match="worker-0 .* was killed by SIGKILL"):
+        list(ordered_map(big_answers_and_death, items(), 2))
+    assert children_left() == []
 
 
 def test_leaving_early_ends_the_workers():

@@ -1,0 +1,56 @@
+"""data_prep/progress.py: a bar where somebody looks at it, plain lines in a log."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+from small_corpus import ROOT, TEXTS, write_jsonl
+
+from data_prep import progress
+from data_prep.progress import Progress
+
+
+def test_a_log_has_plain_lines(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    counts = Progress("tokenize", 4_000_000)
+    counts.add(1_000_000, 10, 5000)
+    counts.add(1_000_000, 5)
+    counts.close()
+    first, second = capsys.readouterr().err.splitlines()
+    start = "tokenize: read_mb=1.0 of_mb=4.0 documents=10 tokens=5000 seconds="
+    assert first.startswith(start) and "seconds_left=" in first
+    assert "read_mb=2.0 of_mb=4.0 documents=15 tokens=5000" in second
+
+
+def test_inputs_of_unknown_size_have_no_end(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    Progress("tokenize", None).add(0, 10, 5000)
+    line = capsys.readouterr().err
+    assert "documents=10" in line and "of_mb" not in line and "left" not in line
+
+
+def test_a_terminal_has_a_bar_and_pipes_have_the_summary(tmp_path, tokenizer_directory):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "data_prep", "tokenize", "--workers", "1"),
+            *("--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(tokenizer_directory)),
+            *("--output", str(tmp_path / "s")),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        timeout=120,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert result.returncode == 0
+    assert "tokenize: 100%" in shown and "7 documents" in shown
+    assert b"7 documents" in result.stdout and b"\r" not in result.stdout
