@@ -27,9 +27,10 @@ RUNGS = {
     },
     0: {
         *("zerolm." + name for name in (
-            "architecture", "distributed", "ds_config", "ds_schema", "errors", "files", "flops",
-            "initialization", "loss", "manifest", "order", "schedule", "self_check", "settings",
-            "shard_writer", "shards", "values", "windows",
+            "architecture", "budget", "defaults", "distributed", "ds_config", "ds_optimizers",
+            "ds_rules", "ds_schema", "errors", "files", "flops", "initialization", "loss",
+            "machine", "manifest", "memory", "order", "plan", "run_record", "schedule",
+            "self_check", "settings", "shard_writer", "shards", "sources", "values", "windows",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
     },

@@ -16,10 +16,11 @@ WARMUP_SHARE = 0.01
 DECAY_SHARE = 0.2  # Hägele et al. 2024 (arXiv 2405.18392): 20% of decay matches cosine
 RAMP_SHARE = 0.1
 EVAL_TOKENS = 1_000_000
-MAX_LEARNING_RATE = 1e-2  # the fit below was made from 1e17 FLOPs on, not for toys
+MAX_LEARNING_RATE = 3e-3  # the fit below begins at 1e17 FLOPs, where it gives 2.3e-3
 CPU_MICRO_BATCH_TOKENS = 8192
 MEMORY_SHARE = 0.9  # of a device's memory; the rest is for the context, NCCL and fragmentation
 NUM_LOGS, NUM_EVALS, NUM_CHECKPOINTS = 1000, 20, 10  # over a run, for the default intervals
+MIN_INTERVAL_STEPS = {"log": 1, "eval": 10, "checkpoint": 50}
 MAX_INTERVAL_STEPS = {"log": 10, "eval": 500, "checkpoint": 1000}
 
 
@@ -45,26 +46,33 @@ def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> i
 def interval(total_steps: int, what: str) -> int:
     """Return the optimizer steps between two of `what`: log, eval or checkpoint."""
     times = {"log": NUM_LOGS, "eval": NUM_EVALS, "checkpoint": NUM_CHECKPOINTS}[what]
-    return max(1, min(MAX_INTERVAL_STEPS[what], total_steps // times))
+    return max(MIN_INTERVAL_STEPS[what], min(MAX_INTERVAL_STEPS[what], total_steps // times))
 
 
 def model_state_bytes(
-    num_parameters: int, *, stage: int, world_size: int, precision: str, offload: str
+    num_parameters: int,
+    *,
+    stage: int,
+    world_size: int,
+    precision: str,
+    gradient_bytes: int,
+    offload: str,
 ) -> tuple[int, int]:
     """Return the bytes per rank of weights, gradients and AdamW states: (on the device, on host).
 
-    Per parameter, in bf16 or fp16: 2 for the weight, 4 for the gradient (accumulated in fp32), 12
-    for the fp32 master weight and two moments; in fp32: 4, 4 and 8. ZeRO 1 divides the states by
-    the world size, 2 the gradients too, 3 the weights too.
+    Per parameter, in bf16 or fp16: 2 for the weight and 12 for the fp32 master weight and two
+    moments; in fp32: 4 and 8. ZeRO 1 divides the states by the world size, 2 the gradients too, 3
+    the weights too.
 
     Args:
+        gradient_bytes: of an accumulated gradient value.
         offload: what is on the host: `none`, `optimizer` (states and gradients) or `both`.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1.
     """
-    weight, gradient, states = (4, 4, 8) if precision == "fp32" else (2, 4, 12)
+    weight, states = (4, 8) if precision == "fp32" else (2, 12)
     weights = num_parameters * weight // (world_size if stage >= 3 else 1)
-    gradients = num_parameters * gradient // (world_size if stage >= 2 else 1)
+    gradients = num_parameters * gradient_bytes // (world_size if stage >= 2 else 1)
     optimizer = num_parameters * states // (world_size if stage >= 1 else 1)
     if offload == "none":
         return weights + gradients + optimizer, 0

@@ -4,6 +4,7 @@ Everything is looked at and nothing is changed. torch and DeepSpeed are imported
 """
 
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -46,9 +47,13 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
                 "install a driver and a torch build for CUDA."
             )
             return Device("cpu", None, True)
-    from deepspeed.accelerator import get_accelerator
+    logging.disable(logging.WARNING)  # it warns of having found a CPU, which the plan says anyway
+    try:
+        from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
+        accelerator = get_accelerator()
+    finally:
+        logging.disable(logging.NOTSET)
     kind = accelerator.device_name()
     if kind == "cpu":
         return Device("cpu", None, True)

@@ -25,11 +25,14 @@ def state_bytes(num_parameters: int, ds: Mapping[str, Any], world_size: int) -> 
     offload = "none" if optimizer == "none" else "optimizer"
     if offload == "optimizer" and weights != "none":
         offload = "both"
+    precision = ds_config.precision(ds)
+    accumulated = ds_config.block(ds, "data_types").get("grad_accum_dtype") or precision
     return defaults.model_state_bytes(
         num_parameters,
         stage=ds_config.zero_stage(ds),
         world_size=world_size,
-        precision=ds_config.precision(ds),
+        precision=precision,
+        gradient_bytes=4 if accumulated == "fp32" else 2,
         offload=offload,
     )
 

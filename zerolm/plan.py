@@ -25,6 +25,7 @@ class Plan:
         ds_config: for `deepspeed.initialize`.
         weights: of the sources, in any unit.
         val_sequences: of one evaluation, over all validation sources; 0 without any.
+        device: kind of the ranks' devices, `absent` when they are not here.
         accumulation: micro-batches of a rank in a full batch.
         learning_rate: of the tokens trained; None when the ds config has a scheduler.
         total_sequences: of the whole run, in whole batches.
@@ -49,6 +50,7 @@ class Plan:
     val_source_names: list[str]
     val_sequences: int
     world_size: int
+    device: str
     micro_batch_size: int
     accumulation: int
     batch_sequences: int
@@ -88,6 +90,7 @@ def figures(plan: Plan) -> dict[str, str]:
     lines = {
         "model": f"{plan.model_config.model_type}, {plan.num_parameters:,} parameters",
         "profile": f"ZeRO-{plan.zero_stage}, {plan.precision}, optimizer offload {offload}",
+        "devices": f"{plan.world_size} x {plan.device}",
         "batch": f"{settings.batch_tokens:,} tokens = {plan.batch_sequences:,} sequences of "
         f"{settings.seq_len:,}",
         "accumulation": f"{plan.accumulation} x micro-batch {plan.micro_batch_size} x "

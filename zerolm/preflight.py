@@ -392,6 +392,7 @@ class _Check:
             val_source_names=source_names(self.sources.validation),
             val_sequences=min((settings.eval_tokens or 0) // settings.seq_len, windows),
             world_size=self.world_size,
+            device=self.device.kind,
             micro_batch_size=settings.micro_batch_size,
             accumulation=resolved["gradient_accumulation_steps"],
             batch_sequences=schedule.batch_sequences,

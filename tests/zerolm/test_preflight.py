@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.launching import LLAMA, ROOT, environment, free_port, kill_session, write_json
 from zerolm import preflight
@@ -228,6 +229,13 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(inputs):
 def test_a_broken_launcher_environment_is_refused(inputs):
     (problem,) = refusal(inputs, "", WORLD_SIZE="many")
     assert "environment: WORLD_SIZE: 'many'" in problem
+
+
+def test_a_device_that_is_missing_is_refused(inputs):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    (problem,) = refusal(inputs, "", DS_ACCELERATOR="cuda")
+    assert "environment: DS_ACCELERATOR: cuda" in problem and "Unset it" in problem
 
 
 def test_a_good_command_becomes_a_plan(inputs):
