@@ -100,7 +100,7 @@ def test_a_worker_killed_in_the_middle_of_a_message_is_noticed():
         first.join(60)  # meanwhile nobody reads its answer, which fills the pipe
         yield 1
 
-    with pytest.raises(ZerolmError, match="worker-0 .* was killed by SIGKILL"):
+    with pytest.raises(ZerolmError, match=r"worker-0 .* was killed by SIGKILL"):
         list(ordered_map(big_answers_and_death, items(), 2))
     assert children_left() == []
 
