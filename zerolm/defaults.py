@@ -97,15 +97,15 @@ def activation_bytes(
     values, the attention's output, both residual sums, and two casts), and 4 of the MLP's width
     (gate, up, their product and the activation). Attention scores are not kept (SDPA or
     FlashAttention). With gradient checkpointing one hidden-sized value a layer, and one layer in
-    full. The logits are there in the model's precision and twice in fp32: as input of the loss
-    and as its gradient.
+    full. The logits are there in the model's precision and three times in fp32: converted, as
+    log-probabilities, and as gradient.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for a gated MLP.
     """
     value_bytes = 4 if precision == "fp32" else 2
     layer = 12 * hidden_size + 4 * intermediate_size
     kept = num_layers * hidden_size + layer if checkpointing else num_layers * layer
-    return tokens * (kept * value_bytes + vocab_size * (value_bytes + 8))
+    return tokens * (kept * value_bytes + vocab_size * (value_bytes + 12))
 
 
 def micro_batch_candidates(per_rank: int) -> list[int]:

@@ -302,6 +302,7 @@ class _Check:
             key: value
             for key, value in self.text_config.to_dict().items()
             if ("dropout" in key or key.endswith("pdrop"))
+            and not key.startswith(("classifier", "summary"))  # heads that a causal LM has not
             and isinstance(value, (int, float))
             and value > 0
         }
