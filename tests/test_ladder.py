@@ -29,8 +29,9 @@ RUNGS = {
         *("zerolm." + name for name in (
             "architecture", "budget", "defaults", "distributed", "ds_config", "ds_optimizers",
             "ds_rules", "ds_schema", "errors", "files", "flops", "initialization", "loss",
-            "machine", "manifest", "memory", "order", "plan", "run_record", "schedule",
-            "self_check", "settings", "shard_writer", "shards", "sources", "values", "windows",
+            "machine", "manifest", "memory", "model_rules", "order", "plan", "run_record",
+            "schedule", "self_check", "settings", "shard_writer", "shards", "sources", "values",
+            "windows",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
     },

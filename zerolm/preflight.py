@@ -24,6 +24,12 @@ from zerolm.ds_rules import rule_problems
 from zerolm.ds_schema import schema_problems
 from zerolm.errors import ConfigError
 from zerolm.flops import flops_per_token
+from zerolm.model_rules import (
+    attention_problems,
+    dropout_notices,
+    max_positions,
+    model_problems,
+)
 from zerolm.order import num_windows
 from zerolm.plan import Plan, figures
 from zerolm.schedule import BatchSchedule
@@ -187,7 +193,7 @@ class _Check:
             self.problems += budget.schedule_problems(settings)
             return
         if settings.seq_len is None and self.model_config is not None:
-            positions = self._positions() or defaults.SEQ_LEN
+            positions = max_positions(self.model_config) or defaults.SEQ_LEN
             settings = replace(settings, seq_len=min(defaults.SEQ_LEN, positions))
         problems: list[str] = []
         if settings.seq_len is not None:
@@ -265,52 +271,17 @@ class _Check:
 
     # ---- What fits together
 
-    def _positions(self) -> int | None:
-        return getattr(self.text_config, "max_position_embeddings", None)
-
     def _check_model(self) -> None:
-        settings, config = self.settings, self.model_config
-        attention = settings.attn_implementation
-        if attention.startswith("flash") and self.device.kind == "cpu":
-            self.problems.append(
-                f"{settings.where('attn_implementation')}: {attention}, needs a GPU. Use auto."
-            )
-        elif attention.startswith("flash") and settings.document_mask:
-            self.problems.append(
-                f"{settings.where('attn_implementation')}: {attention}, does not take the mask of "
-                f"--document_mask. Use sdpa or eager."
-            )
-        if config is None:
+        self.problems += attention_problems(self.settings, self.device.kind)
+        if self.model_config is None:
             return
-        model_class = causal_lm_class(config)
-        if settings.document_mask and attention == "auto":
-            chosen = "sdpa" if model_class._supports_sdpa else "eager"
+        self.problems += model_problems(self.settings, self.model_config)
+        self.notices += dropout_notices(self.settings, self.model_config)
+        if self.settings.document_mask and self.settings.attn_implementation == "auto":
+            # Flash attention would take the mask for one of padding.
+            sdpa = causal_lm_class(self.model_config)._supports_sdpa
+            chosen = "sdpa" if sdpa else "eager"
             self.settings = replace(self.settings, attn_implementation=chosen)
-        if settings.gradient_checkpointing and not model_class.supports_gradient_checkpointing:
-            self.problems.append(
-                f"{settings.where('gradient_checkpointing')}: true, {model_class.__name__} has "
-                f"none. Remove the flag."
-            )
-        positions = self._positions()
-        if positions and settings.seq_len and settings.seq_len > positions:
-            self.problems.append(
-                f"{settings.where('seq_len')}: {settings.seq_len}, must not exceed the model's "
-                f"max_position_embeddings {positions} ({settings.model_config}). Use at most "
-                f"{positions}, or raise that."
-            )
-        dropout = {
-            key: value
-            for key, value in self.text_config.to_dict().items()
-            if ("dropout" in key or key.endswith("pdrop"))
-            and not key.startswith(("classifier", "summary"))  # heads that a causal LM has not
-            and isinstance(value, (int, float))
-            and value > 0
-        }
-        for key, value in dropout.items():
-            self.notices.append(
-                f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the "
-                f"curve depends on the world size; 0 is usual for pretraining"
-            )
 
     def _check_run_dir(self) -> None:
         settings = self.settings

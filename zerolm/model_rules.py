@@ -1,0 +1,61 @@
+"""What the settings of a run ask of the model: positions, attention, checkpointing. No weights."""
+
+from typing import TYPE_CHECKING
+
+from zerolm.architecture import causal_lm_class
+from zerolm.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def max_positions(config: "PretrainedConfig") -> int | None:
+    """Return how many positions the model has, None where it has no such bound."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def attention_problems(settings: Settings, device: str) -> list[str]:
+    """Check the attention kernel against the device and the document mask.
+
+    Args:
+        device: DeepSpeed's name of its kind, `cpu`, `cuda`, ...
+    """
+    attention = settings.attn_implementation
+    where = settings.where("attn_implementation")
+    if attention.startswith("flash") and device == "cpu":
+        return [f"{where}: {attention}, needs a GPU. Use auto."]
+    if attention.startswith("flash") and settings.document_mask:
+        return [f"{where}: {attention}, cannot take --document_mask's mask. Use sdpa or eager."]
+    return []
+
+
+def model_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    """Check the sequence length and gradient checkpointing against the model."""
+    problems = []
+    positions, seq_len = max_positions(config), settings.seq_len
+    if positions and seq_len and seq_len > positions:
+        problems.append(
+            f"{settings.where('seq_len')}: {seq_len}, must not exceed the model's "
+            f"max_position_embeddings {positions} ({settings.model_config}). Use at most "
+            f"{positions}, or raise that."
+        )
+    model_class = causal_lm_class(config)
+    if settings.gradient_checkpointing and not model_class.supports_gradient_checkpointing:
+        problems.append(
+            f"{settings.where('gradient_checkpointing')}: true, {model_class.__name__} has none. "
+            f"Remove the flag."
+        )
+    return problems
+
+
+def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    """Say which dropout is on: it is allowed, but not the same on another number of ranks."""
+    return [
+        f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the curve "
+        f"depends on the world size; 0 is usual for pretraining"
+        for key, value in config.get_text_config().to_dict().items()
+        if ("dropout" in key or key.endswith("pdrop"))
+        and not key.startswith(("classifier", "summary"))  # heads that a causal LM has not
+        and isinstance(value, (int, float))
+        and value > 0
+    ]
