@@ -384,16 +384,34 @@ def test_workers_end_when_the_command_is_killed(tmp_path, endless):
     assert open_source(tmp_path / "s").num_tokens == 2
 
 
-PEAK_MEMORY = """
-import resource, sys
-from data_prep.__main__ import main
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    peaks = [resource.getrusage(who).ru_maxrss
-             for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print("peak", *peaks)
-    sys.exit(code)
-"""
+def peak_memory(pid: int) -> int:
+    """Return the high-water mark of a process in KiB, 0 if it is gone.
+
+    Not ru_maxrss, which a new program inherits from the process that started it.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return int(status.split("VmHWM:")[1].split()[0]) if "VmHWM:" in status else 0
+
+
+def watch_memory(command: list[str]) -> tuple[int, int]:
+    """Run a command; return the peaks in KiB of its process and of the largest of its children."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    peaks = [0, 0]
+    try:
+        while process.poll() is None:
+            peaks[0] = max(peaks[0], peak_memory(process.pid))
+            for child in (
+                Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ):
+                peaks[1] = max(peaks[1], peak_memory(int(child)))
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == 0
+    return peaks[0], peaks[1]
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
@@ -410,26 +428,17 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     backend.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "run.py").write_text(PEAK_MEMORY)
     document = json.dumps({"text": (line + "\n") * 50}) + "\n"
     peaks = []
     for megabytes in (10, 60):
         corpus = tmp_path / f"{megabytes}.jsonl"
-        with open(corpus, "w") as file:
-            for _ in range(megabytes * 10**6 // len(document)):
-                file.write(document)
-        result = subprocess.run(
-            [
-                *(sys.executable, str(tmp_path / "run.py"), "tokenize", "--input", str(corpus)),
-                *("--tokenizer", str(tmp_path / "tokenizer"), "--workers", "2"),
-                *("--output", str(tmp_path / f"s{megabytes}")),
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert result.returncode == 0, result.stderr
-        peaks.append([int(word) for word in result.stdout.split("peak ")[1].split()])
+        corpus.write_text(document * (megabytes * 10**6 // len(document)))
+        command = [
+            *(sys.executable, "-m", "data_prep", "tokenize", "--input", str(corpus)),
+            *("--tokenizer", str(tmp_path / "tokenizer"), "--workers", "2"),
+            *("--output", str(tmp_path / f"s{megabytes}")),
+        ]
+        peaks.append(watch_memory(command))
     for small, large in zip(*peaks, strict=True):
         assert large - small < 8 * 1024, f"KiB of the command and of its largest worker: {peaks}"
+    assert min(map(min, peaks)) > 8 * 1024, "the memory of something else was measured"
