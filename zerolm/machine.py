@@ -7,12 +7,14 @@ import errno
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
 RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "ds")
+STALE_BUILD_SECONDS = 600  # one source file of an operator compiles in well under this
 ASSUMED_DEVICE_BYTES = 80 << 30  # with --check --world_size, for devices that are not here
 
 
@@ -67,6 +69,24 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
         return Device(kind, None, True)
     memory = accelerator.total_memory(local_rank)
     return Device(kind, memory, bool(accelerator.is_bf16_supported()))
+
+
+def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]:
+    """Find the locks of operator builds in torch's extension cache: (left behind, maybe in use).
+
+    A rank that was killed while it built an operator leaves its lock, and every later rank waits
+    for it, forever and without a word. A build that is alive writes files beside its lock.
+    """
+    cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
+    root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
+    stale, fresh = [], []
+    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
+        try:
+            newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
+        except (OSError, ValueError):  # a build that ends while we look
+            continue
+        (stale if time.time() - newest > STALE_BUILD_SECONDS else fresh).append(lock)
+    return stale, fresh
 
 
 def unwritable(run_dir: str | Path) -> str | None:

@@ -129,6 +129,17 @@ class _Check:
         problem = machine.launcher_problem(self.argv, environment)
         if problem:
             self.problems.append(problem)
+        stale, fresh = machine.build_locks(environment)
+        self.problems += [
+            f"{lock}: left by a build that was killed: every rank would wait for it forever. "
+            f"Delete it."
+            for lock in stale
+        ]
+        self.notices += [
+            f"{lock}: another process builds an operator; this run waits for it. If there is no "
+            f"such process, stop this run and delete the lock"
+            for lock in fresh
+        ]
         if settings.wandb == "online" and not machine.has_wandb_key(environment):
             self.problems.append(
                 f"{settings.where('wandb')}: online, but no key is configured. Run wandb login, "

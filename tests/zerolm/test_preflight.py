@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +230,19 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(inputs):
 def test_a_broken_launcher_environment_is_refused(inputs):
     (problem,) = refusal(inputs, "", WORLD_SIZE="many")
     assert "environment: WORLD_SIZE: 'many'" in problem
+
+
+def test_the_lock_of_a_killed_build_is_refused_and_a_live_one_is_named(inputs, tmp_path):
+    for name, age in (("cpu_adam", 3600), ("shm_comm", 0)):
+        lock = tmp_path / name / "lock"
+        lock.parent.mkdir()
+        lock.touch()
+        os.utime(lock, times=(time.time() - age,) * 2)
+    (problem,) = refusal(inputs, "", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert f"{tmp_path}/cpu_adam/lock" in problem and "Delete it" in problem
+    (tmp_path / "cpu_adam" / "lock").unlink()
+    plan = preflight.check(command(inputs), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert any(f"{tmp_path}/shm_comm/lock" in notice for notice in plan.notices)
 
 
 def test_a_device_that_is_missing_is_refused(inputs):
