@@ -79,7 +79,8 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
     """
     cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
     root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
-    stale, fresh = [], []
+    stale: list[Path] = []
+    fresh: list[Path] = []
     for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
         try:
             newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
