@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -403,10 +404,9 @@ def watch_memory(command: list[str]) -> tuple[int, int]:
     try:
         while process.poll() is None:
             peaks[0] = max(peaks[0], peak_memory(process.pid))
-            for child in (
-                Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            ):
-                peaks[1] = max(peaks[1], peak_memory(int(child)))
+            with suppress(psutil.Error):  # it has just ended
+                for child in children_of(process):
+                    peaks[1] = max(peaks[1], peak_memory(child.pid))
             time.sleep(0.01)
     finally:
         process.kill()
