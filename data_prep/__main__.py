@@ -205,8 +205,8 @@ def _show_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
         print(f"skipped: {count:,} {SUMMARY_NAMES[reason]}")
     if summary.num_inner_eos:
         print(
-            f"note: {summary.num_inner_eos:,} EOS ids come from inside documents: this tokenizer "
-            f"does not mark its EOS token as special, and the text spells it out"
+            f"note: {summary.num_inner_eos:,} EOS ids are inside documents: this tokenizer gives its "
+            f"EOS id for text, as its unknown token or since the EOS token is not marked special"
         )
     rate = sum(summary.text_bytes) / 1e6 / summary.seconds
     print(f"seconds: {summary.seconds:,.1f} with {workers} workers, {rate:,.2f} MB/s of text")
