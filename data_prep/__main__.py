@@ -205,8 +205,8 @@ def _show_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
         print(f"skipped: {count:,} {SUMMARY_NAMES[reason]}")
     if summary.num_inner_eos:
         print(
-            f"note: {summary.num_inner_eos:,} EOS ids are inside documents: this tokenizer gives its "
-            f"EOS id for text, as its unknown token or since the EOS token is not marked special"
+            f"note: {summary.num_inner_eos:,} EOS ids are inside documents: this tokenizer gives "
+            f"its EOS id for text, as its unknown token or since EOS is not marked as special"
         )
     rate = sum(summary.text_bytes) / 1e6 / summary.seconds
     print(f"seconds: {summary.seconds:,.1f} with {workers} workers, {rate:,.2f} MB/s of text")
