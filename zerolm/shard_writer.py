@@ -106,7 +106,8 @@ class ShardWriter:
         self._shard_tokens = 0
         if problems := output_problems(self.directory):
             raise ShardError(problems)
-        self._created = not self.directory.exists()
+        ladder = [self.directory, *self.directory.parents]
+        self._created = [path for path in ladder if not path.exists()]
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.directory)
         self._remove_unpublished()
@@ -236,8 +237,10 @@ class ShardWriter:
         self._remove_unpublished()
         (self.directory / UNFINISHED).unlink(missing_ok=True)
         self._lock.close()
-        if self._created and not any(self.directory.iterdir()):
-            self.directory.rmdir()
+        for path in self._created:
+            if any(path.iterdir()):  # somebody else's by now
+                break
+            path.rmdir()
 
     def _remove_unpublished(self) -> None:
         for path in self.directory.iterdir():

@@ -103,10 +103,10 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path, token):
 
 
 def test_nothing_is_left_of_a_writer_that_failed(tmp_path):
-    with pytest.raises(KeyError), writer(tmp_path / "s", shard_tokens=2) as open_writer:
+    with pytest.raises(KeyError), writer(tmp_path / "new" / "s", shard_tokens=2) as open_writer:
         open_writer.add(np.array([1, EOS, 2, EOS, 3, EOS]), np.array([2, 4, 6]))
         raise KeyError
-    assert not (tmp_path / "s").exists()
+    assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
     with pytest.raises(ShardError, match="no documents"), writer(tmp_path / "mine"):
         pass
