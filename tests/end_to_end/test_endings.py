@@ -34,20 +34,6 @@ def test_problems_of_three_files_are_reported_at_once_and_nothing_is_written(
     assert tree(tmp_path) == before
 
 
-def test_more_nodes_than_the_hostfile_has_are_refused(tmp_path, llama, corpus) -> None:
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("localhost slots=1\n")
-    words = recipe(llama, corpus, tmp_path / "run", profile(tmp_path / "ds.json", 2, False), 2, 2)
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_nodes", "4"]
-    command += ["--hostfile", str(hostfile), str(ROOT / "pretrain.py"), *map(str, words)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "--num_nodes" in done.stderr and str(hostfile) in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_check_needs_no_ranks_and_writes_nothing(tmp_path, llama, corpus) -> None:
     words = recipe(llama, corpus, tmp_path / "run", profile(tmp_path / "ds.json", 3, False), 2, 1)
     words[words.index("--batch_tokens") + 1] = 512 * 32
