@@ -33,12 +33,13 @@ free_port() {
 }
 
 pretrain() {
-    deepspeed --log_level warning --num_gpus $num_processes --master_port "$(free_port)" pretrain.py \
+    deepspeed --log_level error --num_gpus $num_processes --master_port "$(free_port)" pretrain.py \
         --deepspeed_config ds_configs/zero2.json --model_config model_configs/tiny.json \
         --data demo/shards/code=0.8 --data demo/shards/prose=0.2 \
         --val_data demo/shards/code-val --val_data demo/shards/prose-val \
-        --seq_len 256 --batch_tokens 2048 --micro_batch_size 4 --total_tokens 700k \
-        --learning_rate 2e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 114 \
+        --seq_len 256 --batch_tokens 8192 --batch_ramp_start 2048 --batch_ramp_tokens 1M \
+        --micro_batch_size 4 --total_tokens 1M \
+        --learning_rate 3e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 100 \
         --wandb offline --run_dir $run_dir "$@" 2>&1 | shorten
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 LEAST_FALL_NATS = 3.0
 GREATEST_GAP_NATS = 0.5  # between the validation loss and the training loss
-LAST_STEPS = 10  # one batch of 2,048 tokens is a noisy sample
+LAST_STEPS = 10  # one batch is a noisy sample
 
 
 def summary(metrics: Path) -> tuple[str, bool]:
