@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 def train(plan: Plan, found: Checkpoint | None) -> int:
     """Train to the token budget, from the checkpoint if there is one. Every rank calls."""
     run = Run(plan)
-    run.begin(found)
+    found = run.begin(found)
     batches = run.batches()
     try:
         if found:
@@ -90,6 +90,7 @@ def train(plan: Plan, found: Checkpoint | None) -> int:
                 run.evaluate_if_due()
     except GaveUp as error:
         run.log.event("gave_up", run.progress.step, reason=str(error))
+        run.log.close()
         raise
     return run.end()
 
@@ -102,16 +103,24 @@ class Run:
         self.settings: Any = plan.settings  # resolved: none of them is None any more
         self.stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
         self.rank, self.world_size, self.device = distributed.start()
-        first = distributed.broadcast_object(plan.fingerprint())
-        distributed.agree(
-            plan.fingerprint() == first,
-            "settings, files or devices differ from the first rank's, so the ranks would not train "
-            "one model on one data order. Make the hosts alike.",
+        distributed.must_be_same(
+            plan.fingerprint(),
+            "settings, files, versions or devices differ from the first rank's, so the ranks would "
+            "not train one model on one data order. Make the hosts alike.",
         )
         self.say(plan.summary())
         self.engine = build_engine(plan, self.device, self.say)
+        peak = plan.learning_rate.peak if plan.learning_rate else 1.0
+        self.ratios = train_step.learning_rate_ratios(self.engine, peak)
         self.peak_flops, source = throughput.device_peak_flops(self.device, plan.precision)
         self.say(f"peak: {self.peak_flops:.3g} FLOP/s a device ({source})")
+        self.cut: dict[str, Any] = {  # how any data is cut into this rank's micro-batches
+            "seq_len": self.settings.seq_len,
+            "micro_batch_size": plan.micro_batch_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "document_mask": self.settings.document_mask,
+        }
         self.watch = throughput.Stopwatch()
         self.progress = Progress()
         self.stopping = False
@@ -132,8 +141,11 @@ class Run:
 
     # ---- Where the run is
 
-    def begin(self, found: Checkpoint | None) -> None:
+    def begin(self, found: Checkpoint | None) -> Checkpoint | None:
         """Load the checkpoint, if any; write run.json; open the log and the trackers."""
+        if self.rank == 0:  # again, now that the lock is held
+            found = checkpoint.newest(self.run_dir)
+        found = checkpoint.same_on_all_ranks(found, self.run_dir)
         if found is not None:
             self.progress = checkpoint.load(self.engine, found)
             self.newest_checkpoint = str(found.directory)
@@ -157,21 +169,18 @@ class Run:
             zero_stage=self.plan.zero_stage,
         )
         self.say(f"wandb: {self.log.track(self.settings, self.record, step)}")
+        return found
 
     def batches(self) -> Any:
         """Return the endless iterator of this rank's micro-batches, from where the run is."""
         stream = data.TokenStream(
             self.plan.sources,
             self.plan.weights,
-            seq_len=self.settings.seq_len,
             seed=self.settings.seed,
             batch_schedule=self.plan.batch_schedule,
-            micro_batch_size=self.plan.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
             position=self.progress.position,
             end_position=UNBOUNDED,
-            document_mask=self.settings.document_mask,
+            **self.cut,
         )
         self.order = stream.order
         on_gpu = self.device.type != "cpu"
@@ -195,8 +204,9 @@ class Run:
             stability.refuse_loss(result.loss, progress.step + 1, self.newest_checkpoint)
             tokens = progress.tokens + sequences * seq_len
             rate = plan.learning_rate(tokens) if plan.learning_rate else None
-            train_step.apply(self.engine, result, rate)
-        self.watch.count(sequences, sequences * seq_len)
+            train_step.apply(self.engine, result, rate, self.ratios)
+        self.batch_tokens = sequences * seq_len
+        self.watch.count(sequences, self.batch_tokens)
         self.last_step, self.stopping = result, result.stop
         progress.step += 1
         progress.position += sequences
@@ -225,14 +235,19 @@ class Run:
             "step": progress.step,
             "tokens": progress.tokens,
             **metrics.training_row(result, plan.source_names),
+            "train/batch_tokens": self.batch_tokens,
             **metrics.data_row(self.order, plan.source_names, progress.position, seq_len),
-            "train/param_norm": norm,
             **self.watch.report(self.world_size, plan.flops_per_token, self.peak_flops),
             **throughput.memory(self.device),
             "health/skipped_steps": progress.skipped_steps,
         }
+        if norm is not None:
+            row["train/param_norm"] = norm
         self.log.metrics(row)
-        steps_left = plan.batch_schedule.steps(progress.position, plan.total_sequences)
+        sequences_left = -(-(self.settings.total_tokens - progress.tokens) // seq_len)
+        steps_left = plan.batch_schedule.steps(
+            progress.position, progress.position + sequences_left
+        )
         seconds_left = steps_left * row["throughput/step_seconds"]
         self.say(metrics.console_line(row, progress.step + steps_left, seconds_left))
 
@@ -262,17 +277,12 @@ class Run:
     def evaluate_if_due(self) -> None:
         """Measure the validation loss, if this step has one and does not have it yet."""
         progress, plan = self.progress, self.plan
-        done = distributed.broadcast_object(self.log.has(progress.step, "eval/loss"))
-        if done or not plan.val_sources or not self.due(self.settings.eval_interval):
+        if not plan.val_sources or not self.due(self.settings.eval_interval):
+            return
+        if distributed.broadcast_object(self.log.has(progress.step, "eval/loss")):
             return
         held_out = data.ValidationStream(
-            plan.val_sources,
-            seq_len=self.settings.seq_len,
-            num_sequences=plan.val_sequences,
-            micro_batch_size=plan.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            document_mask=self.settings.document_mask,
+            plan.val_sources, num_sequences=plan.val_sequences, **self.cut
         )
         batches = data.prefetch_to_device(data.make_loader(held_out, 0, False), self.device)
         row = evaluate.validation_loss(self.engine, batches, plan.val_source_names)
@@ -314,7 +324,7 @@ def build_engine(plan: Plan, device: Any, say: Any) -> Any:
     if not plan.ds_config.get("wall_clock_breakdown"):
         logger.setLevel(logging.WARNING)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
-    attention = models.choose_attention(
+    attention = models.agreed_attention(
         plan.model_config, plan.settings.attn_implementation, device.type, dtype
     )
     model = models.build_model(

@@ -13,8 +13,8 @@ for name, value in {
     os.environ.setdefault(name, value)
 extensions = Path(__file__).parent.parent / ".cache" / "torch_extensions"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
-# A rank that was killed while it built an op leaves its lock, and the next run waits forever. A build
-# takes two minutes; a younger lock may be that of a run beside this one.
+# A rank that was killed while it built an op leaves its lock, and the next run waits forever. A
+# build takes two minutes; a younger lock may be that of a run beside this one.
 STALE_SECONDS = 600
 for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
     if time.time() - lock.stat().st_mtime > STALE_SECONDS:

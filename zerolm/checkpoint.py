@@ -9,6 +9,7 @@ the other ranks have finished) is never made. Progress is in the manifest, as pl
 `publish` fills the temporary directory, `publish` alone makes it visible.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerolm.distributed import barrier, gather_objects
+from zerolm.distributed import agree, barrier, broadcast_object, gather_objects
 from zerolm.errors import CheckpointError, CheckpointWriteError
 from zerolm.files import sha256_file, sync_directory, write_atomically, write_json
 
@@ -38,14 +39,12 @@ class Progress:
         position: sequences consumed, the run's position in the data order.
         tokens: tokens of the steps that were really taken; the learning rate counts these.
         skipped_steps: steps that DeepSpeed did not take (an overflow).
-        seconds: time spent training.
     """
 
     step: int = 0
     position: int = 0
     tokens: int = 0
     skipped_steps: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,11 @@ class Checkpoint:
     @property
     def progress(self) -> Progress:
         return Progress(**self.manifest["progress"])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest, which vouches for every file."""
+        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     @property
     def world_size(self) -> int:
@@ -97,9 +101,13 @@ def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any
     # save_checkpoint begins with a barrier, so no rank writes before the debris is gone.
     try:
         engine.save_checkpoint(str(checkpoints), tag=temporary.name, save_latest=False)
-        files = _hash_share(temporary, engine.global_rank, engine.world_size)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        raise CheckpointWriteError(_why_not(checkpoints, error)) from error
+        # One list for all: a host whose view of the directory lags must not leave a file out.
+        names = broadcast_object([str(p.relative_to(temporary)) for p in _files(temporary)])
+        files = _hash_share(temporary, names[engine.global_rank :: engine.world_size])
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) or "inline_container" in str(error):  # torch.save's own
+            raise CheckpointWriteError(_why_not(checkpoints, error)) from error
+        raise
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -170,10 +178,10 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
-def _hash_share(directory: Path, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Sync and hash every `world_size`-th file: the ranks share the reading of what they wrote."""
+def _hash_share(directory: Path, names: list[str]) -> list[dict[str, Any]]:
+    """Sync and hash some files of a checkpoint: the ranks share the reading of what they wrote."""
     entries = []
-    for path in _files(directory)[rank::world_size]:
+    for path in (directory / name for name in names):
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
         entries.append(
@@ -282,6 +290,28 @@ def must_fit(checkpoint: Checkpoint, world_size: int, zero_stage: int) -> None:
         )
     if problems:
         raise CheckpointError(problems)
+
+
+def same_on_all_ranks(found: Checkpoint | None, run_dir: Path) -> Checkpoint | None:
+    """Return the checkpoint that rank 0 found, as this rank reads it. Every rank must call.
+
+    Hosts may see a shared directory differently for a while; each must load the same checkpoint.
+
+    Raises:
+        ConfigError: on every rank, when a host cannot read it, or reads another manifest.
+    """
+    name, digest = broadcast_object((found.directory.name, found.digest) if found else (None, None))
+    if name is None:
+        return None
+    mine, problem = None, ""
+    try:
+        mine = read(Path(run_dir) / "checkpoints" / name)
+        if mine.digest != digest:
+            problem = f"{mine.directory / MANIFEST}: not the manifest that the first rank reads."
+    except CheckpointError as error:
+        problem = str(error)
+    agree(not problem, f"{problem} All hosts must share --run_dir {run_dir}.")
+    return mine
 
 
 def load(engine: Any, checkpoint: Checkpoint) -> Progress:

@@ -27,19 +27,16 @@ def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, 
 def refuse(error: ConfigError, rank: int, local_rank: int) -> int:
     """Print a refusal once and return its exit code; to be called before any group exists.
 
-    The launcher kills every rank as soon as one has ended, so only the first of each host ends at
-    once; the others wait to be killed, or the message could be lost with rank 0. A host other than
-    the first waits a little too: its message appears only if the first host had none.
+    The launcher kills every rank of a host as soon as one has ended, so the first rank ends at once
+    and the others wait: what all ranks found is printed once, and what only one found is printed
+    too, a little later.
     """
-    if local_rank != 0:
-        time.sleep(REFUSAL_WAIT_SECONDS)
-    elif rank == 0:
+    if rank == 0:
         print(f"pretrain.py: refused, nothing was written.\n{error}", file=sys.stderr, flush=True)
     else:
-        time.sleep(REFUSAL_WAIT_SECONDS / 4)
-        print(
-            f"pretrain.py: refused on {socket.gethostname()}.\n{error}", file=sys.stderr, flush=True
-        )
+        time.sleep(REFUSAL_WAIT_SECONDS if local_rank else REFUSAL_WAIT_SECONDS / 4)
+        where = f"rank {rank} on {socket.gethostname()}"
+        print(f"pretrain.py: refused, {where}.\n{error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
@@ -102,11 +99,20 @@ def barrier() -> None:
 
 
 def agree(condition: bool, problem: str) -> None:
-    """Raise the same ConfigError on every rank unless all see `condition`. Every rank must call."""
-    hosts = gather_objects(None if condition else socket.gethostname())
-    missing = sorted({host for host in hosts if host is not None})
-    if missing:
-        raise ConfigError(f"{problem} (on {', '.join(missing)})")
+    """Raise the same ConfigError on every rank unless all see `condition`. Every rank must call.
+
+    Args:
+        problem: what is wrong on this rank, if anything is.
+    """
+    found = gather_objects(None if condition else f"{problem} (on {socket.gethostname()})")
+    problems = list(dict.fromkeys(line for line in found if line is not None))
+    if problems:
+        raise ConfigError(problems)
+
+
+def must_be_same(value: Any, problem: str) -> None:
+    """Raise a ConfigError on every rank unless all have rank 0's `value`. Every rank must call."""
+    agree(value == broadcast_object(value), problem)
 
 
 def gather_objects(value: Any) -> list[Any]:

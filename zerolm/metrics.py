@@ -48,7 +48,11 @@ class RunLog:
         for row in kept:
             self._seen.setdefault(row["step"], set()).update(row)
         self._metrics = open(self.run_dir / METRICS, "a", buffering=1)
-        self._events = open(self.run_dir / EVENTS, "a", buffering=1)
+        events = self.run_dir / EVENTS
+        half = events.is_file() and not events.read_bytes().endswith(b"\n")
+        self._events = open(events, "a", buffering=1)
+        if half and events.stat().st_size:
+            self._events.write("\n")  # a writer was killed in its line: the next one is its own
 
     def has(self, step: int, key: str) -> bool:
         """Tell whether a kept line of `step` has `key`. Rank 0 only."""
@@ -58,7 +62,8 @@ class RunLog:
         """Append one line. `row` has `step` and `tokens`."""
         if self._metrics is None:
             return
-        self._metrics.write(json.dumps(row) + "\n")
+        row = {key: _json_value(value) for key, value in row.items()}
+        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._seen.setdefault(row["step"], set()).update(row)
         if self.tracker is not None:
             self._guard(lambda tracker: tracker.log(row))
@@ -105,6 +110,11 @@ class RunLog:
         for file in (self._metrics, self._events):
             if file is not None:
                 file.close()
+
+
+def _json_value(value: Any) -> Any:
+    """Return None for what JSON has no number for: infinities and NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _whole_lines(path: Path) -> list[Row]:
@@ -195,7 +205,6 @@ def training_row(result: Any, source_names: Sequence[str]) -> Row:
         "train/perplexity": math.exp(min(result.loss, 700.0)),
         "train/grad_norm": result.grad_norm,
         "train/learning_rate": result.learning_rate,
-        "train/batch_tokens": int(sum(result.source_tokens)),
     }
     if result.auxiliary_loss is not None:
         row["train/auxiliary_loss"] = result.auxiliary_loss

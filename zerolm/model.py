@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from zerolm.architecture import causal_lm_class
+from zerolm.distributed import agree, must_be_same
 from zerolm.errors import ConfigError
 from zerolm.initialization import InitialWeights
 from zerolm.self_check import InitializationReport, check_initialization, gathered
@@ -34,6 +35,30 @@ __all__ = [
 ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")
 FINGERPRINT_CHUNK = 1 << 21  # values at once: bounds the int64 copies to 16 MiB each
 ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads the positions
+
+
+def agreed_attention(
+    config: "PretrainedConfig", requested: str, device_type: str, dtype: torch.dtype
+) -> str:
+    """Return `choose_attention`'s choice, the same one on every host. Every rank must call.
+
+    Hosts may differ in the packages and devices that it looks at.
+
+    Raises:
+        ConfigError: on every rank, when it cannot be on one, or differs between them.
+    """
+    chosen, problem = "", ""
+    try:
+        chosen = choose_attention(config, requested, device_type, dtype)
+    except ConfigError as error:
+        problem = str(error)
+    agree(not problem, problem)
+    must_be_same(
+        chosen,
+        f"--attn_implementation {requested}: {chosen} here, but not on the first host. Install the "
+        f"same attention packages on all hosts, or name one implementation.",
+    )
+    return chosen
 
 
 def choose_attention(

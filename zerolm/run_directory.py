@@ -29,11 +29,13 @@ def claim(run_dir: str | Path) -> TextIO:
     lock = open(run_dir / "lock", "a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise ConfigError(
             f"--run_dir {run_dir}: another run is writing to it now. Stop that one, or choose "
             f"another directory."
         ) from error
+    except OSError as error:  # Lustre and NFS may be mounted without locks
+        print(f"note: {run_dir}: its file system has no locks ({error}); start only one run in it")
     return lock
 
 

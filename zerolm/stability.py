@@ -78,13 +78,16 @@ def refuse_gradients(
         )
 
 
-def refuse_weights(norm: float, step: int, checkpoint: str | None) -> None:
+def refuse_weights(norm: float | None, step: int, checkpoint: str | None) -> None:
     """Give up rather than save weights that are not finite: no checkpoint ever holds a NaN.
+
+    Args:
+        norm: 2-norm of the parameters; None where it is not known.
 
     Raises:
         GaveUp: the 2-norm of the parameters is not finite.
     """
-    if not math.isfinite(norm):
+    if norm is not None and not math.isfinite(norm):
         raise GaveUp(f"step {step}: the norm of the weights is {norm}. {_advice(checkpoint)}")
 
 

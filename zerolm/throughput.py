@@ -108,7 +108,7 @@ def memory(device: torch.device) -> dict[str, int]:
     }
 
 
-def parameter_norm(model: torch.nn.Module, device: torch.device) -> float:
+def parameter_norm(model: torch.nn.Module, device: torch.device) -> float | None:
     """Return the 2-norm of all parameters, from the partitions under ZeRO-3. Every rank must call.
 
     Nothing is gathered: under stage 3 each rank sums the squares of the partition it holds, less
@@ -116,6 +116,9 @@ def parameter_norm(model: torch.nn.Module, device: torch.device) -> float:
 
     Args:
         device: where collectives of this run work.
+
+    Returns:
+        None when parameters are swapped out to NVMe, where reading them would cost a step.
     """
     rank = torch.distributed.get_rank()
     squares = torch.zeros(2, dtype=torch.float64, device=device)  # whole, partitioned
@@ -123,6 +126,8 @@ def parameter_norm(model: torch.nn.Module, device: torch.device) -> float:
         values, partitioned = parameter.data, 0
         if hasattr(parameter, "ds_tensor") and hasattr(parameter, "ds_numel"):
             partitioned = 1
+            if parameter.ds_tensor.status.name == "NOT_AVAILABLE":
+                return None
             shard = parameter.ds_tensor.data.flatten()
             values = shard[: max(0, parameter.ds_numel - rank * shard.numel())]
         if values.numel():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zerolm.distributed import sum_over_ranks
+from zerolm.errors import GaveUp
 from zerolm.loss import IGNORED, sums_by_source, token_losses
 
 Batch = dict[str, torch.Tensor]
@@ -92,19 +93,44 @@ def forward_backward(
     )
 
 
-def apply(engine: Any, result: StepResult, learning_rate: float | None) -> None:
+def learning_rate_ratios(engine: Any, peak: float) -> list[float]:
+    """Return each parameter group's learning rate in units of the run's, before any is changed.
+
+    They are 1 but for optimizers with several rates, such as Muon's for matrices and for the rest.
+
+    Args:
+        peak: the learning rate that the ds config was resolved with.
+    """
+    return [group["lr"] / peak for group in engine.optimizer.param_groups]
+
+
+def apply(
+    engine: Any, result: StepResult, learning_rate: float | None, ratios: Sequence[float]
+) -> None:
     """Take the optimizer step, and note how it went in `result`. Every rank must call.
 
     Args:
         learning_rate: of this step; None leaves it to the scheduler of the ds config.
+        ratios: of the parameter groups, from `learning_rate_ratios`.
+
+    Raises:
+        GaveUp: fp16 found no loss scale at which the gradients are finite.
     """
+    groups = engine.optimizer.param_groups
     if learning_rate is not None:
-        for group in engine.optimizer.param_groups:
-            group["lr"] = learning_rate
-    result.learning_rate = engine.optimizer.param_groups[0]["lr"]
-    engine.step()
+        for group, ratio in zip(groups, ratios, strict=True):
+            group["lr"] = learning_rate * ratio
+    result.learning_rate = groups[0]["lr"] if learning_rate is None else learning_rate
+    try:
+        engine.step()
+    except Exception as error:
+        if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
+            raise GaveUp(f"fp16: {error}") from error
+        raise
     result.applied = engine.was_step_applied()
-    result.grad_norm = float(engine.get_global_grad_norm() or 0.0)
+    norm = engine.get_global_grad_norm()
+    assert norm is not None, "ZeRO stages 1 to 3 know the gradient norm"
+    result.grad_norm = float(norm) if norm >= 0 else float("nan")  # -1 is DeepSpeed's NaN
 
 
 def take(batches: Iterator[Batch], count: int) -> list[Batch]:

@@ -74,6 +74,21 @@ def test_a_resume_drops_the_lines_that_are_taken_again(tmp_path) -> None:
     assert rows[2]["train/loss"] == 1 / 9, "floats survive to the last bit"
 
 
+def test_what_json_has_no_number_for_is_null(tmp_path) -> None:
+    log = RunLog(tmp_path, 0, writes=True)
+    log.metrics({"step": 1, "tokens": 10, "train/grad_norm": float("inf")})
+    log.close()
+    assert lines(tmp_path / metrics.METRICS) == [{"step": 1, "tokens": 10, "train/grad_norm": None}]
+
+
+def test_an_event_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path) -> None:
+    (tmp_path / metrics.EVENTS).write_text('{"event": "start"}\n{"event": "chec')
+    log = RunLog(tmp_path, 0, writes=True)
+    log.event("resume", 3)
+    log.close()
+    assert json.loads((tmp_path / metrics.EVENTS).read_text().splitlines()[-1])["step"] == 3
+
+
 def test_events_are_appended_over_all_starts(tmp_path) -> None:
     for event in ("start", "resume"):
         log = RunLog(tmp_path, 0, writes=True)
