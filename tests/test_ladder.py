@@ -28,7 +28,7 @@ RUNGS = {
     0: {
         *("zerolm." + name for name in (
             "architecture", "budget", "defaults", "distributed", "ds_config", "ds_optimizers",
-            "ds_rules", "ds_schema", "errors", "files", "flops", "initialization", "loss",
+            "ds_resolve", "ds_rules", "ds_schema", "errors", "files", "flops", "initialization", "loss",
             "machine", "manifest", "memory", "model_rules", "order", "plan", "run_record",
             "schedule", "self_check", "settings", "shard_writer", "shards", "sources", "values",
             "windows",

@@ -53,6 +53,7 @@ def fill_rest(
     flops_per_token: float,
     has_validation: bool,
     json_schedules: bool,
+    betas: tuple[float, float] | None,
 ) -> Settings:
     """Fill in whatever is still open.
 
@@ -60,6 +61,7 @@ def fill_rest(
         settings: with the batch filled in.
         has_validation: whether there is anything to evaluate on.
         json_schedules: the DeepSpeed JSON has a scheduler whose shape has no name here.
+        betas: the optimizer's defaults; None when it has none.
     """
     assert settings.seq_len is not None and settings.batch_tokens is not None
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
@@ -85,8 +87,8 @@ def fill_rest(
         "warmup_tokens": warmup,
         "decay_tokens": decay,
         "weight_decay": _or(settings.weight_decay, defaults.WEIGHT_DECAY),
-        "beta1": _or(settings.beta1, defaults.BETAS[0]),
-        "beta2": _or(settings.beta2, defaults.BETAS[1]),
+        "beta1": _or(settings.beta1, betas[0]) if betas else None,
+        "beta2": _or(settings.beta2, betas[1]) if betas else None,
         "log_interval": settings.log_interval or defaults.interval(steps, "log"),
         "checkpoint_interval": settings.checkpoint_interval
         or defaults.interval(steps, "checkpoint"),

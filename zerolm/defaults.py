@@ -11,6 +11,7 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Chinchilla
 SEQ_LEN = 2048
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)  # Touvron et al. 2023 (arXiv 2302.13971), as most since
+LION_BETAS = (0.9, 0.99)  # Chen et al. 2023 (arXiv 2302.06675)
 MIN_LEARNING_RATE_SHARE = 0.1  # Hoffmann et al. 2022: decay to a tenth of the peak
 WARMUP_SHARE = 0.01
 DECAY_SHARE = 0.2  # Hägele et al. 2024 (arXiv 2405.18392): 20% of decay matches cosine

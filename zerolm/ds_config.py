@@ -1,11 +1,10 @@
-"""DeepSpeed's JSON: read it, ask it, and resolve what it leaves to the run.
+"""DeepSpeed's JSON: read it, ask it, and find what it decides of the run.
 
-"auto" means what it means in Hugging Face's Trainer; explicit numbers stay and become the run's
-settings; a number that contradicts a flag is refused with both shown. ds_schema.py knows the keys,
-ds_rules.py which combinations work; this file never imports DeepSpeed.
+Explicit numbers become the run's settings; a number that contradicts a flag is refused with both
+shown. ds_schema.py knows the keys, ds_rules.py which combinations work, and ds_resolve.py fills in
+what is left to the run; this file never imports DeepSpeed.
 """
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -16,8 +15,6 @@ from zerolm.ds_schema import AUTO, LARGEST
 from zerolm.settings import Settings
 from zerolm.values import read_json, shown
 
-ADAM_EPSILON = 1e-8
-DEFAULT_CLIPPING = 1.0
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _STEP_KEYS = {"warmup_tokens": "warmup_num_steps", "total_tokens": "total_num_steps"}
 
@@ -65,7 +62,7 @@ def block(ds_config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 def count(ds_config: Mapping[str, Any], key: str) -> int | None:
     """Return a top-level positive whole number, None when it is absent, "auto" or unfit."""
     value = ds_config.get(key)
-    return int(value) if _is_number(value) and value >= 1 and value == int(value) else None
+    return int(value) if is_number(value) and value >= 1 and value == int(value) else None
 
 
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
@@ -125,22 +122,22 @@ def fixed_settings(
     fixed, problems = _fixed_batch(ds_config, seq_len, world_size)
     params = block(ds_config, "optimizer", "params")
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
-        if _is_number(value := params.get(key)):
+        if is_number(value := params.get(key)):
             fixed[name] = Fixed(float(value), f"optimizer.params.{key}")
     betas = params.get("betas")
-    if isinstance(betas, (list, tuple)) and len(betas) == 2 and all(map(_is_number, betas)):
+    if isinstance(betas, (list, tuple)) and len(betas) == 2 and all(map(is_number, betas)):
         fixed["beta1"] = Fixed(float(betas[0]), "optimizer.params.betas")
         fixed["beta2"] = Fixed(float(betas[1]), "optimizer.params.betas")
     scheduler = block(ds_config, "scheduler")
     kind, params = str(scheduler.get("type")), block(scheduler, "params")
     if kind in SCHEDULES:
         fixed["schedule"] = Fixed(SCHEDULES[kind], "scheduler.type")
-        if _is_number(params.get("warmup_max_lr")):
+        if is_number(params.get("warmup_max_lr")):
             peak = float(params["warmup_max_lr"])
             fixed["learning_rate"] = Fixed(peak, "scheduler.params.warmup_max_lr")
     if kind == "WarmupDecayLR":
         floor = params.get("warmup_min_lr", 0.0)
-        value = float(floor) if _is_number(floor) else 0.0
+        value = float(floor) if is_number(floor) else 0.0
         fixed["min_learning_rate"] = Fixed(value, "scheduler.params.warmup_min_lr")
     elif scheduler and kind not in SCHEDULES:
         for name in ("schedule", "min_learning_rate", "warmup_tokens"):
@@ -195,7 +192,7 @@ def fixed_tokens(
     flat = "warmup_min_lr" in params and params["warmup_min_lr"] == params.get("warmup_max_lr")
     for name, key in _STEP_KEYS.items():
         steps = params.get(key)
-        if not _is_number(steps) or (flat and name == "warmup_tokens"):
+        if not is_number(steps) or (flat and name == "warmup_tokens"):
             continue
         tokens, given = tokens_after(int(steps)), getattr(settings, name)
         # One step is the least that DeepSpeed's schedulers warm up: it stands for none.
@@ -222,7 +219,7 @@ def contradictions(fixed: Mapping[str, Fixed], settings: Settings, name: str) ->
             continue
         given = getattr(settings, setting)
         same = given == value
-        if _is_number(given) and _is_number(value):
+        if is_number(given) and is_number(value):
             same = math.isclose(given, value, rel_tol=1e-9)
         if not same:
             said = "decides it" if value is None else shown(value)
@@ -233,124 +230,7 @@ def contradictions(fixed: Mapping[str, Fixed], settings: Settings, name: str) ->
     return problems
 
 
-# -------------------------------------------------------------------------------------------------
-# Resolving "auto"
-
-
-def resolve(
-    ds_config: Mapping[str, Any],
-    settings: Settings,
-    *,
-    hidden_size: int | None,
-    micro_batch_size: int,
-    accumulation: int,
-    world_size: int,
-    on_gpu: bool,
-    warmup_steps: int = 1,
-    total_steps: int = 1,
-) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize`: no "auto" left, nothing left to defaults.
-
-    Args:
-        ds_config: without problems; it is not changed.
-        settings: resolved ones.
-        hidden_size: of the model; None leaves the bucket sizes to DeepSpeed's defaults.
-        micro_batch_size: sequences per rank at once.
-        accumulation: micro-batches per rank in a full batch.
-        warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
-
-    Source: transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig (5.23).
-    """
-    resolved = copy.deepcopy(dict(ds_config))
-    resolved["train_micro_batch_size_per_gpu"] = micro_batch_size
-    resolved["gradient_accumulation_steps"] = accumulation
-    resolved["train_batch_size"] = micro_batch_size * accumulation * world_size
-    if resolved.get("gradient_clipping", AUTO) == AUTO:
-        # DeepSpeed's own default since 0.19; older ones did not clip. Here it stands in run.json.
-        muon = optimizer_type(ds_config).lower() == "muon"
-        resolved["gradient_clipping"] = 0.0 if muon else DEFAULT_CLIPPING
-    _resolve_precision(resolved)
-    _resolve_zero(resolved, hidden_size)
-    _resolve_optimizer(resolved, settings, on_gpu)
-    if "scheduler" in resolved:
-        _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
-    return _without_auto(resolved)
-
-
-def _resolve_precision(resolved: dict[str, Any]) -> None:
-    kind = precision(resolved)
-    if "bfloat16" in resolved:  # DeepSpeed's older spelling
-        resolved.setdefault("bf16", resolved.pop("bfloat16"))
-    for key in ("bf16", "fp16"):
-        if block(resolved, key).get("enabled") == AUTO:
-            resolved[key]["enabled"] = kind == key
-
-
-def _resolve_zero(resolved: dict[str, Any], hidden_size: int | None) -> None:
-    zero = block(resolved, "zero_optimization")
-    if not isinstance(zero, dict) or hidden_size is None:
-        return
-    sizes = {
-        "reduce_bucket_size": hidden_size * hidden_size,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
-    for key, size in sizes.items():
-        if zero.get(key) == AUTO and (zero_stage(resolved) == 3 or not key.startswith("stage3")):
-            zero[key] = size
-
-
-def _resolve_optimizer(resolved: dict[str, Any], settings: Settings, on_gpu: bool) -> None:
-    optimizer = resolved.setdefault("optimizer", {"type": "AdamW", "params": {}})
-    params = optimizer.setdefault("params", {})
-    adam = optimizer["type"].lower() in ("adam", "adamw")
-    wanted = {
-        "lr": settings.learning_rate,
-        "betas": [settings.beta1, settings.beta2],
-        "eps": ADAM_EPSILON,
-        "weight_decay": settings.weight_decay,
-    }
-    for key, value in wanted.items():
-        if params.get(key) == AUTO or (key not in params and (adam or key == "lr")):
-            params[key] = value
-    if adam and not on_gpu and optimizer_offload(resolved) == "none":
-        # DeepSpeed's FusedAdam would compile a CPU kernel for a minute at each fresh start; torch's
-        # AdamW is the same arithmetic and needs no compiler.
-        params.setdefault("torch_adam", True)
-        if params["torch_adam"]:
-            params.pop("bias_correction", None)
-
-
-def _resolve_scheduler(
-    resolved: dict[str, Any], settings: Settings, warmup_steps: int, total_steps: int
-) -> None:
-    kind = resolved["scheduler"]["type"]
-    params = resolved["scheduler"].setdefault("params", {})
-    if kind not in SCHEDULES:
-        return
-    wanted: dict[str, Any] = {"warmup_num_steps": max(1, warmup_steps)}
-    if kind != "WarmupLR":
-        wanted["total_num_steps"] = total_steps
-    if kind == "WarmupCosineLR":
-        low, high = settings.min_learning_rate, settings.learning_rate
-        wanted["cos_min_ratio"] = low / high if low and high else 0.0
-    else:
-        wanted |= {"warmup_min_lr": 0, "warmup_max_lr": settings.learning_rate}
-    for key, value in wanted.items():
-        if params.get(key, AUTO) == AUTO:
-            params[key] = value
-
-
-def _without_auto(value: Any) -> Any:
-    """Leave out keys that are still "auto": in DeepSpeed's own blocks it means the default."""
-    if isinstance(value, dict):
-        kept = {key: inner for key, inner in value.items() if inner != AUTO}
-        kept |= {key: inner for key, inner in value.items() if key == "keep_in_fp32_modules"}
-        return {key: _without_auto(inner) for key, inner in kept.items()}
-    return value
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
+def is_number(value: Any) -> TypeGuard[int | float]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < LARGEST  # also not infinite, and not "not a number"

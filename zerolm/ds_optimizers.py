@@ -5,17 +5,20 @@ DeepSpeed finds out when it builds them, after the model is there. Versions: Dee
 
 import importlib.util
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from zerolm.ds_config import block, optimizer_offload, optimizer_type, zero_stage
 from zerolm.ds_schema import AUTO
 from zerolm.errors import did_you_mean
+from zerolm.settings import Settings
 from zerolm.values import shown
 
 # DeepSpeed matches these in any case (deepspeed/runtime/config.py, DEEPSPEED_OPTIMIZERS) and
 # everything else as an attribute of torch.optim.
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 ADAM = frozenset({"adam", "adamw"})
+WITHOUT_BETAS = frozenset({"adagrad", "musgd"})
 NEEDS_MUP = frozenset({"muadam", "muadamw", "musgd"})
 WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion"})  # deepspeed/ops/*/cpu_*.py
 ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
@@ -43,6 +46,34 @@ AUTO_SCHEDULER_PARAMS = (
 )
 
 
+def takes_betas(ds_config: Mapping[str, Any]) -> bool:
+    """Tell whether the optimizer has betas; True for one that nobody knows, which is refused."""
+    kind = optimizer_type(ds_config).lower()
+    if kind in map(str.lower, OPTIMIZERS):
+        return kind not in WITHOUT_BETAS
+    import torch
+
+    optimizer = getattr(torch.optim, optimizer_type(ds_config), None)
+    return not isinstance(optimizer, type) or "betas" in signature(optimizer).parameters
+
+
+def beta_problems(ds_config: Mapping[str, Any], settings: Settings, name: str) -> list[str]:
+    """Refuse flags for betas of an optimizer that has none.
+
+    Args:
+        name: of the JSON file, for the messages.
+    """
+    if takes_betas(ds_config):
+        return []
+    kind = optimizer_type(ds_config)
+    return [
+        f"{settings.where(flag)}: {getattr(settings, flag)}, but {kind} has no betas ({name}: "
+        f"optimizer.type). Remove the flag, or use AdamW."
+        for flag in ("beta1", "beta2")
+        if flag in settings.explicit
+    ]
+
+
 def optimizer_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
     """Find optimizers and parameters of theirs that this machine or ZeRO cannot run."""
     written = optimizer_type(ds_config)
@@ -52,6 +83,8 @@ def optimizer_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
         for key, value in block(ds_config, "optimizer", "params").items()
         if value == AUTO and key not in AUTO_PARAMS
     ]
+    if "betas" in block(ds_config, "optimizer", "params") and not takes_betas(ds_config):
+        problems.append(f"optimizer.params.betas: {written} has none. Remove the key.")
     if "optimizer" in ds_config and "type" not in block(ds_config, "optimizer"):
         problems.append('optimizer.type: missing. Write for example "type": "AdamW".')
     if kind not in map(str.lower, OPTIMIZERS):
@@ -107,7 +140,13 @@ def _untested(ds_config: Mapping[str, Any], written: str) -> list[str]:
 
 
 def _muon_problems(ds_config: Mapping[str, Any]) -> list[str]:
-    problems = []
+    params = block(ds_config, "optimizer", "params")
+    problems = [
+        f"optimizer.params.{key}: {shown(params[key])}, every group follows one schedule here, so "
+        f"it would have no effect. Remove it, and use --learning_rate."
+        for key in ("muon_lr", "adam_lr")
+        if key in params
+    ]
     clipping = ds_config.get("gradient_clipping")
     if clipping != AUTO and clipping != 0:
         said = "missing, which is 1.0" if clipping is None else shown(clipping)

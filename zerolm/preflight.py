@@ -20,6 +20,8 @@ from zerolm.architecture import (
     num_parameters,
     parameter_shapes,
 )
+from zerolm.ds_optimizers import beta_problems, takes_betas
+from zerolm.ds_resolve import resolve
 from zerolm.ds_rules import rule_problems
 from zerolm.ds_schema import schema_problems
 from zerolm.errors import ConfigError
@@ -238,6 +240,9 @@ class _Check:
         )
         self.problems += [f"{name}: {problem}" for problem in problems]
         kind = ds_config.block(self.raw_ds, "scheduler").get("type")
+        self.problems += beta_problems(self.raw_ds, self.settings, name)
+        lion = ds_config.optimizer_type(self.raw_ds).lower() == "lion"
+        betas = defaults.LION_BETAS if lion else defaults.BETAS
         self.settings = budget.fill_rest(
             budget.apply_fixed(self.settings, fixed, name),
             schedule,
@@ -245,6 +250,7 @@ class _Check:
             flops_per_token=self.flops,
             has_validation=bool(self.settings.val_data),
             json_schedules=kind is not None and str(kind) not in ds_config.SCHEDULES,
+            betas=betas if takes_betas(self.raw_ds) else None,
         )
 
     def _resolve_micro_batch(self, name: str) -> None:
@@ -336,7 +342,7 @@ class _Check:
         assert settings.seq_len and settings.batch_tokens and settings.micro_batch_size
         assert settings.total_tokens and self.model_config is not None
         batch = settings.batch_tokens // settings.seq_len
-        return ds_config.resolve(
+        return resolve(
             self.raw_ds,
             settings,
             hidden_size=memory.hidden_size(self.model_config),

@@ -123,8 +123,8 @@ class Settings:
         "budget", "with wsd: tokens of the decay (default: 20%% of the total)", "TOKENS"
     )
     weight_decay: float | None = _real("weight decay of matrices (default: 0.1)")
-    beta1: float | None = _real("AdamW's first beta (default: 0.9)", below=1.0)
-    beta2: float | None = _real("AdamW's second beta (default: 0.95)", below=1.0)
+    beta1: float | None = _real("the optimizer's first beta (default: 0.9)", below=1.0)
+    beta2: float | None = _real("the optimizer's second beta (default: 0.95; Lion 0.99)", below=1.0)
 
     model_config: str | None = _flag(
         "model", "text", "a Hugging Face config.json of a causal language model", shows="PATH"

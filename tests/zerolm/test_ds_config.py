@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from zerolm import ds_config
-from zerolm.ds_config import fixed_settings, fixed_tokens, load_ds_config, resolve
+from zerolm.ds_config import fixed_settings, fixed_tokens, load_ds_config
+from zerolm.ds_resolve import resolve
 from zerolm.ds_rules import rule_problems
 from zerolm.ds_schema import BLOCKS, known_keys, schema_problems
 from zerolm.errors import ConfigError
@@ -138,6 +139,17 @@ def test_adamw_is_torchs_only_on_a_plain_cpu():
     assert resolved(chosen, on_gpu=False)["optimizer"]["params"]["torch_adam"] is False
 
 
+@pytest.mark.parametrize(
+    ("kind", "takes"),
+    [("Lion", True), ("Muon", True), ("NAdam", True), ("Adagrad", False), ("SGD", False)],
+)
+def test_betas_reach_every_optimizer_that_takes_them(kind, takes):
+    params = resolved({"optimizer": {"type": kind}})["optimizer"]["params"]
+    assert params.get("betas") == ([0.9, 0.95] if takes else None)
+    given = {"optimizer": {"type": kind, "params": {"betas": [0.5, 0.6]}}}
+    assert resolved(given)["optimizer"]["params"]["betas"] == [0.5, 0.6]
+
+
 def test_clipping_that_deepspeed_defaults_in_silence_is_written_down():
     assert resolved({})["gradient_clipping"] == 1.0
     assert resolved({"gradient_clipping": 0})["gradient_clipping"] == 0
@@ -255,6 +267,16 @@ BAD = {
         {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "gradient_clipping": 1.0},
         "gradient_clipping: 1.0",
         "Set it to 0",
+    ),
+    "betas of an optimizer without": (
+        {"optimizer": {"type": "Adagrad", "params": {"betas": "auto"}}},
+        "optimizer.params.betas",
+        "Remove",
+    ),
+    "Muon with a rate of its own": (
+        {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}, "gradient_clipping": 0},
+        "optimizer.params.muon_lr: 0.02",
+        "--learning_rate",
     ),
     "Muon at stage 3": (
         {**zero(3), "optimizer": {"type": "Muon"}, "gradient_clipping": 0},

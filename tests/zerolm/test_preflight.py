@@ -57,6 +57,9 @@ def inputs(tmp_path_factory) -> Path:
     write_json(base / "ds_scheduler.json", {"scheduler": {"type": "WarmupDecayLR", "params": {
         "total_num_steps": 50, "warmup_num_steps": 5, "warmup_max_lr": 0.001}}})  # fmt: skip
     write_json(base / "fp32.json", {"gradient_clipping": 0.5})
+    write_json(base / "adagrad.json", {"optimizer": {"type": "Adagrad"}})
+    write_json(base / "lion.json", {"optimizer": {"type": "Lion"}, "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "cpu"}}})  # fmt: skip
     (base / "torn.json").write_text('{"zero_optimization": ')
     write_json(base / "settings.json", {"batch_size": 8})
     return base
@@ -191,6 +194,10 @@ BAD = {
         "--deepspeed_config ds_scheduler.json",
         ["scheduler.params.total_num_steps: 50", "25600", "--total_tokens 51200"],
     ),
+    "betas for an optimizer without": (
+        "--deepspeed_config adagrad.json --beta2 0.9",
+        ["--beta2: 0.9", "Adagrad has no betas", "adagrad.json: optimizer.type"],
+    ),
     "flash attention on a CPU": (
         "--attn_implementation flash_attention_2",
         ["--attn_implementation: flash_attention_2", "GPU", "auto"],
@@ -265,6 +272,14 @@ def test_a_good_command_becomes_a_plan(inputs):
     assert json.loads(json.dumps(plan.settings.to_json())) == plan.settings.to_json()
     assert f"{plan.num_parameters:,} parameters" in plan.summary()
     assert not (inputs / "run").exists()
+
+
+def test_the_betas_of_run_json_are_those_of_the_optimizer(inputs):
+    lion = preflight.check(command(inputs, "--deepspeed_config lion.json --beta1 0.8"), {})
+    assert lion.ds_config["optimizer"]["params"]["betas"] == [0.8, 0.99]
+    assert (lion.settings.beta1, lion.settings.beta2) == (0.8, 0.99)
+    adagrad = preflight.check(command(inputs, "--deepspeed_config adagrad.json"), {})
+    assert (adagrad.settings.beta1, adagrad.settings.beta2) == (None, None)
 
 
 def test_unweighted_sources_are_drawn_by_their_tokens(inputs):
