@@ -66,8 +66,8 @@ def count(ds_config: Mapping[str, Any], key: str) -> int | None:
 
 
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage, 0 to 3; 0 also when it cannot be read."""
-    stage = block(ds_config, "zero_optimization").get("stage", 0)
+    """Return the ZeRO stage, 1 where none is written (see `resolve`); 0 when it is unfit."""
+    stage = block(ds_config, "zero_optimization").get("stage", 1)
     return stage if isinstance(stage, int) and stage in (0, 1, 2, 3) else 0
 
 
@@ -95,12 +95,18 @@ def optimizer_type(ds_config: Mapping[str, Any]) -> str:
 
 
 def precision(ds_config: Mapping[str, Any]) -> str:
-    """Return `fp32`, `bf16` or `fp16`, with "auto" as it will be resolved: to bf16."""
+    """Return that of the weights, `fp32`, `bf16` or `fp16`; "auto" will be resolved to bf16."""
     fp16 = block(ds_config, "fp16").get("enabled")
     bf16 = (block(ds_config, "bf16") or block(ds_config, "bfloat16")).get("enabled")
     if bf16 is True or (bf16 == AUTO and fp16 is not True):
         return "bf16"
     return "fp16" if fp16 is True else "fp32"
+
+
+def compute_precision(ds_config: Mapping[str, Any]) -> str:
+    """Return that of matrix products: `bf16` under torch_autocast, else that of the weights."""
+    autocast = block(ds_config, "torch_autocast").get("enabled") is True
+    return "bf16" if autocast else precision(ds_config)  # ds_rules.py refuses other autocasts
 
 
 # -------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def optimizer_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
             f"optimizer.type: {written}, needs a GPU, or zero_optimization.offload_optimizer. Use "
             f"AdamW or add the block."
         )
-    if kind == "lamb" and zero_stage(ds_config) > 0:
+    if kind == "lamb":
         problems += _untested(ds_config, written)
     if kind == "muon":
         problems += _muon_problems(ds_config)
@@ -127,7 +127,7 @@ def _torch_optimizer_problems(ds_config: Mapping[str, Any], written: str) -> lis
             f"optimizer.type: {written}, has no version for offload_optimizer. Use AdamW, Lion or "
             f"Adagrad, or remove zero_optimization.offload_optimizer."
         ]
-    return _untested(ds_config, written) if zero_stage(ds_config) > 0 else []
+    return _untested(ds_config, written)
 
 
 def _untested(ds_config: Mapping[str, Any], written: str) -> list[str]:

@@ -73,8 +73,10 @@ def _resolve_precision(resolved: dict[str, Any]) -> None:
 
 
 def _resolve_zero(resolved: dict[str, Any], hidden_size: int | None) -> None:
-    zero = block(resolved, "zero_optimization")
-    if not isinstance(zero, dict) or hidden_size is None:
+    zero = resolved.setdefault("zero_optimization", {})
+    # Without a stage DeepSpeed runs stage 0, which cannot be right here (ds_rules.py).
+    zero.setdefault("stage", zero_stage(resolved))
+    if hidden_size is None:
         return
     sizes = {
         "reduce_bucket_size": hidden_size * hidden_size,

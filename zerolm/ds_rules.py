@@ -7,10 +7,12 @@ Knows nothing of the settings of a run. Versions: DeepSpeed 0.19.8.
 from collections.abc import Mapping
 from typing import Any
 
-from zerolm.ds_config import block, offload_device, optimizer_offload, precision, zero_stage
+from zerolm.ds_config import block, offload_device, precision, zero_stage
 from zerolm.ds_optimizers import optimizer_problems, scheduler_problems
 from zerolm.values import shown
 
+# How deepspeed.runtime.config.DtypeEnum writes it.
+BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
 _ON_BY_DEFAULT = ("pipeline", "weight_quantization")  # when the block has no `enabled`
 # What pretrain.py does not do, and what to do instead.
 _UNSUPPORTED: dict[str, str] = {
@@ -49,19 +51,21 @@ def rule_problems(
 
 def _zero_problems(ds_config: Mapping[str, Any], on_gpu: bool, world_size: int) -> list[str]:
     zero, stage = block(ds_config, "zero_optimization"), zero_stage(ds_config)
-    written = zero.get("stage", 0)
+    written = zero.get("stage", 1)
     if isinstance(written, bool) or written not in (0, 1, 2, 3):
-        return [f"zero_optimization.stage: {shown(written)}, must be 0, 1, 2 or 3. Correct it."]
-    problems = []
+        return [f"zero_optimization.stage: {shown(written)}, must be 1, 2 or 3. Correct it."]
+    if written == 0:
+        # engine.py scales the loss for a ZeROOptimizer only, so that gradients in fp16 would be
+        # 2^16 too small; in fp32 there is no gradient norm; nothing reads its checkpoints.
+        return [
+            "zero_optimization.stage: 0, has no loss scaling, gradient norm or export. Use 1: the "
+            "same numbers, with each optimizer state kept once."
+        ]
+    problems = _zero_option_problems(zero)
     if offload_device(ds_config, "param") != "none" and stage != 3:
         problems.append(
             f"zero_optimization.offload_param: needs stage 3, got {stage}. Use "
             f"ds_configs/zero3_offload.json or remove the key."
-        )
-    if optimizer_offload(ds_config) != "none" and stage < 1:
-        problems.append(
-            f"zero_optimization.offload_optimizer: needs stage 1 or higher, got {stage}. Use "
-            f"ds_configs/zero2_offload.json or remove the key."
         )
     for what in ("optimizer", "param"):
         if offload_device(ds_config, what) == "nvme":
@@ -82,10 +86,24 @@ def _zero_problems(ds_config: Mapping[str, Any], on_gpu: bool, world_size: int) 
     if isinstance(secondary, int) and secondary > 1 and world_size % secondary:
         key = "zero_optimization.zero_hpz_partition_size"
         problems.append(f"{key}: {secondary}, must divide the world size {world_size}. Change it.")
-    if zero.get("compute_grad_norm") is False:
-        key = "zero_optimization.compute_grad_norm"
-        problems.append(f"{key}: false, but train/grad_norm is watched here. Remove the key.")
     return problems
+
+
+def _zero_option_problems(zero: Mapping[str, Any]) -> list[str]:
+    """Find options that would change what is learned, or hide how it goes."""
+    found: dict[str, str] = {}
+    if zero.get("compute_grad_norm") is False:
+        found["compute_grad_norm"] = "false, but train/grad_norm is watched here"
+    if zero.get("load_from_fp32_weights") is False:
+        found["load_from_fp32_weights"] = (
+            "false, would resume from weights rounded to 16 bits, on another curve"
+        )
+    if zero.get("zenflow") is not None:
+        found["zenflow"] = "delays the updates of most weights, which is another curve"
+    return [
+        f"zero_optimization.{key}: {why}. Remove the {'block' if key == 'zenflow' else 'key'}."
+        for key, why in found.items()
+    ]
 
 
 def _precision_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
@@ -104,12 +122,82 @@ def _precision_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]
             f"data_types.grad_accum_dtype: {shown(accumulation)}, must be fp32, fp16 or bf16. "
             f"Correct it."
         )
-    elif zero_stage(ds_config) == 0 and accumulation not in (None, precision(ds_config)):
+    if block(ds_config, bf16_key).get("check_grad_overflow") is False:
         problems.append(
-            f"data_types.grad_accum_dtype: {accumulation}, must be {precision(ds_config)} like the "
-            f"weights at stage 0. Use stage 1 or higher, or remove the key."
+            f"{bf16_key}.check_grad_overflow: false, would take a step on gradients that are not "
+            f"finite, and report their norm as -1. Remove the key."
+        )
+    return problems + _autocast_problems(ds_config)
+
+
+def _autocast_problems(ds_config: Mapping[str, Any]) -> list[str]:
+    autocast = block(ds_config, "torch_autocast")
+    if autocast.get("enabled") is not True:
+        return []
+    problems = []
+    dtype = autocast.get("dtype")
+    if dtype not in BF16_NAMES:
+        # Without a dtype DeepSpeed lets torch choose, on a GPU float16 without a loss scale. With
+        # float16 a GradScaler skips steps that engine.was_step_applied() says were taken.
+        said = "missing" if dtype is None else shown(dtype)
+        problems.append(
+            f"torch_autocast.dtype: {said}, only bfloat16 is exact about steps that are skipped. "
+            f'Write "dtype": "bfloat16".'
+        )
+    if precision(ds_config) == "fp16":
+        problems.append(
+            "torch_autocast.enabled: true, and fp16.enabled: true too. Only one can be: remove "
+            "fp16."
+        )
+    if block(ds_config, "zero_optimization").get("zero_quantized_weights") is True:
+        problems.append(
+            "torch_autocast.enabled: true, does not work with zero_quantized_weights. Remove one."
         )
     return problems
+
+
+def rule_notices(
+    ds_config: Mapping[str, Any], name: str, *, on_gpu: bool, world_size: int
+) -> list[str]:
+    """Say what is allowed, but is not the same curve on another machine, or not what it seems.
+
+    Args:
+        ds_config, name, on_gpu, world_size: as for `rule_problems`.
+    """
+    zero, notices = block(ds_config, "zero_optimization"), []
+    if "stage" not in zero:
+        notices.append(
+            "no zero_optimization.stage: the run has stage 1, the same numbers with each optimizer "
+            "state kept once"
+        )
+    accumulation = block(ds_config, "data_types").get("grad_accum_dtype")
+    if precision(ds_config) == "bf16" and accumulation != "fp32":
+        notices.append(
+            "gradients are accumulated in bf16; data_types.grad_accum_dtype fp32 is more exact"
+        )
+    quantized = [
+        f"zero_optimization.{key}"
+        for key in ("zero_quantized_weights", "zero_quantized_gradients")
+        if zero.get(key) is True
+    ]
+    if quantized and on_gpu:
+        notices.append(f"{' and '.join(quantized)}: rounds what ranks exchange: another curve")
+    reduction, remedy = _reduction(ds_config)
+    if reduction != "fp32" and world_size > 1:
+        notices.append(
+            f"ranks add up their gradients in {reduction}, so the curve depends a little on the "
+            f"world size{remedy}"
+        )
+    return [f"{name}: {notice}" for notice in notices]
+
+
+def _reduction(ds_config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the precision in which gradients are summed over ranks, and how to have fp32."""
+    if block(ds_config, "torch_autocast").get("enabled") is True:
+        # deepspeed/runtime/torch_autocast.py sets it for each weight of a linear layer.
+        return "bf16", "; torch_autocast decides that"
+    kind = ds_config.get("communication_data_type") or precision(ds_config)
+    return str(kind), '; "communication_data_type": "fp32" is exact, at twice the bytes'
 
 
 def _unsupported_problems(ds_config: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,8 @@ class Plan:
         settings: resolved; their `to_json()` replays the run.
         shapes: of every parameter by name, tied ones once.
         ds_config: for `deepspeed.initialize`.
+        precision: of the weights: `fp32`, `bf16` or `fp16`.
+        compute_precision: of matrix products, which differs under torch_autocast.
         weights: of the sources, in any unit.
         val_sequences: of one evaluation, over all validation sources; 0 without any.
         device: kind of the ranks' devices, `absent` when they are not here.
@@ -43,6 +45,7 @@ class Plan:
     ds_config: dict[str, Any]
     zero_stage: int
     precision: str
+    compute_precision: str
     sources: list[Source]
     source_names: list[str]
     weights: list[float]
@@ -89,7 +92,7 @@ def figures(plan: Plan) -> dict[str, str]:
     offload = ds_config.optimizer_offload(plan.ds_config)
     lines = {
         "model": f"{plan.model_config.model_type}, {plan.num_parameters:,} parameters",
-        "profile": f"ZeRO-{plan.zero_stage}, {plan.precision}, optimizer offload {offload}",
+        "profile": f"ZeRO-{plan.zero_stage}, {_precision(plan)}, optimizer offload {offload}",
         "devices": f"{plan.world_size} x {plan.device}",
         "batch": f"{settings.batch_tokens:,} tokens = {plan.batch_sequences:,} sequences of "
         f"{settings.seq_len:,}",
@@ -119,6 +122,12 @@ def figures(plan: Plan) -> dict[str, str]:
             f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"
         )
     return lines
+
+
+def _precision(plan: Plan) -> str:
+    if plan.compute_precision == plan.precision:
+        return plan.precision
+    return f"{plan.precision} weights, {plan.compute_precision} arithmetic"
 
 
 def _learning_rate_line(plan: Plan) -> str:

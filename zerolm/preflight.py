@@ -22,7 +22,7 @@ from zerolm.architecture import (
 )
 from zerolm.ds_optimizers import beta_problems, takes_betas
 from zerolm.ds_resolve import resolve
-from zerolm.ds_rules import rule_problems
+from zerolm.ds_rules import rule_notices, rule_problems
 from zerolm.ds_schema import schema_problems
 from zerolm.errors import ConfigError
 from zerolm.flops import flops_per_token
@@ -177,24 +177,20 @@ class _Check:
         self.problems += rule_problems(
             self.raw_ds, path, on_gpu=self.device.is_gpu, world_size=self.world_size
         )
-        if ds_config.precision(self.raw_ds) == "bf16" and not self.device.supports_bf16:
+        if ds_config.compute_precision(self.raw_ds) == "bf16" and not self.device.supports_bf16:
             self.problems.append(
-                f"{path}: bf16.enabled: true, this {self.device.kind} device has no bf16. Use "
+                f"{path}: bf16 is asked for, this {self.device.kind} device has no bf16. Use "
                 f"fp16, or a newer device."
             )
-        zero, data_types = (
-            ds_config.block(self.raw_ds, key) for key in ("zero_optimization", "data_types")
+        self.notices += rule_notices(
+            self.raw_ds, path, on_gpu=self.device.is_gpu, world_size=self.world_size
         )
+        zero = ds_config.block(self.raw_ds, "zero_optimization")
         auto = [key for key in BUCKET_KEYS if zero.get(key) == "auto"]
         if auto and self.model_config is not None and not memory.hidden_size(self.model_config):
             self.problems.append(
                 f"{path}: zero_optimization.{auto[0]}: auto, but the model config has no "
                 f"hidden_size to derive it from. Give a number."
-            )
-        if ds_config.precision(self.raw_ds) == "bf16" and not data_types.get("grad_accum_dtype"):
-            self.notices.append(
-                f"{path}: gradients are accumulated in bf16; data_types.grad_accum_dtype fp32 "
-                f"is more exact"
             )
 
     # ---- Settings
@@ -374,6 +370,7 @@ class _Check:
             ds_config=resolved,
             zero_stage=ds_config.zero_stage(resolved),
             precision=ds_config.precision(resolved),
+            compute_precision=ds_config.compute_precision(resolved),
             sources=self.sources.training,
             source_names=source_names(self.sources.training),
             weights=self.sources.weights,

@@ -7,7 +7,7 @@ change: micro-batch, workers, intervals, ZeRO profile.
 from collections.abc import Mapping
 from typing import Any
 
-from zerolm.ds_config import block, precision
+from zerolm.ds_config import block, compute_precision, precision
 from zerolm.settings import Settings, split_weight
 from zerolm.values import shown
 
@@ -102,7 +102,8 @@ def _model_pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
 def _ds_pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any, str]]:
     where = "--deepspeed_config"
     pairs: list[tuple[str, Any, Any, str]] = [
-        ("ds_config precision", precision(old), precision(new), where)
+        ("ds_config precision", precision(old), precision(new), where),
+        ("ds_config arithmetic", compute_precision(old), compute_precision(new), where),
     ]
     for path in (
         ("gradient_clipping",),

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from zerolm import ds_config
-from zerolm.ds_config import fixed_settings, fixed_tokens, load_ds_config
+from zerolm.ds_config import block, fixed_settings, fixed_tokens, load_ds_config
 from zerolm.ds_resolve import resolve
-from zerolm.ds_rules import rule_problems
+from zerolm.ds_rules import rule_notices, rule_problems
 from zerolm.ds_schema import BLOCKS, known_keys, schema_problems
 from zerolm.errors import ConfigError
 from zerolm.settings import Settings, parse_settings
@@ -211,7 +211,43 @@ BAD = {
         '"params"',
     ),
     "a wrong type": ({"gradient_clipping": "one"}, "gradient_clipping: one", "number"),
-    "a wrong stage": (zero(4), "zero_optimization.stage: 4", "0, 1, 2 or 3"),
+    "a wrong stage": (zero(4), "zero_optimization.stage: 4", "1, 2 or 3"),
+    "stage 0": (zero(0), "zero_optimization.stage: 0", "Use 1"),
+    "delayed updates": (zero(2, zenflow={}), "zero_optimization.zenflow", "Remove the block"),
+    "an inexact resume": (
+        zero(2, load_from_fp32_weights=False),
+        "zero_optimization.load_from_fp32_weights: false",
+        "Remove the key",
+    ),
+    "a step on NaN": (
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        "bf16.check_grad_overflow: false",
+        "Remove the key",
+    ),
+    "accumulation that DeepSpeed leaves to us": (
+        {"managed_gradient_accumulation": False},
+        "managed_gradient_accumulation: false",
+        "Remove the key",
+    ),
+    "autocast to float16": (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        "torch_autocast.dtype: float16",
+        '"bfloat16"',
+    ),
+    "autocast to torch's choice": (
+        {"torch_autocast": {"enabled": True}},
+        "torch_autocast.dtype: missing",
+        '"bfloat16"',
+    ),
+    "autocast of float16 weights": (
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "bf16": {"enabled": False},
+            "fp16": {"enabled": True},
+        },
+        "torch_autocast.enabled: true",
+        "remove fp16",
+    ),
     "a wrong device": (
         zero(2, offload_optimizer={"device": "gpu"}),
         "zero_optimization.offload_optimizer.device: gpu",
@@ -224,11 +260,6 @@ BAD = {
         zero(2, offload_param={"device": "cpu"}),
         "zero_optimization.offload_param",
         "ds_configs/zero3_offload.json",
-    ),
-    "optimizer offload at 0": (
-        zero(0, offload_optimizer={"device": "cpu"}),
-        "zero_optimization.offload_optimizer",
-        "stage 1",
     ),
     "nvme at 2": (
         zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
@@ -316,19 +347,55 @@ BAD = {
         "zero_quantized_weights: true",
         "GPU",
     ),
-    "an accumulation that stage 0 has not": (
-        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-        "data_types.grad_accum_dtype: fp32",
-        "stage 1",
-    ),
 }
 
 
 @pytest.mark.parametrize(("config", "key", "fix"), BAD.values(), ids=list(BAD))
 def test_what_cannot_run_is_one_line_with_file_key_and_fix(config, key, fix):
-    problems = found(config)
+    on_gpu = block(config, "fp16").get("enabled") and "torch_autocast" in config
+    problems = found(config, on_gpu=bool(on_gpu))
     assert len(problems) == 1 and "\n" not in problems[0]
     assert problems[0].startswith("ds.json: ") and key in problems[0] and fix in problems[0]
+
+
+@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"overlap_comm": True}}])
+def test_a_file_without_a_stage_is_run_at_stage_1(config):
+    assert found(config) == [] and ds_config.zero_stage(config) == 1
+    assert resolved(config)["zero_optimization"]["stage"] == 1
+    assert any("stage 1" in notice for notice in notices(config))
+
+
+def notices(config, on_gpu=False, world_size=2):
+    return rule_notices(config, "ds.json", on_gpu=on_gpu, world_size=world_size)
+
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def test_arithmetic_is_that_of_autocast():
+    assert ds_config.precision(AUTOCAST) == "fp32"
+    assert ds_config.compute_precision(AUTOCAST) == "bf16"
+    off = {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}
+    assert ds_config.compute_precision(off) == "fp32"
+    assert ds_config.compute_precision(BF16) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "said"),
+    [
+        ({**zero(2), **BF16}, 2, ["in bf16, so the curve"]),
+        ({**zero(2), **BF16}, 1, []),
+        ({**zero(2), **BF16, "communication_data_type": "fp32"}, 2, []),
+        (zero(2), 2, []),
+        ({**zero(2), **AUTOCAST, "communication_data_type": "fp32"}, 2, ["in bf16, so the curve"]),
+        (zero(3, zero_quantized_weights=True), 2, ["zero_quantized_weights: rounds"]),
+    ],
+)
+def test_what_depends_on_the_world_size_is_a_notice(config, world_size, said):
+    heard = notices(config, on_gpu=True, world_size=world_size)
+    assert len(heard) == len(said)
+    assert all(part in notice for part, notice in zip(said, heard, strict=True))
 
 
 def test_a_batch_that_contradicts_itself_is_refused():
