@@ -7,7 +7,9 @@ killed.) Knows nothing of documents and tokens.
 """
 
 import multiprocessing
+import queue
 import signal
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -16,8 +18,10 @@ from typing import Any, TypeVar
 
 from zerolm.errors import ConfigError, ZerolmError
 
-AHEAD_PER_WORKER = 4  # items read but not given out yet, so that one slow item idles nobody
+AHEAD_PER_WORKER = 6  # items between reading and yielding, so that one slow item idles nobody
+GIVEN_PER_WORKER = 2  # one at work and one at hand: a worker never waits for this process's turn
 STOP_SECONDS = 5
+_NO_MORE = object()
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -49,34 +53,30 @@ def ordered_map(
 def _feed(
     workers: list["_Worker"], items: Iterator[tuple[int, Any]], max_ahead: int
 ) -> Iterator[Any]:
-    idle = deque(workers)
-    busy: dict[Connection, _Worker] = {}
-    ready: deque[tuple[int, Any]] = deque()  # read, and waiting for a worker
+    ready: deque[tuple[int, Any]] = deque()  # read, and not given to a worker yet
     results: dict[int, Any] = {}
     num_read = next_result = 0
     more = True
     while True:
-        while ready and idle:  # an idle worker takes its item at once: sending cannot deadlock
-            worker = idle.popleft()
-            worker.give(*ready.popleft())
-            busy[worker.connection] = worker
-        if more and len(ready) < len(workers) and num_read - next_result < max_ahead:
+        least = min(workers, key=lambda worker: len(worker.given))
+        while ready and len(least.given) < GIVEN_PER_WORKER:
+            least.give(*ready.popleft())
+            least = min(workers, key=lambda worker: len(worker.given))
+        reading = more and len(ready) < len(workers) and num_read - next_result < max_ahead
+        if reading:
             item = next(items, None)
             if item is None:
                 more = False
             else:
                 ready.append(item)
                 num_read += 1
-            if idle:
-                continue
-        reading = more and len(ready) < len(workers) and num_read - next_result < max_ahead
-        if not busy and not reading:
+        busy = {worker.connection: worker for worker in workers if worker.given}
+        if not busy and not ready and not more:
             return
         for connection in wait(list(busy), timeout=0 if reading else None):
             assert isinstance(connection, Connection)
-            worker = busy.pop(connection)
-            results[worker.number] = worker.take()
-            idle.append(worker)
+            number, result = busy[connection].take()
+            results[number] = result
         while next_result in results:
             yield results.pop(next_result)
             next_result += 1
@@ -92,16 +92,16 @@ class _Worker:
         )
         self.process.start()
         theirs.close()
-        self.number = -1
+        self.given: deque[int] = deque()  # numbers of the items whose results are to come
 
     def give(self, number: int, item: Any) -> None:
-        self.number = number
+        self.given.append(number)
         try:
             self.connection.send(item)
         except OSError as error:
             raise self._died() from error
 
-    def take(self) -> Any:
+    def take(self) -> tuple[int, Any]:
         try:
             kind, value = self.connection.recv()
         except (EOFError, OSError) as error:  # OSError: in the middle of a message
@@ -110,7 +110,7 @@ class _Worker:
             raise ConfigError(value)
         if kind == "bug":
             raise RuntimeError(f"in a worker process:\n{value}")
-        return value
+        return self.given.popleft(), value
 
     def _died(self) -> ZerolmError:
         self.process.join(STOP_SECONDS)
@@ -136,12 +136,12 @@ class _Worker:
 def _work(connection: Connection, prepare: Callable[[], Callable]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A thread receives, whatever this one does: the parent that sends can never wait for a worker
+    # that waits, with a long answer, for the parent.
+    items: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     function = None
-    while True:
-        try:
-            item = connection.recv()
-        except (EOFError, OSError):
-            return
+    while (item := items.get()) is not _NO_MORE:
         try:
             function = function or prepare()
             answer = ("done", function(item))
@@ -153,3 +153,11 @@ def _work(connection: Connection, prepare: Callable[[], Callable]) -> None:
             connection.send(answer)
         except OSError:  # the parent is gone
             return
+
+
+def _receive(connection: Connection, items: queue.SimpleQueue) -> None:
+    try:
+        while True:
+            items.put(connection.recv())
+    except (EOFError, OSError):
+        items.put(_NO_MORE)
