@@ -1,12 +1,16 @@
 """What the settings of a run ask of the model: positions, attention, checkpointing. No weights."""
 
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from zerolm.architecture import causal_lm_class
 from zerolm.settings import Settings
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
+
+FULL_ATTENTION = "full_attention"
+WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 def max_positions(config: "PretrainedConfig") -> int | None:
@@ -45,7 +49,58 @@ def model_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
             f"{settings.where('gradient_checkpointing')}: true, {model_class.__name__} has none. "
             f"Remove the flag."
         )
+    if settings.document_mask and (why := _unmasked(config, model_class, seq_len or 0)):
+        problems.append(
+            f"{settings.where('document_mask')}: true, {why} ({settings.model_config}). Remove the "
+            f"flag, or use a model of full attention alone."
+        )
     return problems
+
+
+def _unmasked(
+    config: "PretrainedConfig", model_class: type["PreTrainedModel"], seq_len: int
+) -> str | None:
+    """Say why the document mask would not keep documents apart, or would replace another mask.
+
+    It has four dimensions, and transformers hands such a mask to every layer as it is
+    (masking_utils.py, `_preprocess_mask_arguments`), whatever window the layer should have.
+    """
+    text = config.get_text_config()
+    if getattr(model_class, "_is_stateful", False):
+        return f"{model_class.__name__} keeps a state that runs on from document to document"
+    if "position_ids" not in signature(model_class.forward).parameters or (
+        getattr(text, "alibi", False) is True
+    ):
+        return f"{model_class.__name__} takes no positions that begin again with each document"
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:  # all layers are alike
+        kinds = [kind for kind, key in WINDOW_KEYS.items() if getattr(text, key, None)]
+    for kind in sorted(set(kinds) - {FULL_ATTENTION}):
+        key = WINDOW_KEYS.get(kind, "")
+        window = getattr(text, key, None) if key else None
+        if not isinstance(window, int):
+            return f"the model has layers of {kind}, which the mask does not reach"
+        if window < seq_len:
+            return f"replaces the model's {key} {window}, which is below --seq_len {seq_len}"
+    return None
+
+
+def has_router_loss(config: "PretrainedConfig") -> bool:
+    """Tell whether a mixture of experts adds its router's loss to that of the tokens."""
+    text = config.get_text_config()
+    coefficient = getattr(text, "router_aux_loss_coef", None)
+    return getattr(text, "output_router_logits", False) is True and coefficient != 0
+
+
+def router_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    """Say that a router's loss, a product of means over a micro-batch, depends on its size."""
+    if not has_router_loss(config):
+        return []
+    return [
+        f"{settings.model_config}: output_router_logits is true: the router's loss is made of "
+        f"means over a micro-batch, so the curve depends a little on --micro_batch_size and the "
+        f"world size (1e-3 in the gradient norm)"
+    ]
 
 
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:

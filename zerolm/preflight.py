@@ -29,8 +29,10 @@ from zerolm.flops import flops_per_token
 from zerolm.model_rules import (
     attention_problems,
     dropout_notices,
+    has_router_loss,
     max_positions,
     model_problems,
+    router_notices,
 )
 from zerolm.order import num_windows
 from zerolm.plan import Plan, figures
@@ -290,6 +292,7 @@ class _Check:
             return
         self.problems += model_problems(self.settings, self.model_config)
         self.notices += dropout_notices(self.settings, self.model_config)
+        self.notices += router_notices(self.settings, self.model_config)
         if self.settings.document_mask and self.settings.attn_implementation == "auto":
             # Flash attention would take the mask for one of padding.
             sdpa = causal_lm_class(self.model_config)._supports_sdpa
@@ -320,6 +323,8 @@ class _Check:
             model_config=self.model_config.to_diff_dict(),
             ds_config=self._resolved_ds(),
             data_fingerprint=self._data_fingerprint(),
+            world_size=self.world_size,
+            router_loss=has_router_loss(self.model_config),
         )
 
     # ---- The plan

@@ -1,7 +1,8 @@
 """Whether a command may go on with a run: run.json against what the command says. Pure.
 
 What decides the curve must be the same as when the run began. What decides memory and speed may
-change: micro-batch, workers, intervals, ZeRO profile.
+change: micro-batch, workers, intervals, ZeRO profile. Under a router's loss the cut of the batch
+into micro-batches is a part of the curve.
 """
 
 from collections.abc import Mapping
@@ -45,6 +46,8 @@ def differences(
     model_config: Mapping[str, Any],
     ds_config: Mapping[str, Any],
     data_fingerprint: str,
+    world_size: int,
+    router_loss: bool,
 ) -> list[str]:
     """Compare a run's record with what a command asks for, both resolved.
 
@@ -52,6 +55,7 @@ def differences(
         record: the content of run.json.
         path: of run.json, for the messages.
         model_config: as `to_diff_dict()` gives it.
+        router_loss: the loss depends on how the batch is cut into micro-batches.
 
     Returns:
         One line for each thing that would change the curve.
@@ -70,6 +74,10 @@ def differences(
     )
     old_print = record.get("data_fingerprint")
     pairs.append(("data_fingerprint", old_print, data_fingerprint, "other tokens in --data"))
+    if router_loss:
+        old, new = old_settings.get("micro_batch_size"), settings.micro_batch_size
+        pairs.append(("settings.micro_batch_size", old, new, "output_router_logits"))
+        pairs.append(("world_size", record.get("world_size"), world_size, "output_router_logits"))
     pairs += _model_pairs(block(record, "model_config"), model_config)
     pairs += _ds_pairs(block(record, "ds_config"), ds_config)
     return [

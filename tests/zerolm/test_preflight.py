@@ -11,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from tests.launching import LLAMA, ROOT, environment, free_port, kill_session, write_json
-from zerolm import preflight
+from zerolm import preflight, run_directory
 from zerolm.errors import ConfigError
+from zerolm.model_rules import model_problems
+from zerolm.settings import parse_settings
 from zerolm.shards import ShardWriter
 
 PROFILES = ROOT / "ds_configs"
@@ -46,6 +49,10 @@ def inputs(tmp_path_factory) -> Path:
     write_json(base / "llama.json", LLAMA)
     write_json(base / "typo.json", {**LLAMA, "hiden_size": 64})
     write_json(base / "dropout.json", {**LLAMA, "attention_dropout": 0.1})
+    write_json(base / "mistral.json", {**LLAMA, "model_type": "mistral", "sliding_window": 16,
+        "architectures": ["MistralForCausalLM"]})  # fmt: skip
+    write_json(base / "mixtral.json", {**LLAMA, "model_type": "mixtral", "num_local_experts": 4,
+        "architectures": ["MixtralForCausalLM"], "output_router_logits": True})  # fmt: skip
     write_json(base / "ds_typo.json", {"zero_optimization": {"stage": 2, "overlap_com": True}})
     write_json(base / "ds_offload.json", {"zero_optimization": {"stage": 2, "offload_param": {
         "device": "cpu"}}})  # fmt: skip
@@ -329,6 +336,61 @@ def test_document_masks_choose_attention_that_takes_them(inputs):
     assert plan.settings.attn_implementation == "sdpa"
 
 
+def layers(model_type, **more):
+    """Return a small config of two layers."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return CONFIG_MAPPING[model_type](**sizes, **more)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (layers("mistral", sliding_window=32), None),
+        (layers("mistral", sliding_window=31), "sliding_window 31"),
+        (layers("mistral", sliding_window=None), None),
+        (layers("qwen2", sliding_window=8), None),  # without use_sliding_window
+        (layers("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0), "w 8"),
+        (layers("gpt_oss", layer_types=["full_attention"] * 2, num_local_experts=2), None),
+        (layers("llama4_text", attention_chunk_size=16, num_local_experts=2), "chunk_size 16"),
+        (layers("mamba"), "a state that runs on"),
+        (layers("qwen3_next"), "a state that runs on"),
+        (layers("minimax", num_local_experts=2), "layers of linear_attention"),
+        (layers("bloom", n_layer=2), "no positions"),
+        (layers("llama"), None),
+        (layers("gpt2"), None),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_document_masks_are_refused_where_a_model_has_another_mask_or_a_state(config, said):
+    settings, _ = parse_settings(["--document_mask", "--seq_len", "32"])
+    problems = model_problems(settings, config)
+    assert len(problems) == (said is not None)
+    for problem in problems:
+        assert "--document_mask: true" in problem and said in problem and "Remove" in problem
+
+
+def test_a_window_below_the_sequence_is_refused_with_document_masks(inputs):
+    (problem,) = refusal(inputs, "--document_mask --model_config mistral.json")
+    assert "sliding_window 16" in problem and "mistral.json" in problem
+    assert preflight.check(command(inputs, "--model_config mistral.json"), {}).total_steps
+
+
+def test_a_routers_loss_is_a_notice(inputs):
+    plan = preflight.check(command(inputs, "--model_config mixtral.json"), {})
+    assert any("output_router_logits is true" in notice for notice in plan.notices)
+
+
+def test_a_routers_loss_ties_a_run_to_its_micro_batch_and_world_size(inputs, tmp_path):
+    change = f"--run_dir {tmp_path} --model_config mixtral.json --micro_batch_size 2"
+    write_record(tmp_path, preflight.check(command(inputs, change), {}))
+    preflight.check(command(inputs, change), {})
+    other = change.replace("size 2", "size 4")
+    (problem,) = refusal(inputs, other)
+    assert "settings.micro_batch_size: 2, but this command has 4" in problem
+    (problem,) = refusal(inputs, change, WORLD_SIZE="2")
+    assert "world_size: 1, but this command has 2 (output_router_logits)" in problem
+
+
 def test_dropout_is_a_notice(inputs):
     plan = preflight.check(command(inputs, "--model_config dropout.json"), {})
     assert any("attention_dropout is 0.1" in notice for notice in plan.notices)
@@ -341,16 +403,12 @@ def test_dropout_is_a_notice(inputs):
 @pytest.fixture
 def a_run(inputs, tmp_path):
     """A run directory with the run.json of the good command."""
-    plan = preflight.check(command(inputs, f"--run_dir {tmp_path}"), {})
-    record = {
-        "settings": plan.settings.to_json(),
-        "model_config": plan.model_config.to_diff_dict(),
-        "ds_config": plan.ds_config,
-        "data_fingerprint": plan.data_fingerprint,
-        "world_size": 1,
-    }
-    write_json(tmp_path / "run.json", record)
+    write_record(tmp_path, preflight.check(command(inputs, f"--run_dir {tmp_path}"), {}))
     return tmp_path
+
+
+def write_record(run_dir, plan):
+    write_json(run_dir / run_directory.RECORD, run_directory.record(plan))
 
 
 @pytest.mark.parametrize(
