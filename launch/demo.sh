@@ -10,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash launch/setup.sh
+SECONDS=0 # bash counts on from here
 export PATH="$PWD/.venv/bin:$PATH"
 
 # One thread a process: enough for so small a model, and the same on every machine.
@@ -37,9 +38,9 @@ pretrain() {
         --deepspeed_config ds_configs/zero2.json --model_config model_configs/tiny.json \
         --data demo/shards/code=0.8 --data demo/shards/prose=0.2 \
         --val_data demo/shards/code-val --val_data demo/shards/prose-val \
-        --seq_len 256 --batch_tokens 8192 --batch_ramp_start 2048 --batch_ramp_tokens 1M \
-        --micro_batch_size 4 --total_tokens 1M \
-        --learning_rate 3e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 100 \
+        --seq_len 256 --batch_tokens 8192 --batch_ramp_start 2048 --batch_ramp_tokens 800k \
+        --micro_batch_size 4 --total_tokens 800k \
+        --learning_rate 3e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 120 \
         --wandb offline --run_dir $run_dir "$@" 2>&1 | shorten
 }
 
@@ -63,6 +64,7 @@ title "Train on $num_processes processes with ZeRO-2, and stop after half a minu
 code=0
 pretrain --stop_after 30s || code=$?
 if [[ $code == "$stopped_on_request" ]]; then
+    echo "exit code $code: saved, start me again"
     title "Resume: the same command again"
     pretrain
 elif [[ $code == 0 ]]; then
