@@ -21,7 +21,7 @@ def apply_fixed(settings: Settings, fixed: Mapping[str, Fixed], name: str) -> Se
     Args:
         name: of the JSON file, for later messages.
     """
-    new = {key: value for key, (value, _) in fixed.items() if key not in settings.explicit}
+    new = {key: value for key, (value, *_) in fixed.items() if key not in settings.explicit}
     origins = {key: f"{name}: {fixed[key].key}" for key in new}
     return replace(settings, **new, origins={**settings.origins, **origins})
 

@@ -20,10 +20,11 @@ _STEP_KEYS = {"warmup_tokens": "warmup_num_steps", "total_tokens": "total_num_st
 
 
 class Fixed(NamedTuple):
-    """A setting that the JSON has decided, and the dotted key that did it."""
+    """A setting that the JSON has decided, the dotted key that did it, and what stands there."""
 
     value: Any
     key: str
+    written: str | None = None
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def fixed_settings(
     scheduler = block(ds_config, "scheduler")
     kind, params = str(scheduler.get("type")), block(scheduler, "params")
     if kind in SCHEDULES:
-        fixed["schedule"] = Fixed(SCHEDULES[kind], "scheduler.type")
+        fixed["schedule"] = Fixed(SCHEDULES[kind], "scheduler.type", f"{kind} ({SCHEDULES[kind]})")
         if is_number(params.get("warmup_max_lr")):
             peak = float(params["warmup_max_lr"])
             fixed["learning_rate"] = Fixed(peak, "scheduler.params.warmup_max_lr")
@@ -147,7 +148,7 @@ def fixed_settings(
         fixed["min_learning_rate"] = Fixed(value, "scheduler.params.warmup_min_lr")
     elif scheduler and kind not in SCHEDULES:
         for name in ("schedule", "min_learning_rate", "warmup_tokens"):
-            fixed[name] = Fixed(None, "scheduler.type")
+            fixed[name] = Fixed(None, "scheduler.type", kind)
     return fixed, problems
 
 
@@ -220,7 +221,7 @@ def contradictions(fixed: Mapping[str, Fixed], settings: Settings, name: str) ->
         name: of the JSON file, for the messages.
     """
     problems = []
-    for setting, (value, key) in fixed.items():
+    for setting, (value, key, written) in fixed.items():
         if setting not in settings.explicit:
             continue
         given = getattr(settings, setting)
@@ -228,7 +229,7 @@ def contradictions(fixed: Mapping[str, Fixed], settings: Settings, name: str) ->
         if is_number(given) and is_number(value):
             same = math.isclose(given, value, rel_tol=1e-9)
         if not same:
-            said = "decides it" if value is None else shown(value)
+            said = written or ("decides it" if value is None else shown(value))
             problems.append(
                 f"{name}: {key}: {said}, contradicts {settings.where(setting)} {shown(given)}. "
                 f'Remove one of them, or write "auto" in the JSON.'
