@@ -6,6 +6,7 @@ Everything is looked at and nothing is changed. torch and DeepSpeed are imported
 import errno
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -108,6 +109,17 @@ def unwritable(run_dir: str | Path) -> str | None:
         reason = errno.errorcode.get(error.errno or 0, "") + f": {error.strerror}"
         return f"cannot write in {path} ({reason}). Make it writable, or choose another directory."
     return None
+
+
+def free_bytes(run_dir: str | Path) -> int | None:
+    """Return the free bytes of the file system of a directory; None when it does not say."""
+    path = Path(run_dir).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
 
 
 def launcher_problem(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:

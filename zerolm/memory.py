@@ -11,6 +11,9 @@ from zerolm import defaults, ds_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Values that an optimizer keeps of each parameter, where they are not AdamW's two.
+MOMENTS = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
+
 
 def hidden_size(config: "PretrainedConfig") -> int | None:
     """Return the model's width, the largest of several, as Hugging Face's Trainer does."""
@@ -35,6 +38,18 @@ def state_bytes(num_parameters: int, ds: Mapping[str, Any], world_size: int) -> 
         gradient_bytes=4 if accumulated == "fp32" else 2,
         offload=offload,
     )
+
+
+def checkpoint_bytes(num_parameters: int, ds: Mapping[str, Any]) -> int:
+    """Return the bytes of one checkpoint of all ranks: weights, master weights, moments.
+
+    Below stage 3 the weights are there beside the fp32 master weights of the optimizer.
+    """
+    moments = MOMENTS.get(ds_config.optimizer_type(ds).lower(), 2)
+    value = 4 + 4 * moments
+    if ds_config.zero_stage(ds) < 3:
+        value += 4 if ds_config.precision(ds) == "fp32" else 2
+    return num_parameters * value
 
 
 def activation_bytes(

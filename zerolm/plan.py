@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm import ds_config, memory
 from zerolm.order import num_windows
+from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
 from zerolm.settings import Settings
 from zerolm.shards import Source
+from zerolm.values import shown_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+DECISIVE_PACKAGES = ("zerolm", "torch", "deepspeed", "transformers")  # alike on all hosts
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,16 @@ class Plan:
 
     def fingerprint(self) -> str:
         """Return a hash of all that ranks must agree on before they train together."""
-        what = [self.settings.to_json(), self.ds_config, self.data_fingerprint, self.world_size]
+        installed = versions()
+        what = {
+            "settings": self.settings.to_json(),
+            "ds_config": self.ds_config,
+            "model_config": self.model_config.to_dict(),
+            "data": self.data_fingerprint,
+            "validation": [source.fingerprint for source in self.val_sources],
+            "world_size": self.world_size,
+            "versions": [installed.get(package) for package in DECISIVE_PACKAGES],
+        }
         return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -103,8 +116,8 @@ def figures(plan: Plan) -> dict[str, str]:
         "learning rate": _learning_rate_line(plan),
         "FLOPs per token": f"{plan.flops_per_token:.4g}",
         "FLOPs of the run": f"{plan.flops_per_token * settings.total_tokens:.4g}",
-        "memory per rank": f"{_bytes(states)} of model states on the device, {_bytes(host)} on the "
-        f"host, about {_bytes(kept)} of activations",
+        "memory per rank": f"{shown_bytes(states)} of model states on the device, "
+        f"{shown_bytes(host)} on the host, about {shown_bytes(kept)} of activations",
         "epochs": ", ".join(
             f"{name} {epochs:.3g}"
             for name, epochs in zip(plan.source_names, _epochs(plan), strict=True)
@@ -112,6 +125,9 @@ def figures(plan: Plan) -> dict[str, str]:
         "data fingerprint": plan.data_fingerprint[:16],
         "checkpoints": f"every {settings.checkpoint_interval} steps, "
         f"{settings.checkpoint_keep} kept",
+        "checkpoint size": shown_bytes(
+            memory.checkpoint_bytes(plan.num_parameters, plan.ds_config)
+        ),
     }
     if plan.val_sources:
         lines["evaluation"] = (
@@ -149,11 +165,3 @@ def _epochs(plan: Plan) -> list[float]:
         / num_windows(source.num_tokens, plan.settings.seq_len)
         for source, weight in zip(plan.sources, plan.weights, strict=True)
     ]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

@@ -39,7 +39,7 @@ from zerolm.plan import Plan, figures
 from zerolm.schedule import BatchSchedule
 from zerolm.settings import FLAGS, parse_settings
 from zerolm.sources import open_sources, source_names, source_problems
-from zerolm.values import read_json
+from zerolm.values import read_json, shown_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -307,8 +307,11 @@ class _Check:
         if problem:
             self.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}, {problem}")
             return
+        if self.problems:
+            return
+        self._check_disk(settings.run_dir)
         path = Path(settings.run_dir) / "run.json"
-        if self.problems or not path.is_file():
+        if not path.is_file():
             return
         try:
             record = read_json(path, "a --run_dir that a run has made, or a new one")
@@ -326,6 +329,30 @@ class _Check:
             world_size=self.world_size,
             router_loss=has_router_loss(self.model_config),
         )
+
+    def _check_disk(self, run_dir: str) -> None:
+        """Compare the checkpoints to come with the free space; those on disk have theirs already.
+
+        One more than are kept, since the oldest goes when the newest is whole.
+        """
+        free = machine.free_bytes(run_dir)
+        if free is None or self.device.kind == "absent":
+            return
+        size = memory.checkpoint_bytes(self.num_parameters, self.raw_ds)
+        there = len(list(Path(run_dir, "checkpoints").glob("step-*")))
+        wanted = max(1, self.settings.checkpoint_keep + 1 - there)
+        where = f"{self.settings.where('run_dir')}: {run_dir}"
+        has = f"its file system has {shown_bytes(free)} free"
+        if free < size:
+            self.problems.append(
+                f"{where}, {has}, a checkpoint needs about {shown_bytes(size)}. Free some, or "
+                f"choose another directory."
+            )
+        elif free < wanted * size:
+            self.notices.append(
+                f"{where}: {has}, but --checkpoint_keep {self.settings.checkpoint_keep} needs "
+                f"about {shown_bytes(wanted * size)} more"
+            )
 
     # ---- The plan
 

@@ -4,15 +4,13 @@
 """
 
 import fcntl
-import importlib.metadata
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any, TextIO
 
 from zerolm.errors import ConfigError
+from zerolm.provenance import git_commit, versions
 
-PACKAGES = ("zerolm", "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numpy")
 RECORD = "run.json"
 
 
@@ -37,35 +35,6 @@ def claim(run_dir: str | Path) -> TextIO:
     except OSError as error:  # Lustre and NFS may be mounted without locks
         print(f"note: {run_dir}: its file system has no locks ({error}); start only one run in it")
     return lock
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on, absent packages left out."""
-    found = {"python": platform.python_version()}
-    for package in (*PACKAGES, "wandb", "flash-attn"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_commit(directory: Path) -> str | None:
-    """Return the commit of a source tree, with `+changes` when files differ; None outside git."""
-    try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(directory), *words],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("+changes" if changes else "")
 
 
 def record(plan: Any) -> dict[str, Any]:

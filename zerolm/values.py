@@ -22,6 +22,15 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def shown_bytes(count: float) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
 def parse_number(value: Any) -> int | float:
     """Read `3e9`, `3B`, `500M`, `2k` or a JSON number: an int when it is whole."""
     text, factor = str(value).strip().lower(), 1

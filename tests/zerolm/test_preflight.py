@@ -1,5 +1,7 @@
 """Preflight: bad input is refused with everything that is wrong; good input becomes one plan."""
 
+import copy
+import dataclasses
 import json
 import os
 import shutil
@@ -195,7 +197,7 @@ BAD = {
     ),
     "schedule twice": (
         "--deepspeed_config ds_scheduler.json --schedule cosine --total_tokens 25600",
-        ["ds_scheduler.json: scheduler.type: linear", "--schedule cosine"],
+        ["ds_scheduler.json: scheduler.type: WarmupDecayLR (linear)", "--schedule cosine"],
     ),
     "length twice": (
         "--deepspeed_config ds_scheduler.json",
@@ -389,6 +391,27 @@ def test_a_routers_loss_ties_a_run_to_its_micro_batch_and_world_size(inputs, tmp
     assert "settings.micro_batch_size: 2, but this command has 4" in problem
     (problem,) = refusal(inputs, change, WORLD_SIZE="2")
     assert "world_size: 1, but this command has 2 (output_router_logits)" in problem
+
+
+def test_hosts_that_differ_in_what_they_read_have_other_fingerprints(inputs):
+    plan = preflight.check(command(inputs, "--val_data val"), {})
+    assert (
+        plan.fingerprint() == preflight.check(command(inputs, "--val_data val"), {}).fingerprint()
+    )
+    model = copy.deepcopy(plan.model_config)
+    model.rms_norm_eps *= 2
+    for change in ({"model_config": model}, {"val_sources": plan.sources}):
+        assert dataclasses.replace(plan, **change).fingerprint() != plan.fingerprint()
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_refused_and_for_all_a_notice(inputs, tmp_path):
+    keep = preflight.check(command(inputs, "--checkpoint_keep 1000000000"), {})
+    assert any("its file system has" in notice for notice in keep.notices)
+    assert keep.derived["checkpoint size"]
+    huge = {**LLAMA, "hidden_size": 1 << 20, "intermediate_size": 1 << 24}
+    model = write_json(tmp_path / "huge.json", huge)
+    (problem,) = refusal(inputs, f"--model_config {model}")
+    assert "a checkpoint needs about" in problem and "TiB" in problem and "--run_dir" in problem
 
 
 def test_dropout_is_a_notice(inputs):
