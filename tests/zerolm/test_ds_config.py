@@ -4,11 +4,14 @@ import copy
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.launching import environment, free_port, write_json
 from zerolm import ds_config
 from zerolm.ds_config import block, fixed_settings, fixed_tokens, load_ds_config
 from zerolm.ds_resolve import resolve
@@ -71,8 +74,40 @@ def test_shipped_profiles_have_no_problems_and_resolve(path):
     assert found(config) == [] and found(config, on_gpu=True) == []
     assert '"auto"' not in json.dumps(resolved(config))
     assert ds_config.precision(config) == "bf16" and config["gradient_clipping"] == 1.0
+    assert notices(config, on_gpu=True) == []
     assert str(ds_config.zero_stage(config)) in path.stem
     assert (ds_config.optimizer_offload(config) == "cpu") == ("offload" in path.stem)
+
+
+def test_shipped_profiles_add_up_gradients_exactly(tmp_path):
+    """Two real ranks; in bf16 the sum would differ from torch's by 5e-6."""
+    files = []
+    for path in PROFILES:
+        sizes = {"micro_batch_size": 8, "accumulation": 1, "on_gpu": False}
+        config = resolved(load_ds_config(path), **sizes)
+        config["zero_optimization"].update(reduce_bucket_size=10_000, sub_group_size=10_000)
+        files.append(write_json(tmp_path / path.name, config))
+    report, port = tmp_path / "report.json", str(free_port())
+    worker = Path(__file__).with_name("reduction_worker.py")
+    addresses = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, worker, report, *files],
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **addresses),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-2000:]
+    differences = json.loads(report.read_text())
+    assert len(differences) == 5 and max(differences.values()) < 1e-6, differences
 
 
 def test_a_users_file_works_as_it_is():
@@ -178,7 +213,7 @@ def test_numbers_of_the_json_become_settings():
     }
     fixed, problems = fixed_settings(config, seq_len=10, world_size=3)
     assert not problems
-    assert {name: value for name, (value, _) in fixed.items()} == {
+    assert {name: value for name, (value, *_) in fixed.items()} == {
         "batch_tokens": 240,
         "micro_batch_size": 2,
         "learning_rate": 1e-3,
