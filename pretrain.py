@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         run_dir = Path(plan.settings.run_dir or "")  # preflight requires it
         found = checkpoint.newest(run_dir)
         if found is not None:
-            checkpoint.must_fit(found, plan.world_size, plan.zero_stage)
+            checkpoint.must_fit(found, plan.world_size, plan.zero_stage, plan.ds_config)
         lock = run_directory.claim(run_dir) if rank == 0 else None
     except ConfigError as error:
         return distributed.refuse(error, rank, local_rank)

@@ -114,6 +114,7 @@ def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any
         "progress": asdict(progress),
         "world_size": engine.world_size,
         "zero_stage": engine.zero_optimization_stage(),
+        "optimizer": optimizer_kind(engine.config),
         **facts,
         "files": sorted(
             (entry for share in gather_objects(files) for entry in share),
@@ -271,11 +272,22 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
     return None
 
 
-def must_fit(checkpoint: Checkpoint, world_size: int, zero_stage: int) -> None:
+def optimizer_kind(ds_config: dict[str, Any]) -> str:
+    """Name the optimizer and where its states live: two that differ do not load each other's."""
+    offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return f"{ds_config['optimizer']['type']}, offload {offload.get('device', 'none')}"
+
+
+def must_fit(
+    checkpoint: Checkpoint, world_size: int, zero_stage: int, ds_config: dict[str, Any]
+) -> None:
     """Refuse a checkpoint whose optimizer state is cut for other ranks, before DeepSpeed fails.
 
+    Args:
+        ds_config: as resolved for this run.
+
     Raises:
-        CheckpointError: the world size or the ZeRO stage is another one.
+        CheckpointError: the world size, the ZeRO stage or the optimizer's kind is another one.
     """
     where, problems = checkpoint.directory / MANIFEST, []
     if checkpoint.world_size != world_size:
@@ -287,6 +299,12 @@ def must_fit(checkpoint: Checkpoint, world_size: int, zero_stage: int) -> None:
         problems.append(
             f"{where}: zero_stage: written at stage {checkpoint.zero_stage}, --deepspeed_config "
             f"has stage {zero_stage}. Use a profile of stage {checkpoint.zero_stage} to go on."
+        )
+    saved, ours = checkpoint.manifest["optimizer"], optimizer_kind(ds_config)
+    if saved != ours:
+        problems.append(
+            f"{where}: optimizer: its states are of {saved!r}, --deepspeed_config has {ours!r}. "
+            f"Use a profile with {saved!r} to go on."
         )
     if problems:
         raise CheckpointError(problems)

@@ -9,6 +9,8 @@ from zerolm.checkpoint import MANIFEST, POINTER, Progress
 from zerolm.errors import CheckpointError
 from zerolm.files import sha256_file
 
+ADAMW = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+
 
 def write(run_dir: Path, step: int, keep: int = 3, world_size: int = 2) -> Path:
     """Publish a checkpoint of two files, the way `save` does."""
@@ -21,9 +23,14 @@ def write(run_dir: Path, step: int, keep: int = 3, world_size: int = 2) -> Path:
         size = path.stat().st_size
         files.append({"file": name, "size_bytes": size, "sha256": sha256_file(path)})
     manifest = {
-        "format": checkpoint.FORMAT, "version": checkpoint.VERSION, "world_size": world_size,
-        "zero_stage": 2, "progress": vars(Progress(step=step, position=8 * step)), "files": files,
-    }  # fmt: skip
+        "format": checkpoint.FORMAT,
+        "version": checkpoint.VERSION,
+        "world_size": world_size,
+        "zero_stage": 2,
+        "optimizer": checkpoint.optimizer_kind(ADAMW),
+        "progress": vars(Progress(step=step, position=8 * step)),
+        "files": files,
+    }
     return checkpoint.publish(temporary, manifest, keep)
 
 
@@ -82,8 +89,12 @@ def test_a_damaged_manifest_is_refused_by_name(tmp_path, text) -> None:
 
 def test_other_ranks_or_another_stage_are_both_refused_at_once(tmp_path) -> None:
     found = checkpoint.read(write(tmp_path, 5))
-    checkpoint.must_fit(found, world_size=2, zero_stage=2)
+    checkpoint.must_fit(found, 2, 2, ADAMW)
+    offloaded = {**ADAMW, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.must_fit(found, world_size=4, zero_stage=3)
-    assert len(refused.value.problems) == 2
+        checkpoint.must_fit(found, 4, 3, offloaded)
+    assert len(refused.value.problems) == 3
+    assert "'AdamW, offload none', --deepspeed_config has 'AdamW, offload cpu'" in str(
+        refused.value
+    )
     assert "written by 2 ranks, this run has 4" in refused.value.problems[0]
