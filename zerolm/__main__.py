@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def whole_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path`, or the newest one of a run directory, and verify every file."""
+    """Open the checkpoint at `path`, or the newest of a run directory, and verify every file."""
     found = checkpoint.newest(path) if (path / "checkpoints").is_dir() else checkpoint.read(path)
     if found is None:
         raise CheckpointError(f"{path}: the run has no checkpoint yet.")
