@@ -67,7 +67,10 @@ def differences(
         if constant and name == "total_tokens":
             continue  # a constant rate does not look ahead: the run may be made longer
         old, new = old_settings.get(name), getattr(settings, name)
-        pairs.append((f"settings.{name}", old, new, settings.where(name)))
+        where = settings.where(name)
+        if name == "total_tokens":
+            where += f"; a {settings.schedule} schedule looks ahead to it, a constant one would not"
+        pairs.append((f"settings.{name}", old, new, where))
     old_data = old_settings.get("data") or []
     pairs.append(
         ("settings.data", _weights(old_data), _weights(settings.data), settings.where("data"))

@@ -465,6 +465,19 @@ def test_what_shapes_the_curve_is_refused_as_a_difference(inputs, a_run, change,
     assert f"{a_run}/run.json: " in text and "another --run_dir" in text
 
 
+@pytest.mark.parametrize("kind", ["constant", "wsd", "cosine"])
+def test_only_a_constant_schedule_may_be_made_longer(inputs, tmp_path, kind):
+    change = f"--run_dir {tmp_path} --schedule {kind} --learning_rate 1e-3 --warmup_tokens 512"
+    change += " --decay_tokens 5k" if kind == "wsd" else ""
+    write_record(tmp_path, preflight.check(command(inputs, change), {}))
+    longer = f"{change} --total_tokens 102400"
+    if kind == "constant":
+        assert preflight.check(command(inputs, longer), {}).total_steps == 200
+    else:
+        (problem,) = refusal(inputs, longer)
+        assert f"a {kind} schedule looks ahead to it" in problem
+
+
 def test_run_json_replays_to_the_same_plan(inputs, a_run, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("replay")
     first = preflight.check(command(inputs, f"--run_dir {a_run}"), {})
