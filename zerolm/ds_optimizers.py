@@ -140,13 +140,7 @@ def _untested(ds_config: Mapping[str, Any], written: str) -> list[str]:
 
 
 def _muon_problems(ds_config: Mapping[str, Any]) -> list[str]:
-    params = block(ds_config, "optimizer", "params")
-    problems = [
-        f"optimizer.params.{key}: {shown(params[key])}, every group follows one schedule here, so "
-        f"it would have no effect. Remove it, and use --learning_rate."
-        for key in ("muon_lr", "adam_lr")
-        if key in params
-    ]
+    problems = []
     clipping = ds_config.get("gradient_clipping")
     if clipping != AUTO and clipping != 0:
         said = "missing, which is 1.0" if clipping is None else shown(clipping)

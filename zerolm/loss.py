@@ -41,8 +41,15 @@ def token_losses(
     ).view_as(batch["targets"])
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
-        auxiliary = auxiliary * inner.config.router_aux_loss_coef
+        auxiliary = auxiliary * router_coefficient(inner.config)
     return losses, auxiliary
+
+
+def router_coefficient(config: Any) -> float:
+    """Return the weight of the router's auxiliary loss, which DBRX keeps in a part of its own."""
+    if hasattr(config, "router_aux_loss_coef"):
+        return config.router_aux_loss_coef
+    return config.ffn_config.moe_loss_weight
 
 
 def document_mask(ids_BT: torch.Tensor, model: Any) -> torch.Tensor:

@@ -339,11 +339,6 @@ BAD = {
         "optimizer.params.betas",
         "Remove",
     ),
-    "Muon with a rate of its own": (
-        {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}, "gradient_clipping": 0},
-        "optimizer.params.muon_lr: 0.02",
-        "--learning_rate",
-    ),
     "Muon at stage 3": (
         {**zero(3), "optimizer": {"type": "Muon"}, "gradient_clipping": 0},
         "zero_optimization.reduce_scatter",
