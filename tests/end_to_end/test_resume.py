@@ -53,6 +53,10 @@ def events(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
+
+
 def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "zerolm", *map(str, arguments)], cwd=ROOT, env=environment(),
@@ -70,12 +74,14 @@ def test_a_killed_run_continues_in_every_bit(
     done = launch(2, *words(llama, corpus, held_out, whole, json_file))
     assert done.returncode == 0, done.stdout[-4000:]
     step = random.randint(SAVE + 1, STEPS - 60)
+    before = shared_memory()
     process = start(2, tmp_path / "log", *words(llama, corpus, held_out, killed, json_file))
     try:
         wait_for_step(process, killed, step, seconds=120)
     finally:
         kill_session(process.pid)
         process.wait(timeout=30)
+    assert shared_memory() <= before, "even a killed run leaves nothing in /dev/shm"
     assert [event["event"] for event in events(killed)].count("done") == 0
     again = launch(2, *words(llama, corpus, held_out, killed, json_file))
     assert again.returncode == 0, again.stdout[-4000:]

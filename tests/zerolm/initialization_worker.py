@@ -11,6 +11,7 @@ from initialization_families import FAMILIES, SEED, family_config, sha256_of, wr
 from transformers import AutoModelForCausalLM
 
 from zerolm import model as zerolm_model
+from zerolm.distributed import release_shared_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -92,6 +93,7 @@ def spoiled_on_the_last_rank():
 
 def main(result_path):
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    release_shared_memory()
     result = {"world size": torch.distributed.get_world_size()}
     generator_before = torch.get_rng_state()
     for family in FAMILIES:

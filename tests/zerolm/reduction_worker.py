@@ -14,6 +14,8 @@ import deepspeed
 import torch
 from torch import nn
 
+from zerolm.distributed import release_shared_memory
+
 WIDTH, ROWS = 48, 8
 
 
@@ -55,6 +57,7 @@ def difference(config: dict) -> float:
 
 def main(report: str, *paths: str) -> None:
     deepspeed.init_distributed("gloo")
+    release_shared_memory()
     found = {}
     for path in paths:
         with open(path) as file:
