@@ -5,16 +5,18 @@
         --model_config model_configs/llama-160m.json
 
 All three train the same model with the same DeepSpeed JSON, batch and token shard under the real
-`deepspeed` launcher. Repetitions are interleaved (A B C, A B C, ...), so that a machine that slows
-down slows down all of them; ratios are taken within a repetition. Each prints a line every few
-steps, and the time between two lines counts: whatever a contender does in between is in it.
+`deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, the
+other two being stopped (SIGSTOP): a machine that slows down slows down all of them, and a ratio is
+taken within a round. Each prints a line every few steps, and the time between two lines of a turn
+counts: whatever a contender does in between is in it.
 """
 
 import argparse
-import itertools
+import contextlib
 import json
 import os
 import platform
+import queue
 import re
 import shlex
 import signal
@@ -36,30 +38,100 @@ sys.path.insert(0, str(ROOT))
 
 from zerolm.shard_writer import ShardWriter  # noqa: E402 - this file is run as a script
 
-CONTENDERS = ("pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer")
+OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer"
 STEP_LINE = re.compile(r"^step=(\d+)\b.*\bloss=")
 SHARD_TOKENS = 4_000_000
+STEPS = 1_000_000  # more than a benchmark takes: it ends by killing its contenders
+
+
+class Contender:
+    """A running `deepspeed` command that prints `step=N ... loss=L`, going on or stopped."""
+
+    def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace):
+        self.name, self.arguments = name, arguments
+        command = [
+            str(Path(sys.executable).with_name("deepspeed")),
+            *("--num_gpus", str(arguments.num_processes), "--master_port", str(free_port())),
+            *words,
+        ]
+        threads = str(max(1, (os.cpu_count() or 1) // arguments.num_processes))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ}  # alike for all contenders
+        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self.steps: queue.Queue[tuple[int, float]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            now = time.perf_counter()
+            self.lines.append(line)
+            if match := STEP_LINE.match(line):
+                self.steps.put((int(match[1]), now))
+        self.steps.put((-1, 0.0))
+
+    def next_line(self) -> tuple[int, float]:
+        """Wait for the next line; return its step and when it came, in seconds."""
+        try:
+            step, when = self.steps.get(timeout=self.arguments.timeout)
+        except queue.Empty:
+            step, when = -1, 0.0
+        if step < 0:
+            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} ended or hangs")
+        return step, when
+
+    def warm_up(self) -> None:
+        while self.next_line()[0] < self.arguments.warmup_steps:
+            pass
+        self.stop()
+
+    def take_turn(self) -> tuple[float, list[int]]:
+        """Go on for some lines; return the mean seconds of a step, and the steps of those lines."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        first_step, began = self.next_line()  # a step was interrupted: this interval does not count
+        seen = [self.next_line() for _ in range(self.arguments.turn_lines)]
+        self.stop()
+        last_step, ended = seen[-1]
+        return (ended - began) / (last_step - first_step), [step for step, _ in seen]
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.warmup_steps % arguments.log_interval:
-        sys.exit("--warmup_steps must be a multiple of --log_interval")
-    rates: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-    inside: list[float] = []
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         write_shard(scratch / "shards", arguments.model_config)
-        for repeat in range(arguments.repeats):
-            for name in CONTENDERS:
-                run_dir = scratch / f"run-{repeat}"
-                command = command_of(name, arguments, scratch, run_dir)
-                rates[name].append(seconds_per_step(command, arguments))
-                if name == "pretrain.py":
-                    inside += step_seconds_inside(run_dir, arguments.warmup_steps)
-                median = statistics.median(rates[name][-1])
-                print(f"{repeat + 1}/{arguments.repeats} {name}: {median:.4f} s a step", flush=True)
-    report = table(arguments, rates, inside)
+        contenders: list[Contender] = []
+        seconds: dict[str, list[float]] = {OURS: [], BARE: [], TRAINER: []}
+        measured: set[int] = set()
+        try:
+            for name in seconds:
+                words = command_of(name, arguments, scratch)
+                contenders.append(Contender(name, words, arguments))
+                contenders[-1].warm_up()
+                print(f"{name}: warm", flush=True)
+            for number in range(1, arguments.rounds + 1):
+                for contender in contenders:
+                    step_seconds, steps = contender.take_turn()
+                    seconds[contender.name].append(step_seconds)
+                    measured.update(steps if contender.name == OURS else ())
+                shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
+                print(f"round {number}, seconds a step: {shown}", flush=True)
+            inside = step_seconds_inside(scratch / "run", measured)
+        finally:
+            for contender in contenders:
+                contender.kill()
+    report = table(seconds, inside)
     if arguments.output:
         arguments.output.write_text(report + "\n")
     print("\n" + report)
@@ -75,11 +147,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--micro_batch_size", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warmup_steps", type=int, default=10, help="left out of the figures")
-    parser.add_argument("--log_interval", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
+    parser.add_argument("--warmup_steps", type=int, default=10, help="before the first round")
+    parser.add_argument("--log_interval", type=int, default=4, help="steps between two lines")
+    parser.add_argument("--turn_lines", type=int, default=2, help="lines that count in a turn")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for a line")
     parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
     return parser.parse_args()
 
@@ -93,29 +165,29 @@ def write_shard(directory: Path, model_config: str) -> None:
         writer.add(ids)
 
 
-def command_of(name: str, arguments: argparse.Namespace, scratch: Path, run_dir: Path) -> list[str]:
+def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     """Return the words after `deepspeed` that run one contender."""
     seq_len, log_interval = str(arguments.seq_len), str(arguments.log_interval)
     common = ["--model_config", arguments.model_config, "--seq_len", seq_len]
     common += ["--log_interval", log_interval]
-    if name == "pretrain.py":
+    run_dir = scratch / "run"
+    if name == OURS:
         step_tokens = (
             arguments.seq_len
             * arguments.micro_batch_size
             * arguments.accumulation
             * arguments.num_processes
         )
-        never = str(arguments.steps + 1)
         return [
             "pretrain.py", *common, "--deepspeed_config", arguments.deepspeed_config,
             "--data", str(scratch / "shards"), "--run_dir", str(run_dir),
             "--micro_batch_size", str(arguments.micro_batch_size),
             "--batch_tokens", str(step_tokens),
-            "--total_tokens", str(arguments.steps * step_tokens),
-            "--checkpoint_interval", never, "--wandb", "off",
+            "--total_tokens", str(STEPS * step_tokens),
+            "--checkpoint_interval", str(STEPS), "--wandb", "off",
         ]  # fmt: skip
-    common += ["--steps", str(arguments.steps), "--shard", str(scratch / "shards/shard-00000.bin")]
-    if name == "bare DeepSpeed loop":
+    common += ["--steps", str(STEPS), "--shard", str(scratch / "shards/shard-00000.bin")]
+    if name == BARE:
         resolved = scratch / "resolved.json"
         resolved.write_text(json.dumps(resolved_profile(arguments, run_dir)))
         return ["benchmarks/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved)]
@@ -135,76 +207,37 @@ def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, 
     return ds_config
 
 
-def seconds_per_step(words: Sequence[str], arguments: argparse.Namespace) -> list[float]:
-    """Run one contender and return the mean step time of each interval between two of its lines."""
-    command = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        *("--num_gpus", str(arguments.num_processes), "--master_port", str(free_port())),
-        *words,
-    ]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    timer = threading.Timer(arguments.timeout, os.killpg, (process.pid, signal.SIGKILL))
-    timer.start()
-    try:
-        lines, seen = [], []
-        for line in process.stdout or ():
-            lines.append(line)
-            if match := STEP_LINE.match(line):
-                seen.append((int(match[1]), time.perf_counter()))
-        if process.wait() != 0:
-            sys.exit(
-                "".join(lines[-40:]) + f"\nfailed ({process.returncode}): {shlex.join(command)}"
-            )
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    measured = [(step, when) for step, when in seen if step >= arguments.warmup_steps]
-    return [
-        (when - when_before) / (step - step_before)
-        for (step_before, when_before), (step, when) in itertools.pairwise(measured)
-    ]
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
-def step_seconds_inside(run_dir: Path, warmup_steps: int) -> list[float]:
-    """Return `throughput/step_seconds` after the warm-up: without logging and evaluation."""
+def step_seconds_inside(run_dir: Path, measured: set[int]) -> list[float]:
+    """Return `throughput/step_seconds` of the lines that counted: without logging."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     key = "throughput/step_seconds"
-    return [row[key] for row in rows if key in row and row["step"] > warmup_steps]
+    return [row[key] for row in rows if key in row and row["step"] in measured]
 
 
-def table(
-    arguments: argparse.Namespace, seconds: dict[str, list[list[float]]], inside: list[float]
-) -> str:
-    """Return the Markdown table: steps per second, and how many times those of pretrain.py."""
+def table(seconds: dict[str, list[float]], inside: list[float]) -> str:
+    """Return the Markdown table: steps per second, and how many times those pretrain.py makes."""
     lines = [
         f"`python {shlex.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}, {hardware()}",
         "",
-        "| contender | steps/s | whole loop, steps/s | pretrain.py is times as fast (min to max) |",
+        "| contender | steps/s, median | steps/s, all turns | pretrain.py is times as fast |",
         "|---|---|---|---|",
     ]
-    ours = [statistics.median(run) for run in seconds["pretrain.py"]]
-    for name in CONTENDERS:
-        theirs = [statistics.median(run) for run in seconds[name]]
-        ratios = sorted(other / own for other, own in zip(theirs, ours, strict=True))
-        ratio = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-        step = statistics.median(step for run in seconds[name] for step in run)
-        whole = statistics.median(statistics.fmean(run) for run in seconds[name])
-        shown = "1" if name == "pretrain.py" else ratio
-        lines.append(f"| {name} | {1 / step:.3f} | {1 / whole:.3f} | {shown} |")
+    for name, times in seconds.items():
+        ratios = [other / own for other, own in zip(times, seconds[OURS], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        ratio = "1" if name == OURS else f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+        median, mean = 1 / statistics.median(times), 1 / statistics.fmean(times)
+        lines.append(f"| {name} | {median:.3f} | {mean:.3f} | {ratio} |")
     lines += [
         "",
-        f"Median step time that pretrain.py itself reports: {statistics.median(inside):.4f} s.",
+        f"{len(seconds[OURS])} rounds; the last column is the median over the rounds. "
+        f"pretrain.py itself reports {statistics.median(inside):.4f} s a step (median).",
     ]
     return "\n".join(lines)
 
