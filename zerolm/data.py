@@ -247,9 +247,10 @@ def _obey_parent_only(worker: int) -> None:
 
 def _follow_parent(parent: int) -> None:
     started_by = multiprocessing.parent_process()  # not the parent where a fork server is
-    masters = {parent} | ({started_by.pid} if started_by else set())
-    while os.getppid() == parent:
+    assert started_by is not None, "only loader workers run this"
+    # The second condition is for one that was killed before this worker first looked at its parent.
+    while os.getppid() == parent and started_by.is_alive():
         received = signal.sigtimedwait({signal.SIGTERM}, PARENT_CHECK_SECONDS)
-        if received is not None and received.si_pid in masters:
+        if received is not None and received.si_pid in (parent, started_by.pid):
             break
     os._exit(0)
