@@ -109,6 +109,7 @@ def _resolve_optimizer(resolved: dict[str, Any], settings: Settings, on_gpu: boo
         # AdamW is the same arithmetic and needs no compiler.
         params.setdefault("torch_adam", True)
         if params["torch_adam"]:
+            params.setdefault("fused", True)  # one pass over the states, not seven
             params.pop("bias_correction", None)
 
 
