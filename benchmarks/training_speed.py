@@ -80,7 +80,8 @@ class Contender:
         except queue.Empty:
             step, when = -1, 0.0
         if step < 0:
-            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} ended or hangs")
+            how = f"exit code {self.process.poll()}, None is: it hangs"
+            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} prints no more ({how})")
         return step, when
 
     def warm_up(self) -> None:
