@@ -8,6 +8,7 @@ settings; `--check` finds every problem, without a GPU, and stops there.
 """
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from zerolm import (
     data,
     distributed,
     evaluate,
+    ledger,
     metrics,
     preflight,
     run_directory,
@@ -29,6 +31,7 @@ from zerolm import (
 )
 from zerolm.checkpoint import Checkpoint, Progress
 from zerolm.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, GaveUp, ZerolmError
+from zerolm.faults import fault_point
 from zerolm.files import write_json
 from zerolm.optimizer import parameter_groups
 from zerolm.preflight import Plan
@@ -194,6 +197,7 @@ class Run:
         progress, plan, seq_len = self.progress, self.plan, self.settings.seq_len
         sequences = plan.batch_schedule(progress.position)
         micro_steps = sequences // (plan.micro_batch_size * self.world_size)
+        fault_point("step.begin", progress.step + 1)
         with self.watch.running():
             with self.watch.waiting_for_data():
                 micro_batches = train_step.take(batches, micro_steps)
@@ -216,6 +220,10 @@ class Run:
             progress.skipped_steps += 1
             self.skipped_in_a_row += 1
             self.log.event("step_skipped", progress.step, grad_norm=str(result.grad_norm))
+        if result.applied and ledger.VARIABLE in os.environ:
+            ids = (number for batch in micro_batches for number in batch["sequence_ids"].tolist())
+            ledger.record(progress.step, ids)
+        fault_point("step.end", progress.step)
         stability.refuse_gradients(
             result.grad_norm,
             result.applied,

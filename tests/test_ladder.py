@@ -28,8 +28,8 @@ RUNGS = {
     0: {
         *("zerolm." + name for name in (
             "architecture", "budget", "defaults", "distributed", "ds_config", "ds_optimizers",
-            "ds_resolve", "ds_rules", "ds_schema", "errors", "files", "flops", "initialization",
-            "loss", "machine", "manifest", "memory", "model_rules", "order", "plan", "provenance",
+            "ds_resolve", "ds_rules", "ds_schema", "errors", "faults", "files", "flops",
+            "initialization", "ledger", "loss", "machine", "manifest", "memory", "model_rules", "order", "plan", "provenance",
             "run_record", "schedule", "self_check", "settings", "shard_writer", "shards",
             "sources", "values", "windows",
         )),

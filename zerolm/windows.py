@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from zerolm.errors import ShardError
+from zerolm.faults import fault_point
 from zerolm.loss import IGNORED
 from zerolm.order import num_windows
 from zerolm.shards import Source
@@ -110,6 +111,7 @@ class WindowStream(IterableDataset):
             yield from self._read(starts, group)
 
     def _read(self, starts: list[int], group: int) -> Iterator[Tokens]:
+        fault_point("loader.read", starts[0])
         rows = self.place(np.array(starts)[:, None] + np.arange(self.micro_batch_size))
         shards, offsets = self.reader.locate(rows.sources, rows.windows)
         for first in range(0, len(starts), group):
