@@ -1,11 +1,11 @@
-"""Faults on purpose, for tests: named points in the code that cost nothing while `FAULT` is not set.
+"""Faults on purpose, for tests: named points in the code that cost nothing without `FAULT`.
 
     FAULT=point:rank:step:action[,point:rank:step:action ...]
 
 `rank` and `step` are numbers, or `*` for any. `POINTS` has the names, `ACTIONS` what can happen
-there; an action that only the place itself can do (`nan`) is handed back to it. A fault strikes each
-time its place is passed. With `FAULT_ONCE=DIRECTORY` it strikes once, over all restarts of a run:
-a file in that directory remembers it. Standard library only.
+there; an action that only the place itself can do (`nan`) is handed back to it. A fault strikes
+each time its place is passed. With `FAULT_ONCE=DIRECTORY` it strikes once, over all restarts of a
+run: a file in that directory remembers it. Standard library only.
 """
 
 import errno
@@ -114,9 +114,9 @@ def fault_point(point: str, step: int) -> str | None:
     """
     for fault in _FAULTS:
         rank = int(os.environ.get("RANK", 0))
-        if fault.point == point and fault.rank in (None, rank) and fault.step in (None, step):
-            if _strikes(fault, os.environ):
-                return _strike(fault, rank, step)
+        here = fault.point == point and fault.rank in (None, rank) and fault.step in (None, step)
+        if here and _strikes(fault, os.environ):
+            return _strike(fault, rank, step)
     return None
 
 

@@ -1,8 +1,8 @@
 """Which sequences each step really trained on, as the ranks saw them: evidence for tests.
 
 `ZEROLM_LEDGER=DIRECTORY` makes each rank append a line a step, `{"step": 12, "sequences": [...]}`,
-to a file of its own there. Without it nothing is done. A step that is taken again after a restart is
-there again; the last line of a step counts. Standard library only.
+to a file of its own there. Without it nothing is done. A step that is taken again after a restart
+is there again; the last line of a step counts. Standard library only.
 """
 
 import json
@@ -28,4 +28,7 @@ def read(directory: str | Path) -> dict[int, list[int]]:
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             steps.setdefault(entry["step"], {})[path.name] = entry["sequences"]
-    return {step: sorted(sum(ranks.values(), [])) for step, ranks in sorted(steps.items())}
+    return {
+        step: sorted(number for numbers in ranks.values() for number in numbers)
+        for step, ranks in sorted(steps.items())
+    }
