@@ -29,7 +29,7 @@ from zerolm import (
     throughput,
     train_step,
 )
-from zerolm.checkpoint import Checkpoint, Progress
+from zerolm.checkpoint_directory import Checkpoint, Progress, directory_name, newest
 from zerolm.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, GaveUp, ZerolmError
 from zerolm.faults import fault_point
 from zerolm.files import write_json
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
                 print(plan.summary())
             return EXIT_DONE
         run_dir = Path(plan.settings.run_dir or "")  # preflight requires it
-        found = checkpoint.newest(run_dir)
+        found = newest(run_dir)
         if found is not None:
             checkpoint.must_fit(found, plan.world_size, plan.zero_stage, plan.ds_config)
         lock = run_directory.claim(run_dir) if rank == 0 else None
@@ -147,7 +147,7 @@ class Run:
     def begin(self, found: Checkpoint | None) -> Checkpoint | None:
         """Load the checkpoint, if any; write run.json; open the log and the trackers."""
         if self.rank == 0:  # again, now that the lock is held
-            found = checkpoint.newest(self.run_dir)
+            found = newest(self.run_dir)
         found = checkpoint.same_on_all_ranks(found, self.run_dir)
         if found is not None:
             self.progress = checkpoint.load(self.engine, found)
@@ -264,7 +264,7 @@ class Run:
         norm = throughput.parameter_norm(self.engine.module, self.device)
         stability.refuse_weights(norm, self.progress.step, self.newest_checkpoint)
         self.log.sync()
-        progress, name = self.progress, checkpoint.directory_name(self.progress.step)
+        progress, name = self.progress, directory_name(self.progress.step)
         stall = checkpoint.save(
             self.engine,
             self.run_dir,

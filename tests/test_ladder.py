@@ -27,11 +27,11 @@ RUNGS = {
     },
     0: {
         *("zerolm." + name for name in (
-            "architecture", "budget", "defaults", "distributed", "ds_config", "ds_optimizers",
-            "ds_resolve", "ds_rules", "ds_schema", "errors", "faults", "files", "flops",
-            "initialization", "ledger", "loss", "machine", "manifest", "memory", "model_rules",
-            "order", "plan", "provenance", "run_record", "schedule", "self_check", "settings", "shard_writer", "shards",
-            "sources", "values", "windows",
+            "architecture", "budget", "checkpoint_directory", "defaults", "distributed",
+            "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors",
+            "faults", "files", "flops", "initialization", "ledger", "loss", "machine", "manifest",
+            "memory", "model_rules", "order", "plan", "provenance", "run_record", "schedule",
+            "self_check", "settings", "shard_writer", "shards", "sources", "values", "windows",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
     },

@@ -5,8 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from zerolm import checkpoint
-from zerolm.checkpoint import Checkpoint
+from zerolm.checkpoint_directory import Checkpoint, newest, problems_of, read
 from zerolm.errors import EXIT_DONE, CheckpointError, ZerolmError
 
 
@@ -51,10 +50,10 @@ def main(argv: list[str]) -> int:
 
 def whole_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at `path`, or the newest of a run directory, and verify every file."""
-    found = checkpoint.newest(path) if (path / "checkpoints").is_dir() else checkpoint.read(path)
+    found = newest(path) if (path / "checkpoints").is_dir() else read(path)
     if found is None:
         raise CheckpointError(f"{path}: the run has no checkpoint yet.")
-    problems = checkpoint.problems_of(found)
+    problems = problems_of(found)
     if problems:
         raise CheckpointError(problems)
     return found

@@ -9,71 +9,31 @@ the other ranks have finished) is never made. Progress is in the manifest, as pl
 `publish` fills the temporary directory, `publish` alone makes it visible.
 """
 
-import hashlib
-import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zerolm.checkpoint_directory import (
+    FORMAT,
+    MANIFEST,
+    TEMPORARY,
+    VERSION,
+    Checkpoint,
+    Progress,
+    by_step,
+    clear_debris,
+    directory_name,
+    files_of,
+    problems_of,
+    publish,
+    read,
+)
 from zerolm.distributed import agree, barrier, broadcast_object, gather_objects
 from zerolm.errors import CheckpointError, CheckpointWriteError
-from zerolm.files import sha256_file, sync_directory, write_atomically, write_json
-
-FORMAT = "zerolm-checkpoint"
-VERSION = 1
-MANIFEST = "MANIFEST.json"
-POINTER = "latest"
-PREFIX = "step-"
-TEMPORARY = ".tmp-"
-
-
-@dataclass
-class Progress:
-    """How far a run is. All counts are over the whole run, over all its starts.
-
-    Attributes:
-        step: optimizer steps attempted.
-        position: sequences consumed, the run's position in the data order.
-        tokens: tokens of the steps that were really taken; the learning rate counts these.
-        skipped_steps: steps that DeepSpeed did not take (an overflow).
-    """
-
-    step: int = 0
-    position: int = 0
-    tokens: int = 0
-    skipped_steps: int = 0
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint on disk whose manifest could be read."""
-
-    directory: Path
-    manifest: dict[str, Any]
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(**self.manifest["progress"])
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the manifest, which vouches for every file."""
-        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def world_size(self) -> int:
-        return self.manifest["world_size"]
-
-    @property
-    def zero_stage(self) -> int:
-        return self.manifest["zero_stage"]
-
-
-def directory_name(step: int) -> str:
-    return f"{PREFIX}{step:08d}"
+from zerolm.files import sha256_file, sync_directory
 
 
 def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any) -> float:
@@ -97,12 +57,12 @@ def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any
     checkpoints = Path(run_dir) / "checkpoints"
     temporary = checkpoints / (TEMPORARY + directory_name(progress.step))
     if engine.global_rank == 0:
-        _clear_debris(checkpoints)
+        clear_debris(checkpoints)
     # save_checkpoint begins with a barrier, so no rank writes before the debris is gone.
     try:
         engine.save_checkpoint(str(checkpoints), tag=temporary.name, save_latest=False)
         # One list for all: a host whose view of the directory lags must not leave a file out.
-        names = broadcast_object([str(p.relative_to(temporary)) for p in _files(temporary)])
+        names = broadcast_object([str(p.relative_to(temporary)) for p in files_of(temporary)])
         files = _hash_share(temporary, names[engine.global_rank :: engine.world_size])
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) or "inline_container" in str(error):  # torch.save's own
@@ -138,47 +98,6 @@ def _why_not(checkpoints: Path, error: Exception) -> str:
     )
 
 
-def publish(temporary: Path, manifest: dict[str, Any], keep: int) -> Path:
-    """Make a filled temporary directory the newest checkpoint. Rank 0 alone calls.
-
-    The order is the safety: manifest, rename, pointer, and only then are old ones removed.
-    """
-    write_json(temporary / MANIFEST, manifest)
-    final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
-    if final.exists():  # a damaged one of the same step, refused at the start of this run
-        _remove(final)
-    os.replace(temporary, final)
-    sync_directory(final.parent)
-    write_atomically(final.parent / POINTER, lambda file: file.write(f"{final.name}\n".encode()))
-    for old in _by_step(final.parent)[:-keep] if keep else []:
-        if old != final:
-            _remove(old)
-    return final
-
-
-def _remove(directory: Path) -> None:
-    """Delete a checkpoint so that, killed half-way, it never looks whole."""
-    doomed = directory.with_name(TEMPORARY + directory.name)
-    os.replace(directory, doomed)
-    sync_directory(directory.parent)
-    shutil.rmtree(doomed)
-
-
-def _clear_debris(checkpoints: Path) -> None:
-    for unfinished in checkpoints.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(unfinished)
-
-
-def _by_step(checkpoints: Path) -> list[Path]:
-    """Return the published checkpoints, oldest first."""
-    found = [path.parent for path in checkpoints.glob(f"{PREFIX}*/{MANIFEST}")]
-    return sorted(found, key=lambda path: path.name)
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
 def _hash_share(directory: Path, names: list[str]) -> list[dict[str, Any]]:
     """Sync and hash some files of a checkpoint: the ranks share the reading of what they wrote."""
     entries = []
@@ -192,84 +111,9 @@ def _hash_share(directory: Path, names: list[str]) -> list[dict[str, Any]]:
                 "sha256": sha256_file(path),
             }
         )
-    for child in {path.parent for path in _files(directory)} | {directory}:
+    for child in {path.parent for path in files_of(directory)} | {directory}:
         sync_directory(child)
     return entries
-
-
-def read(directory: str | Path) -> Checkpoint:
-    """Open a checkpoint by its manifest, without touching its other files.
-
-    Raises:
-        CheckpointError: there is no manifest, or it cannot be read.
-    """
-    directory = Path(directory)
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(
-            f"{directory}: no {MANIFEST}, so this is not a whole checkpoint. Name a directory "
-            f"checkpoints/{PREFIX}... that has one."
-        )
-    try:
-        manifest = json.loads(path.read_text())
-        Progress(**manifest["progress"])
-        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error!r}. It is damaged.") from error
-    if not known:
-        raise CheckpointError(
-            f"{path}: format {manifest['format']!r} version {manifest['version']!r}, this release "
-            f"reads {FORMAT!r} version {VERSION}."
-        )
-    return Checkpoint(directory, manifest)
-
-
-def problems_of(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Compare every `world_size`-th file with the manifest; return a line for each difference."""
-    problems = []
-    listed = checkpoint.manifest["files"]
-    for entry in listed[rank::world_size]:
-        path = checkpoint.directory / entry["file"]
-        if not path.is_file():
-            problems.append(f"{path}: missing; the manifest lists {entry['size_bytes']} bytes")
-        elif path.stat().st_size != entry["size_bytes"]:
-            problems.append(
-                f"{path}: {path.stat().st_size} bytes, the manifest says {entry['size_bytes']}"
-            )
-        elif (actual := sha256_file(path)) != entry["sha256"]:
-            problems.append(f"{path}: SHA-256 {actual}, the manifest says {entry['sha256']}")
-    if rank == 0:
-        names = {entry["file"] for entry in listed}
-        strangers = {
-            str(path.relative_to(checkpoint.directory)) for path in _files(checkpoint.directory)
-        }
-        problems += [
-            f"{checkpoint.directory / name}: the manifest does not list this file"
-            for name in sorted(strangers - names)
-        ]
-    return problems
-
-
-def newest(run_dir: str | Path) -> Checkpoint | None:
-    """Return the newest published checkpoint of a run, or None when there was never one.
-
-    The pointer is a convenience for people and tools; what counts is which manifests exist.
-
-    Raises:
-        CheckpointError: the newest manifest is damaged, or the pointer names a checkpoint although
-            none is left. Starting again from step 0 would hide a loss.
-    """
-    checkpoints = Path(run_dir) / "checkpoints"
-    published = _by_step(checkpoints)
-    if published:
-        return read(published[-1])
-    if (checkpoints / POINTER).exists():
-        named = (checkpoints / POINTER).read_text().strip()
-        raise CheckpointError(
-            f"{checkpoints / POINTER}: names {named!r}, but no checkpoint is left. "
-            f"Restore it, or choose another --run_dir to start afresh."
-        )
-    return None
 
 
 def optimizer_kind(ds_config: dict[str, Any]) -> str:
@@ -343,7 +187,7 @@ def load(engine: Any, checkpoint: Checkpoint) -> Progress:
     share = problems_of(checkpoint, engine.global_rank, engine.world_size)
     problems = [line for lines in gather_objects(share) for line in lines]
     if problems:
-        older = [path.name for path in _by_step(checkpoint.directory.parent)[:-1]]
+        older = [path.name for path in by_step(checkpoint.directory.parent)[:-1]]
         remedy = (
             f"Restore it, or move {checkpoint.directory} away to resume from {older[-1]}."
             if older
