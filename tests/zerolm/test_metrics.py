@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +114,7 @@ def test_wandb_offline_has_each_row_once_over_a_kill_and_a_resume(tmp_path, monk
     first_id = json.loads((tmp_path / "wandb" / "run.json").read_text())["id"]
     write_steps(log, 1, 2, 3)
     log.tracker.finish()  # the rows are flushed, then the process is lost
+    time.sleep(1.1)  # W&B names an offline directory by the second and the id
     log = RunLog(tmp_path, 1, writes=True)
     log.track(settings("offline"), {}, 1)
     write_steps(log, 2, 3, 4)
