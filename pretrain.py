@@ -24,9 +24,11 @@ from zerolm import (
     ledger,
     metrics,
     preflight,
+    reshard,
     run_directory,
     stability,
     throughput,
+    topology,
     train_step,
 )
 from zerolm.checkpoint_directory import Checkpoint, Progress, directory_name, newest
@@ -53,8 +55,6 @@ def main(argv: list[str]) -> int:
             return EXIT_DONE
         run_dir = Path(plan.settings.run_dir or "")  # preflight requires it
         found = newest(run_dir)
-        if found is not None:
-            checkpoint.must_fit(found, plan.world_size, plan.zero_stage, plan.ds_config)
         lock = run_directory.claim(run_dir) if rank == 0 else None
     except ConfigError as error:
         return distributed.refuse(error, rank, local_rank)
@@ -150,7 +150,7 @@ class Run:
             found = newest(self.run_dir)
         found = checkpoint.same_on_all_ranks(found, self.run_dir)
         if found is not None:
-            self.progress = checkpoint.load(self.engine, found)
+            self.progress = checkpoint.load(self.engine, found, self.plan, reshard.load)
             self.newest_checkpoint = str(found.directory)
             self.say(f"resume: {found.directory}, step {self.progress.step}")
         self.record = run_directory.record(self.plan)
@@ -170,6 +170,7 @@ class Run:
             checkpoint=self.newest_checkpoint,
             world_size=self.world_size,
             zero_stage=self.plan.zero_stage,
+            resharded=self.plan.cut_anew(found.manifest) if found else [],
         )
         self.say(f"wandb: {self.log.track(self.settings, self.record, step)}")
         return found
@@ -272,6 +273,7 @@ class Run:
             self.settings.checkpoint_keep,
             data_fingerprint=self.plan.data_fingerprint,
             precision=self.plan.precision,
+            cut=topology.cut(self.plan.ds_config),
             versions=self.record["versions"],
             model_config=self.record["model_config"],
         )

@@ -20,7 +20,8 @@ RUNGS = {
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "data", "evaluate", "export", "metrics", "model", "optimizer",
-            "preflight", "report", "run_directory", "stability", "throughput", "train_step",
+            "preflight", "report", "reshard", "run_directory", "stability", "throughput",
+            "train_step",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in ("demo_corpus", "demo_summary")),
@@ -30,8 +31,9 @@ RUNGS = {
             "architecture", "budget", "checkpoint_directory", "defaults", "distributed",
             "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors",
             "faults", "files", "flops", "initialization", "ledger", "loss", "machine", "manifest",
-            "memory", "model_rules", "order", "plan", "provenance", "run_record", "schedule",
-            "self_check", "settings", "shard_writer", "shards", "sources", "values", "windows",
+            "memory", "model_rules", "order", "partitions", "plan", "provenance", "run_record",
+            "schedule", "self_check", "settings", "shard_writer", "shards", "sources", "topology",
+            "unpickling", "values", "windows",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
     },

@@ -12,10 +12,12 @@ the other ranks have finished) is never made. Progress is in the manifest, as pl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zerolm import topology
 from zerolm.checkpoint_directory import (
     FORMAT,
     MANIFEST,
@@ -34,6 +36,8 @@ from zerolm.checkpoint_directory import (
 from zerolm.distributed import agree, barrier, broadcast_object, gather_objects
 from zerolm.errors import CheckpointError, CheckpointWriteError
 from zerolm.files import sha256_file, sync_directory
+from zerolm.plan import Plan
+from zerolm.unpickling import only_data
 
 
 def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any) -> float:
@@ -74,7 +78,7 @@ def save(engine: Any, run_dir: Path, progress: Progress, keep: int, **facts: Any
         "progress": asdict(progress),
         "world_size": engine.world_size,
         "zero_stage": engine.zero_optimization_stage(),
-        "optimizer": optimizer_kind(engine.config),
+        "optimizer": topology.optimizer_kind(engine.config),
         **facts,
         "files": sorted(
             (entry for share in gather_objects(files) for entry in share),
@@ -116,44 +120,6 @@ def _hash_share(directory: Path, names: list[str]) -> list[dict[str, Any]]:
     return entries
 
 
-def optimizer_kind(ds_config: dict[str, Any]) -> str:
-    """Name the optimizer and where its states live: two that differ do not load each other's."""
-    offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return f"{ds_config['optimizer']['type']}, offload {offload.get('device', 'none')}"
-
-
-def must_fit(
-    checkpoint: Checkpoint, world_size: int, zero_stage: int, ds_config: dict[str, Any]
-) -> None:
-    """Refuse a checkpoint whose optimizer state is cut for other ranks, before DeepSpeed fails.
-
-    Args:
-        ds_config: as resolved for this run.
-
-    Raises:
-        CheckpointError: the world size, the ZeRO stage or the optimizer's kind is another one.
-    """
-    where, problems = checkpoint.directory / MANIFEST, []
-    if checkpoint.world_size != world_size:
-        problems.append(
-            f"{where}: world_size: written by {checkpoint.world_size} ranks, this run has "
-            f"{world_size}. Start {checkpoint.world_size} ranks to go on with it."
-        )
-    if checkpoint.zero_stage != zero_stage:
-        problems.append(
-            f"{where}: zero_stage: written at stage {checkpoint.zero_stage}, --deepspeed_config "
-            f"has stage {zero_stage}. Use a profile of stage {checkpoint.zero_stage} to go on."
-        )
-    saved, ours = checkpoint.manifest["optimizer"], optimizer_kind(ds_config)
-    if saved != ours:
-        problems.append(
-            f"{where}: optimizer: its states are of {saved!r}, --deepspeed_config has {ours!r}. "
-            f"Use a profile with {saved!r} to go on."
-        )
-    if problems:
-        raise CheckpointError(problems)
-
-
 def same_on_all_ranks(found: Checkpoint | None, run_dir: Path) -> Checkpoint | None:
     """Return the checkpoint that rank 0 found, as this rank reads it. Every rank must call.
 
@@ -176,13 +142,24 @@ def same_on_all_ranks(found: Checkpoint | None, run_dir: Path) -> Checkpoint | N
     return mine
 
 
-def load(engine: Any, checkpoint: Checkpoint) -> Progress:
+def load(
+    engine: Any,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    reshard: Callable[[Any, Path, dict[str, Any]], None],
+) -> Progress:
     """Verify a checkpoint on all ranks, then load it into the engine. Every rank must call.
 
-    Nothing is unpickled before the checksum of every file has been compared.
+    No file is opened before the checksum of every one has been compared, and then only as data.
+
+    Args:
+        plan: of this run.
+        reshard: loads the files below a directory, whose manifest is given too, if they are cut
+            for another topology (`zerolm.reshard.load`).
 
     Raises:
-        CheckpointError: each file that is not what the manifest says, on every rank alike.
+        CheckpointError: each file that is not what the manifest says, on every rank alike; or
+            states that cannot be cut anew.
     """
     share = problems_of(checkpoint, engine.global_rank, engine.world_size)
     problems = [line for lines in gather_objects(share) for line in lines]
@@ -194,9 +171,17 @@ def load(engine: Any, checkpoint: Checkpoint) -> Progress:
             else "Restore it; there is no older checkpoint. Nothing was deleted."
         )
         raise CheckpointError([f"{line}. {remedy}" for line in problems])
-    path, _ = engine.load_checkpoint(
-        str(checkpoint.directory.parent), tag=checkpoint.directory.name
-    )
+    if plan.cut_anew(checkpoint.manifest):
+        where = str(checkpoint.directory / MANIFEST)
+        problems = topology.problems(checkpoint.manifest, where, plan.ds_config)
+        if problems:
+            raise CheckpointError(problems)
+        reshard(engine, checkpoint.directory, checkpoint.manifest)
+        return checkpoint.progress
+    with only_data(engine):
+        path, _ = engine.load_checkpoint(
+            str(checkpoint.directory.parent), tag=checkpoint.directory.name
+        )
     if path is None:
         raise CheckpointError(f"{checkpoint.directory}: DeepSpeed loaded nothing from it.")
     return checkpoint.progress

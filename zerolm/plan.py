@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerolm import ds_config, memory
+from zerolm import ds_config, memory, topology
 from zerolm.order import num_windows
 from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
@@ -75,6 +76,15 @@ class Plan:
         width = max(map(len, self.derived))
         lines = [f"{name:<{width}}  {value}" for name, value in self.derived.items()]
         return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
+
+    def cut_anew(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Say what of a checkpoint's topology is another one than this run's, `old -> new` each."""
+        return topology.changes(
+            manifest,
+            world_size=self.world_size,
+            zero_stage=self.zero_stage,
+            ds_config=self.ds_config,
+        )
 
     def fingerprint(self) -> str:
         """Return a hash of all that ranks must agree on before they train together."""

@@ -13,7 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerolm import budget, defaults, ds_config, machine, memory, run_record
+from zerolm import (
+    budget,
+    checkpoint_directory,
+    defaults,
+    ds_config,
+    machine,
+    memory,
+    run_record,
+    topology,
+)
 from zerolm.architecture import (
     causal_lm_class,
     load_model_config,
@@ -24,7 +33,7 @@ from zerolm.ds_optimizers import beta_problems, takes_betas
 from zerolm.ds_resolve import resolve
 from zerolm.ds_rules import rule_notices, rule_problems
 from zerolm.ds_schema import schema_problems
-from zerolm.errors import ConfigError
+from zerolm.errors import CheckpointError, ConfigError
 from zerolm.flops import flops_per_token
 from zerolm.model_rules import (
     attention_problems,
@@ -329,6 +338,30 @@ class _Check:
             world_size=self.world_size,
             router_loss=has_router_loss(self.model_config),
         )
+        self._look_at_checkpoint(Path(settings.run_dir))
+
+    def _look_at_checkpoint(self, run_dir: Path) -> None:
+        """Say what a resume will cut anew, and refuse what it cannot."""
+        try:
+            found = checkpoint_directory.newest(run_dir)
+        except CheckpointError:
+            return  # named when the run begins, which may go on from an older one
+        if found is None:
+            return
+        resolved = self._resolved_ds()
+        changes = topology.changes(
+            found.manifest,
+            world_size=self.world_size,
+            zero_stage=ds_config.zero_stage(resolved),
+            ds_config=resolved,
+        )
+        if changes:
+            where = str(found.directory / checkpoint_directory.MANIFEST)
+            self.problems += topology.problems(found.manifest, where, resolved)
+            self.notices.append(
+                f"{found.directory.name} was cut for another topology, its states will be cut "
+                f"anew: {', '.join(changes)}"
+            )
 
     def _check_disk(self, run_dir: str) -> None:
         """Compare the checkpoints to come with the free space; those on disk have theirs already.

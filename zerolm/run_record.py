@@ -34,7 +34,16 @@ CASUAL_MODEL_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 )
 CASUAL_OPTIMIZER_KEYS = frozenset(
-    {"lr", "betas", "weight_decay", "torch_adam", "adam_w_mode", "foreach", "bias_correction"}
+    {
+        "lr",
+        "betas",
+        "weight_decay",
+        "torch_adam",
+        "adam_w_mode",
+        "foreach",
+        "fused",
+        "bias_correction",
+    }
 )
 
 
