@@ -25,6 +25,7 @@ from zerolm import (
     metrics,
     preflight,
     reshard,
+    rollback,
     run_directory,
     stability,
     throughput,
@@ -37,6 +38,9 @@ from zerolm.faults import fault_point
 from zerolm.files import write_json
 from zerolm.optimizer import parameter_groups
 from zerolm.preflight import Plan
+from zerolm.refusal import StepGate
+from zerolm.skipped import sequence_range
+from zerolm.spike import COOL_DOWN, ROLL_BACK, History
 
 UNBOUNDED = 1 << 62  # the stream has no end: the token budget ends the run
 
@@ -87,6 +91,9 @@ def train(plan: Plan, found: Checkpoint | None) -> int:
             run.step(batches)
             if run.due(run.settings.log_interval):
                 run.report()
+            if run.rung is not None and (again := run.climb(batches)) is not None:
+                batches = again
+                continue
             if run.due(run.settings.checkpoint_interval):
                 run.save()
             if not run.stopping:
@@ -127,7 +134,11 @@ class Run:
         self.watch = throughput.Stopwatch()
         self.progress = Progress()
         self.stopping = False
-        self.skipped_in_a_row = 0
+        self.gate = StepGate(self.engine)
+        self.ladder = stability.ladder(
+            plan.settings, plan.ds_config["optimizer"]["type"], plan.precision
+        )
+        self.rung: str | None = None  # of the ladder, that the last step led to
         self.newest_checkpoint: str | None = None
 
     def say(self, *words: object) -> None:
@@ -146,14 +157,21 @@ class Run:
 
     def begin(self, found: Checkpoint | None) -> Checkpoint | None:
         """Load the checkpoint, if any; write run.json; open the log and the trackers."""
+        rollbacks = distributed.broadcast_object(rollback.entries(self.run_dir))
         if self.rank == 0:  # again, now that the lock is held
+            for entry in rollbacks:
+                metrics.archive(self.run_dir, entry["number"], entry["to_step"])
+            rollback.settle(self.run_dir)
             found = newest(self.run_dir)
         found = checkpoint.same_on_all_ranks(found, self.run_dir)
         if found is not None:
             self.progress = checkpoint.load(self.engine, found, self.plan, reshard.load)
             self.newest_checkpoint = str(found.directory)
             self.say(f"resume: {found.directory}, step {self.progress.step}")
+        self.progress = rollback.carried_over(self.progress, rollbacks)
+        self.ladder.history = History(**self.progress.history)
         self.record = run_directory.record(self.plan)
+        self.record["skipped_windows"] = self.progress.skipped_windows
         if self.rank == 0:
             write_json(self.run_dir / run_directory.RECORD, self.record)
         distributed.barrier()  # rank 0 has written
@@ -172,7 +190,8 @@ class Run:
             zero_stage=self.plan.zero_stage,
             resharded=self.plan.cut_anew(found.manifest) if found else [],
         )
-        self.say(f"wandb: {self.log.track(self.settings, self.record, step)}")
+        tracked = self.log.track(self.settings, self.record, step, self.progress.rollbacks)
+        self.say(f"wandb: {tracked}")
         return found
 
     def batches(self) -> Any:
@@ -184,6 +203,7 @@ class Run:
             batch_schedule=self.plan.batch_schedule,
             position=self.progress.position,
             end_position=UNBOUNDED,
+            skipped_windows=self.progress.skipped_windows,
             **self.cut,
         )
         self.order = stream.order
@@ -203,35 +223,122 @@ class Run:
             with self.watch.waiting_for_data():
                 micro_batches = train_step.take(batches, micro_steps)
             train_step.seed_step(self.settings.seed, progress.position, self.rank)
+            fault = fault_point("step.backward", progress.step + 1)
             result = train_step.forward_backward(
-                self.engine, micro_batches, len(plan.sources), seq_len, self.stop.asked()
+                self.engine, micro_batches, len(plan.sources), seq_len, self.stop.asked(), fault
             )
-            stability.refuse_loss(result.loss, progress.step + 1, self.newest_checkpoint)
             tokens = progress.tokens + sequences * seq_len
             rate = plan.learning_rate(tokens) if plan.learning_rate else None
-            train_step.apply(self.engine, result, rate, self.ratios)
+            train_step.apply(
+                self.engine,
+                self.gate,
+                result,
+                rate,
+                self.ratios,
+                factor=self.ladder.factor,
+                refused=self.ladder.judge_loss(result.loss),
+                judge=self.ladder.judge_norm,
+            )
         self.batch_tokens = sequences * seq_len
         self.watch.count(sequences, self.batch_tokens)
         self.last_step, self.stopping = result, result.stop
         progress.step += 1
         progress.position += sequences
+        self.rung = self.ladder.end_step(
+            progress.step, result.loss, result.grad_norm, result.applied
+        )
+        progress.history = vars(self.ladder.history)
         if result.applied:
-            progress.tokens, self.skipped_in_a_row = tokens, 0
+            progress.tokens = tokens
         else:
             progress.skipped_steps += 1
-            self.skipped_in_a_row += 1
-            self.log.event("step_skipped", progress.step, grad_norm=str(result.grad_norm))
+        if self.ladder.reason or not result.applied:
+            self.note_anomaly(sequences)
         if result.applied and ledger.VARIABLE in os.environ:
             ids = (number for batch in micro_batches for number in batch["sequence_ids"].tolist())
             ledger.record(progress.step, ids)
         fault_point("step.end", progress.step)
-        stability.refuse_gradients(
-            result.grad_norm,
-            result.applied,
-            self.skipped_in_a_row,
-            progress.step,
-            self.newest_checkpoint,
+
+    # ---- When a step is an anomaly
+
+    def note_anomaly(self, sequences: int) -> None:
+        """Write down a step that was an anomaly, or was not taken, and the data that it saw."""
+        progress, result, reason = self.progress, self.last_step, self.ladder.reason
+        start = progress.position - sequences
+        saw = {
+            "sequences": sequence_range(start, progress.position, progress.skipped_windows),
+            "loss": str(result.loss),
+            "grad_norm": str(result.grad_norm),
+            "reason": reason or "fp16: the gradients overflowed at this loss scale",
+        }
+        if reason:
+            progress.spikes += 1
+            self.log.event("spike", progress.step, **saw)
+            self.say(f"step={progress.step} spike: {reason}")
+        if not result.applied:
+            self.log.event("step_skipped", progress.step, **saw)
+
+    def climb(self, batches: Any) -> Any:
+        """Take the rung of the ladder that the last step led to. Every rank must call.
+
+        Returns:
+            The batches to go on with after a rollback, else None.
+        """
+        progress, settings, ladder = self.progress, self.settings, self.ladder
+        if self.rung == COOL_DOWN:
+            what = {"factor": settings.cooldown_factor, "steps": settings.cooldown_steps}
+            self.log.event("cooldown", progress.step, reason=ladder.reason, **what)
+            self.say(f"step={progress.step} cooldown: {what}")
+            return None
+        spike = [*ladder.recent(progress.step), progress.step][0]
+        why = f"{ladder.reason or 'fp16 overflows'}."
+        if self.rung == ROLL_BACK and progress.rollbacks < settings.max_rollbacks:
+            entry = None
+            if self.rank == 0:
+                entry = rollback.plan(
+                    self.run_dir,
+                    progress,
+                    self.plan.batch_schedule,
+                    spike,
+                    settings.rollback_margin,
+                    why,
+                )
+            entry = distributed.broadcast_object(entry)
+            if entry is not None:
+                return self.roll_back(batches, entry)
+            if not ladder.spoilt and not ladder.skips_are_spent(progress.step):
+                return None  # nothing to go back to: the step was refused, the next may be better
+            why += " No checkpoint is from before the spike."
+        elif self.rung == ROLL_BACK:
+            why += f" --max_rollbacks {settings.max_rollbacks} are spent."
+        raise stability.gave_up(progress.step, why, self.good_checkpoint(spike))
+
+    def roll_back(self, batches: Any, entry: rollback.Entry) -> Any:
+        """Go back to a checkpoint from before the spike, and leave its data out from now on.
+
+        It is what a restart does, in the same process. Every rank must call.
+        """
+        batches.close()  # ends the loader's workers
+        self.log.event("rollback", self.progress.step, **entry)
+        self.say(
+            f"step={entry['from_step']} rollback: to {entry['checkpoint']}, sequences "
+            f"{entry['skipped_window']} are left out: {entry['reason']}"
         )
+        self.log.close()
+        if self.rank == 0:
+            rollback.record(self.run_dir, entry)
+        distributed.barrier()  # every rank reads it
+        fault_point("rollback.load", entry["from_step"])
+        self.begin(None)
+        if self.rank == 0:
+            rollback.forget(self.run_dir, entry["number"])
+        return self.batches()
+
+    def good_checkpoint(self, spike: int) -> str | None:
+        """Return the newest checkpoint from before a spike, or the newest. Every rank must call."""
+        found = rollback.target(self.run_dir, spike, 0) if self.rank == 0 else None
+        name = distributed.broadcast_object(found and str(found.directory))
+        return name or self.newest_checkpoint
 
     # ---- What is said and kept of it
 
@@ -245,10 +352,18 @@ class Run:
             "tokens": progress.tokens,
             **metrics.training_row(result, plan.source_names),
             "train/batch_tokens": self.batch_tokens,
-            **metrics.data_row(self.order, plan.source_names, progress.position, seq_len),
+            **metrics.data_row(
+                self.order,
+                plan.source_names,
+                progress.position,
+                seq_len,
+                progress.skipped_windows,
+            ),
             **self.watch.report(self.world_size, plan.flops_per_token, self.peak_flops),
             **throughput.memory(self.device),
             "health/skipped_steps": progress.skipped_steps,
+            "health/spikes": progress.spikes,
+            "health/rollbacks": progress.rollbacks,
         }
         if norm is not None:
             row["train/param_norm"] = norm

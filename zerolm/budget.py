@@ -92,6 +92,9 @@ def fill_rest(
         "log_interval": settings.log_interval or defaults.interval(steps, "log"),
         "checkpoint_interval": settings.checkpoint_interval
         or defaults.interval(steps, "checkpoint"),
+        "rollback_margin": defaults.rollback_margin(steps)
+        if settings.rollback_margin is None
+        else settings.rollback_margin,
     }
     if has_validation:
         filled["eval_interval"] = settings.eval_interval or defaults.interval(steps, "eval")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,26 @@ class Progress:
 
     Attributes:
         step: optimizer steps attempted.
-        position: sequences consumed, the run's position in the data order.
+        position: sequences consumed, the run's position in the data order without the windows
+            that it leaves out.
         tokens: tokens of the steps that were really taken; the learning rate counts these.
-        skipped_steps: steps that DeepSpeed did not take (an overflow).
+        skipped_steps: steps that were not taken: refused for a spike, or skipped by DeepSpeed.
+        spikes: steps that were anomalies, see zerolm/spike.py.
+        rollbacks: how often the run went back to a checkpoint by itself.
+        skipped_windows: sequence numbers [start, end) that the data order leaves out since then.
+        history: what the next steps are judged by, a `zerolm.spike.History` as JSON.
+
+    Lists and dicts are replaced, never changed: a copy that a writer holds stays as it is.
     """
 
     step: int = 0
     position: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    spikes: int = 0
+    rollbacks: int = 0
+    skipped_windows: list[list[int]] = field(default_factory=list)
+    history: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from zerolm import skipped
 from zerolm.order import Order
 from zerolm.shards import Source
+from zerolm.skipped import Windows
 from zerolm.windows import READ_BYTES, Batch, Rows, Tokens, WindowStream
 
 MESSAGE_BYTES = 1 << 20  # sent at once by a worker: a message costs more than what is in it
@@ -29,7 +31,8 @@ class TokenStream(WindowStream):
 
     A position is the number of sequences that all ranks together have consumed. The global batch
     that starts at position p covers sequence numbers p to p + batch_schedule(p); micro-step a of
-    rank r holds p + (a * world_size + r) * micro_batch_size and the ones after it.
+    rank r holds p + (a * world_size + r) * micro_batch_size and the ones after it. Where windows of
+    the order are skipped, these are positions in what is left of it.
 
     Args:
         sources: opened shard directories.
@@ -42,6 +45,7 @@ class TokenStream(WindowStream):
         position: where to start: at the start of a global batch.
         end_position: no global batch starts there or later.
         document_mask: see `WindowStream`.
+        skipped_windows: sequence numbers [start, end) that are left out, see `zerolm.skipped`.
 
     Raises:
         ShardError: a source too short for one sequence; every one is listed.
@@ -62,6 +66,7 @@ class TokenStream(WindowStream):
         position: int,
         end_position: int,
         document_mask: bool = False,
+        skipped_windows: Windows = (),
     ):
         super().__init__(
             sources,
@@ -74,6 +79,7 @@ class TokenStream(WindowStream):
         self.order = Order(self.reader.num_windows.tolist(), weights, seed)
         self.batch_schedule = batch_schedule
         self.position, self.end_position = position, end_position
+        self.skipped_windows = skipped_windows
 
     def starts(self) -> Iterator[int]:
         step = self.micro_batch_size * self.world_size
@@ -86,6 +92,7 @@ class TokenStream(WindowStream):
             position += size
 
     def place(self, sequence_ids: np.ndarray) -> Rows:
+        sequence_ids = skipped.sequence_ids(sequence_ids, self.skipped_windows)
         placement = self.order(sequence_ids.ravel())
         shape = sequence_ids.shape
         return Rows(sequence_ids, placement.source.reshape(shape), placement.window.reshape(shape))

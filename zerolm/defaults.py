@@ -44,6 +44,14 @@ def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> i
     return 1 << max(0, round(math.log2(max(1.0, tokens / seq_len))))
 
 
+def rollback_margin(total_steps: int) -> int:
+    """Return how many steps before a spike are left behind with it: those that may have led to it.
+
+    Source: PaLM (arXiv 2204.02311), section 5.1, went back "roughly 100 steps".
+    """
+    return min(100, max(1, total_steps // 100))
+
+
 def interval(total_steps: int, what: str) -> int:
     """Return the optimizer steps between two of `what`: log, eval or checkpoint."""
     times = {"log": NUM_LOGS, "eval": NUM_EVALS, "checkpoint": NUM_CHECKPOINTS}[what]

@@ -21,7 +21,8 @@ from zerolm.errors import ConfigError, did_you_mean
 
 POINTS = {
     "step.begin": "before a step reads its data",
-    "step.backward": "after the backward passes, before the optimizer; takes nan, inf, x10",
+    "step.backward": "before the backward passes; takes nan and x10, of this rank's loss, and inf, "
+    "of its gradients",
     "step.end": "after the optimizer step",
     "checkpoint.begin": "before anything of a checkpoint is made",
     "checkpoint.snapshot": "after the copy to host memory",
@@ -32,6 +33,9 @@ POINTS = {
     "checkpoint.pointer": "in the publisher, before `latest` is moved",
     "checkpoint.rotate": "in the publisher, before an old checkpoint is removed",
     "checkpoint.rotated": "in the publisher, half-way through a removal",
+    "rollback.recorded": "in rank 0, after a rollback is written down; its step is the one left",
+    "rollback.aside": "in rank 0, before a checkpoint is set aside; its step is the checkpoint's",
+    "rollback.load": "before the checkpoint is loaded that a rollback goes back to",
     "loader.read": "in the process that reads the data, a loader worker if there are any; its step "
     "is the number of the first sequence that is read",
 }

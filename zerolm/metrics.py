@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from zerolm import skipped
 from zerolm.files import write_atomically
 
 METRICS = "metrics.jsonl"
+ROLLED_BACK = "metrics-rolled-back-{:04d}.jsonl"
 EVENTS = "events.jsonl"
 WANDB_INIT_SECONDS = 30
 
@@ -83,12 +85,16 @@ class RunLog:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def track(self, settings: Any, config: Row, step: int) -> str:
-        """Start W&B as the settings say; return a line for the console."""
+    def track(self, settings: Any, config: Row, step: int, rollbacks: int = 0) -> str:
+        """Start W&B as the settings say; return a line for the console.
+
+        Args:
+            rollbacks: of the run so far; each begins another W&B run in the same group.
+        """
         if not self.writes or settings.wandb == "off":
             return "off"
         try:
-            self.tracker = WandbTracker(self.run_dir, settings, config, self._written)
+            self.tracker = WandbTracker(self.run_dir, settings, config, self._written, rollbacks)
         except Exception as error:  # whatever a tracker does, training goes on
             self.event("tracker_failed", step, tracker="wandb", error=repr(error))
             return f"not available ({error}); metrics.jsonl has everything"
@@ -112,6 +118,22 @@ class RunLog:
                 file.close()
 
 
+def archive(run_dir: Path, number: int, step: int) -> None:
+    """Keep the metrics of the steps after `step` beside the others, before they are taken again.
+
+    Rank 0 alone calls, before the next `RunLog` of the directory drops them. The archive of a
+    rollback is written once: a call after a crash finds it, or makes it.
+
+    Args:
+        number: of the rollback.
+    """
+    path = Path(run_dir) / ROLLED_BACK.format(number)
+    if not path.exists():
+        rows = [row for row in _whole_lines(Path(run_dir) / METRICS) if row["step"] > step]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        write_atomically(path, lambda file: file.write(text.encode()))
+
+
 def _json_value(value: Any) -> Any:
     """Return None for what JSON has no number for: infinities and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -132,11 +154,16 @@ def _whole_lines(path: Path) -> list[Row]:
 class WandbTracker:
     """A W&B run that mirrors `metrics.jsonl`, one id over all starts of a run directory.
 
+    A rollback begins another one, in the same group: W&B keeps what it has got, so the rows of
+    steps that are taken again, on other data, would stand between those that were rolled back.
+
     Rows carry `tokens` and `step` as values (`define_metric`), never W&B's own step: a row whose
     own step does not grow is dropped by W&B, which is what a resume would run into.
     """
 
-    def __init__(self, run_dir: Path, settings: Any, config: Row, written: list[Row]):
+    def __init__(
+        self, run_dir: Path, settings: Any, config: Row, written: list[Row], rollbacks: int
+    ):
         import wandb
 
         mode = settings.wandb
@@ -146,6 +173,8 @@ class WandbTracker:
         directory.mkdir(exist_ok=True)
         memory = directory / "run.json"
         saved = json.loads(memory.read_text()) if memory.is_file() else {}
+        if saved.get("rollbacks", 0) != rollbacks:
+            saved, written = {}, []
         self.sent_step: int = saved.get("sent_step", -1)
         self.sent_keys = set(saved.get("sent_keys", ()))
         for row in written:
@@ -156,8 +185,8 @@ class WandbTracker:
         os.environ.setdefault("WANDB_SILENT", "true")
         self.run = wandb.init(
             project=settings.wandb_project,
-            group=settings.wandb_group,
-            name=run_dir.name,
+            group=settings.wandb_group or run_dir.name,
+            name=run_dir.name + (f"-rollback-{rollbacks}" if rollbacks else ""),
             id=saved.get("id"),
             resume="allow" if saved.get("id") and mode == "online" else None,
             dir=str(run_dir),
@@ -169,7 +198,12 @@ class WandbTracker:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="tokens")
         self.where = self.run.url or f"offline in {directory} (send with: wandb sync)"
-        what = {"id": self.run.id, "sent_step": self.sent_step, "sent_keys": sorted(self.sent_keys)}
+        what = {
+            "id": self.run.id,
+            "rollbacks": rollbacks,
+            "sent_step": self.sent_step,
+            "sent_keys": sorted(self.sent_keys),
+        }
         write_atomically(memory, lambda file: file.write(json.dumps(what).encode()))
 
     def log(self, row: Row) -> None:
@@ -216,15 +250,22 @@ def training_row(result: Any, source_names: Sequence[str]) -> Row:
     return row
 
 
-def data_row(order: Any, source_names: Sequence[str], position: int, seq_len: int) -> Row:
+def data_row(
+    order: Any,
+    source_names: Sequence[str],
+    position: int,
+    seq_len: int,
+    skipped_windows: skipped.Windows = (),
+) -> Row:
     """Return how many tokens and epochs of each source the run has consumed.
 
     Args:
         order: the run's `Order`.
         position: sequences consumed.
+        skipped_windows: what the run leaves out of the order.
     """
     row: Row = {}
-    drawn = order.counts(position).tolist()
+    drawn = skipped.counts(order, position, skipped_windows).tolist()
     for name, sequences, windows in zip(
         source_names, drawn, order.num_windows.tolist(), strict=True
     ):

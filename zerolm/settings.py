@@ -24,6 +24,7 @@ GROUPS = {
     "budget": "budget and schedule",
     "model": "model",
     "run": "run",
+    "stability": "stability",
     "trackers": "trackers",
 }
 
@@ -60,8 +61,8 @@ def _real(help: str, minimum: float = 0.0, below: float | None = None) -> Any:
     return _flag("budget", "real", help, shows="X", minimum=minimum, below=below)
 
 
-def _switch(group: str, help: str, **more: Any) -> Any:
-    return _flag(group, "switch", help, default=False, **more)
+def _switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
+    return _flag(group, "switch", help, default=default, **more)
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,73 @@ class Settings:
     )
     world_size: int | None = _count(
         "run", "with --check: number of devices of the run to check", "N", saved=False
+    )
+
+    spike_threshold: float = _flag(
+        "stability",
+        "real",
+        "robust z-score above which a loss or gradient norm is a spike; 0: none is (default: 6)",
+        shows="X",
+        default=6.0,
+        minimum=0.0,
+    )
+    spike_window: int = _count(
+        "stability",
+        "accepted steps that a step is compared with, and over which spikes count (default: 128)",
+        "STEPS",
+        default=128,
+        minimum=4,
+    )
+    skip_spikes: bool = _switch(
+        "stability", "refuse a step with a spike; non-finite ones always are (default: on)", True
+    )
+    cooldown_after: int = _count(
+        "stability",
+        "spikes in the window that lower the learning rate for a while; 0: never (default: 3)",
+        "N",
+        default=3,
+        minimum=0,
+    )
+    cooldown_factor: float = _flag(
+        "stability",
+        "real",
+        "what the learning rate is multiplied by then (default: 0.5)",
+        shows="X",
+        default=0.5,
+        minimum=0.0,
+        below=1.0,
+    )
+    cooldown_steps: int = _count(
+        "stability", "steps until it is back (default: 100)", "STEPS", default=100
+    )
+    rollback_after: int = _count(
+        "stability",
+        "spikes in the window that roll the run back to a checkpoint from before them; 0: never "
+        "(default: 6)",
+        "N",
+        default=6,
+        minimum=0,
+    )
+    rollback_margin: int | None = _count(
+        "stability",
+        "good steps before the first spike whose data is skipped too (default: 1%% of the run, at "
+        "most 100)",
+        "STEPS",
+        minimum=0,
+    )
+    max_rollbacks: int = _count(
+        "stability",
+        "rollbacks of a run before it gives up with exit code 76 (default: 5)",
+        "N",
+        default=5,
+        minimum=0,
+    )
+    max_skips: int = _count(
+        "stability",
+        "spikes in 1000 steps at which it gives up; 0: no limit (default: 30)",
+        "N",
+        default=30,
+        minimum=0,
     )
 
     wandb: str = _flag(

@@ -10,10 +10,9 @@ import time
 from typing import Any
 
 from zerolm.errors import GaveUp
+from zerolm.spike import History, Ladder, Policy
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-# fp16 starts at a loss scale of 2^16 and halves it each time: 16 skips are its normal start.
-MOST_SKIPPED_IN_A_ROW = 40
 
 
 class StopRequest:
@@ -44,38 +43,37 @@ class StopRequest:
         return self.reason is not None
 
 
-def refuse_loss(loss: float, step: int, checkpoint: str | None) -> None:
-    """Give up, before the optimizer is touched, on a loss that is not finite.
+def ladder(settings: Any, optimizer_type: str, precision: str) -> Ladder:
+    """Return the ladder that the settings describe, without a history yet.
 
     Args:
-        loss: the mean over all ranks.
-        step: the step that is being taken.
+        settings: resolved.
+        optimizer_type: of the ds config.
+        precision: of the weights: fp16 searches its loss scale by skipping steps.
+    """
+    policy = Policy(
+        threshold=settings.spike_threshold,
+        window=settings.spike_window,
+        skip=settings.skip_spikes,
+        cooldown_after=settings.cooldown_after,
+        cooldown_factor=settings.cooldown_factor,
+        cooldown_steps=settings.cooldown_steps,
+        rollback_after=settings.rollback_after,
+        max_skips=settings.max_skips,
+        watch_norm=optimizer_type.lower() != "muon",
+        overflows_are_normal=precision == "fp16",
+    )
+    return Ladder(policy, History())
+
+
+def gave_up(step: int, why: str, checkpoint: str | None) -> GaveUp:
+    """Return the error that ends a run.
+
+    Args:
+        why: the sentence that says what the budget was spent on.
         checkpoint: the last good checkpoint, to be named.
-
-    Raises:
-        GaveUp: the loss is NaN or infinite. The weights in memory are still good.
     """
-    if not math.isfinite(loss):
-        raise GaveUp(
-            f"step {step}: train/loss is {loss}. The step was not taken. {_advice(checkpoint)}"
-        )
-
-
-def refuse_gradients(
-    grad_norm: float, applied: bool, skipped_in_a_row: int, step: int, checkpoint: str | None
-) -> None:
-    """Give up when a step spoilt the weights, or when DeepSpeed skips one step after another.
-
-    Raises:
-        GaveUp: the gradient norm of a step that was taken is not finite, or too many were skipped.
-    """
-    if applied and not math.isfinite(grad_norm):
-        raise GaveUp(f"step {step}: train/grad_norm is {grad_norm}. {_advice(checkpoint)}")
-    if skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-        raise GaveUp(
-            f"step {step}: DeepSpeed has skipped {skipped_in_a_row} steps in a row, for gradients "
-            f"that are not finite. {_advice(checkpoint)}"
-        )
+    return GaveUp(f"step {step}: {why} {_advice(checkpoint)}")
 
 
 def refuse_weights(norm: float | None, step: int, checkpoint: str | None) -> None:

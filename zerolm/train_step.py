@@ -16,8 +16,10 @@ import torch
 from zerolm.distributed import sum_over_ranks
 from zerolm.errors import GaveUp
 from zerolm.loss import IGNORED, sums_by_source, token_losses
+from zerolm.refusal import Judge, StepGate
 
 Batch = dict[str, torch.Tensor]
+DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # of a loss and its gradient, by faults
 
 
 @dataclass
@@ -28,9 +30,9 @@ class StepResult:
         loss: mean cross-entropy of each target token of the global batch.
         source_losses, source_tokens: (S,) sums of losses and counts of targets per source.
         auxiliary_loss: mean weighted router loss of a mixture of experts, else None.
-        grad_norm: 2-norm of the gradient before clipping.
+        grad_norm: 2-norm of the gradient before clipping; infinite when it is not finite.
         learning_rate: of this step.
-        applied: False when DeepSpeed skipped the optimizer step.
+        applied: False when the optimizer step was refused, or skipped by DeepSpeed.
         stop: some rank was asked to stop.
     """
 
@@ -51,7 +53,12 @@ def seed_step(seed: int, position: int, rank: int) -> None:
 
 
 def forward_backward(
-    engine: Any, batches: Sequence[Batch], num_sources: int, seq_len: int, stop: bool
+    engine: Any,
+    batches: Sequence[Batch],
+    num_sources: int,
+    seq_len: int,
+    stop: bool,
+    fault: str | None = None,
 ) -> StepResult:
     """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
 
@@ -61,6 +68,7 @@ def forward_backward(
         num_sources: how many data sources there are.
         seq_len: tokens in a row.
         stop: this rank was asked to stop.
+        fault: for tests: what `fault_point` handed back for this rank.
     """
     world_size, device = engine.world_size, engine.device
     rows = len(batches) * len(batches[0]["targets"]) * world_size
@@ -75,12 +83,16 @@ def forward_backward(
     for number, batch in enumerate(batches):
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
         losses_BT, auxiliary = token_losses(engine, batch)
+        if fault in DISTORTIONS:
+            losses_BT = losses_BT * DISTORTIONS[fault]
         loss = losses_BT.sum() * (world_size / targets)
         sums[:, :-1] += sums_by_source(losses_BT, batch, num_sources)
         if auxiliary is not None:
             has_auxiliary = True
             sums[0, -1] += auxiliary.detach().double() / (len(batches) * world_size)
             loss = loss + auxiliary / len(batches)
+        if fault == "inf":
+            loss = loss * torch.inf  # its gradient is infinite, the loss that is reported is not
         engine.backward(loss, scale_wrt_gas=False)
     sums[1, -1] = float(stop)
     losses, counts = sum_over_ranks(sums).tolist()
@@ -105,32 +117,50 @@ def learning_rate_ratios(engine: Any, peak: float) -> list[float]:
 
 
 def apply(
-    engine: Any, result: StepResult, learning_rate: float | None, ratios: Sequence[float]
+    engine: Any,
+    gate: StepGate,
+    result: StepResult,
+    learning_rate: float | None,
+    ratios: Sequence[float],
+    *,
+    factor: float = 1.0,
+    refused: bool = False,
+    judge: Judge,
 ) -> None:
     """Take the optimizer step, and note how it went in `result`. Every rank must call.
 
     Args:
         learning_rate: of this step; None leaves it to the scheduler of the ds config.
         ratios: of the parameter groups, from `learning_rate_ratios`.
+        factor: what either is multiplied by.
+        refused: only clear the gradients: the weights and the optimizer's states stay as they are.
+        judge: is given the gradient norm, and returns whether to refuse the step for it.
 
     Raises:
         GaveUp: fp16 found no loss scale at which the gradients are finite.
     """
     groups = engine.optimizer.param_groups
+    scheduled = [group["lr"] for group in groups]
     if learning_rate is not None:
         for group, ratio in zip(groups, ratios, strict=True):
-            group["lr"] = learning_rate * ratio
-    result.learning_rate = groups[0]["lr"] if learning_rate is None else learning_rate
+            group["lr"] = learning_rate * factor * ratio
+    elif factor != 1.0:
+        for group, rate in zip(groups, scheduled, strict=True):
+            group["lr"] = rate * factor
+    result.learning_rate = groups[0]["lr"] if learning_rate is None else learning_rate * factor
     try:
-        engine.step()
+        gate.step(engine, refused, judge)
     except Exception as error:
         if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
             raise GaveUp(f"fp16: {error}") from error
         raise
     result.applied = engine.was_step_applied()
-    norm = engine.get_global_grad_norm()
-    assert norm is not None, "ZeRO stages 1 to 3 know the gradient norm"
-    result.grad_norm = float(norm) if norm >= 0 else float("nan")  # -1 is DeepSpeed's NaN
+    if not result.applied:  # then DeepSpeed's scheduler, if there is one, has not set it either
+        for group, rate in zip(groups, scheduled, strict=True):
+            group["lr"] = rate
+    norm = gate.grad_norm if gate.refused else engine.get_global_grad_norm()
+    # DeepSpeed's -1 is a NaN; without a norm it found an overflow before it came to one.
+    result.grad_norm = float(norm) if norm is not None and norm >= 0 else float("inf")
 
 
 def take(batches: Iterator[Batch], count: int) -> list[Batch]:

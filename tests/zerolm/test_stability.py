@@ -1,13 +1,15 @@
 import os
-import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.launching import ROOT
 from zerolm import stability
 from zerolm.errors import EXIT_GAVE_UP, GaveUp
+from zerolm.settings import Settings, parse_settings
+from zerolm.spike import Policy
 
 ASK = """
 import os, signal, sys, time
@@ -42,20 +44,27 @@ def test_a_second_control_c_ends_at_once() -> None:
     assert ask(twice) == ""
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_gives_up_and_names_the_checkpoint(loss: float) -> None:
-    with pytest.raises(GaveUp, match="runs/x/checkpoints/step-00000005") as gave_up:
-        stability.refuse_loss(loss, 7, "runs/x/checkpoints/step-00000005")
-    assert gave_up.value.exit_code == EXIT_GAVE_UP == 76
-    stability.refuse_loss(3.0, 7, None)
+def test_giving_up_names_the_last_good_checkpoint_and_has_its_exit_code() -> None:
+    error = stability.gave_up(7, "train/loss is nan.", "runs/x/checkpoints/step-00000005")
+    assert "step 7: train/loss is nan." in str(error) and "step-00000005" in str(error)
+    assert error.exit_code == EXIT_GAVE_UP == 76
+    assert "There is no checkpoint" in str(stability.gave_up(7, "It diverged.", None))
 
 
-def test_gradients_that_spoilt_a_step_and_endless_skips_give_up() -> None:
-    with pytest.raises(GaveUp, match="grad_norm is inf"):
-        stability.refuse_gradients(float("inf"), True, 0, 7, None)
-    with pytest.raises(GaveUp, match="skipped 40 steps in a row"):
-        stability.refuse_gradients(float("inf"), False, 40, 7, None)
-    stability.refuse_gradients(float("inf"), False, 39, 7, None)
+def test_weights_that_are_not_finite_are_never_saved() -> None:
     with pytest.raises(GaveUp, match="norm of the weights is nan"):
         stability.refuse_weights(float("nan"), 7, None)
-    assert signal.SIGTERM in stability.STOP_SIGNALS
+    stability.refuse_weights(3.0, 7, None)
+    stability.refuse_weights(None, 7, None)
+
+
+def test_the_ladder_is_what_the_settings_say() -> None:
+    words = "--spike_threshold 8 --spike_window 64 --no-skip_spikes --cooldown_after 0"
+    settings, problems = parse_settings([*words.split(), "--rollback_after", "9", "--max_skips=0"])
+    assert not problems
+    policy = stability.ladder(settings, "AdamW", "bf16").policy
+    assert (policy.threshold, policy.window, policy.skip) == (8.0, 64, False)
+    assert (policy.cooldown_after, policy.rollback_after, policy.max_skips) == (0, 9, 0)
+    assert policy.watch_norm and not policy.overflows_are_normal
+    policy = stability.ladder(Settings(), "Muon", "fp16").policy
+    assert policy == replace(Policy(), watch_norm=False, overflows_are_normal=True)

@@ -1,0 +1,91 @@
+"""A step that is refused after its gradient norm is known, and before anything is changed.
+
+The norm of the global batch's gradient is known only inside DeepSpeed's `optimizer.step()`: ZeRO
+sums the ranks' shares there, and goes on to the weights at once. DeepSpeed itself can still turn
+back at that point, when the norm is not finite: it clears the gradients, touches neither weights
+nor moments nor its scheduler, and `engine.was_step_applied()` is False. A step is refused by
+showing it an infinite norm, so that the way back is DeepSpeed's own, in every ZeRO stage, precision
+and offload. Only its fp16 loss scale must not hear of it.
+
+DeepSpeed 0.19.8: `scaled_global_norm` in ZeRO-1 and 2, `_get_norm_groups` in ZeRO-3.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Judge = Callable[[float], bool]
+# Muon's momentum is advanced before the norm is known at stage 3 and with offload. A step that is
+# refused before it begins leaves it out; one that is refused for its norm cannot.
+MUON_UPDATES = ("_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_offload")
+
+
+class StepGate:
+    """Stands between the gradient norm and the weights of an engine.
+
+    Args:
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3. Two methods of its optimizer are
+            replaced for good.
+
+    Attributes:
+        grad_norm: of the step, unscaled; None until DeepSpeed has found it to be computable.
+        refused: the step was refused here.
+    """
+
+    def __init__(self, engine: Any):
+        self._optimizer = engine.optimizer
+        self.grad_norm: float | None = None
+        self.refused = False
+        self._judge: Judge = _accept
+        name = "_get_norm_groups" if engine.zero_optimization_stage() == 3 else "scaled_global_norm"
+        self._wrap(name, self._norm)
+        self._wrap("_update_scale", self._update_scale)
+        for name in MUON_UPDATES:
+            if hasattr(self._optimizer, name):
+                self._wrap(name, self._unless_refused)
+
+    def step(self, engine: Any, refused: bool, judge: Judge) -> None:
+        """Take the optimizer step, or only clear its gradients. Every rank must call.
+
+        Args:
+            refused: do not take it, whatever its norm is.
+            judge: is given the norm, which all ranks share, and returns whether to refuse.
+        """
+        self.grad_norm, self.refused, self._judge = None, refused, judge
+        engine.step()
+        assert not (self.refused and engine.was_step_applied()), "DeepSpeed took a refused step"
+
+    def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(self._optimizer, name)
+        setattr(self._optimizer, name, lambda *words, **more: replacement(original, *words, **more))
+
+    def _norm(self, original: Callable[..., Any], *words: Any, **more: Any) -> Any:
+        """Return DeepSpeed's norm, or norms of groups; or infinity in their place."""
+        # Here and not above: it takes seconds to import.
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        found = original(*words, **more)
+        groups = found if isinstance(found, list) else [found]
+        norm = float(combine_grad_norm_groups(groups))  # infinite for a group's -1, a NaN
+        self.grad_norm = norm / float(self._optimizer.loss_scale)
+        if math.isfinite(norm) and not self.refused:
+            self.refused = self._judge(self.grad_norm)
+        if not self.refused:
+            return found
+        infinite = [
+            torch.full_like(norm, math.inf) if torch.is_tensor(norm) else math.inf
+            for norm in groups
+        ]
+        return infinite if isinstance(found, list) else infinite[0]
+
+    def _update_scale(self, original: Callable[..., Any], *words: Any, **more: Any) -> Any:
+        return None if self.refused else original(*words, **more)
+
+    def _unless_refused(self, original: Callable[..., Any], *words: Any, **more: Any) -> Any:
+        return None if self.refused else original(*words, **more)
+
+
+def _accept(grad_norm: float) -> bool:
+    return False
