@@ -10,6 +10,7 @@ settings; `--check` finds every problem, without a GPU, and stops there.
 import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,16 @@ from zerolm import (
     topology,
     train_step,
 )
-from zerolm.checkpoint_directory import Checkpoint, Progress, directory_name, newest
-from zerolm.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, GaveUp, ZerolmError
+from zerolm.checkpoint_directory import Progress, Retention, candidates, directory_name
+from zerolm.checkpoint_writer import CheckpointWriter, Outcome
+from zerolm.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED,
+    CheckpointWriteError,
+    ConfigError,
+    GaveUp,
+    ZerolmError,
+)
 from zerolm.faults import fault_point
 from zerolm.files import write_json
 from zerolm.optimizer import parameter_groups
@@ -58,12 +67,12 @@ def main(argv: list[str]) -> int:
                 print(plan.summary())
             return EXIT_DONE
         run_dir = Path(plan.settings.run_dir or "")  # preflight requires it
-        found = newest(run_dir)
+        candidates(run_dir)  # refuses a run whose checkpoints are all lost
         lock = run_directory.claim(run_dir) if rank == 0 else None
     except ConfigError as error:
         return distributed.refuse(error, rank, local_rank)
     try:
-        return train(plan, found)
+        return train(plan)
     except ZerolmError as error:
         if rank == 0 or not error.on_all_ranks:
             print(f"pretrain.py: rank {rank}: {error}", file=sys.stderr, flush=True)
@@ -79,13 +88,13 @@ def main(argv: list[str]) -> int:
 # The run
 
 
-def train(plan: Plan, found: Checkpoint | None) -> int:
-    """Train to the token budget, from the checkpoint if there is one. Every rank calls."""
+def train(plan: Plan) -> int:
+    """Train to the token budget, from the newest checkpoint if any. Every rank calls."""
     run = Run(plan)
-    found = run.begin(found)
+    resumed = run.begin()
     batches = run.batches()
     try:
-        if found:
+        if resumed:
             run.evaluate_if_due()  # a kill may have come between the checkpoint and its evaluation
         while not run.finished and not run.stopping:
             run.step(batches)
@@ -99,6 +108,7 @@ def train(plan: Plan, found: Checkpoint | None) -> int:
             if not run.stopping:
                 run.evaluate_if_due()
     except GaveUp as error:
+        run.finish_checkpoint()
         run.log.event("gave_up", run.progress.step, reason=str(error))
         run.log.close()
         raise
@@ -131,6 +141,12 @@ class Run:
             "world_size": self.world_size,
             "document_mask": self.settings.document_mask,
         }
+        self.writer = CheckpointWriter(
+            self.engine,
+            self.run_dir,
+            Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens),
+        )
+        self.failed_saves = 0
         self.watch = throughput.Stopwatch()
         self.progress = Progress()
         self.stopping = False
@@ -155,17 +171,23 @@ class Run:
 
     # ---- Where the run is
 
-    def begin(self, found: Checkpoint | None) -> Checkpoint | None:
-        """Load the checkpoint, if any; write run.json; open the log and the trackers."""
+    def begin(self) -> bool:
+        """Load the newest whole checkpoint, if any; write run.json; open the log and the trackers.
+
+        Returns:
+            Whether there was one.
+        """
         rollbacks = distributed.broadcast_object(rollback.entries(self.run_dir))
-        if self.rank == 0:  # again, now that the lock is held
+        if self.rank == 0:  # now that the lock is held
             for entry in rollbacks:
                 metrics.archive(self.run_dir, entry["number"], entry["to_step"])
             rollback.settle(self.run_dir)
-            found = newest(self.run_dir)
-        found = checkpoint.same_on_all_ranks(found, self.run_dir)
+        found, damage = checkpoint.newest_whole(self.run_dir, self.rank, self.world_size)
+        for damaged in damage:
+            self.say(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
         if found is not None:
-            self.progress = checkpoint.load(self.engine, found, self.plan, reshard.load)
+            checkpoint.load(self.engine, found, self.plan, reshard.load)
+            self.progress = found.progress
             self.newest_checkpoint = str(found.directory)
             self.say(f"resume: {found.directory}, step {self.progress.step}")
         self.progress = rollback.carried_over(self.progress, rollbacks)
@@ -182,6 +204,9 @@ class Run:
         )
         step = self.progress.step
         self.log = metrics.RunLog(self.run_dir, step, writes=self.rank == 0)
+        for damaged in damage:
+            aside = str(damaged.set_aside)
+            self.log.event("damaged", step, checkpoint=aside, problems=damaged.problems)
         self.log.event(
             "resume" if found else "start",
             step,
@@ -192,7 +217,7 @@ class Run:
         )
         tracked = self.log.track(self.settings, self.record, step, self.progress.rollbacks)
         self.say(f"wandb: {tracked}")
-        return found
+        return found is not None
 
     def batches(self) -> Any:
         """Return the endless iterator of this rank's micro-batches, from where the run is."""
@@ -225,7 +250,12 @@ class Run:
             train_step.seed_step(self.settings.seed, progress.position, self.rank)
             fault = fault_point("step.backward", progress.step + 1)
             result = train_step.forward_backward(
-                self.engine, micro_batches, len(plan.sources), seq_len, self.stop.asked(), fault
+                self.engine,
+                micro_batches,
+                len(plan.sources),
+                seq_len,
+                (float(self.stop.asked()), *self.writer.flags()),
+                fault,
             )
             tokens = progress.tokens + sequences * seq_len
             rate = plan.learning_rate(tokens) if plan.learning_rate else None
@@ -241,7 +271,7 @@ class Run:
             )
         self.batch_tokens = sequences * seq_len
         self.watch.count(sequences, self.batch_tokens)
-        self.last_step, self.stopping = result, result.stop
+        self.last_step, self.stopping = result, result.flags[0] > 0
         progress.step += 1
         progress.position += sequences
         self.rung = self.ladder.end_step(
@@ -258,6 +288,7 @@ class Run:
             ids = (number for batch in micro_batches for number in batch["sequence_ids"].tolist())
             ledger.record(progress.step, ids)
         fault_point("step.end", progress.step)
+        self.note_checkpoint(self.writer.advance(result.flags[1:]))
 
     # ---- When a step is an anomaly
 
@@ -293,6 +324,7 @@ class Run:
         spike = [*ladder.recent(progress.step), progress.step][0]
         why = f"{ladder.reason or 'fp16 overflows'}."
         if self.rung == ROLL_BACK and progress.rollbacks < settings.max_rollbacks:
+            self.finish_checkpoint()
             entry = None
             if self.rank == 0:
                 entry = rollback.plan(
@@ -329,7 +361,7 @@ class Run:
             rollback.record(self.run_dir, entry)
         distributed.barrier()  # every rank reads it
         fault_point("rollback.load", entry["from_step"])
-        self.begin(None)
+        self.begin()
         if self.rank == 0:
             rollback.forget(self.run_dir, entry["number"])
         return self.batches()
@@ -376,28 +408,61 @@ class Run:
         self.say(metrics.console_line(row, progress.step + steps_left, seconds_left))
 
     def save(self) -> None:
-        """Publish a checkpoint of this step, and remove the oldest beyond those to keep."""
+        """Copy the state of this step, from which a checkpoint is written behind training."""
         norm = throughput.parameter_norm(self.engine.module, self.device)
         stability.refuse_weights(norm, self.progress.step, self.newest_checkpoint)
+        began = time.perf_counter()
+        if self.writer.busy:
+            self.say(f"step={self.progress.step} waits for the checkpoint before")
+            self.finish_checkpoint()
+        waited = time.perf_counter() - began
         self.log.sync()
-        progress, name = self.progress, directory_name(self.progress.step)
-        stall = checkpoint.save(
-            self.engine,
-            self.run_dir,
+        progress = self.progress
+        best = self.log.best_steps("eval/loss", self.settings.checkpoint_keep_best)
+        copied = self.writer.save(
             progress,
-            self.settings.checkpoint_keep,
+            best=[directory_name(step) for step in best],
+            optimizer=topology.optimizer_kind(self.plan.ds_config),
             data_fingerprint=self.plan.data_fingerprint,
             precision=self.plan.precision,
             cut=topology.cut(self.plan.ds_config),
             versions=self.record["versions"],
             model_config=self.record["model_config"],
         )
-        self.newest_checkpoint = str(self.run_dir / "checkpoints" / name)
-        self.log.event("checkpoint", progress.step, checkpoint=name, stall_seconds=stall)
-        self.log.metrics(
-            {"step": progress.step, "tokens": progress.tokens, "checkpoint/stall_seconds": stall}
-        )
-        self.say(f"step={progress.step} checkpoint={name} stall_seconds={stall:.2f}")
+        if not self.settings.async_checkpoint or self.finished or self.stopping:
+            self.finish_checkpoint()
+        row = {"checkpoint/stall_seconds": time.perf_counter() - began}
+        row |= {"checkpoint/wait_seconds": waited, "checkpoint/copy_seconds": copied}
+        self.log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint on its way, if there is one."""
+        self.note_checkpoint(self.writer.finish())
+
+    def note_checkpoint(self, outcome: Outcome | None) -> None:
+        """Say what became of a checkpoint, and end the run if too many failed in a row.
+
+        Raises:
+            CheckpointWriteError: on every rank.
+        """
+        if outcome is None:
+            return
+        step, name = outcome.progress.step, outcome.name
+        if outcome.error is None:
+            self.failed_saves, self.newest_checkpoint = 0, str(self.writer.checkpoints / name)
+            self.log.event("checkpoint", step, checkpoint=name, seconds=outcome.seconds)
+            self.say(f"step={step} checkpoint={name} seconds={outcome.seconds:.2f}")
+            return
+        self.failed_saves += 1
+        self.log.event("checkpoint_failed", step, checkpoint=name, error=outcome.error)
+        self.say(f"step={step} checkpoint={name} FAILED: {outcome.error}")
+        last = self.finished or self.stopping
+        if last or self.failed_saves >= self.settings.checkpoint_failures:
+            raise CheckpointWriteError(
+                f"{self.writer.checkpoints}: {name} could not be written: {outcome.error}. The "
+                f"last whole one is {self.newest_checkpoint}. Make room, and start the same "
+                f"command again."
+            )
 
     def evaluate_if_due(self) -> None:
         """Measure the validation loss, if this step has one and does not have it yet."""
@@ -406,6 +471,8 @@ class Run:
             return
         if distributed.broadcast_object(self.log.has(progress.step, "eval/loss")):
             return
+        if self.writer.step == progress.step:
+            self.finish_checkpoint()  # whatever evaluating does, this step is safe before
         held_out = data.ValidationStream(
             plan.val_sources, num_sequences=plan.val_sequences, **self.cut
         )

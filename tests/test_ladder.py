@@ -19,8 +19,9 @@ RUNGS = {
     2: {"pretrain", "zerolm.__main__", "data_prep.__main__"},
     1: {
         *("zerolm." + name for name in (
-            "checkpoint", "data", "evaluate", "export", "metrics", "model", "optimizer",
-            "preflight", "report", "reshard", "run_directory", "stability", "throughput",
+            "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
+            "optimizer", "preflight", "report", "reshard", "run_directory", "stability",
+            "throughput",
             "train_step",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
@@ -33,7 +34,8 @@ RUNGS = {
             "faults", "files", "flops", "initialization", "ledger", "loss", "machine", "manifest",
             "memory", "model_rules", "order", "partitions", "plan", "provenance", "refusal",
             "rollback", "run_record", "schedule", "self_check", "settings", "shard_writer",
-            "shards", "skipped", "sources", "spike", "topology", "unpickling", "values", "windows",
+            "shards", "skipped", "snapshot", "sources", "spike", "topology", "unpickling",
+            "values", "windows",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
     },

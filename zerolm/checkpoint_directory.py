@@ -10,19 +10,22 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerolm.errors import CheckpointError
+from zerolm.faults import fault_point
 from zerolm.files import sha256_file, sync_directory, write_atomically, write_json
 
 FORMAT = "zerolm-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "MANIFEST.json"
 POINTER = "latest"
 PREFIX = "step-"
 TEMPORARY = ".tmp-"
+DAMAGED = "damaged-"
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Checkpoint:
     @property
     def digest(self) -> str:
         """SHA-256 of the manifest, which vouches for every file."""
-        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
+        return self.manifest["digest"]
 
     @property
     def world_size(self) -> int:
@@ -82,33 +85,103 @@ def directory_name(step: int) -> str:
     return f"{PREFIX}{step:08d}"
 
 
-def publish(temporary: Path, manifest: dict[str, Any], keep: int) -> Path:
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay when a newer one is published.
+
+    Attributes:
+        last: how many of the newest.
+        every_tokens: also the first one after every so many tokens, for good; None for none.
+    """
+
+    last: int
+    every_tokens: int | None = None
+
+
+def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     """Make a filled temporary directory the newest checkpoint. Rank 0 alone calls.
 
-    The order is the safety: manifest, rename, pointer, and only then are old ones removed.
+    The order is the safety: manifest, rename, pointer. Whatever has the name already (a damaged
+    one, or one whose data is not wanted any more) is set aside.
+
+    Raises:
+        OSError: something could not be written. The checkpoint is published, or it is not.
     """
-    write_json(temporary / MANIFEST, manifest)
+    step = manifest["progress"]["step"]
+    fault_point("checkpoint.manifest", step)
+    write_json(temporary / MANIFEST, {**manifest, "digest": digest_of(manifest)})
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
-    if final.exists():  # a damaged one of the same step, refused at the start of this run
-        remove(final)
+    if final.exists():
+        set_aside(final, DAMAGED)
+    fault_point("checkpoint.rename", step)
     os.replace(temporary, final)
     sync_directory(final.parent)
+    fault_point("checkpoint.pointer", step)
     write_atomically(final.parent / POINTER, lambda file: file.write(f"{final.name}\n".encode()))
-    for old in by_step(final.parent)[:-keep] if keep else []:
-        if old != final:
-            remove(old)
     return final
 
 
-def remove(directory: Path) -> None:
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """Return the hex SHA-256 of a manifest, without the entry that holds it."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def set_aside(directory: Path, prefix: str) -> Path:
+    """Rename a checkpoint to a name under which it does not count; return that name."""
+    number, aside = 1, directory.with_name(prefix + directory.name)
+    while aside.exists():
+        number += 1
+        aside = directory.with_name(f"{prefix}{directory.name}-{number}")
+    os.replace(directory, aside)
+    sync_directory(directory.parent)
+    return aside
+
+
+def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> None:
+    """Remove the checkpoints that need not stay. Rank 0 alone calls, after a publication.
+
+    Args:
+        newest: the one just published, whose files were read back; it stays.
+        best: names of further ones to spare.
+    """
+    step = int(newest.name.removeprefix(PREFIX))
+    for directory in removable(by_step(newest.parent), retention, best):
+        if directory != newest:
+            fault_point("checkpoint.rotate", step)
+            remove(directory, lambda: fault_point("checkpoint.rotated", step))
+
+
+def removable(
+    published: Sequence[Path], retention: Retention, best: Collection[str] = ()
+) -> list[Path]:
+    """Return which of the published checkpoints, oldest first, need not stay."""
+    every, passed, doomed = retention.every_tokens, 0, []
+    for number, directory in enumerate(published):
+        kept = number >= len(published) - retention.last or directory.name in best
+        if every is not None:
+            try:
+                milestones = read(directory).progress.tokens // every
+            except CheckpointError:
+                continue  # damaged: it is not ours to judge
+            kept |= milestones > passed
+            passed = max(passed, milestones)
+        if not kept:
+            doomed.append(directory)
+    return doomed
+
+
+def remove(directory: Path, half_way: Callable[[], object] = lambda: None) -> None:
     """Delete a checkpoint so that, killed half-way, it never looks whole."""
     doomed = directory.with_name(TEMPORARY + directory.name)
     os.replace(directory, doomed)
     sync_directory(directory.parent)
+    half_way()
     shutil.rmtree(doomed)
 
 
 def clear_debris(checkpoints: Path) -> None:
+    """Delete what a killed run left of checkpoints that were not whole yet, or not any more."""
     for unfinished in checkpoints.glob(f"{TEMPORARY}*"):
         shutil.rmtree(unfinished)
 
@@ -138,14 +211,20 @@ def read(directory: str | Path) -> Checkpoint:
         )
     try:
         manifest = json.loads(path.read_text())
-        Progress(**manifest["progress"])
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected, actual = manifest.get("digest"), digest_of(manifest)
+        if known:
+            Progress(**manifest["progress"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error!r}. It is damaged.") from error
     if not known:
         raise CheckpointError(
             f"{path}: format {manifest['format']!r} version {manifest['version']!r}, this release "
             f"reads {FORMAT!r} version {VERSION}."
+        )
+    if expected != actual:
+        raise CheckpointError(
+            f"{path}: its content has SHA-256 {actual}, it says {expected}. It is damaged."
         )
     return Checkpoint(directory, manifest)
 
@@ -179,20 +258,43 @@ def problems_of(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> l
 def newest(run_dir: str | Path) -> Checkpoint | None:
     """Return the newest published checkpoint of a run, or None when there was never one.
 
+    Raises:
+        CheckpointError: its manifest is damaged, or every checkpoint is lost, see `candidates`.
+    """
+    candidates(run_dir)
+    published = by_step(Path(run_dir) / "checkpoints")
+    return read(published[-1]) if published else None
+
+
+def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
+    """Return a run's checkpoints whose manifests are right, newest first, and the other ones.
+
     The pointer is a convenience for people and tools; what counts is which manifests exist.
 
+    Returns:
+        The checkpoints; and {directory: what is wrong with its manifest}. Both are empty when the
+        run never had a checkpoint.
+
     Raises:
-        CheckpointError: the newest manifest is damaged, or the pointer names a checkpoint although
-            none is left. Starting again from step 0 would hide a loss.
+        CheckpointError: there were checkpoints and none is left. Starting again from step 0 would
+            hide a loss.
     """
     checkpoints = Path(run_dir) / "checkpoints"
-    published = by_step(checkpoints)
-    if published:
-        return read(published[-1])
-    if (checkpoints / POINTER).exists():
-        named = (checkpoints / POINTER).read_text().strip()
+    found: list[Checkpoint] = []
+    damaged: dict[Path, str] = {}
+    for directory in reversed(by_step(checkpoints)):
+        try:
+            found.append(read(directory))
+        except CheckpointError as error:
+            damaged[directory] = str(error)
+    remains = [checkpoints / POINTER, *checkpoints.glob(f"*{PREFIX}*")]
+    lost = [path.name for path in remains if path.exists() and TEMPORARY not in path.name]
+    if lost and not found:
         raise CheckpointError(
-            f"{checkpoints / POINTER}: names {named!r}, but no checkpoint is left. "
-            f"Restore it, or choose another --run_dir to start afresh."
+            [
+                *damaged.values(),
+                f"{checkpoints}: no whole checkpoint is left ({', '.join(sorted(lost))}). Restore "
+                f"one, or choose another --run_dir to start afresh. Nothing was deleted.",
+            ]
         )
-    return None
+    return found, damaged

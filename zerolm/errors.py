@@ -22,9 +22,7 @@ class ZerolmError(Exception):
 
 
 class CheckpointWriteError(ZerolmError):
-    """A rank could not write its part of a checkpoint. The checkpoints before it are whole."""
-
-    on_all_ranks = False
+    """A checkpoint could not be written. The checkpoints before it are whole."""
 
 
 class ConfigError(ZerolmError):

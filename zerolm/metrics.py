@@ -39,6 +39,7 @@ class RunLog:
         self._metrics: TextIO | None = None
         self._events: TextIO | None = None
         self._seen: dict[int, set[str]] = {}
+        self._ranked: dict[str, dict[int, float]] = {"eval/loss": {}}
         self._written: list[Row] = []
         if not writes:
             return
@@ -48,7 +49,7 @@ class RunLog:
         text = "".join(json.dumps(row) + "\n" for row in kept)
         write_atomically(self.run_dir / METRICS, lambda file: file.write(text.encode()))
         for row in kept:
-            self._seen.setdefault(row["step"], set()).update(row)
+            self._note(row)
         self._metrics = open(self.run_dir / METRICS, "a", buffering=1)
         events = self.run_dir / EVENTS
         half = events.is_file() and not events.read_bytes().endswith(b"\n")
@@ -60,15 +61,26 @@ class RunLog:
         """Tell whether a kept line of `step` has `key`. Rank 0 only."""
         return key in self._seen.get(step, set())
 
+    def best_steps(self, key: str, count: int) -> list[int]:
+        """Return the `count` steps with the lowest values of `key`. Empty but on rank 0."""
+        values = self._ranked.get(key, {})
+        return sorted(values, key=lambda step: (values[step], step))[:count]
+
     def metrics(self, row: Row) -> None:
         """Append one line. `row` has `step` and `tokens`."""
         if self._metrics is None:
             return
         row = {key: _json_value(value) for key, value in row.items()}
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
-        self._seen.setdefault(row["step"], set()).update(row)
+        self._note(row)
         if self.tracker is not None:
             self._guard(lambda tracker: tracker.log(row))
+
+    def _note(self, row: Row) -> None:
+        self._seen.setdefault(row["step"], set()).update(row)
+        for key, values in self._ranked.items():
+            if row.get(key) is not None:
+                values[row["step"]] = row[key]
 
     def event(self, event: str, step: int, **what: Any) -> None:
         """Append what happened and why."""

@@ -167,7 +167,22 @@ class Settings:
     log_interval: int | None = _count("run", "optimizer steps between metrics", "STEPS")
     eval_interval: int | None = _count("run", "optimizer steps between evaluations", "STEPS")
     checkpoint_interval: int | None = _count("run", "optimizer steps between checkpoints", "STEPS")
-    checkpoint_keep: int = _count("run", "checkpoints to keep (default: 3)", "N", default=3)
+    async_checkpoint: bool = _flag(
+        "run",
+        "switch",
+        "write checkpoints behind training (default); --no-async_checkpoint waits for each",
+        default=True,
+    )
+    checkpoint_keep: int = _count("run", "newest checkpoints to keep (default: 3)", "N", default=3)
+    checkpoint_keep_tokens: int | None = _count(
+        "run", "also keep a checkpoint every so many tokens, for good", "TOKENS"
+    )
+    checkpoint_keep_best: int = _count(
+        "run", "also keep those of lowest eval/loss (default: 0)", "N", minimum=0, default=0
+    )
+    checkpoint_failures: int = _count(
+        "run", "saves that fail in a row before the run ends (default: 3)", "N", default=3
+    )
     stop_after: float | None = _flag(
         "run",
         "duration",

@@ -33,7 +33,7 @@ class StepResult:
         grad_norm: 2-norm of the gradient before clipping; infinite when it is not finite.
         learning_rate: of this step.
         applied: False when the optimizer step was refused, or skipped by DeepSpeed.
-        stop: some rank was asked to stop.
+        flags: sums over the ranks of what each gave.
     """
 
     loss: float
@@ -43,7 +43,7 @@ class StepResult:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     applied: bool = True
-    stop: bool = field(default=False)
+    flags: list[float] = field(default_factory=list)
 
 
 def seed_step(seed: int, position: int, rank: int) -> None:
@@ -57,7 +57,7 @@ def forward_backward(
     batches: Sequence[Batch],
     num_sources: int,
     seq_len: int,
-    stop: bool,
+    flags: Sequence[float],
     fault: str | None = None,
 ) -> StepResult:
     """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
@@ -67,7 +67,7 @@ def forward_backward(
         batches: this rank's micro-batches of the step on the engine's device, as many as others.
         num_sources: how many data sources there are.
         seq_len: tokens in a row.
-        stop: this rank was asked to stop.
+        flags: figures of this rank of which all are to know the sums.
         fault: for tests: what `fault_point` handed back for this rank.
     """
     world_size, device = engine.world_size, engine.device
@@ -77,8 +77,9 @@ def forward_backward(
         targets = int(sum_over_ranks(counted))
     else:
         targets = rows * seq_len
-    # Rows: loss sums and target counts per source; one more column for [auxiliary, stop].
-    sums = torch.zeros(2, num_sources + 1, dtype=torch.float64, device=device)
+    # Loss sums and target counts per source, the auxiliary loss, the flags: one reduction for all.
+    sums = torch.zeros(2 * num_sources + 1 + len(flags), dtype=torch.float64, device=device)
+    by_source = sums[: 2 * num_sources].view(2, num_sources)
     has_auxiliary = False
     for number, batch in enumerate(batches):
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
@@ -86,22 +87,23 @@ def forward_backward(
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
         loss = losses_BT.sum() * (world_size / targets)
-        sums[:, :-1] += sums_by_source(losses_BT, batch, num_sources)
+        by_source += sums_by_source(losses_BT, batch, num_sources)
         if auxiliary is not None:
             has_auxiliary = True
-            sums[0, -1] += auxiliary.detach().double() / (len(batches) * world_size)
+            sums[2 * num_sources] += auxiliary.detach().double() / (len(batches) * world_size)
             loss = loss + auxiliary / len(batches)
         if fault == "inf":
             loss = loss * torch.inf  # its gradient is infinite, the loss that is reported is not
         engine.backward(loss, scale_wrt_gas=False)
-    sums[1, -1] = float(stop)
-    losses, counts = sum_over_ranks(sums).tolist()
+    sums[2 * num_sources + 1 :] = torch.tensor(flags, dtype=torch.float64)
+    figures = sum_over_ranks(sums).tolist()
+    losses, counts = figures[:num_sources], figures[num_sources : 2 * num_sources]
     return StepResult(
-        loss=sum(losses[:-1]) / sum(counts[:-1]),
-        source_losses=losses[:-1],
-        source_tokens=counts[:-1],
-        auxiliary_loss=losses[-1] if has_auxiliary else None,
-        stop=counts[-1] > 0,
+        loss=sum(losses) / sum(counts),
+        source_losses=losses,
+        source_tokens=counts,
+        auxiliary_loss=figures[2 * num_sources] if has_auxiliary else None,
+        flags=figures[2 * num_sources + 1 :],
     )
 
 

@@ -1,19 +1,32 @@
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launching import ROOT, environment
 from zerolm import checkpoint_directory, topology
-from zerolm.checkpoint_directory import MANIFEST, POINTER, Progress
+from zerolm.checkpoint_directory import (
+    MANIFEST,
+    POINTER,
+    Progress,
+    Retention,
+    candidates,
+    publish,
+    rotate,
+)
 from zerolm.errors import CheckpointError
+from zerolm.faults import POINTS
 from zerolm.files import sha256_file
 
+PUBLISHER_POINTS = ("manifest", "rename", "pointer", "rotate", "rotated")
 ADAMW = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
 
 
-def write(run_dir: Path, step: int, keep: int = 3, world_size: int = 2) -> Path:
-    """Publish a checkpoint of two files, the way `save` does."""
+def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
+    """Write a temporary directory of two files, and return it with its manifest."""
     temporary = run_dir / "checkpoints" / f".tmp-{checkpoint_directory.directory_name(step)}"
     temporary.mkdir(parents=True)
     files = []
@@ -22,26 +35,73 @@ def write(run_dir: Path, step: int, keep: int = 3, world_size: int = 2) -> Path:
         path = temporary / name
         size = path.stat().st_size
         files.append({"file": name, "size_bytes": size, "sha256": sha256_file(path)})
-    manifest = {
+    return temporary, {
         "format": checkpoint_directory.FORMAT,
         "version": checkpoint_directory.VERSION,
-        "world_size": world_size,
+        "world_size": 2,
         "zero_stage": 2,
         "optimizer": topology.optimizer_kind(ADAMW),
-        "progress": vars(Progress(step=step, position=8 * step)),
+        "progress": vars(Progress(step=step, position=8 * step, tokens=tokens)),
         "files": files,
     }
-    return checkpoint_directory.publish(temporary, manifest, keep)
+
+
+def write(run_dir: Path, step: int, retention: Retention | None = None, **more) -> Path:
+    """Publish a checkpoint, the way the writer does."""
+    final = publish(*fill(run_dir, step, more.pop("tokens", 0)))
+    if retention:
+        rotate(final, retention, **more)
+    return final
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 def test_the_newest_is_found_and_only_the_last_stay(tmp_path) -> None:
     for step in (5, 10, 15, 20):
-        write(tmp_path, step, keep=2)
+        write(tmp_path, step, Retention(last=2))
     assert checkpoint_directory.newest(tmp_path).progress.step == 20
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert kept == ["step-00000015", "step-00000020"]
+    assert names(tmp_path) == ["latest", "step-00000015", "step-00000020"]
     assert (tmp_path / "checkpoints" / POINTER).read_text() == "step-00000020\n"
     assert checkpoint_directory.problems_of(checkpoint_directory.newest(tmp_path)) == []
+
+
+def test_milestones_and_the_best_stay_for_good(tmp_path) -> None:
+    for step in range(1, 13):
+        best = ["step-00000002"]
+        write(tmp_path, step, Retention(last=1, every_tokens=100), best=best, tokens=30 * step)
+    # The first at or after 100, 200 and 300 tokens are steps 4, 7 and 10.
+    kept = [int(name[-2:]) for name in names(tmp_path) if name.startswith("step-")]
+    assert kept == [2, 4, 7, 10, 12]
+
+
+PUBLISHING = """
+import json, sys
+from pathlib import Path
+from zerolm.checkpoint_directory import Retention, publish, rotate
+temporary, manifest = Path(sys.argv[1]), json.loads(sys.argv[2])
+rotate(publish(temporary, manifest), Retention(last=1))
+"""
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("checkpoint.")])
+def test_killed_anywhere_in_a_publication_a_whole_checkpoint_is_left(tmp_path, point) -> None:
+    write(tmp_path, 5)
+    temporary, manifest = fill(tmp_path, 10)
+    killed = subprocess.run(
+        [sys.executable, "-c", PUBLISHING, temporary, json.dumps(manifest)],
+        env=environment(FAULT=f"{point}:0:10:kill"), cwd=ROOT, timeout=60, check=False,
+    )  # fmt: skip
+    in_the_publisher = point.partition(".")[2] in PUBLISHER_POINTS
+    assert killed.returncode == (-9 if in_the_publisher else 0)
+    (found, *_), damaged = candidates(tmp_path)
+    renamed = point.endswith(("pointer", "rotate", "rotated")) or not in_the_publisher
+    assert found.progress.step == (10 if renamed else 5)
+    assert not damaged and checkpoint_directory.problems_of(found) == []
+    checkpoint_directory.clear_debris(tmp_path / "checkpoints")
+    write(tmp_path, 15, Retention(last=1))
+    assert names(tmp_path) == ["latest", "step-00000015"]
 
 
 def test_a_directory_without_a_manifest_does_not_exist(tmp_path) -> None:
@@ -53,12 +113,45 @@ def test_a_directory_without_a_manifest_does_not_exist(tmp_path) -> None:
 
 def test_a_new_run_has_no_checkpoint(tmp_path) -> None:
     assert checkpoint_directory.newest(tmp_path) is None
+    assert candidates(tmp_path) == ([], {})
+    fill(tmp_path, 5)  # killed in its first save
+    assert candidates(tmp_path) == ([], {})
 
 
 def test_lost_checkpoints_are_refused_and_never_step_zero(tmp_path) -> None:
-    shutil.rmtree(write(tmp_path, 5))
-    with pytest.raises(CheckpointError, match=r"latest: names 'step-00000005', but no checkpoint"):
-        checkpoint_directory.newest(tmp_path)
+    directory = write(tmp_path, 5)
+    (directory / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint is left .*step-00000005"):
+        candidates(tmp_path)
+    shutil.rmtree(directory)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint is left \(latest\)"):
+        candidates(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "pointer", [None, "", "step-00000099\n"], ids=["absent", "empty", "dangling"]
+)
+def test_the_pointer_does_not_decide(tmp_path, pointer) -> None:
+    path = write(tmp_path, 5).parent / POINTER
+    path.unlink()
+    if pointer is not None:
+        path.write_text(pointer)
+    assert candidates(tmp_path)[0][0].progress.step == 5
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path) -> None:
+    write(tmp_path, 5)
+    path = write(tmp_path, 10) / MANIFEST
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        if chr(whole[place]).isspace():
+            continue  # the layout of JSON says nothing
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 7
+        path.write_bytes(flipped)
+        found, damaged = candidates(tmp_path)
+        assert [each.progress.step for each in found] == [5], flipped[place - 20 : place + 20]
+        assert str(path) in damaged[path.parent]
 
 
 def test_every_kind_of_damage_is_named(tmp_path) -> None:

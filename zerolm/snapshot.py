@@ -1,0 +1,181 @@
+"""A copy of DeepSpeed's state in host memory, and the files that are written from it.
+
+Training waits for `HostCopy.take`; `write_hashed` runs in a thread beside it. The host memory is
+taken once and used again by every copy: a fresh one costs more in page faults than in copying (0.26
+against 0.04 seconds for 256 MB on a CPU, torch 2.13). Knows nothing of directories or manifests.
+"""
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from zerolm.files import sha256_file
+
+CHUNK_BYTES = 1 << 24  # at most this much is written between two looks at `cancelled`
+
+
+class Cancelled(Exception):
+    """The checkpoint being written is not wanted any more."""
+
+
+class HostCopy:
+    """Host memory for one copy of a rank's state, used again for the next one.
+
+    Attributes:
+        size_bytes: of the tensors that the last copy holds.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._used = 0
+        self.size_bytes = 0
+
+    def begin(self) -> None:
+        """Make all buffers free again. Nothing may still read the copy before."""
+        self._used, self.size_bytes = 0, 0
+
+    @torch.no_grad()
+    def take(self, state: Any) -> Any:
+        """Copy a nested state whose tensors training goes on changing.
+
+        Tensors that are one in `state` are one in the copy; views become compact. On a GPU the
+        copies are only begun: call `torch.cuda.synchronize` before training goes on.
+
+        Args:
+            state: dicts, lists, tuples and objects; tensors inside objects are copied afresh.
+
+        Returns:
+            The same structure, on the host.
+        """
+        memo: dict[int, Any] = {}
+        same: dict[Any, torch.Tensor] = {}
+        kept = list(_tensors(state, set()))  # holds them, so that no id is used again
+        for tensor in kept:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            if tensor.numel() == 0 or key not in same:
+                same[key] = self._copy(tensor)
+            copied = same[key].detach()
+            if isinstance(tensor, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                copied.requires_grad_()
+            memo[id(tensor)] = copied
+        return copy.deepcopy(state, memo)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._used == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        buffer = self._buffers[self._used]
+        if buffer.dtype != tensor.dtype or buffer.shape != tensor.shape:
+            _unpin(buffer)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if tensor.is_cuda:
+                _pin(buffer)
+            self._buffers[self._used] = buffer
+        self._used += 1
+        self.size_bytes += tensor.numel() * tensor.element_size()
+        buffer.copy_(tensor, non_blocking=True)
+        return buffer
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers, each object once."""
+    if id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        seen.add(id(value))
+        yield value
+    elif isinstance(value, dict):
+        seen.add(id(value))
+        for item in value.values():
+            yield from _tensors(item, seen)
+    elif isinstance(value, list | tuple):
+        seen.add(id(value))
+        for item in value:
+            yield from _tensors(item, seen)
+
+
+def _pin(buffer: torch.Tensor) -> None:
+    """Pin memory in place: torch's own pinned allocator rounds sizes up to a power of two."""
+    if buffer.numel():
+        size = buffer.numel() * buffer.element_size()
+        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
+        torch.cuda.check_error(int(code))
+
+
+def _unpin(buffer: torch.Tensor) -> None:
+    if buffer.numel() and torch.cuda.is_available() and buffer.is_pinned():
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+
+
+class _HashingFile:
+    """What torch.save writes to: hashes what passes, and stops when the job is cancelled."""
+
+    def __init__(self, file: Any, cancelled: Callable[[], bool]):
+        self.file, self.cancelled = file, cancelled
+        self.sha256, self.size_bytes = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            if self.cancelled():
+                raise Cancelled
+            part = view[start : start + CHUNK_BYTES]
+            written = 0
+            while written < len(part):  # an unbuffered file may take less than it is given
+                written += self.file.write(part[written:])
+            self.sha256.update(part)
+        self.size_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_hashed(path: Path, state: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    """Write a state with torch.save, sync it, and read it back.
+
+    Args:
+        path: its directory exists.
+        cancelled: asked before each chunk.
+
+    Returns:
+        `size_bytes` and `sha256` of what was written.
+
+    Raises:
+        OSError: no space, no permission, an input/output error, or the disk holds other bytes than
+            were written.
+        Cancelled: `cancelled` said so.
+    """
+    with open(path, "wb", buffering=0) as raw:
+        file = _HashingFile(raw, cancelled)
+        torch.save(state, cast(IO[bytes], file))
+        os.fsync(raw.fileno())
+    entry = {"size_bytes": file.size_bytes, "sha256": file.sha256.hexdigest()}
+    verify_written(path, entry)
+    return entry
+
+
+def verify_written(path: Path, entry: dict[str, Any]) -> None:
+    """Read a synced file back, from the disk where the system can be made to, and compare.
+
+    Raises:
+        OSError: the disk does not hold what was written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    actual = sha256_file(path)
+    if actual != entry["sha256"] or path.stat().st_size != entry["size_bytes"]:
+        raise OSError(
+            f"{path}: reads back as {path.stat().st_size} bytes with SHA-256 {actual}, but "
+            f"{entry['size_bytes']} bytes with {entry['sha256']} were written"
+        )
