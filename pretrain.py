@@ -25,6 +25,7 @@ from zerolm import (
     ledger,
     metrics,
     preflight,
+    pulse,
     reshard,
     rollback,
     run_directory,
@@ -32,6 +33,7 @@ from zerolm import (
     throughput,
     topology,
     train_step,
+    watchdog,
 )
 from zerolm.checkpoint_directory import Progress, Retention, candidates, directory_name
 from zerolm.checkpoint_writer import CheckpointWriter, Outcome
@@ -71,14 +73,24 @@ def main(argv: list[str]) -> int:
         lock = run_directory.claim(run_dir) if rank == 0 else None
     except ConfigError as error:
         return distributed.refuse(error, rank, local_rank)
+    stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
+    dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
     try:
-        return train(plan)
+        code = train(plan, stop, dog)
+        dog.close("done" if code == EXIT_DONE else "stopped")
+        return code
     except ZerolmError as error:
         if rank == 0 or not error.on_all_ranks:
             print(f"pretrain.py: rank {rank}: {error}", file=sys.stderr, flush=True)
         if error.on_all_ranks:
             distributed.stop()
+            dog.close("gave up")
+        else:
+            dog.failed(error)
         return error.exit_code
+    except Exception as error:
+        dog.failed(error)
+        raise
     finally:
         if lock is not None:
             lock.close()
@@ -88,9 +100,9 @@ def main(argv: list[str]) -> int:
 # The run
 
 
-def train(plan: Plan) -> int:
+def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> int:
     """Train to the token budget, from the newest checkpoint if any. Every rank calls."""
-    run = Run(plan)
+    run = Run(plan, stop, dog)
     resumed = run.begin()
     batches = run.batches()
     try:
@@ -118,11 +130,12 @@ def train(plan: Plan) -> int:
 class Run:
     """A run on one rank: its engine, how far it is, its log. All ranks make the same calls."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog):
         self.plan, self.run_dir = plan, Path(plan.settings.run_dir or "")
         self.settings: Any = plan.settings  # resolved: none of them is None any more
-        self.stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
+        self.stop = stop
         self.rank, self.world_size, self.device = distributed.start()
+        dog.meet(self.world_size)
         distributed.must_be_same(
             plan.fingerprint(),
             "settings, files, versions or devices differ from the first rank's, so the ranks would "
@@ -178,6 +191,7 @@ class Run:
             Whether there was one.
         """
         rollbacks = distributed.broadcast_object(rollback.entries(self.run_dir))
+        pulse.beat("load")
         if self.rank == 0:  # now that the lock is held
             for entry in rollbacks:
                 metrics.archive(self.run_dir, entry["number"], entry["to_step"])
@@ -243,6 +257,7 @@ class Run:
         progress, plan, seq_len = self.progress, self.plan, self.settings.seq_len
         sequences = plan.batch_schedule(progress.position)
         micro_steps = sequences // (plan.micro_batch_size * self.world_size)
+        pulse.beat("data", progress.step + 1, (progress.position, sequences))
         fault_point("step.begin", progress.step + 1)
         with self.watch.running():
             with self.watch.waiting_for_data():
@@ -409,6 +424,7 @@ class Run:
 
     def save(self) -> None:
         """Copy the state of this step, from which a checkpoint is written behind training."""
+        pulse.beat("checkpoint")
         norm = throughput.parameter_norm(self.engine.module, self.device)
         stability.refuse_weights(norm, self.progress.step, self.newest_checkpoint)
         began = time.perf_counter()
@@ -476,7 +492,8 @@ class Run:
         held_out = data.ValidationStream(
             plan.val_sources, num_sequences=plan.val_sequences, **self.cut
         )
-        batches = data.prefetch_to_device(data.make_loader(held_out, 0, False), self.device)
+        loader = data.make_loader(held_out, 0, False)
+        batches = pulse.each("evaluate", data.prefetch_to_device(loader, self.device))
         row = evaluate.validation_loss(self.engine, batches, plan.val_source_names)
         self.log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
         self.say(
@@ -486,6 +503,7 @@ class Run:
 
     def end(self) -> int:
         """Say how the run ended, close everything, and return the exit code."""
+        pulse.beat("end")
         step = self.progress.step
         if self.finished:
             self.log.event("done", step, tokens=self.progress.tokens)

@@ -22,7 +22,7 @@ RUNGS = {
             "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
             "optimizer", "preflight", "report", "reshard", "run_directory", "stability",
             "throughput",
-            "train_step",
+            "train_step", "watchdog",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in ("demo_corpus", "demo_summary")),
@@ -36,6 +36,8 @@ RUNGS = {
             "rollback", "run_record", "schedule", "self_check", "settings", "shard_writer",
             "shards", "skipped", "snapshot", "sources", "spike", "topology", "unpickling",
             "values", "windows",
+            # the watchdog's parts
+            "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
     },

@@ -190,6 +190,14 @@ class Settings:
         shows="DURATION",
         minimum=1.0,
     )
+    hang_timeout: float = _flag(
+        "run",
+        "duration",
+        "end the run, naming the rank, after this time without progress; 0: never (default: 10m)",
+        shows="DURATION",
+        minimum=0.0,
+        default=600.0,
+    )
     check: bool = _switch(
         "run", "check everything, print what the run would be, and stop", saved=False
     )

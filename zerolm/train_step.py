@@ -16,6 +16,7 @@ import torch
 from zerolm.distributed import sum_over_ranks
 from zerolm.errors import GaveUp
 from zerolm.loss import IGNORED, sums_by_source, token_losses
+from zerolm.pulse import beat
 from zerolm.refusal import Judge, StepGate
 
 Batch = dict[str, torch.Tensor]
@@ -82,6 +83,7 @@ def forward_backward(
     by_source = sums[: 2 * num_sources].view(2, num_sources)
     has_auxiliary = False
     for number, batch in enumerate(batches):
+        beat("step")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
         losses_BT, auxiliary = token_losses(engine, batch)
         if fault in DISTORTIONS:
