@@ -81,4 +81,4 @@ def show(path: Path) -> None:
     """Print the end of a stack file, if there is one."""
     with contextlib.suppress(OSError):
         text = path.read_text(errors="replace")[-SHOWN_CHARACTERS:]
-        print(text, file=sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr, flush=True)
