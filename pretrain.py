@@ -453,6 +453,7 @@ class Run:
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint on its way, if there is one."""
+        pulse.beat("checkpoint")
         self.note_checkpoint(self.writer.finish())
 
     def note_checkpoint(self, outcome: Outcome | None) -> None:
