@@ -50,8 +50,7 @@ from zerolm.files import write_json
 from zerolm.optimizer import parameter_groups
 from zerolm.preflight import Plan
 from zerolm.refusal import StepGate
-from zerolm.skipped import sequence_range
-from zerolm.spike import COOL_DOWN, ROLL_BACK, History
+from zerolm.spike import COOL_DOWN, History
 
 UNBOUNDED = 1 << 62  # the stream has no end: the token budget ends the run
 
@@ -112,8 +111,8 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             run.step(batches)
             if run.due(run.settings.log_interval):
                 run.report()
-            if run.rung is not None and (again := run.climb(batches)) is not None:
-                batches = again
+            if run.rung is not None and (entry := run.climb(run.rung)) is not None:
+                batches = run.roll_back(batches, entry)
                 continue
             if run.due(run.settings.checkpoint_interval):
                 run.save()
@@ -309,56 +308,27 @@ class Run:
 
     def note_anomaly(self, sequences: int) -> None:
         """Write down a step that was an anomaly, or was not taken, and the data that it saw."""
-        progress, result, reason = self.progress, self.last_step, self.ladder.reason
-        start = progress.position - sequences
-        saw = {
-            "sequences": sequence_range(start, progress.position, progress.skipped_windows),
-            "loss": str(result.loss),
-            "grad_norm": str(result.grad_norm),
-            "reason": reason or "fp16: the gradients overflowed at this loss scale",
-        }
-        if reason:
+        progress, result = self.progress, self.last_step
+        saw = stability.what_was_seen(self.ladder, progress, result, sequences)
+        if self.ladder.reason:
             progress.spikes += 1
             self.log.event("spike", progress.step, **saw)
-            self.say(f"step={progress.step} spike: {reason}")
+            self.say(f"step={progress.step} spike: {self.ladder.reason}")
         if not result.applied:
             self.log.event("step_skipped", progress.step, **saw)
 
-    def climb(self, batches: Any) -> Any:
-        """Take the rung of the ladder that the last step led to. Every rank must call.
-
-        Returns:
-            The batches to go on with after a rollback, else None.
-        """
-        progress, settings, ladder = self.progress, self.settings, self.ladder
-        if self.rung == COOL_DOWN:
+    def climb(self, rung: str) -> rollback.Entry | None:
+        """Take a rung of the ladder; return the rollback that it leads to, if it is one."""
+        progress, settings = self.progress, self.settings
+        if rung == COOL_DOWN:
             what = {"factor": settings.cooldown_factor, "steps": settings.cooldown_steps}
-            self.log.event("cooldown", progress.step, reason=ladder.reason, **what)
+            self.log.event("cooldown", progress.step, reason=self.ladder.reason, **what)
             self.say(f"step={progress.step} cooldown: {what}")
             return None
-        spike = [*ladder.recent(progress.step), progress.step][0]
-        why = f"{ladder.reason or 'fp16 overflows'}."
-        if self.rung == ROLL_BACK and progress.rollbacks < settings.max_rollbacks:
-            self.finish_checkpoint()
-            entry = None
-            if self.rank == 0:
-                entry = rollback.plan(
-                    self.run_dir,
-                    progress,
-                    self.plan.batch_schedule,
-                    spike,
-                    settings.rollback_margin,
-                    why,
-                )
-            entry = distributed.broadcast_object(entry)
-            if entry is not None:
-                return self.roll_back(batches, entry)
-            if not ladder.spoilt and not ladder.skips_are_spent(progress.step):
-                return None  # nothing to go back to: the step was refused, the next may be better
-            why += " No checkpoint is from before the spike."
-        elif self.rung == ROLL_BACK:
-            why += f" --max_rollbacks {settings.max_rollbacks} are spent."
-        raise stability.gave_up(progress.step, why, self.good_checkpoint(spike))
+        self.finish_checkpoint()  # what is being written may be the one to go back to
+        return stability.roll_back_or_give_up(
+            self.ladder, rung, progress, settings, self.run_dir, self.plan.batch_schedule, self.rank
+        )
 
     def roll_back(self, batches: Any, entry: rollback.Entry) -> Any:
         """Go back to a checkpoint from before the spike, and leave its data out from now on.
@@ -380,12 +350,6 @@ class Run:
         if self.rank == 0:
             rollback.forget(self.run_dir, entry["number"])
         return self.batches()
-
-    def good_checkpoint(self, spike: int) -> str | None:
-        """Return the newest checkpoint from before a spike, or the newest. Every rank must call."""
-        found = rollback.target(self.run_dir, spike, 0) if self.rank == 0 else None
-        name = distributed.broadcast_object(found and str(found.directory))
-        return name or self.newest_checkpoint
 
     # ---- What is said and kept of it
 

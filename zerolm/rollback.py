@@ -112,7 +112,6 @@ def settle(run_dir: Path) -> None:
     if not done:
         return
     checkpoints = run_dir / "checkpoints"
-    moved = False
     for directory in reversed(by_step(checkpoints)):
         try:
             progress = read(directory).progress
@@ -127,11 +126,10 @@ def settle(run_dir: Path) -> None:
             fault_point("rollback.aside", progress.step)
             directory.rename(checkpoints / f"{ASIDE}{stale[0]['number']:04d}-{directory.name}")
             sync_directory(checkpoints)
-            moved = True
-    left = by_step(checkpoints)
-    if moved and left:
-        name = f"{left[-1].name}\n".encode()
-        write_atomically(checkpoints / POINTER, lambda file: file.write(name))
+    left, pointer = by_step(checkpoints), checkpoints / POINTER
+    name = f"{left[-1].name}\n" if left else ""
+    if left and not (pointer.is_file() and pointer.read_text() == name):
+        write_atomically(pointer, lambda file: file.write(name.encode()))
 
 
 def forget(run_dir: Path, number: int) -> None:

@@ -1,4 +1,4 @@
-"""When a run stops before its token budget is spent: on request, or because it gave up.
+"""When a run leaves its course: on request, to go back before a spike, or because it gives up.
 
 Every decision is made from figures that all ranks have summed, so all ranks make the same one in
 the same step.
@@ -7,10 +7,23 @@ the same step.
 import math
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from zerolm import rollback
+from zerolm.checkpoint_directory import Progress
+from zerolm.distributed import broadcast_object
 from zerolm.errors import GaveUp
-from zerolm.spike import History, Ladder, Policy
+from zerolm.skipped import sequence_range
+from zerolm.spike import (
+    MOST_OVERFLOWS_IN_A_ROW,
+    ROLL_BACK,
+    SKIPS_SPAN_STEPS,
+    History,
+    Ladder,
+    Policy,
+)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -66,14 +79,65 @@ def ladder(settings: Any, optimizer_type: str, precision: str) -> Ladder:
     return Ladder(policy, History())
 
 
-def gave_up(step: int, why: str, checkpoint: str | None) -> GaveUp:
-    """Return the error that ends a run.
+def what_was_seen(
+    ladder: Ladder, progress: Progress, result: Any, sequences: int
+) -> dict[str, Any]:
+    """Return what an event says of a step that was an anomaly, or was not taken.
 
     Args:
-        why: the sentence that says what the budget was spent on.
-        checkpoint: the last good checkpoint, to be named.
+        progress: after the step.
+        result: its `StepResult`.
+        sequences: of its batch.
     """
-    return GaveUp(f"step {step}: {why} {_advice(checkpoint)}")
+    start, end = progress.position - sequences, progress.position
+    return {
+        "sequences": sequence_range(start, end, progress.skipped_windows),
+        "loss": str(result.loss),
+        "grad_norm": str(result.grad_norm),
+        "reason": ladder.reason or "fp16: the gradients overflowed at this loss scale",
+    }
+
+
+def roll_back_or_give_up(
+    ladder: Ladder,
+    rung: str,
+    progress: Progress,
+    settings: Any,
+    run_dir: Path,
+    batch_schedule: Callable[[int], int],
+    rank: int,
+) -> rollback.Entry | None:
+    """Return the rollback to carry out, or None where there is nothing to go back to yet.
+
+    Every rank must call; only the first one looks at the disk.
+
+    Args:
+        rung: that the last step led to.
+        progress: after that step.
+
+    Raises:
+        GaveUp: the budget is spent.
+    """
+    spike = [*ladder.recent(progress.step), progress.step][0]
+    why = f"{ladder.reason or f'{MOST_OVERFLOWS_IN_A_ROW} overflows of fp16 in a row'}."
+    entry = good = None
+    if rank == 0:
+        found = rollback.target(run_dir, spike, 0) or rollback.target(run_dir, progress.step + 1, 0)
+        good = found and str(found.directory)
+        margin = settings.rollback_margin
+        entry = rollback.plan(run_dir, progress, batch_schedule, spike, margin, why)
+    entry, good = broadcast_object((entry, good))
+    if rung == ROLL_BACK and progress.rollbacks >= settings.max_rollbacks:
+        why += f" --max_rollbacks {settings.max_rollbacks} are spent."
+    elif rung == ROLL_BACK and entry is not None:
+        return entry
+    elif rung == ROLL_BACK:
+        if not ladder.spoilt and not ladder.skips_are_spent(progress.step):
+            return None  # the step was refused; the next one may be better
+        why += " No checkpoint is from before the spike."
+    elif ladder.reason:
+        why += f" --max_skips {settings.max_skips} in {SKIPS_SPAN_STEPS} steps are spent."
+    raise GaveUp(f"step {progress.step}: {why} {_advice(good)}")
 
 
 def refuse_weights(norm: float | None, step: int, checkpoint: str | None) -> None:

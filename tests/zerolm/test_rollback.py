@@ -1,0 +1,158 @@
+"""Rollbacks on disk: the right checkpoint, the right window, and the same end after any crash."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from zerolm import rollback
+from zerolm.checkpoint_directory import FORMAT, VERSION, Progress, by_step, digest_of, read
+from zerolm.errors import ConfigError
+from zerolm.schedule import BatchSchedule
+
+BATCH = BatchSchedule(8)
+
+
+def add_checkpoint(run_dir: Path, step: int, **more) -> Path:
+    directory = run_dir / "checkpoints" / f"step-{step:08d}"
+    directory.mkdir(parents=True)
+    progress = vars(Progress(step=step, position=8 * step, tokens=256 * step, **more))
+    manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": []}
+    manifest["digest"] = digest_of(manifest)
+    (directory / "MANIFEST.json").write_text(json.dumps(manifest))
+    (run_dir / "checkpoints" / "latest").write_text(directory.name + "\n")
+    return directory
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    for step in (10, 20, 30):
+        add_checkpoint(tmp_path, step)
+    return tmp_path
+
+
+def newest(run_dir: Path):
+    return read(by_step(run_dir / "checkpoints")[-1])
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("first", "margin", "expected"),
+    [(31, 0, 30), (31, 1, 20), (30, 0, 20), (30, 10, 10), (12, 50, 10), (10, 0, None)],
+)
+def test_the_checkpoint_is_older_than_the_spike_and_if_it_can_be_by_the_margin(
+    run_dir, first, margin, expected
+) -> None:
+    found = rollback.target(run_dir, first, margin)
+    assert (found and found.progress.step) == expected
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_is_no_way_back(run_dir) -> None:
+    (run_dir / "checkpoints" / "step-00000020" / "MANIFEST.json").write_text("{")
+    found = rollback.target(run_dir, 25, 0)
+    assert found is not None and found.progress.step == 10
+
+
+def test_the_window_goes_from_the_margin_before_the_spike_to_the_last_batch(run_dir) -> None:
+    now = Progress(step=33, position=8 * 33, spikes=3, skipped_steps=3)
+    entry = rollback.plan(run_dir, now, BATCH, first_anomaly=31, margin=2, reason="x")
+    assert entry is not None
+    assert (entry["to_step"], entry["skipped_window"]) == (20, [8 * 28, 8 * 33])
+    far = rollback.plan(run_dir, now, BATCH, first_anomaly=31, margin=500, reason="x")
+    assert far is not None and far["skipped_window"] == [8 * 30, 8 * 33], "from the checkpoint on"
+    assert rollback.plan(run_dir, now, BATCH, first_anomaly=5, margin=0, reason="x") is None
+
+
+def test_a_second_window_is_counted_in_what_the_first_one_left(run_dir) -> None:
+    now = Progress(step=33, position=8 * 33, rollbacks=1, skipped_windows=[[100, 164]])
+    entry = rollback.plan(run_dir, now, BATCH, first_anomaly=32, margin=0, reason="x")
+    assert entry is not None
+    assert entry["skipped_window"] == [8 * 31 + 64, 8 * 33 + 64] and entry["number"] == 2
+    assert entry["skipped_windows"] == [[100, 164], [8 * 31 + 64, 8 * 33 + 64]]
+
+
+def test_a_batch_ramp_is_followed(run_dir) -> None:
+    ramp = BatchSchedule(8, start_sequences=2, ramp_sequences=400)
+    now = Progress(step=33, position=300)
+    entry = rollback.plan(run_dir, now, ramp, first_anomaly=31, margin=8, reason="x")
+    assert entry is not None and entry["to_step"] == 20
+    position = 8 * 20  # of that checkpoint
+    for _ in range(2):
+        position += ramp(position)
+    assert entry["skipped_window"] == [position, 300]
+
+
+def recorded(run_dir: Path) -> None:
+    now = Progress(step=33, position=8 * 33, spikes=3, skipped_steps=3)
+    rollback.record(run_dir, rollback.plan(run_dir, now, BATCH, 29, 2, "x"))
+
+
+AFTER = ["latest", "rolled-back-0001-step-00000030", "step-00000010", "step-00000020"]
+
+
+def test_what_was_gone_back_over_is_set_aside_and_never_resumed(run_dir) -> None:
+    recorded(run_dir)
+    rollback.settle(run_dir)
+    assert names(run_dir) == AFTER
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step-00000020\n"
+    found = newest(run_dir)
+    progress = rollback.carried_over(found.progress, rollback.entries(run_dir))
+    assert (progress.step, progress.rollbacks, progress.spikes) == (20, 1, 3)
+    assert progress.skipped_windows == [[8 * 26, 8 * 33]]
+
+
+def test_a_crash_at_any_point_leaves_what_the_next_start_completes(run_dir, monkeypatch) -> None:
+    add_checkpoint(run_dir, 32)
+    recorded(run_dir)
+    whole = run_dir.with_name(run_dir.name + "-whole")
+    shutil.copytree(run_dir, whole)
+    rollback.settle(whole)
+    for crash_at in (1, 2, 3):
+        copy = run_dir.with_name(f"{run_dir.name}-{crash_at}")
+        shutil.copytree(run_dir, copy)
+        calls = []
+
+        def die(path, calls=calls, crash_at=crash_at):
+            calls.append(path)
+            if len(calls) == crash_at:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rollback, "sync_directory", die)
+            patched.setattr(rollback, "write_atomically", lambda path, write, die=die: die(path))
+            with pytest.raises(KeyboardInterrupt):
+                rollback.settle(copy)
+        rollback.settle(copy)
+        assert names(copy) == names(whole)
+        assert (copy / "checkpoints" / "latest").read_text() == "step-00000020\n"
+
+
+def test_checkpoints_from_after_a_rollback_stay(run_dir) -> None:
+    recorded(run_dir)
+    rollback.settle(run_dir)
+    windows = [[8 * 26, 8 * 33]]
+    add_checkpoint(run_dir, 30, rollbacks=1, skipped_windows=windows)
+    rollback.settle(run_dir)
+    assert names(run_dir) == sorted([*AFTER, "step-00000030"])
+    found = newest(run_dir)
+    assert found.progress.step == 30
+    assert rollback.carried_over(found.progress, rollback.entries(run_dir)) == found.progress
+
+
+def test_what_an_earlier_rollback_set_aside_is_removed(run_dir) -> None:
+    recorded(run_dir)
+    rollback.settle(run_dir)
+    rollback.forget(run_dir, 1)
+    assert names(run_dir) == AFTER
+    rollback.forget(run_dir, 2)
+    assert names(run_dir) == ["latest", "step-00000010", "step-00000020"]
+
+
+def test_a_damaged_record_is_named(run_dir) -> None:
+    (run_dir / rollback.RECORD).write_text("[")
+    with pytest.raises(ConfigError, match=r"rollbacks\.json"):
+        rollback.settle(run_dir)

@@ -1,0 +1,220 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerolm.spike import (
+    COOL_DOWN,
+    GIVE_UP,
+    MOST_OVERFLOWS_IN_A_ROW,
+    NORM_FLOOR,
+    ROLL_BACK,
+    History,
+    Ladder,
+    Policy,
+    robust_z,
+)
+
+FIGURES = st.floats(-1e6, 1e6, allow_subnormal=False)
+SMALL = Policy(window=8, cooldown_after=2, cooldown_steps=3, rollback_after=4, max_skips=6)
+
+
+def take(ladder: Ladder, step: int, loss: float, norm: float = 1.0) -> tuple[bool, str | None]:
+    """Take a step as the training loop does; return whether it was applied, and the rung."""
+    refused = ladder.judge_loss(loss)
+    if not refused and math.isfinite(norm):
+        refused = ladder.judge_norm(norm)
+    applied = not refused and math.isfinite(norm)
+    return applied, ladder.end_step(step, loss, norm, applied)
+
+
+def warmed_up(policy: Policy = SMALL, steps: int = 8) -> Ladder:
+    ladder = Ladder(policy, History())
+    for step in range(1, steps + 1):
+        assert take(ladder, step, 3.0 + 0.01 * (step % 3)) == (True, None)
+    return ladder
+
+
+@given(FIGURES, st.lists(FIGURES, min_size=1, max_size=40), st.floats(0.0, 1.0))
+def test_the_score_is_that_of_numpy(value, window, floor) -> None:
+    median = float(np.median(window))
+    scale = max(1.4826 * float(np.median(np.abs(np.array(window) - median))), floor * abs(median))
+    if scale == 0.0:
+        assert robust_z(value, window, floor) in (0.0, math.inf, -math.inf)
+    else:
+        expected = (value - median) / scale
+        assert robust_z(value, window, floor) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(st.lists(st.floats(1.0, 2.0), min_size=9, max_size=40), st.floats(0.1, 100.0))
+def test_the_score_does_not_depend_on_the_unit(window, unit) -> None:
+    scaled = [unit * each for each in window]
+    expected = robust_z(3.0, window, 0.02)
+    assert robust_z(3.0 * unit, scaled, 0.02) == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_spike_in_the_window_does_not_hide_the_next() -> None:
+    window = [3.0 + 0.01 * (number % 5) for number in range(64)]
+    alone = robust_z(30.0, window, 0.02)
+    assert robust_z(30.0, [*window[1:], 30.0], 0.02) == pytest.approx(alone, rel=0.05)
+
+
+def test_a_flat_window_makes_no_spike_of_a_wiggle() -> None:
+    assert robust_z(3.0 * 1.1, [3.0] * 64, 0.02) < 6 < robust_z(3.0 * 1.2, [3.0] * 64, 0.02)
+
+
+def test_only_what_goes_up_is_a_spike_and_only_after_half_a_window() -> None:
+    ladder = Ladder(SMALL, History())
+    for step in range(1, 4):
+        assert take(ladder, step, 3.0) == (True, None)
+    assert take(ladder, 4, 300.0) == (True, None), "three steps say nothing yet"
+    ladder = warmed_up()
+    assert take(ladder, 9, 0.001) == (True, None)
+    assert take(ladder, 10, 30.0) == (False, None)
+    assert "train/loss 30 is" in str(ladder.reason)
+    assert take(ladder, 11, 3.0, norm=100.0)[0] is False
+    assert "train/grad_norm 100 is" in str(ladder.reason)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (3.0, math.inf)])
+def test_what_is_not_finite_is_an_anomaly_from_the_first_step_on(loss, norm) -> None:
+    ladder = Ladder(Policy(threshold=0.0, skip=False), History())
+    assert take(ladder, 1, loss, norm) == (False, None)
+    assert ladder.history.anomalies == [1]
+
+
+def test_the_rungs_come_in_order() -> None:
+    ladder = warmed_up()
+    rungs = [take(ladder, step, 30.0)[1] for step in range(9, 13)]
+    assert rungs == [None, COOL_DOWN, None, ROLL_BACK]
+    assert ladder.recent(12) == [9, 10, 11, 12]
+    assert ladder.factor == 0.5
+    assert ladder.history.losses == warmed_up().history.losses, "only accepted steps count"
+
+
+def test_an_isolated_spike_costs_one_step_and_is_forgotten() -> None:
+    ladder = warmed_up()
+    assert take(ladder, 9, 30.0) == (False, None)
+    for step in range(10, 18):
+        assert take(ladder, step, 3.0) == (True, None)
+    assert take(ladder, 18, 30.0) == (False, None)
+    assert ladder.recent(18) == [18] and ladder.factor == 1.0
+
+
+def test_the_learning_rate_comes_back_after_so_many_accepted_steps() -> None:
+    ladder = warmed_up()
+    take(ladder, 9, 30.0)
+    assert take(ladder, 10, 30.0)[1] == COOL_DOWN
+    factors = []
+    for step in range(11, 15):
+        factors.append(ladder.factor)
+        take(ladder, step, 3.0)
+    assert factors == [0.5, 0.5, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "rungs"),
+    [
+        (Policy(window=8, cooldown_after=0, rollback_after=3), [None, None, ROLL_BACK]),
+        (Policy(window=8, cooldown_after=0, rollback_after=0, max_skips=3), [None, None, GIVE_UP]),
+        (Policy(window=8, cooldown_after=0, rollback_after=0, max_skips=0), [None] * 3),
+    ],
+)
+def test_each_rung_can_be_turned_off(policy, rungs) -> None:
+    ladder = warmed_up(policy)
+    assert [take(ladder, step, 30.0)[1] for step in range(9, 12)] == rungs
+
+
+def test_steps_with_a_spike_can_be_taken_all_the_same() -> None:
+    ladder = warmed_up(Policy(window=8, skip=False))
+    assert take(ladder, 9, 30.0) == (True, None)
+    assert ladder.history.anomalies == [9]
+    assert take(ladder, 10, math.nan)[0] is False, "never what is not finite"
+
+
+def test_weights_that_a_step_spoilt_lead_to_a_rollback_at_once() -> None:
+    ladder = warmed_up()
+    ladder.judge_loss(3.0)
+    assert ladder.end_step(9, 3.0, math.inf, applied=True) == ROLL_BACK
+    assert ladder.spoilt
+
+
+def test_overflows_of_fp16_are_no_spikes_until_they_do_not_end() -> None:
+    ladder = warmed_up(Policy(window=8, overflows_are_normal=True))
+    for step in range(9, 8 + MOST_OVERFLOWS_IN_A_ROW):
+        ladder.judge_loss(3.0)
+        assert ladder.end_step(step, 3.0, math.inf, applied=False) is None
+    assert not ladder.history.anomalies
+    ladder.judge_loss(3.0)
+    assert ladder.end_step(step + 1, 3.0, math.inf, applied=False) == GIVE_UP
+    ladder = warmed_up()  # bf16: the same step is an anomaly
+    ladder.judge_loss(3.0)
+    ladder.end_step(9, 3.0, math.inf, applied=False)
+    assert ladder.history.anomalies == [9] and "not finite" in str(ladder.reason)
+
+
+def test_muons_norm_is_not_looked_at() -> None:
+    assert take(warmed_up(Policy(window=8, watch_norm=False)), 9, 3.0, norm=1e6) == (True, None)
+
+
+def test_a_history_that_went_through_json_decides_the_same() -> None:
+    import json
+
+    losses = np.random.default_rng(0).standard_t(2, 200) * 0.5 + 4
+    whole, cut = Ladder(SMALL, History()), Ladder(SMALL, History())
+    for step, loss in enumerate(losses.tolist(), start=1):
+        cut = Ladder(SMALL, History(**json.loads(json.dumps(vars(cut.history)))))
+        assert take(whole, step, loss) == take(cut, step, loss)
+    assert whole.history == cut.history and whole.history.anomalies
+
+
+# ---- False alarms, on curves that nothing is wrong with
+
+
+def curve(generator, steps: int, warmup: int, tails: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return losses and gradient norms of a run in which nothing goes wrong.
+
+    The loss falls from ln(50,000) as a power of the step, and faster once the learning rate has
+    warmed up; a step's noise is about 1%, as that of a batch of 0.5 M tokens. Gradient norms begin
+    high, fall, rise a little with the learning rate, and are log-normal.
+    """
+    step = np.arange(1, steps + 1)
+    seen = np.cumsum(np.minimum(step / warmup, 1.0))  # sum of the learning rate
+    loss = 2.0 + (math.log(50_000) - 2.0) * (1.0 + seen / 20) ** -0.35
+    unit = generator.standard_normal(steps) if tails == "normal" else generator.standard_t(3, steps)
+    norm = 0.3 + 3.0 * np.exp(-step / (warmup / 3)) + 0.2 * np.minimum(step / warmup, 1.0)
+    width = 0.15 if tails == "normal" else 0.35
+    return loss * (1 + 0.01 * unit), norm * np.exp(width * generator.standard_normal(steps))
+
+
+@pytest.mark.parametrize(("tails", "allowed"), [("normal", 0), ("heavy", 1e-3)])
+def test_curves_without_a_spike_raise_next_to_no_alarm(tails, allowed) -> None:
+    alarms = total = 0
+    for seed in range(10):
+        generator = np.random.default_rng(seed)
+        warmup = int(generator.integers(20, 2000))
+        losses, norms = curve(generator, 4000, warmup, tails)
+        ladder = Ladder(Policy(), History())
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+            applied, rung = take(ladder, step, float(loss), float(norm))
+            alarms += not applied
+            assert rung is None, f"seed {seed}, step {step}: {ladder.reason}"
+        total += len(losses)
+    assert alarms <= allowed * total, f"{alarms} alarms in {total} steps"
+    print(f"{tails}: {alarms} alarms in {total} steps")
+
+
+def test_a_spike_in_such_a_curve_is_seen_at_once() -> None:
+    generator = np.random.default_rng(3)
+    losses, norms = curve(generator, 1000, 200, "heavy")
+    losses[700:703] *= 1.5
+    norms[850] = 2.0 * (1 + 6 * NORM_FLOOR)
+    ladder = Ladder(Policy(), History())
+    refused = [
+        step
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True))
+        if not take(ladder, step, float(loss), float(norm))[0]
+    ]
+    assert set(refused) >= {700, 701, 702, 850} and len(refused) <= 6
