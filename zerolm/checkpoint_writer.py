@@ -134,6 +134,11 @@ class CheckpointWriter:
         """The step of the checkpoint on its way."""
         return None if self._job is None else self._job.progress.step
 
+    @property
+    def size_bytes(self) -> int:
+        """Of this rank's part of the last checkpoint: so much host memory is held for copies."""
+        return self._host_copy.size_bytes
+
     def save(self, progress: Progress, best: Sequence[str] = (), **facts: Any) -> float:
         """Copy the state and begin to write it. Every rank must call, with none on its way.
 
