@@ -127,6 +127,10 @@ def fixed_settings(
         Fixed values by name of the setting, and problems without the file's name.
     """
     fixed, problems = _fixed_batch(ds_config, seq_len, world_size)
+    writer = block(ds_config, "checkpoint").get("writer")
+    if isinstance(writer, Mapping) and isinstance(writer.get("decoupled", False), bool):
+        decoupled = writer.get("decoupled", False)
+        fixed["async_checkpoint"] = Fixed(decoupled, "checkpoint.writer.decoupled")
     params = block(ds_config, "optimizer", "params")
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         if is_number(value := params.get(key)):

@@ -55,6 +55,8 @@ def resolve(
         # DeepSpeed's own default since 0.19; older ones did not clip. Here it stands in run.json.
         muon = optimizer_type(ds_config).lower() == "muon"
         resolved["gradient_clipping"] = 0.0 if muon else DEFAULT_CLIPPING
+    if "writer" in block(resolved, "checkpoint"):
+        del resolved["checkpoint"]["writer"]  # --async_checkpoint says it from here on
     _resolve_precision(resolved)
     _resolve_zero(resolved, hidden_size)
     _resolve_optimizer(resolved, settings, on_gpu)

@@ -9,10 +9,14 @@ from typing import Any
 
 from zerolm.ds_config import block, offload_device, precision, zero_stage
 from zerolm.ds_optimizers import optimizer_problems, scheduler_problems
+from zerolm.errors import did_you_mean
 from zerolm.values import shown
 
 # How deepspeed.runtime.config.DtypeEnum writes it.
 BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")
+WRITER_KEYS = frozenset(
+    {"data_parallel", "io_buffer_size", "io_buffer_double", "io_multiplier", "show_statistics"}
+)
 _ON_BY_DEFAULT = ("pipeline", "weight_quantization")  # when the block has no `enabled`
 # What pretrain.py does not do, and what to do instead.
 _UNSUPPORTED: dict[str, str] = {
@@ -170,6 +174,11 @@ def rule_notices(
             "no zero_optimization.stage: the run has stage 1, the same numbers with each optimizer "
             "state kept once"
         )
+    if block(ds_config, "checkpoint").get("writer") is not None:
+        notices.append(
+            "checkpoint.writer: pretrain.py's own writer takes its place, which follows "
+            "`decoupled`; DeepSpeed's write what it then cannot load (DeepSpeed#8500)"
+        )
     accumulation = block(ds_config, "data_types").get("grad_accum_dtype")
     if precision(ds_config) == "bf16" and accumulation != "fp32":
         notices.append(
@@ -228,16 +237,25 @@ def _unsupported_problems(ds_config: Mapping[str, Any]) -> list[str]:
 def _checkpoint_problems(ds_config: Mapping[str, Any]) -> list[str]:
     checkpoint = block(ds_config, "checkpoint")
     problems = []
-    if checkpoint.get("writer") is not None:
-        kind = block(checkpoint, "writer").get("type", "fast")
-        problems.append(
-            f"checkpoint.writer: type {shown(kind)}, writes what DeepSpeed then cannot load "
-            f"(DeepSpeed#8500). Remove the block: checkpoints are written by pretrain.py."
-        )
+    writer = checkpoint.get("writer")
+    if writer is not None:
+        known = WRITER_KEYS | {"type", "decoupled"}
+        unknown = sorted(set(writer) - known) if isinstance(writer, Mapping) else ["writer"]
+        problems += [
+            f"checkpoint.writer.{key}: DeepSpeed has no such key.{did_you_mean(key, known)} "
+            f"Correct or remove it."
+            for key in unknown
+        ]
+        decoupled = block(checkpoint, "writer").get("decoupled", False)
+        if decoupled is not True and decoupled is not False:
+            problems.append(
+                f"checkpoint.writer.decoupled: {shown(decoupled)}, must be true (write behind "
+                f"training) or false (training waits). Correct it."
+            )
     if checkpoint.get("load_universal"):
         problems.append(
-            "checkpoint.load_universal: true, is not supported yet: saves are incomplete with it "
-            "(DeepSpeed#7546). Remove the key; a run resumes from its own checkpoints."
+            "checkpoint.load_universal: true, is not supported: saves are incomplete with it "
+            "(DeepSpeed#7546). Remove the key; a run goes on at any world size and stage without."
         )
     if checkpoint.get("use_node_local_storage"):
         problems.append(

@@ -13,7 +13,13 @@ import pytest
 
 from tests.launching import environment, free_port, write_json
 from zerolm import ds_config
-from zerolm.ds_config import block, fixed_settings, fixed_tokens, load_ds_config
+from zerolm.ds_config import (
+    block,
+    contradictions,
+    fixed_settings,
+    fixed_tokens,
+    load_ds_config,
+)
 from zerolm.ds_resolve import resolve
 from zerolm.ds_rules import rule_notices, rule_problems
 from zerolm.ds_schema import BLOCKS, known_keys, schema_problems
@@ -48,6 +54,18 @@ def resolved(config, settings=SETTINGS, **more):
 
 def zero(stage, **more):
     return {"zero_optimization": {"stage": stage, **more}}
+
+
+@pytest.mark.parametrize("writer", [{"type": "fast", "decoupled": True}, {"type": "python"}])
+def test_the_checkpoint_writer_decides_what_training_waits_for(writer):
+    config = {**USER, "checkpoint": {"writer": writer}}
+    assert found(config) == []
+    fixed, problems = fixed_settings(config, seq_len=8, world_size=2)
+    assert problems == [] and fixed["async_checkpoint"].value is (writer.get("decoupled") is True)
+    assert "writer" not in resolved(config)["checkpoint"], "DeepSpeed's own is not used"
+    settings, _ = parse_settings(["--no-async_checkpoint"])
+    contradicted = contradictions(fixed, settings, "ds.json")
+    assert len(contradicted) == (1 if writer.get("decoupled") else 0)
 
 
 def test_every_key_that_deepspeed_reads_at_the_top_is_known():
@@ -354,10 +372,15 @@ BAD = {
         "scheduler.params.total_num_steps",
         '"auto"',
     ),
-    "a broken writer": (
-        {"checkpoint": {"writer": {"type": "python"}}},
-        "checkpoint.writer",
-        "Remove the block",
+    "a typo in the writer": (
+        {"checkpoint": {"writer": {"type": "fast", "decopled": True}}},
+        "checkpoint.writer.decopled",
+        'Did you mean "decoupled"?',
+    ),
+    "a writer that is neither": (
+        {"checkpoint": {"writer": {"decoupled": "yes"}}},
+        "checkpoint.writer.decoupled",
+        "must be true",
     ),
     "a universal checkpoint": (
         {"checkpoint": {"load_universal": True}},
