@@ -35,7 +35,7 @@ RUNGS = {
             "memory", "model_rules", "order", "partitions", "plan", "provenance", "refusal",
             "rollback", "run_record", "schedule", "self_check", "settings", "shard_writer",
             "shards", "skipped", "snapshot", "sources", "spike", "topology", "unpickling",
-            "values", "windows",
+            "values", "windows", "zero_files",
             # the watchdog's parts
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),

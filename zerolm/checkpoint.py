@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerolm import topology
+from zerolm import topology, unpickling
 from zerolm.checkpoint_directory import (
     DAMAGED,
     MANIFEST,
@@ -22,7 +22,6 @@ from zerolm.checkpoint_directory import (
 from zerolm.distributed import agree, broadcast_object, gather_objects
 from zerolm.errors import CheckpointError
 from zerolm.plan import Plan
-from zerolm.unpickling import only_data
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,12 @@ def load(
     Raises:
         CheckpointError: states that cannot be cut anew, files that hold more than data, or none.
     """
+    share = checkpoint.manifest["files"][engine.global_rank :: engine.world_size]
+    paths = [checkpoint.directory / entry["file"] for entry in share]
+    strange = [unpickling.problems_of(path) for path in paths if path.suffix == ".pt"]
+    problems = [line for rank in gather_objects(strange) for lines in rank for line in lines]
+    if problems:  # found without making any of it, and refused by all ranks alike
+        raise CheckpointError(problems)
     if plan.cut_anew(checkpoint.manifest):
         where = str(checkpoint.directory / MANIFEST)
         problems = topology.problems(checkpoint.manifest, where, plan.ds_config)
@@ -124,7 +129,7 @@ def load(
             raise CheckpointError(problems)
         reshard(engine, checkpoint.directory, checkpoint.manifest)
         return
-    with only_data(engine):
+    with unpickling.only_data(engine):
         path, _ = engine.load_checkpoint(
             str(checkpoint.directory.parent), tag=checkpoint.directory.name
         )

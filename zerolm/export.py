@@ -37,9 +37,10 @@ def export(
         ConfigError: `output` exists.
     """
     import torch
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+
+    from zerolm.zero_files import whole_weights
 
     if output.exists():
         raise ConfigError(f"{output}: exists already. Choose another directory, or remove it.")
@@ -48,9 +49,7 @@ def export(
     config.use_cache = True
     if eos_id is not None:
         config.eos_token_id, config.bos_token_id, config.pad_token_id = eos_id, None, None
-    state = get_fp32_state_dict_from_zero_checkpoint(
-        str(checkpoint_dir.parent), tag=checkpoint_dir.name
-    )
+    state = whole_weights(checkpoint_dir, manifest)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(state, strict=True)

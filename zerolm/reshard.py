@@ -10,9 +10,7 @@ needed, partitions.py where each value lies. Works on the files of DeepSpeed 0.1
 data (unpickling.py).
 """
 
-import re
 from collections.abc import Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,18 @@ from zerolm.distributed import gather_objects
 from zerolm.errors import CheckpointError
 from zerolm.partitions import Partitions
 from zerolm.unpickling import read_data
+from zerolm.zero_files import (
+    MASTER,
+    base_state,
+    copied,
+    group_states,
+    masters,
+    masters_key,
+    model_file,
+    optimizer_files,
+    partitions,
+)
 
-MASTER = "float32 master"  # beside the optimizer's own names, such as exp_avg
 # What two implementations of one optimizer call the same thing: torch's Adagrad, DeepSpeed's on CPU
 RENAMED = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}
 OF_SCHEDULERS = ("lr", "betas", "momentum")  # what a scheduler of the ds config changes in a group
@@ -34,23 +42,24 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 
     Args:
         engine: fresh from `deepspeed.initialize`.
-        directory: of the checkpoint; its files were compared with their checksums.
+        directory: of the checkpoint; its files were compared with their checksums, and hold data
+            only (`unpickling.problems_of`).
         manifest: its `world_size` and `zero_stage` are those that wrote it.
 
     Raises:
         CheckpointError: on every rank alike, before the engine is touched, for states that cannot
             be cut anew: file, key and reason of each.
     """
-    model_file = _model_file(directory, manifest)
-    model_state = read_data(model_file, mapped=True)
-    old = _partitions(model_state["param_shapes"], manifest["world_size"], manifest["zero_stage"])
+    path = model_file(directory, manifest)
+    model_state = read_data(path, mapped=True)
+    old = partitions(model_state["param_shapes"], manifest["world_size"], manifest["zero_stage"])
     stage = engine.zero_optimization_stage()
-    new = _partitions(engine._get_zero_param_shapes(), engine.world_size, stage)
+    new = partitions(engine._get_zero_param_shapes(), engine.world_size, stage)
     template = engine.optimizer.state_dict()
-    files = _optimizer_files(directory, manifest["world_size"])
+    files = optimizer_files(directory, manifest["world_size"])
     share = range(engine.global_rank, len(files), engine.world_size)
-    seen = [_examine(files[rank], old, _masters(template)[0].dtype) for rank in share]
-    problems = _model_problems(model_file, model_state, old, new, template)
+    seen = [_examine(files[rank], old, masters(template)[0].dtype) for rank in share]
+    problems = _model_problems(path, model_state, old, new, template)
     problems += [problem for facts in seen for problem in facts["problems"]]
     facts = [shard for shards in gather_objects(seen) for shard in shards]
     problems = [line for lines in gather_objects(problems) for line in lines]
@@ -58,8 +67,8 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
     if problems:
         raise CheckpointError(list(dict.fromkeys(problems)))
 
-    dtypes = {MASTER: _masters(template)[0].dtype, **facts[0]["dtypes"]}
-    flats = _cut(old, new, files, engine.global_rank, dtypes)
+    dtypes = {MASTER: masters(template)[0].dtype, **facts[0]["dtypes"]}
+    flats = copied(old, new, files, engine.global_rank, dtypes)
     _fill(template, flats, facts[0]["scalars"], engine.optimizer.optimizer)
     shard = read_data(files[0], mapped=True)["optimizer_state_dict"]
     _take_over(template, shard, scheduled=engine.lr_scheduler is not None)
@@ -71,60 +80,14 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 # What is there
 
 
-def _model_file(directory: Path, manifest: Mapping[str, Any]) -> Path:
-    name = "zero_pp_rank_0_mp_rank_00" if manifest["zero_stage"] == 3 else "mp_rank_00"
-    return directory / f"{name}_model_states.pt"
-
-
-def _optimizer_files(directory: Path, world_size: int) -> list[Path]:
-    pattern = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-    found = {
-        int(match[1]): path for path in directory.iterdir() if (match := pattern.match(path.name))
-    }
-    if sorted(found) != list(range(world_size)):
-        raise CheckpointError(
-            f"{directory}: has optimizer states of ranks {sorted(found)}, its manifest says "
-            f"{world_size} ranks. Resume from another checkpoint."
-        )
-    return [found[rank] for rank in range(world_size)]
-
-
-def _partitions(param_shapes: Any, world_size: int, stage: int) -> Partitions:
-    groups = [{name: shape.numel() for name, shape in group.items()} for group in param_shapes]
-    return Partitions(groups, world_size, each=stage == 3)
-
-
-def _base(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the optimizer inside ZeRO's, in a file or of an engine."""
-    return state["base_optimizer_state" if "base_optimizer_state" in state else _STAGE_3_BASE]
-
-
-_STAGE_3_BASE = "optimizer_state_dict"
-
-
-def _masters_key(state: dict[str, Any]) -> str:
-    return "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
-
-
-def _masters(state: dict[str, Any]) -> list[torch.Tensor]:
-    return state[_masters_key(state)]
-
-
-def _states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the optimizer's state of each group, in the order of the masters."""
-    base = _base(state)
-    numbers = [number for group in base["param_groups"] for number in group["params"]]
-    return [base["state"].get(number, {}) for number in numbers]
-
-
-def _examine(path: Path, partitions: Partitions, master_dtype: torch.dtype) -> dict[str, Any]:
+def _examine(path: Path, cut: Partitions, master_dtype: torch.dtype) -> dict[str, Any]:
     """Return what a shard holds (`scalars`, `dtypes`), and what of it cannot be cut anew."""
     state = read_data(path, mapped=True)["optimizer_state_dict"]
     problems: list[str] = []
     scalars: dict[str, float] = {}
     dtypes: dict[str, torch.dtype] = {}
     facts = {"path": path, "problems": problems, "scalars": scalars, "dtypes": dtypes}
-    if not isinstance(_base(state), dict):
+    if not isinstance(base_state(state), dict):
         problems.append(
             f"{path}: base_optimizer_state: written with zero_optimization.elastic_checkpoint. Go "
             f"on with the world size and ZeRO stage of the checkpoint."
@@ -136,9 +99,9 @@ def _examine(path: Path, partitions: Partitions, master_dtype: torch.dtype) -> d
             f", which cannot be cut anew. Go on with the topology of the checkpoint."
         )
         return facts
-    states = _states(state)
-    assert len(states) == len(partitions.sizes) == len(_masters(state)), f"{path}: groups"
-    for master, entries, size in zip(_masters(state), states, partitions.sizes, strict=True):
+    states = group_states(state)
+    assert len(states) == len(cut.sizes) == len(masters(state)), f"{path}: groups"
+    for master, entries, size in zip(masters(state), states, cut.sizes, strict=True):
         # Stages 1 and 2 save masters without what fills them up; it only stands at the end.
         if master.numel() > size or master.dtype != master_dtype:
             problems.append(
@@ -210,34 +173,6 @@ def _model_problems(
 # What this rank gets
 
 
-def _cut(
-    old: Partitions,
-    new: Partitions,
-    files: list[Path],
-    rank: int,
-    dtypes: dict[str, torch.dtype],
-) -> list[dict[str, torch.Tensor]]:
-    """Return this rank's part of each group: the masters, and each state that has their size.
-
-    One shard is open at a time, and of it only the pages that are copied are in memory.
-    """
-    flats = [
-        {key: torch.zeros(size, dtype=dtype) for key, dtype in dtypes.items()} for size in new.sizes
-    ]
-    for source_rank, copies in groupby(new.copies(rank, old), key=lambda copy: copy.source_rank):
-        state = read_data(files[source_rank], mapped=True)["optimizer_state_dict"]
-        sources = [
-            {MASTER: master, **entries}
-            for master, entries in zip(_masters(state), _states(state), strict=True)
-        ]
-        for copy in copies:
-            for key in dtypes:
-                values = sources[copy.source_group][key]
-                values = values[copy.source_offset : copy.source_offset + copy.length]
-                flats[copy.group][key][copy.offset : copy.offset + copy.length] = values
-    return flats
-
-
 def _fill(
     template: dict[str, Any],
     flats: list[dict[str, torch.Tensor]],
@@ -246,13 +181,13 @@ def _fill(
 ) -> None:
     """Put this rank's parts into a fresh engine's state, as its optimizer would keep them."""
     # A new list: the template's may be the engine's own.
-    template[_masters_key(template)] = [flat.pop(MASTER) for flat in flats]
+    template[masters_key(template)] = [flat.pop(MASTER) for flat in flats]
     if not scalars and not any(flats):
         return  # saved before the first optimizer step: the states of a fresh engine are right
     # torch's optimizers count steps in a tensor, DeepSpeed's in a number
     of_torch = type(optimizer).__module__.startswith("torch.optim")
     renamed = RENAMED.get(type(optimizer).__name__, {})
-    base = _base(template)
+    base = base_state(template)
     numbers = [number for group in base["param_groups"] for number in group["params"]]
     base["state"] = {
         number: {
@@ -270,7 +205,7 @@ def _take_over(template: dict[str, Any], shard: dict[str, Any], *, scheduled: bo
     """Copy what is the same on all ranks: the loss scale, and what a scheduler has set."""
     if template.get("dynamic_loss_scale") and shard.get("dynamic_loss_scale"):
         template["loss_scaler"] = shard["loss_scaler"]
-    groups, old = _base(template)["param_groups"], _base(shard)["param_groups"]
+    groups, old = base_state(template)["param_groups"], base_state(shard)["param_groups"]
     if scheduled and len(groups) == len(old):
         for group, before in zip(groups, old, strict=True):
             group.update({key: before[key] for key in OF_SCHEDULERS if key in group})

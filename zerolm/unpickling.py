@@ -5,12 +5,25 @@ before they come here, and here torch's restricted reader takes them: tensors, c
 and the few classes below that DeepSpeed writes. Any other class is refused by name.
 """
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zerolm.errors import CheckpointError
+
+STRANGE = "holds more than tensors and numbers, and was not opened"
+REMEDY = "This program has not written it: restore the checkpoint."
+
+
+def problems_of(path: str | Path) -> list[str]:
+    """Say what a file of torch.save's holds besides data, without making any of it."""
+    import torch
+
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _known()}
+    strange = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
+    return [f"{path}: {STRANGE}: {', '.join(strange)}. {REMEDY}"] if strange else []
 
 
 def read_data(path: str | Path, *, mapped: bool = False) -> Any:
@@ -23,23 +36,22 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
     Raises:
         CheckpointError: the file holds something else than data.
     """
-    import pickle
-
     import torch
+
+    try:
+        with torch.serialization.safe_globals(_known()):
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0].strip()
+        raise CheckpointError(f"{path}: {STRANGE}: {reason} {REMEDY}") from error
+
+
+def _known() -> list[Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    known = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-    try:
-        with torch.serialization.safe_globals(known):
-            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).partition("\n")[0].strip()
-        raise CheckpointError(
-            f"{path}: holds more than tensors and numbers, and was not read: {reason}. It is not "
-            f"a file that this program has written: restore the checkpoint."
-        ) from error
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 @contextmanager

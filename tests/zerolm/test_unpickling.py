@@ -1,0 +1,73 @@
+"""Checkpoint files are data: whatever else a pickle asks for is refused, and does not run."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerolm import unpickling
+from zerolm.errors import CheckpointError
+
+
+class Malicious:
+    """What unpickling would turn into a call."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_pickle_that_calls_something_is_refused_and_does_nothing(tmp_path, mapped) -> None:
+    path, mark = tmp_path / "model_states.pt", tmp_path / "mark"
+    torch.save({"module": {"weight": torch.ones(3)}, "more": Malicious(mark)}, path)
+    assert (
+        "posix.mkdir" in unpickling.problems_of(path)[0]
+        and str(path) in (unpickling.problems_of(path)[0])
+    )
+    with pytest.raises(CheckpointError, match=r"model_states\.pt: holds more than tensors"):
+        unpickling.read_data(path, mapped=mapped)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "the file was as malicious as it was meant to be"
+
+
+def test_what_deepspeed_writes_is_data(tmp_path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    path = tmp_path / "optim_states.pt"
+    scaler = DynamicLossScaler(2**16, 2.0, 1000, 1.0, 1, False, False)
+    written = {
+        "loss_scaler": scaler,
+        "zero_stage": ZeroStageEnum.weights,
+        "slices": [{"w": fragment_address(3, 4)}],
+        "shape": torch.Size([2, 3]),
+        "flat": torch.arange(5.0),
+    }
+    torch.save(written, path)
+    assert unpickling.problems_of(path) == []
+    for mapped in (False, True):
+        read = unpickling.read_data(path, mapped=mapped)
+        assert read["zero_stage"] is ZeroStageEnum.weights
+        assert read["loss_scaler"].cur_scale == 2**16
+        assert read["slices"] == written["slices"] and torch.equal(read["flat"], written["flat"])
+
+
+def test_deepspeed_reads_through_it_while_asked_to(tmp_path) -> None:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    class Engine:
+        checkpoint_engine = TorchCheckpointEngine()
+
+    path, mark = tmp_path / "states.pt", tmp_path / "mark"
+    torch.save(Malicious(mark), path)
+    with unpickling.only_data(Engine), pytest.raises(CheckpointError):
+        Engine.checkpoint_engine.load(path, map_location="cpu")
+    assert not mark.exists()
+    Engine.checkpoint_engine.load(path, map_location="cpu")
+    assert mark.exists(), "its own reader would have run it"
