@@ -431,8 +431,10 @@ class Run:
         step, name = outcome.progress.step, outcome.name
         if outcome.error is None:
             self.failed_saves, self.newest_checkpoint = 0, str(self.writer.checkpoints / name)
-            self.log.event("checkpoint", step, checkpoint=name, seconds=outcome.seconds)
-            self.say(f"step={step} checkpoint={name} seconds={outcome.seconds:.2f}")
+            took = {"copy_seconds": outcome.copy_seconds, "seconds": outcome.seconds}
+            self.log.event("checkpoint", step, checkpoint=name, **took)
+            shown = " ".join(f"{key}={value:.2f}" for key, value in took.items())
+            self.say(f"step={step} checkpoint={name} {shown}")
             return
         self.failed_saves += 1
         self.log.event("checkpoint_failed", step, checkpoint=name, error=outcome.error)

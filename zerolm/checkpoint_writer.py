@@ -51,12 +51,14 @@ class Outcome:
         name: of its directory.
         progress: of the run at its step.
         error: why it was not published; None if it was.
+        copy_seconds: for which training stood still.
         seconds: from the copy to the end.
     """
 
     name: str
     progress: Progress
     error: str | None
+    copy_seconds: float
     seconds: float
 
 
@@ -70,6 +72,7 @@ class _Job:
     best: frozenset[str]
     files: list[tuple[Path, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
+    copy_seconds: float = 0.0
     entries: list[dict[str, Any]] | None = None
     publishing: bool = False
     published: bool = False
@@ -186,7 +189,8 @@ class CheckpointWriter:
             job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(known[0][1])}"
         fault_point("checkpoint.snapshot", progress.step)
         self._start(self._write)
-        return time.perf_counter() - began
+        job.copy_seconds = time.perf_counter() - began
+        return job.copy_seconds
 
     def _take(self, state: Any, path: str) -> None:
         assert self._job is not None
@@ -261,7 +265,8 @@ class CheckpointWriter:
         assert job is not None
         self._job = None
         seconds = time.perf_counter() - job.began
-        return Outcome(directory_name(job.progress.step), job.progress, error, seconds)
+        name = directory_name(job.progress.step)
+        return Outcome(name, job.progress, error, job.copy_seconds, seconds)
 
     # ---- In a thread
 
