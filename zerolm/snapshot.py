@@ -119,9 +119,16 @@ class _HashingFile:
     def __init__(self, file: Any, cancelled: Callable[[], bool]):
         self.file, self.cancelled = file, cancelled
         self.sha256, self.size_bytes = hashlib.sha256(), 0
+        self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
+        try:
+            return self._write(memoryview(data).cast("B"))
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _write(self, view: memoryview) -> int:
         for start in range(0, len(view), CHUNK_BYTES):
             if self.cancelled():
                 raise Cancelled
@@ -154,7 +161,12 @@ def write_hashed(path: Path, state: Any, cancelled: Callable[[], bool]) -> dict[
     """
     with open(path, "wb", buffering=0) as raw:
         file = _HashingFile(raw, cancelled)
-        torch.save(state, cast(IO[bytes], file))
+        try:
+            torch.save(state, cast(IO[bytes], file))
+        except RuntimeError:  # "unexpected pos": torch goes on, and fails again, without the reason
+            if file.error is not None:
+                raise file.error from None
+            raise
         os.fsync(raw.fileno())
     entry = {"size_bytes": file.size_bytes, "sha256": file.sha256.hexdigest()}
     verify_written(path, entry)

@@ -73,7 +73,7 @@ def test_a_killed_run_continues_in_every_bit(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = launch(2, *words(llama, corpus, held_out, whole, json_file))
     assert done.returncode == 0, done.stdout[-4000:]
-    step = random.randint(SAVE + 1, STEPS - 60)
+    step = random.randint(2 * SAVE, STEPS - 60)  # the second save waits for the first
     before = shared_memory()
     process = start(2, tmp_path / "log", *words(llama, corpus, held_out, killed, json_file))
     try:
