@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from zerolm import skipped
+from zerolm import jsonl, skipped
 from zerolm.files import write_atomically
 
 METRICS = "metrics.jsonl"
@@ -38,19 +38,18 @@ class RunLog:
         self.tracker: WandbTracker | None = None
         self._metrics: TextIO | None = None
         self._events: TextIO | None = None
-        self._seen: dict[int, set[str]] = {}
-        self._ranked: dict[str, dict[int, float]] = {"eval/loss": {}}
+        self._newest: tuple[int, set[str]] = (-1, set())  # the last step, and the keys it has
         self._written: list[Row] = []
         if not writes:
             return
-        rows = _whole_lines(self.run_dir / METRICS)
-        self._written = rows  # also the dropped ones: a tracker may have them already
-        kept = [row for row in rows if row["step"] <= resumed_step]
-        text = "".join(json.dumps(row) + "\n" for row in kept)
-        write_atomically(self.run_dir / METRICS, lambda file: file.write(text.encode()))
-        for row in kept:
-            self._note(row)
-        self._metrics = open(self.run_dir / METRICS, "a", buffering=1)
+        path = self.run_dir / METRICS
+        # Also those that are dropped: a tracker may have them already.
+        self._written, end = jsonl.read_end(path, resumed_step)
+        jsonl.cut_end(path, end)
+        for row in self._written:
+            if row["step"] == resumed_step:
+                self._note(row)
+        self._metrics = open(path, "a", buffering=1)
         events = self.run_dir / EVENTS
         half = events.is_file() and not events.read_bytes().endswith(b"\n")
         self._events = open(events, "a", buffering=1)
@@ -58,12 +57,15 @@ class RunLog:
             self._events.write("\n")  # a writer was killed in its line: the next one is its own
 
     def has(self, step: int, key: str) -> bool:
-        """Tell whether a kept line of `step` has `key`. Rank 0 only."""
-        return key in self._seen.get(step, set())
+        """Tell whether the newest step is `step` and has `key`. Rank 0 only."""
+        return self._newest[0] == step and key in self._newest[1]
 
     def best_steps(self, key: str, count: int) -> list[int]:
         """Return the `count` steps with the lowest values of `key`. Empty but on rank 0."""
-        values = self._ranked.get(key, {})
+        if not self.writes or not count:
+            return []
+        rows = jsonl.read_all(self.run_dir / METRICS)
+        values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
         return sorted(values, key=lambda step: (values[step], step))[:count]
 
     def metrics(self, row: Row) -> None:
@@ -77,10 +79,8 @@ class RunLog:
             self._guard(lambda tracker: tracker.log(row))
 
     def _note(self, row: Row) -> None:
-        self._seen.setdefault(row["step"], set()).update(row)
-        for key, values in self._ranked.items():
-            if row.get(key) is not None:
-                values[row["step"]] = row[key]
+        step, keys = self._newest
+        self._newest = row["step"], {*row, *(keys if step == row["step"] else ())}
 
     def event(self, event: str, step: int, **what: Any) -> None:
         """Append what happened and why."""
@@ -141,7 +141,7 @@ def archive(run_dir: Path, number: int, step: int) -> None:
     """
     path = Path(run_dir) / ROLLED_BACK.format(number)
     if not path.exists():
-        rows = [row for row in _whole_lines(Path(run_dir) / METRICS) if row["step"] > step]
+        rows = [row for row in jsonl.read_all(Path(run_dir) / METRICS) if row["step"] > step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         write_atomically(path, lambda file: file.write(text.encode()))
 
@@ -149,18 +149,6 @@ def archive(run_dir: Path, number: int, step: int) -> None:
 def _json_value(value: Any) -> Any:
     """Return None for what JSON has no number for: infinities and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _whole_lines(path: Path) -> list[Row]:
-    """Read a JSONL file up to its first line that is not whole (a writer was killed in it)."""
-    rows: list[Row] = []
-    if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
 
 
 class WandbTracker:
