@@ -1,0 +1,170 @@
+"""Spikes on purpose: the ladder as configured, on all ranks alike, and nothing else changed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import differences, digest, losses, newest_checkpoint, tensors
+from recipe import BATCH, STEP_TOKENS, profile, recipe
+
+from tests.launching import launch, rows, write_json
+from zerolm import ledger
+
+# Three anomalies of different kinds: each is one refused step.
+NAN, INF, X10 = 10, 14, 20
+
+
+def both(step: int, action: str) -> str:
+    return f"step.backward:0:{step}:{action},step.backward:1:{step}:{action}"
+
+
+def events(run_dir: Path, kind: str) -> list[dict]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def learned(run_dir: Path) -> dict[str, str]:
+    """Return weights and optimizer states; not DeepSpeed's own counters of steps."""
+    counters = re.compile(r": (global_steps|global_samples|skipped_steps|micro_steps|overflow)$")
+    found = tensors(newest_checkpoint(run_dir))
+    return {place: value for place, value in found.items() if not counters.search(place)}
+
+
+def assert_no_nan(run_dir: Path) -> None:
+    for path in run_dir.glob("checkpoints/*step-*/*.pt"):
+        stack = [torch.load(path, weights_only=False)]  # our own file
+        while stack:
+            value = stack.pop()
+            if isinstance(value, torch.Tensor):
+                assert not value.is_floating_point() or value.isfinite().all(), path
+            elif isinstance(value, (dict, list, tuple)):
+                stack += value.values() if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_refused_steps_are_as_if_their_batches_had_never_been_drawn(
+    tmp_path, llama, corpus, stage
+) -> None:
+    json_file = profile(tmp_path / "ds.json", stage, bf16=stage == 3)
+    run, oracle = tmp_path / "run", tmp_path / "oracle"
+    books = [tmp_path / "ledger", tmp_path / "oracle-ledger"]
+    for directory in (*books, oracle):
+        directory.mkdir()
+    policy = ["--spike_window", 16, "--cooldown_after", 0, "--wandb", "off"]
+    done = launch(
+        2,
+        *recipe(llama, corpus, run, json_file, 24, 2),
+        *policy,
+        FAULT=f"step.backward:1:{NAN}:nan,step.backward:0:{INF}:inf,{both(X10, 'x10')}",
+        ZEROLM_LEDGER=str(books[0]),
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    skipped = events(run, "step_skipped")
+    assert [event["step"] for event in skipped] == [NAN, INF, X10]
+    windows = [event["sequences"] for event in skipped]
+    assert windows == [[BATCH * (step - 1), BATCH * step] for step in (NAN, INF, X10)]
+    assert "nan" in skipped[0]["reason"] and "gradients" in skipped[1]["reason"]
+    assert "deviations above" in skipped[2]["reason"]
+
+    # The oracle never draws those batches: its order leaves them out from the start.
+    entry = {
+        "number": 1, "from_step": 0, "to_step": 0, "checkpoint": "", "skipped_steps": 0,
+        "spikes": 0, "skipped_windows": windows, "skipped_window": windows[0],
+    }  # fmt: skip
+    write_json(oracle / "rollbacks.json", {"rollbacks": [entry]})
+    done = launch(
+        2,
+        *recipe(llama, corpus, oracle, json_file, 24, 2),
+        *policy,
+        ZEROLM_LEDGER=str(books[1]),
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    taken = [loss for step, loss in losses(run).items() if step not in (NAN, INF, X10)]
+    assert taken == list(losses(oracle).values()) and len(taken) == 24
+    rates = [
+        rate
+        for step, rate in rows(run, "train/learning_rate").items()
+        if step not in (NAN, INF, X10)
+    ]
+    assert rates == list(rows(oracle, "train/learning_rate").values())
+    assert list(ledger.read(books[0]).values()) == list(ledger.read(books[1]).values())
+    trained = {number for numbers in ledger.read(books[0]).values() for number in numbers}
+    left_out = {number for start, end in windows for number in range(start, end)}
+    assert trained == set(range(27 * BATCH)) - left_out, "the gap is what the events say"
+    assert differences({"": learned(run)}, {"": learned(oracle)}) == []
+    assert rows(run, "health/skipped_steps")[27] == rows(run, "health/spikes")[27] == 3
+    manifest = json.loads((newest_checkpoint(run) / "MANIFEST.json").read_text())
+    assert manifest["progress"]["tokens"] == 24 * STEP_TOKENS
+    assert_no_nan(run)
+
+
+SPIKE = [both(step, "x10") for step in (30, 31, 32)]
+ROLLBACK = ["--spike_window", 16, "--rollback_after", 3, "--rollback_margin", 2]
+ROLLBACK += ["--cooldown_after", 2, "--checkpoint_interval", 10, "--wandb", "off"]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
+def test_a_rollback_is_the_same_whether_or_not_it_is_killed_on_the_way(
+    tmp_path, llama, corpus, stage
+) -> None:
+    json_file = profile(tmp_path / "ds.json", stage, bf16=stage == 2)
+    digests = {}
+    kills = ["rollback.recorded:0:32:kill", "rollback.aside:0:30:kill", "step.end:1:36:kill"]
+    for name, faults, workers in (("oracle", [], 2), ("killed", kills, 0)):
+        run_dir, book, once = (tmp_path / f"{name}{part}" for part in ("", "-ledger", "-once"))
+        book.mkdir()
+        once.mkdir()
+        words = [*recipe(llama, corpus, run_dir, json_file, 45, 2), *ROLLBACK]
+        for number in range(len(faults) + 1):
+            done = launch(
+                2,
+                *words,
+                "--num_workers",
+                workers,
+                FAULT=",".join([*SPIKE, *faults]),
+                FAULT_ONCE=str(once),
+                ZEROLM_LEDGER=str(book),
+            )
+            assert (done.returncode == 0) == (number == len(faults)), done.stdout[-4000:]
+        digests[name] = digest(run_dir, book)
+    assert differences(digests["killed"], digests["oracle"]) == []
+
+    progress, book = digests["oracle"]["progress"], digests["oracle"]["ledger"]
+    window = [BATCH * 27, BATCH * 32]  # two good steps before step 30, to the end of step 32
+    assert progress["skipped_windows"] == [window] and progress["rollbacks"] == 1
+    assert (progress["step"], progress["position"], progress["tokens"]) == (45, 360, 45 * 256)
+    trained = sorted(number for numbers in book.values() for number in numbers)
+    assert trained == [*range(window[0]), *range(window[1], 45 * BATCH + window[1] - window[0])]
+    for name in digests:
+        run_dir = tmp_path / name
+        assert json.loads((run_dir / "run.json").read_text())["skipped_windows"] == [window]
+        (rolled_back,) = events(run_dir, "rollback")
+        assert (rolled_back["to_step"], rolled_back["skipped_window"]) == (20, window)
+        archive = (run_dir / "metrics-rolled-back-0001.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in archive if "train/loss" in line]
+        assert steps == list(range(21, 33)), "moved, not lost"
+        assert rows(run_dir, "health/rollbacks")[45] == 1
+        kept = {path.name for path in (run_dir / "checkpoints").glob("*step-*")}
+        assert {f"step-000000{step}" for step in (30, 40, 45)} <= kept
+        assert "rolled-back-0001-step-00000030" in kept
+        assert_no_nan(run_dir)
+
+
+def test_a_spike_that_comes_back_spends_the_budget(tmp_path, llama, corpus) -> None:
+    """Without FAULT_ONCE the spike is there again after each rollback."""
+    run = tmp_path / "run"
+    words = recipe(llama, corpus, run, profile(tmp_path / "ds.json", 2, bf16=False), 45, 2)
+    done = launch(2, *words, *ROLLBACK, "--max_rollbacks", 1, FAULT=",".join(SPIKE))
+    assert done.returncode == 76, done.stdout[-4000:]
+    assert "Traceback" not in done.stdout
+    assert "--max_rollbacks 1 are spent" in done.stdout
+    (gave_up,) = events(run, "gave_up")
+    assert "step-00000020" in gave_up["reason"], "the last good one is from before the spike"
+    (cooldown, _) = events(run, "cooldown")
+    assert cooldown["step"] == 31
+    archive = (run / "metrics-rolled-back-0001.jsonl").read_text().splitlines()
+    rate = {row["step"]: row.get("train/learning_rate") for row in map(json.loads, archive)}
+    assert rate[32] == pytest.approx(rate[31] / 2, rel=1e-6), "the tokens did not move"
+    assert_no_nan(run)
