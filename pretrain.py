@@ -27,12 +27,14 @@ from zerolm import (
     preflight,
     pulse,
     reshard,
+    restore,
     rollback,
     run_directory,
     stability,
     throughput,
     topology,
     train_step,
+    uploads,
     watchdog,
 )
 from zerolm.checkpoint_directory import Progress, Retention, candidates, directory_name
@@ -68,8 +70,10 @@ def main(argv: list[str]) -> int:
                 print(plan.summary())
             return EXIT_DONE
         run_dir = Path(plan.settings.run_dir or "")  # preflight requires it
-        candidates(run_dir)  # refuses a run whose checkpoints are all lost
         lock = run_directory.claim(run_dir) if rank == 0 else None
+        if rank == 0:
+            restore.if_lost(run_dir, plan.settings.upload_to)
+            candidates(run_dir)  # refuses a run whose checkpoints are all lost
     except ConfigError as error:
         return distributed.refuse(error, rank, local_rank)
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
@@ -116,12 +120,14 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
                 continue
             if run.due(run.settings.checkpoint_interval):
                 run.save()
+            run.uploads.poke()
             if not run.stopping:
                 run.evaluate_if_due()
     except GaveUp as error:
         run.finish_checkpoint()
         run.log.event("gave_up", run.progress.step, reason=str(error))
         run.log.close()
+        run.uploads.finish(run.settings.upload_wait)
         raise
     return run.end()
 
@@ -160,6 +166,9 @@ class Run:
         )
         self.failed_saves = 0
         self.watch = throughput.Stopwatch()
+        self.uploads = uploads.Uploads(
+            self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
+        )
         self.progress = Progress()
         self.stopping = False
         self.gate = StepGate(self.engine)
@@ -482,6 +491,7 @@ class Run:
             self.say(f"stopped on request ({reason}): the same command goes on from here")
         self.log.close()
         distributed.stop(self.engine)
+        self.uploads.finish(self.settings.upload_wait)  # the other ranks have ended
         return EXIT_DONE if self.finished else EXIT_STOPPED
 
 

@@ -20,9 +20,9 @@ RUNGS = {
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
-            "optimizer", "preflight", "report", "reshard", "run_directory", "stability",
+            "optimizer", "preflight", "report", "reshard", "restore", "run_directory", "stability",
             "throughput",
-            "train_step", "watchdog",
+            "train_step", "uploader", "uploads", "watchdog",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in ("demo_corpus", "demo_summary")),
@@ -36,6 +36,8 @@ RUNGS = {
             "refusal", "rollback", "run_record", "schedule", "self_check", "settings", "shard_writer",
             "shards", "skipped", "snapshot", "sources", "spike", "topology", "unpickling",
             "values", "windows", "zero_files",
+            # the object store's parts
+            "events", "object_store", "upload_rules",
             # the watchdog's parts
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),

@@ -1,4 +1,4 @@
-"""What comes after a run: `python -m zerolm verify-checkpoint | export | plot`."""
+"""What comes after a run: verify-checkpoint, export, plot, upload, restore."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from zerolm.checkpoint_directory import Checkpoint, newest, problems_of, read
-from zerolm.errors import EXIT_DONE, CheckpointError, ZerolmError
+from zerolm.errors import EXIT_BUG, EXIT_DONE, CheckpointError, ConfigError, ZerolmError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,6 +25,19 @@ def parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw the loss curves of runs as a PNG")
     plot.add_argument("runs", nargs="+", type=Path, help="run directories")
     plot.add_argument("--output", type=Path, required=True, help="the PNG to write")
+    upload = commands.add_parser(
+        "upload", help="copy the checkpoints of a run to an object store (--upload_to does it too)"
+    )
+    upload.add_argument("run_dir", type=Path, help="runs/first, which may be going on")
+    upload.add_argument("url", help="s3://bucket/first, gs://..., hf://... or file:///...")
+    upload.add_argument(
+        "--keep", type=int, default=0, metavar="N", help="keep the newest N there (default: all)"
+    )
+    upload.add_argument("--of_process", type=int, help=argparse.SUPPRESS)
+    restore = commands.add_parser("restore", help="fetch a run back from an object store")
+    restore.add_argument("url", help="as given to upload or --upload_to")
+    restore.add_argument("run_dir", type=Path, help="where to; may exist")
+    restore.add_argument("--step", type=int, help="this checkpoint (default: the newest whole one)")
     return parser
 
 
@@ -37,6 +50,10 @@ def main(argv: list[str]) -> int:
             plot_losses(arguments.runs, arguments.output)
             print(arguments.output)
             return EXIT_DONE
+        if arguments.command == "upload":
+            return upload(arguments)
+        if arguments.command == "restore":
+            return restore(arguments)
         found = whole_checkpoint(arguments.checkpoint)
         print(f"{found.directory}: whole, {len(found.manifest['files'])} files, {found.progress}")
         if arguments.command == "export":
@@ -45,6 +62,42 @@ def main(argv: list[str]) -> int:
     except ZerolmError as error:
         print(f"zerolm {arguments.command}: {error}", file=sys.stderr)
         return error.exit_code
+    return EXIT_DONE
+
+
+def upload(arguments: argparse.Namespace) -> int:
+    """Send what is missing over there; what failed was said by then."""
+    from zerolm import uploader
+    from zerolm.object_store import StoreError
+    from zerolm.upload_rules import url_problem
+
+    problem = url_problem(arguments.url)
+    if problem:
+        raise ConfigError(f"{arguments.url}: {problem}")
+    try:
+        sent = uploader.upload(
+            arguments.run_dir, arguments.url, arguments.keep, arguments.of_process
+        )
+    except StoreError:
+        return EXIT_BUG
+    if not sent and arguments.of_process is None:
+        print(f"{arguments.url}: has every checkpoint of {arguments.run_dir} already")
+    return EXIT_DONE
+
+
+def restore(arguments: argparse.Namespace) -> int:
+    """Fetch a run back, unless it is going on or has that checkpoint."""
+    from zerolm import run_directory
+    from zerolm.restore import restore
+    from zerolm.upload_rules import url_problem
+
+    problem = url_problem(arguments.url)
+    if problem:
+        raise ConfigError(f"{arguments.url}: {problem}")
+    with run_directory.claim(arguments.run_dir):
+        found = restore(arguments.url, arguments.run_dir, arguments.step)
+    if found is None:
+        raise CheckpointError(f"{arguments.url}: there is no whole checkpoint.")
     return EXIT_DONE
 
 

@@ -36,6 +36,9 @@ POINTS = {
     "rollback.recorded": "in rank 0, after a rollback is written down; its step is the one left",
     "rollback.aside": "in rank 0, before a checkpoint is set aside; its step is the checkpoint's",
     "rollback.load": "before the checkpoint is loaded that a rollback goes back to",
+    "upload.file": "in the uploader, before a file is sent to the object store",
+    "upload.marker": "in the uploader, before the manifest is sent",
+    "upload.rotate": "in the uploader, before an old checkpoint is removed from the store",
     "loader.read": "in the process that reads the data, a loader worker if there are any; its step "
     "is the number of the first sequence that is read",
 }

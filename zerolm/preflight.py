@@ -48,6 +48,7 @@ from zerolm.plan import Plan, figures
 from zerolm.schedule import BatchSchedule
 from zerolm.settings import FLAGS, parse_settings
 from zerolm.sources import open_sources, source_names, source_problems
+from zerolm.upload_rules import stored_record, upload_problems
 from zerolm.values import read_json, shown_bytes
 
 if TYPE_CHECKING:
@@ -316,21 +317,28 @@ class _Check:
         if problem:
             self.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}, {problem}")
             return
+        self.problems += upload_problems(settings)
         if self.problems:
             return
         self._check_disk(settings.run_dir)
         path = Path(settings.run_dir) / "run.json"
-        if not path.is_file():
-            return
-        try:
-            record = read_json(path, "a --run_dir that a run has made, or a new one")
-        except ConfigError as error:
-            self.problems += error.problems
+        first = self.environment.get("RANK", "0") == "0"
+        stored = stored_record(settings, self.problems) if first else None
+        if stored is not None:
+            where, record = stored
+        elif path.is_file():
+            try:
+                where = str(path)
+                record = read_json(path, "a --run_dir that a run has made, or a new one")
+            except ConfigError as error:
+                self.problems += error.problems
+                return
+        else:
             return
         assert self.model_config is not None
         self.problems += run_record.differences(
             record,
-            str(path),
+            where,
             settings,
             model_config=self.model_config.to_diff_dict(),
             ds_config=self._resolved_ds(),

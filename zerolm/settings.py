@@ -198,6 +198,24 @@ class Settings:
         minimum=0.0,
         default=600.0,
     )
+    upload_to: str | None = _flag(
+        "run",
+        "text",
+        "object store that checkpoints are copied to, e.g. s3://bucket/first, or off; a --run_dir "
+        "without a checkpoint is restored from there",
+        shows="URL",
+    )
+    upload_keep: int = _count(
+        "run", "checkpoints to keep there (default: 0, all)", "N", minimum=0, default=0
+    )
+    upload_wait: float = _flag(
+        "run",
+        "duration",
+        "how long the end of a run waits for its uploads (default: 5m)",
+        shows="DURATION",
+        default=300.0,
+        minimum=0.0,
+    )
     check: bool = _switch(
         "run", "check everything, print what the run would be, and stop", saved=False
     )

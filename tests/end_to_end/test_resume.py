@@ -32,9 +32,9 @@ def words(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[objec
     return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2]
 
 
-def start(num_ranks: int, log: Path, *arguments: object) -> subprocess.Popen:
+def start(num_ranks: int, log: Path, *arguments: object, **more: str) -> subprocess.Popen:
     return subprocess.Popen(
-        command(num_ranks, *arguments), env=environment(), stdout=open(log, "w"),
+        command(num_ranks, *arguments), env=environment(**more), stdout=open(log, "w"),
         stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 

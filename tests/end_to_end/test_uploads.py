@@ -1,0 +1,82 @@
+"""A run and its object store: lost disks, and endpoints that hang or answer 500."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import oracle
+import pytest
+from recipe import profile, recipe
+from test_resume import start, wait_for_step
+
+from tests.endpoints import (
+    BUCKET,
+    NO_S3,
+    SECRET,
+    FaultyProxy,
+    s3_environment,
+    s3_server,
+)
+from tests.launching import kill_session, launch
+
+pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
+STEPS, SAVE = 60, 10
+
+
+def words(llama, corpus, run_dir: Path, json_file: Path, *more: object) -> list[object]:
+    arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
+    return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2, *more]
+
+
+def events(run_dir: Path, name: str) -> list[dict]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, llama, corpus):
+    base = tmp_path_factory.mktemp("uninterrupted")
+    arguments = words(llama, corpus, base / "run", profile(base / "ds.json", 2, False))
+    (base / "ledger").mkdir()
+    done = launch(2, *arguments, "--wandb", "off", ZEROLM_LEDGER=str(base / "ledger"))
+    assert done.returncode == 0, done.stdout[-4000:]
+    return base
+
+
+def test_a_run_whose_disk_is_lost_goes_on_from_the_store_in_every_bit(
+    tmp_path, llama, corpus, uninterrupted
+) -> None:
+    run_dir, ledger = tmp_path / "run", tmp_path / "ledger"
+    ledger.mkdir()
+    more = ["--upload_to", f"s3://{BUCKET}/first", "--upload_keep", 2, "--wandb", "off"]
+    arguments = words(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), *more)
+    with s3_server() as port, FaultyProxy(port) as proxy:
+        proxy.fail_every = 10
+        environment = {**s3_environment(proxy.port), "ZEROLM_LEDGER": str(ledger)}
+        slow = {**environment, "FAULT": "step.begin:*:*:sleep=0.3"}  # or it ends before its kill
+        process = start(2, tmp_path / "log", *arguments, **slow)
+        try:
+            wait_for_step(process, run_dir, 1, seconds=120)
+            deadline = time.monotonic() + 60
+            while not events(run_dir, "upload"):
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.05)
+        finally:
+            kill_session(process.pid)
+            process.wait(timeout=30)
+        assert not events(run_dir, "done"), "the run was to be killed before its end"
+        shutil.rmtree(run_dir)
+        done = launch(2, *arguments, **environment)
+        assert done.returncode == 0, done.stdout[-4000:]
+    (restored,) = events(run_dir, "restored")
+    assert restored["step"] >= SAVE and f"resume: {run_dir}" in done.stdout
+    ours = oracle.digest(run_dir, ledger)
+    assert not oracle.differences(
+        ours, oracle.digest(uninterrupted / "run", uninterrupted / "ledger")
+    )
+    assert len(events(run_dir, "upload")) >= 1 and not events(run_dir, "upload_unfinished")
+    output = done.stdout + (tmp_path / "log").read_text()
+    assert SECRET not in output
+    for path in run_dir.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path

@@ -1,0 +1,175 @@
+"""Servers for the tests: a local S3 (moto), and a proxy that refuses, hangs or fails on request."""
+
+import http.client
+import importlib.util
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.launching import environment, free_port
+
+MISSING = [name for name in ("moto", "flask", "s3fs") if importlib.util.find_spec(name) is None]
+NO_S3 = f"needs {', '.join(MISSING)} (pip install 'zerolm[s3]' 'moto[server]')" if MISSING else ""
+SECRET = "dont-write-this-secret-anywhere"
+BUCKET = "bucket"
+
+
+@contextmanager
+def s3_server() -> Iterator[int]:
+    """Run moto's S3 in a process of its own, with one empty bucket; yield its port."""
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not _made_bucket(port):
+            assert process.poll() is None and time.monotonic() < deadline, "moto does not answer"
+            time.sleep(0.1)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _made_bucket(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("PUT", f"/{BUCKET}", headers={"Host": f"127.0.0.1:{port}"})
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+def s3_environment(port: int) -> dict[str, str]:
+    """Return what lets s3fs find a local server; no test may use credentials of a person."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test-access-key",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": "/nonexistent",
+        "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+class FaultyProxy:
+    """Passes HTTP requests on to a port of this host, and does what it is told with some of them.
+
+    Attributes:
+        status: answered to everything instead of passing it on, while it is not None.
+        fail_every: every n-th request is answered with 503, 0 for none.
+        hangs: connections are accepted and never answered.
+        bytes_per_second: at which bodies of requests are taken; None: at once.
+        requests: (method, path) of all that came.
+    """
+
+    def __init__(self, target_port: int | None = None):
+        self.target_port = target_port
+        self.status: int | None = None
+        self.fail_every = 0
+        self.hangs = False
+        self.bytes_per_second: float | None = None
+        self.requests: list[tuple[str, str]] = []
+        self.released = threading.Event()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def pass_on(self) -> None:
+                proxy.handle(self)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = pass_on
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, request: object, client_address: object) -> None:
+                pass  # a client that was killed
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+
+    def __enter__(self) -> "FaultyProxy":
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self.released.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+    def handle(self, request: BaseHTTPRequestHandler) -> None:
+        self.requests.append((request.command, request.path))
+        if self.hangs:
+            self.released.wait()
+            request.close_connection = True
+            return
+        body = self._body(request)
+        failing = self.fail_every and len(self.requests) % self.fail_every == 0
+        status = self.status or (503 if failing else None)
+        if status is not None:
+            request.send_response(status)
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        assert self.target_port is not None
+        connection = http.client.HTTPConnection("127.0.0.1", self.target_port, timeout=60)
+        skipped = {"transfer-encoding", "content-length"}
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in skipped
+        }
+        connection.request(request.command, request.path, body=body, headers=headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        request.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                request.send_header(name, value)
+        if request.command == "HEAD":
+            request.send_header("Content-Length", answer.getheader("Content-Length") or "0")
+        else:
+            request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(content)
+
+    def _body(self, request: BaseHTTPRequestHandler) -> bytes:
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            pass  # the handler has answered it by now
+        if request.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            parts = []
+            while size := int(request.rfile.readline().split(b";")[0], 16):
+                parts.append(request.rfile.read(size))
+                request.rfile.readline()
+            request.rfile.readline()
+            return b"".join(parts)
+        left, parts = int(request.headers.get("Content-Length") or 0), []
+        while left:
+            parts.append(request.rfile.read(min(left, 1 << 16)))
+            left -= len(parts[-1])
+            if self.bytes_per_second:
+                time.sleep(len(parts[-1]) / self.bytes_per_second)
+        return b"".join(parts)
+
+
+@contextmanager
+def deaf_port() -> Iterator[int]:
+    """Yield a port whose connections are accepted by the kernel and never read."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        yield listener.getsockname()[1]
