@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
-    2: {"pretrain", "zerolm.__main__", "data_prep.__main__"},
+    2: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
@@ -25,7 +25,7 @@ RUNGS = {
             "train_step", "uploader", "uploads", "watchdog",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
-        *("launch." + name for name in ("demo_corpus", "demo_summary")),
+        *("launch." + name for name in ("demo_corpus", "demo_summary", "supervise")),
     },
     0: {
         *("zerolm." + name for name in (
@@ -42,6 +42,7 @@ RUNGS = {
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
+        *("launch." + name for name in ("attempt", "command_words", "hosts")),
     },
 }  # fmt: skip
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
@@ -108,6 +109,7 @@ def test_rung_0_has_no_cycles():
         ["data_prep", "--help"],
         ["data_prep", "tokenize", "--help"],
         ["launch.demo_corpus", "--help"],
+        ["launch", "supervise", "--help"],
         ["zerolm", "--help"],
     ],
     ids=" ".join,

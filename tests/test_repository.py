@@ -110,6 +110,8 @@ def help_of(*words: str) -> str:
 
 def program_of(words: list[str]) -> tuple[tuple[str, ...], list[str]] | None:
     """Return what prints the help of the command, and the words that the help must explain."""
+    if words[:3] == ["python", "-m", "launch"]:
+        return ("-m", "launch", words[3]), words[4 : words.index("--")]
     if "pretrain.py" in words:
         return ("pretrain.py",), words[words.index("pretrain.py") + 1 :]
     if "launch/multinode.sh" in words:
@@ -150,6 +152,7 @@ def test_every_flag_in_the_prose_of_the_readme_exists():
     prose = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
     flags = {flag.replace("-", "_") for flag in re.findall(r"`(--[a-z][\w-]*)", prose)}
     explained = help_of("pretrain.py") + "--num_nodes --num_gpus --hostfile"
+    explained += help_of("-m", "launch", "supervise")
     for program in ("train-tokenizer", "tokenize", "verify", "inspect"):
         explained += help_of("-m", "data_prep", program)
     assert not {flag for flag in flags if flag not in explained.replace("-", "_")}

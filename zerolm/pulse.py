@@ -83,6 +83,11 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
     return Path(run_dir) / RANKS / f"rank-{rank:05d}.stacks.txt"
 
 
+def stop_path(run_dir: Path, token: str) -> Path:
+    """Return the file that asks one start of a run to save and stop: rank 0 looks for it."""
+    return Path(run_dir) / RANKS / f"stop-{token}"
+
+
 def read_heartbeat(path: Path) -> dict[str, Any] | None:
     """Return what a rank last said, or None when it cannot be read."""
     try:

@@ -77,6 +77,13 @@ def collect(others: list[processes.Process]) -> None:
         time.sleep(ANSWER_SECONDS)
 
 
+def has_any(path: Path) -> bool:
+    """Tell whether a rank has written stacks."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_size > 0
+    return False
+
+
 def show(path: Path) -> None:
     """Print the end of a stack file, if there is one."""
     with contextlib.suppress(OSError):

@@ -219,7 +219,7 @@ class Watchdog:
             "sequences": pulse.PULSE.sequences, "waiting": vital_signs.waits_in_collective(),
             "collectives": vital_signs.collectives(),
             "quiet_seconds": round(self.signs.quiet_seconds(), 1),
-            "limit_seconds": round(self.signs.limit_seconds(), 1),
+            "limit_seconds": round(self.signs.limit_seconds(), 1) if self.hang_timeout else 0,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "state": self.state, "reason": self.reason,
         }  # fmt: skip
@@ -254,7 +254,10 @@ class Watchdog:
     # ---- The end of the run
 
     def _obey(self) -> None:
-        """End this rank if another one has found who is to blame."""
+        """End this rank if another one has found who is to blame; stop if a file asks for it."""
+        if self.token and self.rank == 0 and self.stop.reason is None:
+            with contextlib.suppress(OSError):
+                self.stop.reason = pulse.stop_path(self.run_dir, self.token).read_text().strip()
         if self.token is None or not verdict.path_of(self.run_dir, self.token).exists():
             return
         found = pulse.read_heartbeat(verdict.path_of(self.run_dir, self.token)) or {"ranks": []}
@@ -304,7 +307,9 @@ class Watchdog:
             known = self._status() if rank == self.rank else self._heartbeat_of(rank)
             known = known or self.peers[rank]
             names = ("rank", "host", "pid", "step", "phase", "sequences")
-            where = str(pulse.stacks_path(self.run_dir, rank))
+            path = pulse.stacks_path(self.run_dir, rank)
+            # A killed rank has left none; one that hangs is asked for them after this.
+            where = str(path) if event == "hang" or stacks.has_any(path) else None
             entries.append({name: known.get(name) for name in names})
             entries[-1] |= {"reason": reason, "stacks": where}
         # A heartbeat may be some steps old; ranks are never more than one step apart.
@@ -318,7 +323,7 @@ class Watchdog:
             print(
                 f"watchdog: rank {entry['rank']} on {entry['host']} (pid {entry['pid']}) "
                 f"{entry['reason']}. The run was in step {step}, the rank last said step "
-                f"{entry['step']}, {entry['phase']}. Stacks: {entry['stacks']}",
+                f"{entry['step']}, {entry['phase']}. Stacks: {entry['stacks'] or 'none'}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         verdict.append_event(self.run_dir, event, step, **found)
@@ -348,7 +353,7 @@ def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
 
 def _clear(ranks: Path, world_size: int) -> None:
     """Remove the files of earlier starts that no rank of this one will write."""
-    for path in ranks.glob("verdict-*"):
+    for path in [*ranks.glob("verdict-*"), *ranks.glob("stop-*")]:
         path.unlink(missing_ok=True)
     for path in ranks.glob("rank-*"):
         if int(path.name[5:10]) >= world_size:
