@@ -25,6 +25,7 @@ from zerolm import (
     ledger,
     metrics,
     preflight,
+    probe,
     pulse,
     reshard,
     restore,
@@ -37,7 +38,13 @@ from zerolm import (
     uploads,
     watchdog,
 )
-from zerolm.checkpoint_directory import Progress, Retention, candidates, directory_name
+from zerolm.checkpoint_directory import (
+    MANIFEST,
+    Progress,
+    Retention,
+    candidates,
+    directory_name,
+)
 from zerolm.checkpoint_writer import CheckpointWriter, Outcome
 from zerolm.errors import (
     EXIT_DONE,
@@ -212,6 +219,9 @@ class Run:
             self.progress = found.progress
             self.newest_checkpoint = str(found.directory)
             self.say(f"resume: {found.directory}, step {self.progress.step}")
+            where = found.directory / MANIFEST
+            seen = probe.check(self.engine, self.probes(), self.plan, found.manifest, where)
+            self.say(f"probe loss: {seen}")
         self.progress = rollback.carried_over(self.progress, rollbacks)
         self.ladder.history = History(**self.progress.history)
         self.record = run_directory.record(self.plan)
@@ -257,6 +267,13 @@ class Run:
         on_gpu = self.device.type != "cpu"
         loader = data.make_loader(stream, self.settings.num_workers, pin_memory=on_gpu)
         return iter(data.prefetch_to_device(loader, self.device))
+
+    def probes(self) -> Any:
+        """Return the micro-batches of the fixed batch, the same on every rank."""
+        same = {**self.cut, "rank": 0, "world_size": 1}
+        count = probe.num_sequences(self.plan)
+        fixed = data.ValidationStream(self.plan.sources, num_sequences=count, **same)
+        return data.prefetch_to_device(data.make_loader(fixed, 0, False), self.device)
 
     # ---- One step
 
@@ -417,6 +434,7 @@ class Run:
             cut=topology.cut(self.plan.ds_config),
             versions=self.record["versions"],
             model_config=self.record["model_config"],
+            probe=probe.measure(self.engine, self.probes(), self.plan),
         )
         if not self.settings.async_checkpoint or self.finished or self.stopping:
             self.finish_checkpoint()

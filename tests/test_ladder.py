@@ -20,9 +20,8 @@ RUNGS = {
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
-            "optimizer", "preflight", "report", "reshard", "restore", "run_directory", "stability",
-            "throughput",
-            "train_step", "uploader", "uploads", "watchdog",
+            "optimizer", "preflight", "probe", "report", "reshard", "restore", "run_directory",
+            "stability", "throughput", "train_step", "uploader", "uploads", "watchdog",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in ("demo_corpus", "demo_summary", "supervise")),

@@ -39,6 +39,7 @@ POINTS = {
     "upload.file": "in the uploader, before a file is sent to the object store",
     "upload.marker": "in the uploader, before the manifest is sent",
     "upload.rotate": "in the uploader, before an old checkpoint is removed from the store",
+    "resume.probe": "after a checkpoint was loaded; takes x10, of this rank's weights",
     "loader.read": "in the process that reads the data, a loader worker if there are any; its step "
     "is the number of the first sequence that is read",
 }
