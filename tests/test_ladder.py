@@ -32,8 +32,8 @@ RUNGS = {
             "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors",
             "faults", "files", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
             "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
-            "refusal", "rollback", "run_record", "schedule", "self_check", "settings", "shard_writer",
-            "shards", "skipped", "snapshot", "sources", "spike", "topology", "unpickling",
+            "refusal", "rollback", "run_record", "schedule", "self_check", "settings",
+            "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology", "unpickling",
             "values", "windows", "zero_files",
             # the object store's parts
             "events", "object_store", "upload_rules",
