@@ -7,6 +7,7 @@ Run it again with the same words and it goes on from its newest checkpoint. `--h
 settings; `--check` finds every problem, without a GPU, and stops there.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -172,7 +173,7 @@ class Run:
             Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens),
         )
         self.failed_saves = 0
-        self.watch = throughput.Stopwatch()
+        self.watch = throughput.Stopwatch(self.device)
         self.uploads = uploads.Uploads(
             self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
         )
@@ -187,7 +188,8 @@ class Run:
 
     def say(self, *words: object) -> None:
         if self.rank == 0:
-            print(*words, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # whoever read it is gone: not the run's end
+                print(*words, flush=True)
 
     @property
     def finished(self) -> bool:
@@ -296,6 +298,7 @@ class Run:
                 seq_len,
                 (float(self.stop.asked()), *self.writer.flags()),
                 fault,
+                self.watch.computing,
             )
             tokens = progress.tokens + sequences * seq_len
             rate = plan.learning_rate(tokens) if plan.learning_rate else None
@@ -396,6 +399,7 @@ class Run:
                 seq_len,
                 progress.skipped_windows,
             ),
+            **throughput.slowest_rank(self.watch.own_seconds(), self.device),
             **self.watch.report(self.world_size, plan.flops_per_token, self.peak_flops),
             **throughput.memory(self.device),
             "health/skipped_steps": progress.skipped_steps,
@@ -458,6 +462,7 @@ class Run:
         step, name = outcome.progress.step, outcome.name
         if outcome.error is None:
             self.failed_saves, self.newest_checkpoint = 0, str(self.writer.checkpoints / name)
+            self.stop.saved(outcome.seconds)
             took = {"copy_seconds": outcome.copy_seconds, "seconds": outcome.seconds}
             self.log.event("checkpoint", step, checkpoint=name, **took)
             shown = " ".join(f"{key}={value:.2f}" for key, value in took.items())

@@ -33,6 +33,7 @@ STOPPED_SECONDS = 30.0  # all ranks of this host stopped (SIGSTOP), so none can 
 SILENT_SECONDS = 60.0  # beyond what a rank itself allows, for one that cannot say anything
 SUSPENDED_SECONDS = 6.0  # a look that came so late: this process did not run either
 KILL_SECONDS = 5.0
+RUNNER_GONE = "deepspeed has ended"  # the reason of a stop, zerolm/watchdog.py
 KEPT_LINES = 400
 PR_SET_PDEATHSIG = 1
 RETURN_CODE = re.compile(r"exits with return code = (-?\d+)")
@@ -253,6 +254,10 @@ class Attempt:
 
     def _code(self, events: list[dict[str, Any]]) -> int:
         names = {event["event"] for event in events}
+        if any(event.get("reason") == RUNNER_GONE for event in events):
+            # The ranks saved and stopped. Did somebody ask for that, or was `deepspeed` killed?
+            asked = self.process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            return EXIT_STOPPED if asked else EXIT_BUG
         for name, code in (
             ("done", EXIT_DONE), ("stopped", EXIT_STOPPED), ("gave_up", EXIT_GAVE_UP)
         ):  # fmt: skip

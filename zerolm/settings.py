@@ -186,7 +186,7 @@ class Settings:
     stop_after: float | None = _flag(
         "run",
         "duration",
-        "save and stop with exit code 75 after this time, e.g. 3h50m or 90s",
+        "save, and stop with exit code 75, within this time, e.g. 3h50m or 90s",
         shows="DURATION",
         minimum=1.0,
     )

@@ -5,6 +5,7 @@ the same step.
 """
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from zerolm.spike import (
     Policy,
 )
 
+SAVE_MARGIN = 1.5  # the last checkpoint may take this many times the longest one so far
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
@@ -32,7 +34,8 @@ class StopRequest:
     """Remembers that this process was asked to save and stop.
 
     Args:
-        stop_after: seconds from now after which the run asks itself to stop, or None.
+        stop_after: seconds from now by which the run is to have saved and ended, or None: it asks
+            itself to stop one step and one save before, as far as it knows how long they take.
 
     A second Ctrl-C ends the process at once; the checkpoints on disk stay whole.
     """
@@ -40,20 +43,30 @@ class StopRequest:
     def __init__(self, stop_after: float | None):
         self.reason: str | None = None
         self._deadline = None if stop_after is None else time.monotonic() + stop_after
+        self._asked_at: float | None = None
+        self._save_seconds = 0.0
         for number in STOP_SIGNALS:
             signal.signal(number, self._request)
 
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.reason is not None:
-            raise KeyboardInterrupt
+            os._exit(128 + number)  # an exception would wait for collectives, threads, trackers
         self.reason = signal.Signals(number).name
 
     def asked(self) -> bool:
         """Tell whether this rank was asked to stop; the ranks still have to agree."""
-        late = self._deadline is not None and time.monotonic() >= self._deadline
+        now = time.monotonic()
+        step_seconds = now - (self._asked_at or now)
+        self._asked_at = now
+        left = math.inf if self._deadline is None else self._deadline - now
+        late = left <= step_seconds + SAVE_MARGIN * self._save_seconds
         if self.reason is None and late:
             self.reason = "--stop_after"
         return self.reason is not None
+
+    def saved(self, seconds: float) -> None:
+        """Remember how long a checkpoint took, to have that much time for the last one."""
+        self._save_seconds = max(self._save_seconds, seconds)
 
 
 def ladder(settings: Any, optimizer_type: str, precision: str) -> Ladder:

@@ -18,11 +18,16 @@ class Stopwatch:
     """Adds up the seconds of training, of waiting for data, and the tokens, between two reports.
 
     What is not training (saving, evaluating) happens outside of `running()` and does not count.
+
+    Args:
+        device: that of this rank, whose own time `computing()` counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.steps = self.tokens = self.samples = 0
-        self.seconds = self.data_seconds = 0.0
+        self.seconds = self.data_seconds = self.forward_seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -35,6 +40,31 @@ class Stopwatch:
         began = time.perf_counter()
         yield
         self.data_seconds += time.perf_counter() - began
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count a forward pass: of this rank alone, unless ZeRO-3 gathers weights in it."""
+        if self.device.type == "cuda":
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        else:
+            began = time.perf_counter()
+            yield
+            self.forward_seconds += time.perf_counter() - began
+
+    def own_seconds(self) -> float:
+        """Return the mean seconds a step, since the last report, that this rank worked by itself.
+
+        That is waiting for data and the forward passes; what follows waits for the other ranks.
+        """
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            pairs, self._events = self._events, []
+            self.forward_seconds += sum(first.elapsed_time(last) for first, last in pairs) / 1e3
+        return (self.data_seconds + self.forward_seconds) / max(self.steps, 1)
 
     def count(self, samples: int, tokens: int) -> None:
         self.steps += 1
@@ -59,7 +89,7 @@ class Stopwatch:
             "throughput/step_seconds": self.seconds / self.steps,
             "throughput/data_seconds": self.data_seconds / self.steps,
         }
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self.device)  # type: ignore[misc]
         return row
 
 
@@ -90,6 +120,29 @@ def _timed_peak(device: torch.device, dtype: torch.dtype) -> float:
         (left @ left)[0, 0].item()  # item() waits for the device
         best = min(best, time.perf_counter() - began)
     return 2 * PROBE_WIDTH**3 / best
+
+
+def slowest_rank(own_seconds: float, device: torch.device) -> dict[str, float]:
+    """Return the `throughput/` metrics that compare the ranks; none when there is but one.
+
+    Every rank must call.
+
+    Args:
+        own_seconds: of this rank, from `Stopwatch.own_seconds`.
+        device: where collectives of this run work.
+    """
+    world_size = torch.distributed.get_world_size()
+    if world_size == 1:
+        return {}
+    seconds = torch.zeros(world_size, dtype=torch.float64, device=device)
+    seconds[torch.distributed.get_rank()] = own_seconds
+    torch.distributed.all_reduce(seconds)
+    slowest = int(seconds.argmax())
+    return {
+        "throughput/slowest_rank": slowest,
+        "throughput/slowest_rank_seconds": float(seconds[slowest]),
+        "throughput/mean_rank_seconds": float(seconds.mean()),
+    }
 
 
 def memory(device: torch.device) -> dict[str, int]:

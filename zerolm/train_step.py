@@ -7,7 +7,8 @@ accumulation steps is off, and the boundary is set by hand, so that the batch si
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,7 @@ def forward_backward(
     seq_len: int,
     flags: Sequence[float],
     fault: str | None = None,
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepResult:
     """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
 
@@ -70,6 +72,7 @@ def forward_backward(
         seq_len: tokens in a row.
         flags: figures of this rank of which all are to know the sums.
         fault: for tests: what `fault_point` handed back for this rank.
+        computing: entered for each forward pass, which it may time.
     """
     world_size, device = engine.world_size, engine.device
     rows = len(batches) * len(batches[0]["targets"]) * world_size
@@ -85,7 +88,8 @@ def forward_backward(
     for number, batch in enumerate(batches):
         beat("step")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
-        losses_BT, auxiliary = token_losses(engine, batch)
+        with computing():
+            losses_BT, auxiliary = token_losses(engine, batch)
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
         loss = losses_BT.sum() * (world_size / targets)

@@ -33,6 +33,7 @@ LINGER_SECONDS = 3.0  # so that the launcher, which looks every second, finds th
 EXPLAIN_SECONDS = 8.0  # how long a collective's error waits for its cause to be found
 EXIT_SECONDS = 30.0  # for the interpreter to end after an error
 SUPERVISOR = "ZEROLM_SUPERVISOR"  # the supervisor's mark on its processes
+RUNNER_GONE = "deepspeed has ended"
 ENDED_WELL = ("done", "stopped", "gave up")
 
 
@@ -137,7 +138,7 @@ class Watchdog:
             self._leave("its launcher is gone", "launcher_lost")
         if self.runner is not None and not processes.alive(self.runner) and not self.stop.reason:
             _mute_broken_output()
-            self.stop.reason = "deepspeed has ended"
+            self.stop.reason = RUNNER_GONE
         if self.token is None or pulse.PULSE.phase == "end":
             return
         for rank, peer in self.peers.items():
@@ -290,6 +291,7 @@ class Watchdog:
 
     def _leave(self, why: str, event: str) -> None:
         """End this rank alone: nobody is left to agree with."""
+        _mute_broken_output()
         where = f"step {pulse.PULSE.step}, {pulse.PULSE.phase}"
         print(f"watchdog: rank {self.rank} on {self.host} ends: {why} ({where})",
               file=sys.stderr, flush=True)  # fmt: skip
@@ -302,6 +304,7 @@ class Watchdog:
 
     def _publish(self, blamed: dict[int, str], event: str, how: str | None) -> bool:
         """Write verdict, event and one line for people; False when another rank was first."""
+        _mute_broken_output()
         entries = []
         for rank, reason in blamed.items():
             known = self._status() if rank == self.rank else self._heartbeat_of(rank)
