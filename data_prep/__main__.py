@@ -227,8 +227,8 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    from data_prep import tokenizers
-    from data_prep.inspect import find_window, read_window, render
+    from data_prep.inspect import find_window
+    from zerolm.excerpts import load_decoder, read_window, render
     from zerolm.shards import TOKENIZER_DIRECTORY, open_source
 
     problems = Problems()
@@ -249,7 +249,7 @@ def inspect(options: argparse.Namespace) -> None:
         f"documents {parts[0].document} to {parts[-1].document} of {source.num_documents:,}"
     )
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    for line in render(parts, tokenizers.load_decoder(copy)):
+    for line in render(parts, load_decoder(copy)):
         print(line)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: load any of three kinds, keep a copy beside the ids, encode and decode with the copy.
+"""Tokenizers: load any of three kinds, keep a copy beside the ids, encode with the copy.
 
 The kinds are Hugging Face directories, Hugging Face hub ids, and `tiktoken:<encoding>`. A copy has
 `tokenizer.json` (run by the Rust library `tokenizers` alone), or `tiktoken.json` with its ranks, or
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.errors import ConfigError
+from zerolm.excerpts import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
 from zerolm.files import sha256_file, write_json
 
 EOS_TOKEN = "<|endoftext|>"
 TIKTOKEN_PREFIX = "tiktoken:"
-TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 
 # Keys of tokenizer_config.json that cannot change an id. With any other key, transformers is asked.
 _SPECIAL_TOKEN_KEYS = {"bos_token", "eos_token", "pad_token", "unk_token"}
@@ -77,7 +77,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     directory = Path(name)
     if directory.is_dir():
         if (directory / TIKTOKEN_FILE).is_file():
-            return _describe_tiktoken(name, _read_encoding(directory))
+            return _describe_tiktoken(name, read_encoding(directory))
         return _load_plain(directory) or _load_with_transformers(name, local=True)
     if directory.exists():
         raise ConfigError(f"--tokenizer {name}: is a file. Give the directory that holds it.")
@@ -93,7 +93,7 @@ def load_encoder(directory: Path) -> Encoder:
     out the EOS token does not end there), and nothing is truncated. Uses the calling thread only.
     """
     if (directory / TIKTOKEN_FILE).is_file():
-        encoding = _read_encoding(directory)
+        encoding = read_encoding(directory)
         return lambda texts: [encoding.encode_ordinary(text) for text in texts]
     if (directory / "tokenizer.json").is_file():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -106,24 +106,11 @@ def load_encoder(directory: Path) -> Encoder:
         return lambda texts: [
             encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
         ]
-    tokenizer = _auto_tokenizer(str(directory), local=True)
+    tokenizer = auto_tokenizer(str(directory), local=True)
     return lambda texts: [
         tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         for text in texts
     ]
-
-
-def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
-    """Return a function from ids to text, made from a copy; special tokens are shown."""
-    if (directory / TIKTOKEN_FILE).is_file():
-        return _read_encoding(directory).decode
-    if (directory / "tokenizer.json").is_file():
-        import tokenizers
-
-        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        return lambda ids: backend.decode(ids, skip_special_tokens=False)
-    tokenizer = _auto_tokenizer(str(directory), local=True)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, output: Path, progress: bool) -> int:
@@ -210,7 +197,7 @@ def _load_plain(directory: Path) -> Tokenizer | None:
 
 
 def _load_with_transformers(name: str, local: bool) -> Tokenizer:
-    tokenizer = _auto_tokenizer(name, local)
+    tokenizer = auto_tokenizer(name, local)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"--tokenizer {name}: has no EOS token, which has to end every document. Set "
@@ -230,20 +217,6 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
         _fingerprint(what),
         tokenizer.save_pretrained,
     )
-
-
-def _auto_tokenizer(name: str, local: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local)
-    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError, Exception
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        where = "directory" if local else "directory, nor a hub id that can be loaded"
-        raise ConfigError(
-            f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
-            f"tokenizer.json, a hub id, or tiktoken:<encoding>."
-        ) from error
 
 
 def _describe_backend(
@@ -299,18 +272,3 @@ def _describe_tiktoken(name: str, encoding: Any) -> Tokenizer:
         write_json(directory / TIKTOKEN_FILE, content)
 
     return Tokenizer(name, encoding.n_vocab, encoding.eot_token, _fingerprint(what), save)
-
-
-def _read_encoding(directory: Path) -> Any:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise ConfigError(
-            f"{directory}: the package tiktoken is not installed. Run: pip install tiktoken"
-        ) from error
-    content = json.loads((directory / TIKTOKEN_FILE).read_text(encoding="utf-8"))
-    ranks = {}
-    for line in (directory / TIKTOKEN_RANKS).read_bytes().splitlines():
-        token, rank = line.split()
-        ranks[base64.b64decode(token)] = int(rank)
-    return tiktoken.Encoding(**content, mergeable_ranks=ranks)

@@ -22,6 +22,7 @@ RUNGS = {
             "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
             "optimizer", "preflight", "probe", "report", "reshard", "restore", "run_directory",
             "stability", "throughput", "train_step", "uploader", "uploads", "watchdog",
+            "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in ("demo_corpus", "demo_summary", "supervise")),
@@ -33,8 +34,10 @@ RUNGS = {
             "faults", "files", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
             "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
             "refusal", "rollback", "run_record", "schedule", "self_check", "settings",
-            "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology", "unpickling",
-            "values", "windows", "zero_files",
+            "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
+            "unpickling", "values", "windows", "zero_files",
+            # looking at data
+            "excerpts",
             # the object store's parts
             "events", "object_store", "upload_rules",
             # the watchdog's parts

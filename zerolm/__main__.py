@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("output", type=Path, help="a directory that does not exist yet")
     export.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="default: that of the training"
+    )
+    decode = commands.add_parser(
+        "decode-batch", help="print the text of a batch, with its sources and documents"
+    )
+    decode.add_argument("run", type=Path, help="runs/first")
+    which = decode.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, help="the batch of this optimizer step")
+    which.add_argument(
+        "--sequences", metavar="A-B", help="sequence numbers from A up to but without B, or one"
     )
     plot = commands.add_parser("plot", help="draw the loss curves of runs as a PNG")
     plot.add_argument("runs", nargs="+", type=Path, help="run directories")
@@ -54,6 +64,18 @@ def main(argv: list[str]) -> int:
             return upload(arguments)
         if arguments.command == "restore":
             return restore(arguments)
+        if arguments.command == "decode-batch":
+            from zerolm.batches import decode_batch
+
+            lines = decode_batch(arguments.run, arguments.step, arguments.sequences)
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+            try:
+                for line in lines:
+                    print(line)
+                sys.stdout.flush()
+            except BrokenPipeError:  # `| head` has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_DONE
         found = whole_checkpoint(arguments.checkpoint)
         print(f"{found.directory}: whole, {len(found.manifest['files'])} files, {found.progress}")
         if arguments.command == "export":

@@ -7,7 +7,8 @@ import pytest
 from small_corpus import TEXTS, data_prep, write_jsonl
 from transformers import AutoTokenizer
 
-from data_prep.inspect import find_window, read_window
+from data_prep.inspect import find_window
+from zerolm.excerpts import read_window
 from zerolm.order import Order
 from zerolm.shards import open_source
 

@@ -25,8 +25,9 @@ from transformers import AutoTokenizer
 from data_prep.documents import Chunk
 from data_prep.progress import Progress
 from data_prep.tokenize import BatchEncoder, tokenize
-from data_prep.tokenizers import load_decoder, load_encoder
+from data_prep.tokenizers import load_encoder
 from zerolm.errors import ZerolmError
+from zerolm.excerpts import load_decoder
 from zerolm.shards import ShardWriter, open_source
 
 

@@ -10,12 +10,12 @@ from small_corpus import TEXTS
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from data_prep.tokenizers import (
-    load_decoder,
     load_encoder,
     load_tokenizer,
     train_tokenizer,
 )
 from zerolm.errors import ConfigError
+from zerolm.excerpts import load_decoder
 
 
 def change(directory, target, file="tokenizer_config.json", **keys):

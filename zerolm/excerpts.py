@@ -1,0 +1,118 @@
+"""Windows of token shards as text, document by document, for people who look at data.
+
+Decodes with the tokenizer's copy that lies beside the shards. Knows nothing of runs; which window a
+sequence is, is the business of zerolm/order.py.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerolm.errors import ConfigError
+from zerolm.shards import Source
+
+TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
+
+Decoder = Callable[[Sequence[int]], str]
+
+
+class Part(NamedTuple):
+    """The tokens of a window that belong to one document."""
+
+    document: int  # number in the source, from 0
+    start: int  # first token shown, counted inside the document
+    stop: int
+    length: int  # of the document, its EOS included
+    token_ids: np.ndarray
+
+
+def read_window(source: Source, window: int, seq_len: int) -> list[Part]:
+    """Return the `seq_len` + 1 tokens of a window, document by document."""
+    start = window * seq_len
+    stop = start + seq_len + 1
+    return [
+        part
+        for number in range(len(source.manifest["shards"]))
+        for part in _parts_in_shard(source, number, start, stop)
+    ]
+
+
+def _parts_in_shard(source: Source, number: int, start: int, stop: int) -> Iterator[Part]:
+    base = int(source.starts[number])
+    start, stop = max(start - base, 0), min(stop, int(source.starts[number + 1])) - base
+    if start >= stop:
+        return
+    before = sum(shard["num_documents"] for shard in source.manifest["shards"][:number])
+    ends = source.document_ends(number).astype(np.int64)
+    document = int(np.searchsorted(ends, start, side="right"))
+    while start < stop:
+        first = int(ends[document - 1]) if document else 0
+        end = int(ends[document])
+        upto = min(end, stop)
+        yield Part(
+            before + document,
+            start - first,
+            upto - first,
+            end - first,
+            source.shard(number)[start:upto],
+        )
+        start, document = upto, document + 1
+
+
+def render(parts: Sequence[Part], decode: Decoder) -> Iterator[str]:
+    """Yield the lines that show a window."""
+    for part in parts:
+        whole = part.start == 0 and part.stop == part.length
+        which = "whole" if whole else f"tokens {part.start:,} to {part.stop:,} of {part.length:,}"
+        yield f"--- document {part.document} ({which}) ---"
+        yield decode(part.token_ids.tolist())
+
+
+def load_decoder(directory: Path) -> Decoder:
+    """Return a function from ids to text, made from a tokenizer's copy; special tokens are shown.
+
+    Raises:
+        ConfigError: there is no tokenizer that can be loaded.
+    """
+    if (directory / TIKTOKEN_FILE).is_file():
+        return read_encoding(directory).decode
+    if (directory / "tokenizer.json").is_file():
+        import tokenizers
+
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return lambda ids: backend.decode(ids, skip_special_tokens=False)
+    tokenizer = auto_tokenizer(str(directory), local=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def auto_tokenizer(name: str, local: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=local)
+    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError, Exception
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        where = "directory" if local else "directory, nor a hub id that can be loaded"
+        raise ConfigError(
+            f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
+            f"tokenizer.json, a hub id, or tiktoken:<encoding>."
+        ) from error
+
+
+def read_encoding(directory: Path) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ConfigError(
+            f"{directory}: the package tiktoken is not installed. Run: pip install tiktoken"
+        ) from error
+    content = json.loads((directory / TIKTOKEN_FILE).read_text(encoding="utf-8"))
+    ranks = {}
+    for line in (directory / TIKTOKEN_RANKS).read_bytes().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    return tiktoken.Encoding(**content, mergeable_ranks=ranks)
