@@ -32,6 +32,7 @@ from zerolm import (
     restore,
     rollback,
     run_directory,
+    run_record,
     stability,
     throughput,
     topology,
@@ -183,6 +184,7 @@ class Run:
         self.ladder = stability.ladder(
             plan.settings, plan.ds_config["optimizer"]["type"], plan.precision
         )
+        self.changed = plan.changed
         self.rung: str | None = None  # of the ladder, that the last step led to
         self.newest_checkpoint: str | None = None
 
@@ -225,6 +227,10 @@ class Run:
             seen = probe.check(self.engine, self.probes(), self.plan, found.manifest, where)
             self.say(f"probe loss: {seen}")
         self.progress = rollback.carried_over(self.progress, rollbacks)
+        if found is not None:
+            new = run_record.order_of(self.plan)
+            old = found.manifest.get("order", new)
+            self.progress = run_record.carried(self.progress, old, new)
         self.ladder.history = History(**self.progress.history)
         self.record = run_directory.record(self.plan)
         self.record["skipped_windows"] = self.progress.skipped_windows
@@ -249,6 +255,9 @@ class Run:
             zero_stage=self.plan.zero_stage,
             resharded=self.plan.cut_anew(found.manifest) if found else [],
         )
+        if self.changed:
+            self.log.event("changed", step, changes=self.changed)
+            self.changed = {}  # a rollback begins again, with nothing changed since
         tracked = self.log.track(self.settings, self.record, step, self.progress.rollbacks)
         self.say(f"wandb: {tracked}")
         return found is not None
@@ -436,6 +445,7 @@ class Run:
             data_fingerprint=self.plan.data_fingerprint,
             precision=self.plan.precision,
             cut=topology.cut(self.plan.ds_config),
+            order=run_record.order_of(self.plan),
             versions=self.record["versions"],
             model_config=self.record["model_config"],
             probe=probe.measure(self.engine, self.probes(), self.plan),

@@ -40,6 +40,7 @@ class Plan:
         data_fingerprint: hex SHA-256 over the training sources' tokens.
         derived: figures to print when the run starts.
         notices: what is allowed, but should be known.
+        changed: old and new of each setting of the curve that --accept_changes goes on with.
     """
 
     settings: Settings
@@ -70,6 +71,7 @@ class Plan:
     data_fingerprint: str
     derived: dict[str, str]
     notices: list[str]
+    changed: dict[str, tuple[Any, Any]]
 
     def summary(self) -> str:
         """Return the derived figures and the notices, a line each."""

@@ -87,6 +87,7 @@ class _Check:
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str]):
         self.argv, self.environment = argv, environment
         self.notices: list[str] = []
+        self.changed: dict[str, tuple[Any, Any]] = {}
         self.settings, self.problems = parse_settings(argv)
         # What was refused, or may have been meant by a typo: nothing is concluded from its absence.
         self.refused = {
@@ -336,9 +337,8 @@ class _Check:
         else:
             return
         assert self.model_config is not None
-        self.problems += run_record.differences(
+        found = run_record.differences(
             record,
-            where,
             settings,
             model_config=self.model_config.to_diff_dict(),
             ds_config=self._resolved_ds(),
@@ -346,6 +346,10 @@ class _Check:
             world_size=self.world_size,
             router_loss=has_router_loss(self.model_config),
         )
+        accepted = settings.accept_changes
+        self.problems += run_record.problems(found, where, accepted=accepted)
+        self.changed = {one.key: (one.old, one.new) for one in found}
+        self.notices += [f"changed since {where}: {one}" for one in found if accepted]
         self._look_at_checkpoint(Path(settings.run_dir))
 
     def _look_at_checkpoint(self, run_dir: Path) -> None:
@@ -463,5 +467,6 @@ class _Check:
             data_fingerprint=self._data_fingerprint(),
             derived={},
             notices=self.notices,
+            changed=self.changed,
         )
         return replace(plan, derived=figures(plan))

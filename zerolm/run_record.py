@@ -2,12 +2,16 @@
 
 What decides the curve must be the same as when the run began. What decides memory and speed may
 change: micro-batch, workers, intervals, ZeRO profile. Under a router's loss the cut of the batch
-into micro-batches is a part of the curve.
+into micro-batches is a part of the curve. With --accept_changes a run goes on with other settings
+of its curve too, as far as its states can be carried over, and `carried` says where it then is in
+the data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from zerolm.checkpoint_directory import Progress
 from zerolm.ds_config import block, compute_precision, precision
 from zerolm.settings import Settings, split_weight
 from zerolm.values import shown
@@ -45,11 +49,94 @@ CASUAL_OPTIMIZER_KEYS = frozenset(
         "bias_correction",
     }
 )
+# What cannot be carried over even if it is wanted, by the beginning of the key, and why.
+KEPT = {
+    "model_config.": "the checkpoints hold the weights of the model that it was",
+    "ds_config precision": "the optimizer's states are those of weights in that precision",
+    "ds_config.optimizer.type": "another optimizer's states mean something else",
+    "ds_config.optimizer.params.amsgrad": "it would lack one of its states",
+    "ds_config.optimizer.params.fp32_optimizer_states": "the states are kept in that precision",
+    "ds_config.scheduler": "its place in its schedule means nothing in another one",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that shapes the curve, and is not as it was.
+
+    Attributes:
+        where: the new value is from.
+    """
+
+    key: str
+    old: Any
+    new: Any
+    where: str
+
+    @property
+    def kept_because(self) -> str:
+        """Why it cannot be carried over; empty when it can."""
+        return next((why for start, why in KEPT.items() if self.key.startswith(start)), "")
+
+    def __str__(self) -> str:
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
+
+
+def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[str]:
+    """Return a line for each difference that is not gone on with.
+
+    Args:
+        path: of run.json.
+        accepted: the command has --accept_changes.
+    """
+    lines = []
+    for one in found:
+        line = f"{path}: {one} ({one.where})"
+        if one.kept_because:
+            lines.append(
+                f"{line}, cannot be carried over: {one.kept_because}. Give the old value to go on "
+                f"with the run, or choose another --run_dir."
+            )
+        elif not accepted:
+            lines.append(
+                f"{line}. Give the old value to go on with the run, or choose another --run_dir, "
+                f"or add --accept_changes to go on with the new one."
+            )
+    return lines
+
+
+def order_of(plan: Any) -> dict[str, Any]:
+    """Return what the order of the data depends on, for a checkpoint's manifest.
+
+    Args:
+        plan: what preflight decided.
+    """
+    return {
+        "seq_len": plan.settings.seq_len,
+        "seed": plan.settings.seed,
+        "weights": [float(weight) for weight in plan.weights],
+        "data_fingerprint": plan.data_fingerprint,
+    }
+
+
+def carried(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) -> Progress:
+    """Return a checkpoint's progress as it is in the order of this run.
+
+    The position stays, in tokens: with another `seq_len` it is rounded up to a whole sequence. In
+    another order the numbers of sequences mean other text, so windows to leave out are forgotten,
+    and so is what losses used to be.
+
+    Args:
+        old, new: `order_of` the checkpoint and of this run.
+    """
+    if _same(old, new):
+        return progress
+    position = -(-progress.position * old["seq_len"] // new["seq_len"])
+    return replace(progress, position=position, skipped_windows=[], history={})
 
 
 def differences(
     record: Mapping[str, Any],
-    path: str,
     settings: Settings,
     *,
     model_config: Mapping[str, Any],
@@ -57,17 +144,16 @@ def differences(
     data_fingerprint: str,
     world_size: int,
     router_loss: bool,
-) -> list[str]:
+) -> list[Difference]:
     """Compare a run's record with what a command asks for, both resolved.
 
     Args:
         record: the content of run.json.
-        path: of run.json, for the messages.
         model_config: as `to_diff_dict()` gives it.
         router_loss: the loss depends on how the batch is cut into micro-batches.
 
     Returns:
-        One line for each thing that would change the curve.
+        Each thing that would change the curve.
     """
     old_settings = block(record, "settings")
     pairs: list[tuple[str, Any, Any, str]] = []
@@ -92,12 +178,7 @@ def differences(
         pairs.append(("world_size", record.get("world_size"), world_size, "output_router_logits"))
     pairs += _model_pairs(block(record, "model_config"), model_config)
     pairs += _ds_pairs(block(record, "ds_config"), ds_config)
-    return [
-        f"{path}: {key}: {shown(old)}, but this command has {shown(new)} ({where}). Give the old "
-        f"value to go on with the run, or choose another --run_dir."
-        for key, old, new, where in pairs
-        if not _same(old, new)
-    ]
+    return [Difference(*pair) for pair in pairs if not _same(pair[1], pair[2])]
 
 
 def _weights(sources: Any) -> list[float | None]:

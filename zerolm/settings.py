@@ -216,6 +216,11 @@ class Settings:
         default=300.0,
         minimum=0.0,
     )
+    accept_changes: bool = _switch(
+        "run",
+        "go on with a run although settings of its curve, or its data, are other ones now",
+        saved=False,
+    )
     check: bool = _switch(
         "run", "check everything, print what the run would be, and stop", saved=False
     )

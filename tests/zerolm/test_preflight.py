@@ -388,9 +388,9 @@ def test_a_routers_loss_ties_a_run_to_its_micro_batch_and_world_size(inputs, tmp
     preflight.check(command(inputs, change), {})
     other = change.replace("size 2", "size 4")
     (problem,) = refusal(inputs, other)
-    assert "settings.micro_batch_size: 2, but this command has 4" in problem
+    assert "settings.micro_batch_size: 2 -> 4" in problem
     (problem,) = refusal(inputs, change, WORLD_SIZE="2")
-    assert "world_size: 1, but this command has 2 (output_router_logits)" in problem
+    assert "world_size: 1 -> 2 (output_router_logits)" in problem
 
 
 def test_hosts_that_differ_in_what_they_read_have_other_fingerprints(inputs):
@@ -450,7 +450,7 @@ def test_what_does_not_shape_the_curve_may_change(inputs, a_run, change):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ("--seed 1", ["settings.seed: 0, but this command has 1"]),
+        ("--seed 1", ["settings.seed: 0 -> 1 (command line: --seed). "]),
         ("--learning_rate 0.5", ["settings.learning_rate", "0.5", "settings.min_learning_rate"]),
         ("--total_tokens 102400", ["settings.total_tokens: 51200", "102400"]),
         ("--data code", ["data_fingerprint"]),
@@ -476,6 +476,27 @@ def test_only_a_constant_schedule_may_be_made_longer(inputs, tmp_path, kind):
     else:
         (problem,) = refusal(inputs, longer)
         assert f"a {kind} schedule looks ahead to it" in problem
+
+
+def test_changes_of_the_curve_are_gone_on_with_when_accepted(inputs, a_run):
+    change = f"--run_dir {a_run} --seed 1 --seq_len 16 --data code --accept_changes"
+    plan = preflight.check(command(inputs, change), {})
+    assert plan.changed["settings.seed"] == (0, 1)
+    assert set(plan.changed) == {"settings.seed", "settings.seq_len", "data_fingerprint"}
+    assert f"note: changed since {a_run}/run.json: settings.seed: 0 -> 1" in plan.summary()
+    assert "accept_changes" not in plan.settings.to_json(), "it is no standing permission"
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("--model_config dropout.json", "attention_dropout: 0.0 -> 0.1 (--model_config), cannot"),
+        ("--deepspeed_config fp32.json", "precision: bf16 -> fp32 (--deepspeed_config), cannot"),
+    ],
+)
+def test_what_cannot_be_carried_over_is_refused_even_when_accepted(inputs, a_run, change, part):
+    (problem,) = refusal(inputs, f"--run_dir {a_run} {change} --accept_changes")
+    assert part in problem and "--accept_changes" not in problem
 
 
 def test_run_json_replays_to_the_same_plan(inputs, a_run, tmp_path_factory):
