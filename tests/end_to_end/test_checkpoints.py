@@ -14,6 +14,7 @@ from oracle import differences, digest
 from recipe import profile, recipe
 
 from tests.launching import ROOT, environment, launch
+from zerolm.faults import POINTS
 
 STEPS, SAVE = 24, 6
 
@@ -69,6 +70,34 @@ def test_a_kill_anywhere_in_a_save_leaves_a_whole_checkpoint(
     done = run(arguments, tmp_path / "ledger", FAULT=",".join(faults), FAULT_ONCE=str(marks))
     assert done.returncode == 0, done.stdout[-4000:]
     assert "resume" in done.stdout and not list(run_dir.glob("checkpoints/.tmp-*"))
+    assert differences(digest(run_dir, tmp_path / "ledger"), oracle) == []
+
+
+EVERY_POINT = [point for point in POINTS if point.startswith("checkpoint.")]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_at_every_point_inside_a_save_ends_in_every_bit(
+    tmp_path, llama, corpus, whole, rank
+) -> None:
+    """One run that is killed at each point in turn, at any save, once."""
+    stage, _, oracle = whole
+    run_dir, marks = tmp_path / "run", tmp_path / "marks"
+    marks.mkdir()
+    arguments = [*words(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
+    for point in EVERY_POINT:
+        struck = {"FAULT": f"{point}:{rank}:*:kill", "FAULT_ONCE": str(marks)}
+        killed = run(arguments, tmp_path / "ledger", **struck)
+        if killed.returncode == 0:  # rank 0 publishes, the other ranks do not pass there
+            assert rank == 1 and not list(marks.glob(f"{point}-*"))
+            shutil.rmtree(run_dir / "checkpoints" / "step-00000024")
+        for directory in run_dir.glob("checkpoints/step-*"):
+            assert (directory / "MANIFEST.json").is_file()
+    done = run(arguments, tmp_path / "ledger")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert not list(run_dir.glob("checkpoints/.tmp-*"))
     assert differences(digest(run_dir, tmp_path / "ledger"), oracle) == []
 
 
@@ -220,5 +249,9 @@ def test_a_full_disk_says_what_it_needs_and_has(tmp_path, llama, corpus) -> None
             cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert verified.returncode == 0, verified.stderr
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True, timeout=30)
+        refused = launch(2, *arguments)
+        assert refused.returncode == 2 and "Traceback" not in refused.stdout
+        assert f"--run_dir: {disk / 'run'}" in refused.stdout, refused.stdout[-3000:]
     finally:
         subprocess.run(["umount", disk], check=True, timeout=30)
