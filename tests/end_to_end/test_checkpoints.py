@@ -73,6 +73,7 @@ def test_a_kill_anywhere_in_a_save_leaves_a_whole_checkpoint(
     assert differences(digest(run_dir, tmp_path / "ledger"), oracle) == []
 
 
+PUBLISHER = ("manifest", "rename", "pointer", "rotate", "rotated")  # on rank 0 alone
 EVERY_POINT = [point for point in POINTS if point.startswith("checkpoint.")]
 
 
@@ -88,11 +89,11 @@ def test_a_kill_at_every_point_inside_a_save_ends_in_every_bit(
     marks.mkdir()
     arguments = [*words(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
     for point in EVERY_POINT:
+        if rank == 1 and point.endswith(PUBLISHER):
+            continue
         struck = {"FAULT": f"{point}:{rank}:*:kill", "FAULT_ONCE": str(marks)}
         killed = run(arguments, tmp_path / "ledger", **struck)
-        if killed.returncode == 0:  # rank 0 publishes, the other ranks do not pass there
-            assert rank == 1 and not list(marks.glob(f"{point}-*"))
-            shutil.rmtree(run_dir / "checkpoints" / "step-00000024")
+        assert killed.returncode not in (0, 2, 75, 76), killed.stdout[-4000:]
         for directory in run_dir.glob("checkpoints/step-*"):
             assert (directory / "MANIFEST.json").is_file()
     done = run(arguments, tmp_path / "ledger")
