@@ -90,6 +90,11 @@ def test_refused_steps_are_as_if_their_batches_had_never_been_drawn(
     ]
     assert rates == list(rows(oracle, "train/learning_rate").values())
     assert list(ledger.read(books[0]).values()) == list(ledger.read(books[1]).values())
+    steps_of_ranks = [
+        [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        for path in books[0].glob("rank-*.jsonl")
+    ]
+    assert len(steps_of_ranks) == 2 and steps_of_ranks[0] == steps_of_ranks[1], "one decision"
     trained = {number for numbers in ledger.read(books[0]).values() for number in numbers}
     left_out = {number for start, end in windows for number in range(start, end)}
     assert trained == set(range(27 * BATCH)) - left_out, "the gap is what the events say"
@@ -150,6 +155,33 @@ def test_a_rollback_is_the_same_whether_or_not_it_is_killed_on_the_way(
         assert {f"step-000000{step}" for step in (30, 40, 45)} <= kept
         assert "rolled-back-0001-step-00000030" in kept
         assert_no_nan(run_dir)
+
+
+def test_a_run_that_is_killed_in_a_spike_decides_the_same_when_resumed(
+    tmp_path, llama, corpus
+) -> None:
+    """A checkpoint of step 30 is from within it; the anomaly after it lowers the rate."""
+    json_file = profile(tmp_path / "ds.json", 2, bf16=False)
+    spikes = ",".join([*SPIKE[:2], both(38, "inf")])
+    policy = [*ROLLBACK, "--rollback_after", 5, "--cooldown_steps", 4]
+    digests = []
+    for name, launches in (("oracle", [""]), ("killed", [",step.end:0:31:kill", ""])):
+        for kill in launches:
+            done = launch(
+                2,
+                *recipe(llama, corpus, tmp_path / name, json_file, 40, 2),
+                *policy,
+                FAULT=spikes + kill,
+            )
+            assert (done.returncode == 0) == (not kill), done.stdout[-4000:]
+        digests.append(digest(tmp_path / name))
+    assert differences(digests[1], digests[0]) == []
+    lowered = events(tmp_path / "killed", "cooldown")
+    assert [event["step"] for event in lowered] == [31, 38]
+    rates = [rows(tmp_path / name, "train/learning_rate") for name in ("oracle", "killed")]
+    assert rates[0] == rates[1]
+    assert rates[0][35] < 0.6 * rates[0][36], "four accepted steps, then it is back"
+    assert digests[0]["progress"]["spikes"] == 3
 
 
 def test_a_spike_that_comes_back_spends_the_budget(tmp_path, llama, corpus) -> None:

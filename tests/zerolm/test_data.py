@@ -153,6 +153,21 @@ def test_global_batches_do_not_depend_on_ranks_micro_batches_or_workers(sources,
             )
 
 
+@pytest.mark.parametrize("schedule", [BatchSchedule(16), BatchSchedule(32, 16, 160)])
+def test_left_out_windows_are_the_only_gap_on_any_number_of_ranks(sources, schedule):
+    windows = [[24, 40], [64, 67], [100, 180]]  # they need not begin where a batch does
+    left_out = {number for start, end in windows for number in range(start, end)}
+    expected = ledger(sources, batch_schedule=schedule, skipped_windows=windows)
+    seen = [number for ids in expected.ids for number in ids]
+    assert seen == [number for number in range(max(seen) + 1) if number not in left_out]
+    whole_order = ledger(sources, batch_schedule=schedule)
+    assert list(map(len, expected.ids)) == list(map(len, whole_order.ids)), "batches stay as large"
+    for world_size, micro_batch_size in ((2, 4), (4, 1), (4, 4)):
+        changes = {"world_size": world_size, "micro_batch_size": micro_batch_size}
+        again = ledger(sources, batch_schedule=schedule, skipped_windows=windows, **changes)
+        assert again == expected
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])

@@ -128,6 +128,52 @@ def test_wandb_offline_has_each_row_once_over_a_kill_and_a_resume(tmp_path, monk
     assert all(row["train/loss"] == 1 / 3 / row["step"] for row in sent if "train/loss" in row)
 
 
+def test_a_rollback_begins_another_wandb_run_in_the_same_group(tmp_path, monkeypatch) -> None:
+    """The steps that are taken again are in the second one, and it outlives a restart."""
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = RunLog(tmp_path, 0, writes=True)
+    log.track(settings("offline"), {}, 0)
+    write_steps(log, 1, 2, 3)
+    log.close()
+    ids = []
+    for steps in ((2, 3), (4,)):
+        metrics.archive(tmp_path, 1, 1)
+        time.sleep(1.1)
+        log = RunLog(tmp_path, steps[0] - 1, writes=True)
+        log.track(settings("offline"), {}, steps[0] - 1, rollbacks=1)
+        write_steps(log, *steps)
+        log.close()
+        ids.append(json.loads((tmp_path / "wandb" / "run.json").read_text())["id"])
+    assert ids[0] == ids[1], "a restart goes on with it"
+    assert [row["step"] for row in wandb_rows(tmp_path)] == [1, 2, 3, 2, 3, 4]
+    runs = {}
+    for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
+        for data in wandb_records(path):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                runs[record.run.run_id] = record.run.run_group, record.run.display_name
+    name = tmp_path.name
+    assert sorted(runs.values()) == [(name, name), (name, f"{name}-rollback-1")]
+
+
+def test_rows_of_a_rollback_are_moved_once_and_not_lost(tmp_path) -> None:
+    log = RunLog(tmp_path, 0, writes=True)
+    write_steps(log, 1, 2, 3, 4)
+    log.close()
+    before = lines(tmp_path / metrics.METRICS)
+    metrics.archive(tmp_path, 1, 2)
+    log = RunLog(tmp_path, 2, writes=True)
+    write_steps(log, 3)
+    log.close()
+    metrics.archive(tmp_path, 1, 2)  # a start after a crash asks again
+    assert lines(tmp_path / metrics.ROLLED_BACK.format(1)) == before[2:]
+    assert [row["step"] for row in lines(tmp_path / metrics.METRICS)] == [1, 2, 3]
+
+
 def test_a_tracker_that_fails_is_an_event_and_not_the_end(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     (tmp_path / "wandb").write_text("in the way")
