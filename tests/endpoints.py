@@ -1,7 +1,8 @@
-"""Servers for the tests: a local S3 (moto), and a proxy that refuses, hangs or fails on request."""
+"""Servers for the tests: a local S3 (moto), W&B, and a proxy that fails or hangs on request."""
 
 import http.client
 import importlib.util
+import json
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from tests.launching import environment, free_port
 
@@ -95,12 +97,7 @@ class FaultyProxy:
             def log_message(self, *words: object) -> None:
                 pass
 
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass  # a client that was killed
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = _QuietServer(("127.0.0.1", 0), Handler)
         self.port = self.server.server_address[1]
 
     def __enter__(self) -> "FaultyProxy":
@@ -148,8 +145,6 @@ class FaultyProxy:
             request.wfile.write(content)
 
     def _body(self, request: BaseHTTPRequestHandler) -> bytes:
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            pass  # the handler has answered it by now
         if request.headers.get("Transfer-Encoding", "").lower() == "chunked":
             parts = []
             while size := int(request.rfile.readline().split(b";")[0], 16):
@@ -164,6 +159,78 @@ class FaultyProxy:
             if self.bytes_per_second:
                 time.sleep(len(parts[-1]) / self.bytes_per_second)
         return b"".join(parts)
+
+
+class WandbServer:
+    """Enough of W&B's server for a run to begin; then it does what `mode` says.
+
+    Attributes:
+        mode: "ok", "500" for every answer, or "hang": requests are read and never answered.
+    """
+
+    def __init__(self, mode: str = "ok"):
+        self.mode, self.released = mode, threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if server.mode == "hang":
+                    server.released.wait()
+                    self.close_connection = True
+                    return
+                content = json.dumps(server.answer(self.path, body)).encode()
+                self.send_response(500 if server.mode == "500" else 200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_PUT = do_POST = answer
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        self.server = _QuietServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+
+    def __enter__(self) -> "WandbServer":
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self.released.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+    def environment(self) -> dict[str, str]:
+        url = f"http://127.0.0.1:{self.port}"
+        return {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        if path != "/graphql":
+            return {}
+        asked = json.loads(body)
+        if "upsertBucket" in asked["query"]:
+            project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}}
+            name = asked["variables"].get("name") or "first"
+            bucket = {"id": "b", "name": name, "displayName": name, "config": "{}"}
+            bucket |= {"project": project, "historyLineCount": 0}
+            return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
+        if "CreateRunFiles" in asked["query"]:
+            url = f"http://127.0.0.1:{self.port}/files"
+            files = [{"name": name, "uploadUrl": url} for name in asked["variables"]["files"]]
+            return {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
+        return {"data": {"serverInfo": {"features": []}}}
+
+
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # a client that was killed, or gave up
 
 
 @contextmanager

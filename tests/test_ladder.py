@@ -39,7 +39,7 @@ RUNGS = {
             # looking at data
             "excerpts",
             # the object store's parts
-            "events", "object_store", "upload_rules",
+            "events", "object_store", "tracker", "upload_rules",
             # the watchdog's parts
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),

@@ -14,11 +14,11 @@ from typing import Any, TextIO
 
 from zerolm import jsonl, skipped
 from zerolm.files import write_atomically
+from zerolm.tracker import WandbTracker
 
 METRICS = "metrics.jsonl"
 ROLLED_BACK = "metrics-rolled-back-{:04d}.jsonl"
 EVENTS = "events.jsonl"
-WANDB_INIT_SECONDS = 30
 
 Row = dict[str, Any]
 
@@ -110,6 +110,8 @@ class RunLog:
         except Exception as error:  # whatever a tracker does, training goes on
             self.event("tracker_failed", step, tracker="wandb", error=repr(error))
             return f"not available ({error}); metrics.jsonl has everything"
+        if self.tracker.failure:
+            self.event("tracker_failed", step, tracker="wandb", error=self.tracker.failure)
         return self.tracker.where
 
     def _guard(self, act: Any) -> None:
@@ -125,6 +127,8 @@ class RunLog:
         self.sync()
         if self.tracker is not None:
             self._guard(lambda tracker: tracker.finish())
+            if self.tracker is None:
+                print(f"wandb: what it lacks is in {self.run_dir}/wandb: wandb sync", flush=True)
         for file in (self._metrics, self._events):
             if file is not None:
                 file.close()
@@ -149,83 +153,6 @@ def archive(run_dir: Path, number: int, step: int) -> None:
 def _json_value(value: Any) -> Any:
     """Return None for what JSON has no number for: infinities and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class WandbTracker:
-    """A W&B run that mirrors `metrics.jsonl`, one id over all starts of a run directory.
-
-    A rollback begins another one, in the same group: W&B keeps what it has got, so the rows of
-    steps that are taken again, on other data, would stand between those that were rolled back.
-
-    Rows carry `tokens` and `step` as values (`define_metric`), never W&B's own step: a row whose
-    own step does not grow is dropped by W&B, which is what a resume would run into.
-    """
-
-    def __init__(
-        self, run_dir: Path, settings: Any, config: Row, written: list[Row], rollbacks: int
-    ):
-        import wandb
-
-        mode = settings.wandb
-        if mode == "auto":
-            mode = "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_key() else "offline"
-        directory = run_dir / "wandb"
-        directory.mkdir(exist_ok=True)
-        memory = directory / "run.json"
-        saved = json.loads(memory.read_text()) if memory.is_file() else {}
-        if saved.get("rollbacks", 0) != rollbacks:
-            saved, written = {}, []
-        self.sent_step: int = saved.get("sent_step", -1)
-        self.sent_keys = set(saved.get("sent_keys", ()))
-        for row in written:
-            if row["step"] > self.sent_step:
-                self.sent_step, self.sent_keys = row["step"], set()
-            if row["step"] == self.sent_step:
-                self.sent_keys.update(row)
-        os.environ.setdefault("WANDB_SILENT", "true")
-        self.run = wandb.init(
-            project=settings.wandb_project,
-            group=settings.wandb_group or run_dir.name,
-            name=run_dir.name + (f"-rollback-{rollbacks}" if rollbacks else ""),
-            id=saved.get("id"),
-            resume="allow" if saved.get("id") and mode == "online" else None,
-            dir=str(run_dir),
-            mode=mode,
-            config=config,
-            settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS, console="off"),
-        )
-        self.run.define_metric("tokens")
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="tokens")
-        self.where = self.run.url or f"offline in {directory} (send with: wandb sync)"
-        what = {
-            "id": self.run.id,
-            "rollbacks": rollbacks,
-            "sent_step": self.sent_step,
-            "sent_keys": sorted(self.sent_keys),
-        }
-        write_atomically(memory, lambda file: file.write(json.dumps(what).encode()))
-
-    def log(self, row: Row) -> None:
-        """Mirror one row, unless an earlier start of the run has sent it already."""
-        if row["step"] < self.sent_step:
-            return
-        if row["step"] == self.sent_step and self.sent_keys.issuperset(row):
-            return
-        self.run.log(row)
-
-    def finish(self) -> None:
-        """Flush and end the W&B run."""
-        self.run.finish()
-
-
-def _netrc_has_key() -> bool:
-    import netrc
-
-    try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def training_row(result: Any, source_names: Sequence[str]) -> Row:

@@ -31,6 +31,7 @@ from zerolm.object_store import (
     OFF,
     RECORD_DIRECTORY,
     RECORD_FILES,
+    RECORD_PATTERN,
     Mismatch,
     Missing,
     Store,
@@ -166,7 +167,8 @@ def _fetch_files(store: Store, name: str, temporary: Path, entries: list[dict[st
 
 def _keep_record(fetched: Path, run_dir: Path) -> None:
     """Move the run's record to its place, before the checkpoint appears that needs it."""
-    for file in RECORD_FILES:
+    archives = sorted(path.name for path in fetched.glob(RECORD_PATTERN))
+    for file in (*RECORD_FILES, *archives):
         source, ours = fetched / file, run_dir / file
         if not source.is_file():
             ours.unlink(missing_ok=True)  # of a time that the checkpoint knows nothing of

@@ -28,6 +28,7 @@ from zerolm.object_store import (
     CHECKSUMS,
     RECORD_DIRECTORY,
     RECORD_FILES,
+    RECORD_PATTERN,
     Mismatch,
     Store,
     StoreError,
@@ -246,7 +247,8 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
         except OSError:  # no hard links here: if it is rotated away, sending it fails
             target = source
         files[entry["file"]], checksums[entry["file"]] = target, entry["sha256"]
-    for file in RECORD_FILES:
+    archives = sorted(path.name for path in run_dir.glob(RECORD_PATTERN))
+    for file in (*RECORD_FILES, *archives):
         source, record = run_dir / file, f"{RECORD_DIRECTORY}/{file}"
         if source.is_file():
             (staging / record).parent.mkdir(parents=True, exist_ok=True)

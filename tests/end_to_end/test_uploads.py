@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 import time
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from tests.endpoints import (
     NO_S3,
     SECRET,
     FaultyProxy,
+    WandbServer,
     s3_environment,
     s3_server,
 )
-from tests.launching import kill_session, launch
+from tests.launching import kill_session, launch, rows
 
 pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 STEPS, SAVE = 60, 10
@@ -80,3 +82,41 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store_in_every_bit(
     assert SECRET not in output
     for path in run_dir.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("mode", ["hang", pytest.param("500", marks=pytest.mark.soak)])
+def test_endpoints_that_hang_or_answer_500_leave_training_alone(
+    tmp_path, llama, corpus, uninterrupted, mode
+) -> None:
+    run_dir = tmp_path / "run"
+    more = ["--upload_to", f"s3://{BUCKET}/{mode}", "--upload_wait", "20s", "--wandb", "online"]
+    arguments = words(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), *more)
+    with s3_server() as port, FaultyProxy(port) as proxy, WandbServer() as wandb:
+        environment = {**s3_environment(proxy.port), **wandb.environment()}
+        process = start(2, tmp_path / "log", *arguments, **environment)
+        try:
+            wait_for_step(process, run_dir, 1, seconds=180)
+            wandb.mode, proxy.hangs = mode, mode == "hang"
+            proxy.status = None if mode == "hang" else 500
+            while not events(run_dir, "done"):
+                assert process.poll() is None, (tmp_path / "log").read_text()[-4000:]
+                time.sleep(0.1)
+            ended = time.monotonic()
+            assert process.wait(timeout=180) == 0, (tmp_path / "log").read_text()[-4000:]
+            print(f"{mode}: ended {time.monotonic() - ended:.1f} s after the last step")
+        finally:
+            kill_session(process.pid)
+    print(
+        f"{mode}: {step_seconds(run_dir)} s a step, {step_seconds(uninterrupted / 'run')} without"
+    )
+    assert not oracle.differences(
+        oracle.digest(run_dir), {**oracle.digest(uninterrupted / "run"), "ledger": {}}
+    )
+    (unfinished,) = events(run_dir, "upload_unfinished")
+    assert f"step-{STEPS:08d}" in unfinished["checkpoints"]
+    assert events(run_dir, "tracker_failed")[0]["tracker"] == "wandb"
+
+
+def step_seconds(run_dir: Path) -> float:
+    """Return the median over the steps after the first, which compiles and warms up."""
+    return statistics.median(list(rows(run_dir, "throughput/step_seconds").values())[1:])

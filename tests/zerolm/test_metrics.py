@@ -121,7 +121,9 @@ def test_wandb_offline_has_each_row_once_over_a_kill_and_a_resume(tmp_path, monk
     log.metrics({"step": 3, "tokens": 30, "eval/loss": 2.5})
     log.close()
     assert json.loads((tmp_path / "wandb" / "run.json").read_text())["id"] == first_id
-    sent = wandb_rows(tmp_path)
+    deadline = time.monotonic() + 20
+    while len(sent := wandb_rows(tmp_path)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)  # W&B's process may still be writing when finish() returns
     steps = [row["step"] for row in sent if "train/loss" in row]
     assert steps == [1, 2, 3, 4]
     assert [row["step"] for row in sent if "eval/loss" in row] == [3]
