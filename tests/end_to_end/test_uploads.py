@@ -89,7 +89,7 @@ def test_endpoints_that_hang_or_answer_500_leave_training_alone(
     tmp_path, llama, corpus, uninterrupted, mode
 ) -> None:
     run_dir = tmp_path / "run"
-    more = ["--upload_to", f"s3://{BUCKET}/{mode}", "--upload_wait", "20s", "--wandb", "online"]
+    more = ["--upload_to", f"s3://{BUCKET}/{mode}", "--upload_wait", "5s", "--wandb", "online"]
     arguments = words(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), *more)
     with s3_server() as port, FaultyProxy(port) as proxy, WandbServer() as wandb:
         environment = {**s3_environment(proxy.port), **wandb.environment()}
