@@ -40,7 +40,13 @@ def published(run_dir: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["zero2", "zero3"])
+STAGES = [
+    pytest.param(2, id="zero2", marks=pytest.mark.soak),
+    pytest.param(3, id="zero3"),
+]
+
+
+@pytest.fixture(scope="module", params=STAGES)
 def whole(request, tmp_path_factory, llama, corpus):
     """A run that nothing interrupted: (stage, its directory, its digest)."""
     base = tmp_path_factory.mktemp("whole")
