@@ -1,0 +1,271 @@
+"""The watchdog by itself: who is blamed, and what it does to a process. Launches are elsewhere."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, environment
+from zerolm import processes, pulse
+from zerolm.verdict import hanging, write_once
+
+SECONDS = 60
+
+
+def beat(rank: int, quiet: float, waiting: bool, collectives: int | None, limit: float = 600):
+    return {
+        "rank": rank, "quiet_seconds": quiet, "limit_seconds": limit, "waiting": waiting,
+        "collectives": collectives, "phase": "step",
+    }  # fmt: skip
+
+
+def blamed(*beats) -> list[int] | None:
+    found = hanging(beats)
+    return found[0] if found else None
+
+
+def test_a_rank_is_blamed_that_neither_waits_nor_gets_ahead() -> None:
+    assert blamed(beat(0, 700, True, 5), beat(1, 700, False, 4), beat(2, 700, True, 5)) == [1]
+
+
+def test_nobody_is_blamed_while_somebody_is_at_work() -> None:
+    slow = beat(1, 300, False, 4)
+    assert blamed(beat(0, 700, True, 5), slow, beat(2, 700, True, 5)) is None
+    writes = beat(1, 0, False, 4, limit=1800)  # bytes count as progress: see VitalSigns
+    assert blamed(beat(0, 7000, True, 5), writes, beat(2, 7000, True, 5)) is None
+
+
+def test_on_a_gpu_the_count_of_collectives_tells_who_is_waited_for() -> None:
+    # A rank that waits for its device is not seen to wait; it has entered one collective more.
+    assert blamed(beat(0, 700, False, 9), beat(1, 700, False, 8), beat(2, 700, False, 9)) == [1]
+    assert blamed(beat(0, 700, False, 9), beat(1, 10, False, 8), beat(2, 700, False, 9)) is None
+
+
+def test_the_network_is_blamed_when_all_wait() -> None:
+    found = hanging([beat(rank, 700, True, 9) for rank in range(4)])
+    assert found is not None and found[0] == [0, 1, 2, 3] and "network" in found[1]
+    assert blamed(beat(0, 700, True, 9), beat(1, 500, True, 9)) is None, "one has time left"
+
+
+def test_a_rank_of_its_own_is_blamed_too() -> None:
+    assert blamed(beat(0, 700, False, None)) == [0]
+    assert blamed(beat(0, 500, False, None)) is None
+
+
+def test_one_verdict_is_written_whole_and_once(tmp_path) -> None:
+    path = tmp_path / "verdict-1.json"
+    assert write_once(path, {"event": "hang"}) and not write_once(path, {"event": "rank_lost"})
+    assert json.loads(path.read_text()) == {"event": "hang"}
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_phase_may_take_longer_where_it_has_before(monkeypatch) -> None:
+    from zerolm import vital_signs
+
+    state = pulse.Pulse()
+    monkeypatch.setattr(vital_signs, "PULSE", state)
+    signs = vital_signs.VitalSigns(600)
+    assert signs.limit_seconds() == 1800, "building, loading and compiling take long"
+    state.longest, state.phase = {"step": 20.0}, "step"
+    assert signs.limit_seconds() == 600
+    state.longest["step"] = 400.0
+    assert signs.limit_seconds() == 2000
+    state.since -= 50
+    signs._progress -= 50
+    assert signs.quiet_seconds() >= 50
+    signs._bytes = -(1 << 20)
+    signs.look()
+    assert signs.quiet_seconds() >= 50, "bytes are no progress in a step"
+    state.phase, signs._bytes = "checkpoint", -(1 << 20)
+    signs.look()
+    assert signs.quiet_seconds() < 1, "but they are in a checkpoint"
+
+
+RANK = """
+import os, sys, threading, time
+from pathlib import Path
+from zerolm import distributed, pulse, watchdog
+
+class Stop: reason = None
+
+run_dir, world_size, timeout = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+act = sys.argv[4]
+rank = int(os.environ["RANK"])
+identities = run_dir / "met"
+identities.mkdir(exist_ok=True)
+
+def gather(value):  # a file a rank: the watchdog needs no torch
+    import json
+    (identities / f"{rank}.tmp").write_text(json.dumps(value))
+    (identities / f"{rank}.tmp").rename(identities / f"{rank}.json")
+    while len(list(identities.glob("*.json"))) < world_size: time.sleep(0.05)
+    return [json.loads((identities / f"{other}.json").read_text()) for other in range(world_size)]
+
+distributed.gather_objects, distributed.broadcast_object = gather, lambda value: "token"
+stop = Stop()
+dog = watchdog.Watchdog(run_dir, rank, timeout, stop)
+dog.meet(world_size)
+pulse.beat("data", 1); pulse.beat("step", 1); pulse.beat("data", 2)
+(run_dir / f"ready-{rank}").touch()
+# What looks like torch's own code, to the watchdog, is a rank that waits in a collective.
+exec(compile(act, "torch/distributed/x.py" if "# waits" in act else "act.py", "exec"))
+print("reason", stop.reason, flush=True)
+dog.close("done")
+"""
+AT_WORK = "end = time.time() + 60\nwhile time.time() < end: time.sleep(0.05); pulse.beat('step', 2)"
+WAITS = "time.sleep(60)  # waits"
+HOLDS_THE_GIL = "import re; re.match('(a*)*b', 'a' * 60)"
+
+
+class Ranks:
+    """Processes with a watchdog each and no training."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir, self.started = run_dir, []
+
+    def start(self, *acts: str, timeout: float = 600, **more: str) -> None:
+        for rank, act in enumerate(acts):
+            words = [sys.executable, "-c", RANK, str(self.run_dir), str(len(acts))]
+            self.started.append(
+                subprocess.Popen(
+                    [*words, str(timeout), act], text=True, cwd=ROOT,
+                    env=environment(RANK=str(rank), **more), stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )  # fmt: skip
+        deadline = time.monotonic() + SECONDS
+        while len(list(self.run_dir.glob("ready-*"))) < len(acts):
+            assert time.monotonic() < deadline, self.outputs()
+            time.sleep(0.05)
+
+    def outputs(self) -> str:
+        return "".join(process.communicate(timeout=SECONDS)[0] for process in self.started)
+
+    def events(self) -> list[dict]:
+        return [json.loads(line) for line in (self.run_dir / "events.jsonl").open()]
+
+    def stacks(self, rank: int) -> str:
+        return pulse.stacks_path(self.run_dir, rank).read_text()
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    found = Ranks(tmp_path)
+    yield found
+    for process in found.started:
+        process.kill()
+        process.wait()
+
+
+def test_a_killed_rank_is_named_with_its_signal(ranks) -> None:
+    ranks.start(AT_WORK, AT_WORK)
+    ranks.started[1].kill()
+    output = ranks.outputs()
+    assert "rank 1 on" in output and "ended: SIGKILL" in output, output
+    (event,) = ranks.events()
+    assert event["event"] == "rank_lost" and event["ended"] == "SIGKILL"
+    assert event["ranks"][0]["pid"] == ranks.started[1].pid and ranks.started[0].returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("act", "shown"),
+    [
+        ("while True: pass", '"act.py", line 1 in <module>'),
+        (HOLDS_THE_GIL, "re/__init__.py"),
+    ],
+    ids=["in Python", "holding the interpreter"],
+)
+def test_an_endless_loop_is_named_with_its_stacks(ranks, act, shown) -> None:
+    ranks.start(WAITS, act, timeout=3)
+    output = ranks.outputs()
+    assert "watchdog: rank 1 on" in output
+    (event,) = ranks.events()
+    assert event["event"] == "hang" and [entry["rank"] for entry in event["ranks"]] == [1]
+    assert shown in ranks.stacks(1), ranks.stacks(1)
+    assert [process.returncode != 0 for process in ranks.started] == [True, True]
+
+
+def test_a_stopped_rank_is_named_with_its_stacks_and_ended(ranks) -> None:
+    ranks.start(AT_WORK, WAITS)
+    ranks.started[1].send_signal(signal.SIGSTOP)
+    output = ranks.outputs()
+    assert "is stopped (SIGSTOP)" in output
+    assert "line 1 in <module>" in ranks.stacks(1), "woken to write them"
+    assert ranks.started[1].returncode != 0
+
+
+def test_a_run_that_is_suspended_as_a_whole_goes_on(ranks) -> None:
+    ranks.start("time.sleep(16)", "time.sleep(16)", timeout=600)
+    for process in ranks.started:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(13)
+    for process in ranks.started:
+        process.send_signal(signal.SIGCONT)
+    assert ranks.outputs().count("reason None") == 2
+    assert [process.returncode for process in ranks.started] == [0, 0]
+    assert not list((ranks.run_dir / "ranks").glob("verdict*"))
+
+
+def test_sigquit_writes_the_stacks_and_does_nothing_else(ranks) -> None:
+    ranks.start("time.sleep(2)")
+    ranks.started[0].send_signal(signal.SIGQUIT)
+    assert "reason None" in ranks.outputs() and ranks.started[0].returncode == 0
+    assert "in <module>" in ranks.stacks(0)
+
+
+def test_a_file_may_ask_for_a_stop_where_no_signal_reaches(ranks) -> None:
+    ranks.start("while stop.reason is None: time.sleep(0.1)")
+    pulse.stop_path(ranks.run_dir, "token").write_text("SIGTERM\n")
+    assert "reason SIGTERM" in ranks.outputs()
+
+
+def test_heartbeats_that_cannot_be_written_end_nothing(ranks) -> None:
+    hide = "(run_dir / 'ranks').rename(run_dir / 'away')\n"
+    ranks.start(hide + "time.sleep(8)", "time.sleep(8)", timeout=600)
+    assert ranks.outputs().count("reason None") == 2
+
+
+def test_a_rank_whose_launcher_is_gone_ends(tmp_path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {RANK!r}, {str(tmp_path)!r}, "1", "600", "time.sleep(60)"])
+time.sleep(60)
+"""], env=environment(RANK="0", ZEROLM_TEST=str(tmp_path)), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + SECONDS
+    while not (tmp_path / "ready-0").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.kill()
+    output = launcher.communicate(timeout=SECONDS)[0]  # ends when the rank has ended too
+    assert "its launcher is gone" in output
+    assert processes.marked(f"ZEROLM_TEST={tmp_path}") == []
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert event["event"] == "launcher_lost"
+
+
+def test_signals_go_to_the_process_that_was_meant() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"],
+        env={**os.environ, "ZEROLM_TEST": "this"},
+    )
+    time.sleep(0.3)
+    look = processes.look(process.pid)
+    assert look is not None and look.parent == os.getpid() and processes.alive(look)
+    assert not processes.send(process.pid, signal.SIGTERM, "ZEROLM_TEST=that")
+    earlier = processes.Process(process.pid, "S", os.getpid(), look.start_ticks - 1, 0)
+    assert not processes.send_to(earlier, signal.SIGKILL) and not processes.alive(earlier)
+    assert process.poll() is None
+    assert not processes.catches(process.pid, signal.SIGQUIT)
+    assert processes.send(process.pid, signal.SIGTERM, "ZEROLM_TEST=this")
+    deadline = time.monotonic() + SECONDS
+    while (now := processes.look(process.pid)) and now.state != "Z":
+        assert time.monotonic() < deadline
+    assert now is not None and processes.how_it_ended(now.wait_status) == "SIGTERM"
+    process.wait()
