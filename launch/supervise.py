@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from launch.attempt import Attempt, Ending
 from launch.command_words import run_directory_of
 from launch.hosts import renewed
+from zerolm import events
 from zerolm.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -31,7 +32,6 @@ from zerolm.errors import (
     EXIT_STOPPED,
     ConfigError,
 )
-from zerolm.verdict import append_event
 
 POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -267,7 +267,7 @@ class Supervisor:
 
     def _event(self, event: str, ending: Ending, **what: Any) -> None:
         if (self.run_dir / "events.jsonl").exists():
-            append_event(self.run_dir, event, ending.step or 0, attempt=self.number, **what)
+            events.append(self.run_dir, event, ending.step or 0, attempt=self.number, **what)
 
     def _leave_nothing(self) -> None:
         """Remove the directory again if the run refused to begin in it."""

@@ -9,7 +9,6 @@ a file of this start of the run that all others obey. Standard library only.
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from zerolm.pulse import RANKS
 Heartbeat = Mapping[str, Any]
 
 
-def hanging(heartbeats: Iterable[Heartbeat]) -> tuple[list[int], str] | None:
+def hanging(heartbeats: Iterable[Heartbeat], complete: bool = True) -> tuple[list[int], str] | None:
     """Return the ranks that hold up the run and why they are blamed, or None: it is only slow.
 
     Args:
         heartbeats: of every rank that has not ended: `quiet_seconds` since its last progress,
             `limit_seconds` that it may be quiet in its phase, `waiting` in a collective,
             `collectives` entered (None: not known), `rank`, `phase`.
+        complete: every rank is among them; another one may be at work.
     """
     ranks = list(heartbeats)
     overdue = [rank for rank in ranks if rank["quiet_seconds"] > rank["limit_seconds"]]
@@ -39,7 +39,7 @@ def hanging(heartbeats: Iterable[Heartbeat]) -> tuple[list[int], str] | None:
     if culprits:
         return [rank["rank"] for rank in culprits], _why(culprits, ranks)
     at_work = [rank for rank in ranks if rank not in overdue and not rank["waiting"]]
-    if at_work or len(overdue) < len(ranks):
+    if at_work or len(overdue) < len(ranks) or not complete:
         return None  # they wait for one that makes progress, or has not had its time yet
     stuck = [rank for rank in behind if rank["waiting"]] if known else ranks
     return [rank["rank"] for rank in stuck or ranks], (
@@ -78,11 +78,3 @@ def write_once(path: Path, value: Mapping[str, Any]) -> bool:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return True
-
-
-def append_event(run_dir: Path, event: str, step: int, **what: Any) -> None:
-    """Append to events.jsonl, which rank 0 may have open: one write is one line."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    line = json.dumps({"event": event, "step": step, "time": stamp, **what})
-    with contextlib.suppress(OSError), open(run_dir / "events.jsonl", "ab", buffering=0) as file:
-        file.write(line.encode() + b"\n")

@@ -44,10 +44,14 @@ class VitalSigns:
         """Return the seconds since the last progress."""
         return max(0.0, time.monotonic() - max(self._progress, PULSE.since))
 
+    @property
+    def starting(self) -> bool:
+        """Whether this rank builds, compiles or loads, which may keep all threads from running."""
+        return "step" not in PULSE.longest or PULSE.phase in ("start", "load")
+
     def limit_seconds(self) -> float:
         """Return how long this phase may be quiet: as set, or by what it has taken in this run."""
-        starting = "step" not in PULSE.longest or PULSE.phase in ("start", "load")
-        limit = self.hang_timeout * (START_FACTOR if starting else 1.0)
+        limit = self.hang_timeout * (START_FACTOR if self.starting else 1.0)
         return max(limit, SLOW_FACTOR * PULSE.longest.get(PULSE.phase, 0.0))
 
 

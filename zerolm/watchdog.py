@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from zerolm import distributed, processes, pulse, stacks, verdict, vital_signs
+from zerolm import distributed, events, processes, pulse, stacks, verdict, vital_signs
 from zerolm.errors import EXIT_BUG
 
 LOOK_SECONDS = 0.5  # between two looks at the processes of this machine
@@ -78,9 +78,10 @@ class Watchdog:
         token = distributed.broadcast_object(secrets.token_hex(4))
         if self.stacks is None:
             self.stacks = stacks.StackFile(pulse.stacks_path(self.run_dir, self.rank))
+        self.token = token
+        self._heartbeat()  # once all have met, every rank has one of this start
         met = distributed.gather_objects(self._identity())
         self.peers = {peer["rank"]: peer for peer in met if peer["rank"] != self.rank}
-        self.token = token
 
     def failed(self, error: BaseException) -> None:
         """Say that this rank ends with an error, unless another rank's end explains it.
@@ -174,13 +175,14 @@ class Watchdog:
             if quiet > limit:
                 self._leave(f"no progress for {quiet:.0f} s while the ranks gather", "hang")
             return
-        if quiet > min(SILENT_SECONDS, limit):
-            self._listen(min(SILENT_SECONDS, limit))
+        silent = limit if self.signs.starting else min(SILENT_SECONDS, limit)
+        if quiet > silent:
+            self._listen(silent)
         # Rank 0 first: of thousands of ranks not all should read all heartbeats at once.
         if quiet > limit + (0.0 if self.rank == 0 else 3 * BEAT_SECONDS + self.rank % 10):
             beats = [self._heartbeat_of(rank) for rank in self.peers] + [self._status()]
             running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
-            found = verdict.hanging(running)
+            found = verdict.hanging(running, complete=None not in beats)
             if found is not None:
                 self._end(dict.fromkeys(*found), "hang")
 
@@ -296,9 +298,7 @@ class Watchdog:
         print(f"watchdog: rank {self.rank} on {self.host} ends: {why} ({where})",
               file=sys.stderr, flush=True)  # fmt: skip
         if self.rank == 0:
-            verdict.append_event(
-                self.run_dir, event, pulse.PULSE.step, host=self.host, pid=self.me.pid, reason=why
-            )
+            self._event(event, pulse.PULSE.step, host=self.host, pid=self.me.pid, reason=why)
         self._end_state(why)
         os._exit(EXIT_BUG)
 
@@ -329,8 +329,12 @@ class Watchdog:
                 f"{entry['step']}, {entry['phase']}. Stacks: {entry['stacks'] or 'none'}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-        verdict.append_event(self.run_dir, event, step, **found)
+        self._event(event, step, **found)
         return True
+
+    def _event(self, event: str, step: int, **what: Any) -> None:
+        with contextlib.suppress(OSError):  # a full disk
+            events.append(self.run_dir, event, step, **what)
 
     def _alive(self, ranks: list[int]) -> list[processes.Process]:
         """Return the processes of those ranks that are on this machine and have not ended."""

@@ -50,6 +50,7 @@ def test_the_network_is_blamed_when_all_wait() -> None:
     found = hanging([beat(rank, 700, True, 9) for rank in range(4)])
     assert found is not None and found[0] == [0, 1, 2, 3] and "network" in found[1]
     assert blamed(beat(0, 700, True, 9), beat(1, 500, True, 9)) is None, "one has time left"
+    assert hanging([beat(0, 700, True, 9)], complete=False) is None, "one has not been heard"
 
 
 def test_a_rank_of_its_own_is_blamed_too() -> None:
