@@ -1,29 +1,20 @@
-"""Start and supervise runs: `python -m launch supervise`."""
+"""Check hosts, start runs and keep them going: `python -m launch COMMAND`."""
 
 import argparse
 import sys
 
-from launch import supervise
+from launch import node, render, supervise
+from launch.flag_types import count, duration
 from zerolm.errors import ConfigError
-from zerolm.values import CONVERTERS
 
-
-def duration(text: str) -> float:
-    try:
-        return CONVERTERS["duration"](text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
+PARTS = {"node": node, "render": render}
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    for part in PARTS.values():
+        part.add_parser(commands)
     policy = supervise.Policy()
     words = commands.add_parser(
         "supervise",
@@ -80,13 +71,16 @@ def main(argv: list[str]) -> int:
         place = argv.index("--")
         flags, separator, command = argv[:place], "--", argv[place + 1 :]
     arguments = parser().parse_args(flags)
+    part = PARTS.get(arguments.command)
     try:
+        if part is not None:
+            return part.run(arguments, command)
         if not separator:
             raise ConfigError("command line: no --, which the command to run stands behind.")
         policy = {key: value for key, value in vars(arguments).items() if key != "command"}
         return supervise.Supervisor(command, supervise.Policy(**policy)).run()
     except ConfigError as error:
-        print(f"supervise: refused, nothing was started.\n{error}", file=sys.stderr)
+        print(f"{arguments.command}: refused, nothing was started.\n{error}", file=sys.stderr)
         return error.exit_code
 
 

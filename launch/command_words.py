@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolm.errors import ConfigError
-from zerolm.settings import parse_settings
+from zerolm.settings import Settings, parse_settings
 
 SCRIPT = "pretrain.py"
 
@@ -25,6 +25,26 @@ def run_directory_of(command: Sequence[str]) -> Path:
     if settings.run_dir is None:
         raise ConfigError("command line: --run_dir is missing. Add it behind pretrain.py.")
     return Path(settings.run_dir)
+
+
+def flags_of(words: Sequence[str]) -> list[str]:
+    """Return the flags of pretrain.py: what stands behind it, or all the words without it."""
+    places = [number for number, word in enumerate(words) if Path(word).name == SCRIPT]
+    return list(words[places[0] + 1 :] if places else words)
+
+
+def settings_of(flags: Sequence[str]) -> Settings:
+    """Return the settings that flags of pretrain.py give, a run directory among them.
+
+    Raises:
+        ConfigError: each flag and value that pretrain.py would refuse, as far as parsing tells.
+    """
+    settings, problems = parse_settings(flags)
+    if settings.run_dir is None:
+        problems.append("command line: --run_dir is missing. Add it behind the --.")
+    if problems:
+        raise ConfigError(problems)
+    return settings
 
 
 def option(command: Sequence[str], name: str) -> str | None:

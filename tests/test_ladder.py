@@ -25,7 +25,9 @@ RUNGS = {
             "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
-        *("launch." + name for name in ("demo_corpus", "demo_summary", "supervise")),
+        *("launch." + name for name in (
+            "demo_corpus", "demo_summary", "node", "render", "supervise",
+        )),
     },
     0: {
         *("zerolm." + name for name in (
@@ -44,7 +46,9 @@ RUNGS = {
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
-        *("launch." + name for name in ("attempt", "command_words", "hosts")),
+        *("launch." + name for name in (
+            "attempt", "command_words", "flag_types", "hosts", "templates",
+        )),
     },
 }  # fmt: skip
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}

@@ -152,7 +152,8 @@ def test_every_flag_in_the_prose_of_the_readme_exists():
     prose = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
     flags = {flag.replace("-", "_") for flag in re.findall(r"`(--[a-z][\w-]*)", prose)}
     explained = help_of("pretrain.py") + "--num_nodes --num_gpus --hostfile"
-    explained += help_of("-m", "launch", "supervise")
+    for program in ("supervise", "render", "node"):
+        explained += help_of("-m", "launch", program)
     for program in ("train-tokenizer", "tokenize", "verify", "inspect"):
         explained += help_of("-m", "data_prep", program)
     assert not {flag for flag in flags if flag not in explained.replace("-", "_")}
