@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 Judge = Callable[[float], bool]
-# Muon's momentum is advanced before the norm is known at stage 3 and with offload. A step that is
-# refused before it begins leaves it out; one that is refused for its norm cannot.
+# At stage 3, and with offload, Muon's momentum is advanced before its norm is known. A step that is
+# refused before it begins leaves that out; one that is refused for its norm could not, but Muon's
+# norm is not that of the gradient, and is not judged.
 MUON_UPDATES = ("_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_offload")
 
 

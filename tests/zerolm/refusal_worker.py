@@ -91,7 +91,7 @@ def problems_of(config: dict) -> list[str]:
 
             def judge(norm: float) -> bool:
                 judged.append(norm)
-                return norm > 100 * norms[0]
+                return muon or norm > 100 * norms[0]  # Muon's is that of its update
 
             gate.step(engine, refused, judge)
             if digest(engine) != before:
@@ -101,12 +101,13 @@ def problems_of(config: dict) -> list[str]:
             if why == "norm" and len({str(each) for each in gather_objects(judged)}) != 1:
                 problems.append("the ranks were given different norms")
 
-        if not muon:
+        if not muon or config["zero_optimization"] == {"stage": 2, "reduce_scatter": False}:
             refuse(disturbed, "norm", False, 100 + batch, 1e4)
         refuse(disturbed, "before it begins", True, 200 + batch, 1.0)
         if config.get("fp16") is None:  # there DeepSpeed lowers its loss scale for it, rightly
             nan = float("nan") if os.environ["RANK"] == "0" else 1.0
             refuse(disturbed, "a NaN on one rank", True, 300 + batch, nan)
+            refuse(disturbed, "a NaN that DeepSpeed finds", False, 400 + batch, nan)
         backward(disturbed, batch)
         gate.step(disturbed, False, lambda norm: False)
         if not disturbed.was_step_applied():

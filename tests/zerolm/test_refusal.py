@@ -32,12 +32,13 @@ def configs() -> dict[str, dict]:
                 "optimizer": OFFLOADED_ADAM,
                 "zero_optimization": offload,
             }
-    for stage in (2, 3):
-        found[f"zero{stage}-muon"] = {
+    cpu = {"offload_optimizer": {"device": "cpu"}}
+    for name, zero in (("zero2", {}), ("zero3", {}), ("zero2-offload", cpu)):
+        found[f"{name}-muon"] = {
             **BATCH,
             "gradient_clipping": 0.0,
             "optimizer": MUON,
-            "zero_optimization": {"stage": stage, "reduce_scatter": False},
+            "zero_optimization": {"stage": int(name[4]), "reduce_scatter": False, **zero},
         }
     return found
 
