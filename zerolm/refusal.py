@@ -7,7 +7,9 @@ nor moments nor its scheduler, and `engine.was_step_applied()` is False. A step 
 showing it an infinite norm, so that the way back is DeepSpeed's own, in every ZeRO stage, precision
 and offload. Only its fp16 loss scale must not hear of it.
 
-DeepSpeed 0.19.8: `scaled_global_norm` in ZeRO-1 and 2, `_get_norm_groups` in ZeRO-3.
+DeepSpeed 0.19.8: `scaled_global_norm` in ZeRO-1 and 2, `_get_norm_groups` in ZeRO-3. Its
+BF16_Optimizer, which is ZeRO-1 with bf16 and float32 gradients, has no such method; the gradients
+that it takes the norm of are replaced there.
 """
 
 import math
@@ -40,10 +42,13 @@ class StepGate:
         self.grad_norm: float | None = None
         self.refused = False
         self._judge: Judge = _accept
-        name = "_get_norm_groups" if engine.zero_optimization_stage() == 3 else "scaled_global_norm"
-        self._wrap(name, self._norm)
-        self._wrap("_update_scale", self._update_scale)
-        for name in MUON_UPDATES:
+        if engine.zero_optimization_stage() == 3:
+            self._wrap("_get_norm_groups", self._norm)
+        elif hasattr(self._optimizer, "scaled_global_norm"):
+            self._wrap("scaled_global_norm", self._norm)
+        else:
+            self._wrap("get_grads_for_norm", self._gradients)
+        for name in ("_update_scale", *MUON_UPDATES):
             if hasattr(self._optimizer, name):
                 self._wrap(name, self._unless_refused)
 
@@ -69,11 +74,8 @@ class StepGate:
 
         found = original(*words, **more)
         groups = found if isinstance(found, list) else [found]
-        norm = float(combine_grad_norm_groups(groups))  # infinite for a group's -1, a NaN
-        self.grad_norm = norm / float(self._optimizer.loss_scale)
-        if math.isfinite(norm) and not self.refused:
-            self.refused = self._judge(self.grad_norm)
-        if not self.refused:
+        # It is infinite for a group's -1, which is DeepSpeed's NaN.
+        if not self._refuses(float(combine_grad_norm_groups(groups))):
             return found
         infinite = [
             torch.full_like(norm, math.inf) if torch.is_tensor(norm) else math.inf
@@ -81,8 +83,28 @@ class StepGate:
         ]
         return infinite if isinstance(found, list) else infinite[0]
 
-    def _update_scale(self, original: Callable[..., Any], *words: Any, **more: Any) -> Any:
-        return None if self.refused else original(*words, **more)
+    def _gradients(
+        self, original: Callable[..., Any], *words: Any, for_clipping: bool = False
+    ) -> Any:
+        """Return DeepSpeed's gradients, those of experts apart; or infinity in their place."""
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        found = original(*words, for_clipping=for_clipping)
+        if for_clipping:
+            return found
+        dense, experts = found
+        assert not experts, "experts of DeepSpeed's own kind are not built here"
+        if not self._refuses(float(get_global_norm_of_tensors(dense))):
+            return found
+        return [torch.full_like(dense[0][:1], math.inf)], experts
+
+    def _refuses(self, scaled_norm: float) -> bool:
+        """Keep the norm, and tell whether the step is refused, now that it is known."""
+        scale = float(getattr(self._optimizer, "loss_scale", 1.0))
+        self.grad_norm = scaled_norm / scale
+        if math.isfinite(scaled_norm) and not self.refused:
+            self.refused = self._judge(self.grad_norm)
+        return self.refused
 
     def _unless_refused(self, original: Callable[..., Any], *words: Any, **more: Any) -> Any:
         return None if self.refused else original(*words, **more)

@@ -55,9 +55,9 @@ def backward(engine: Any, batch: int, factor: float = 1.0) -> None:
 def digest(engine: Any) -> str:
     """Hash every tensor of the weights, the float32 masters and the optimizer's states."""
     optimizer, inner = engine.optimizer, engine.optimizer.optimizer
-    masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    if masters is None:
-        masters = optimizer.fp32_partitioned_groups_flat
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+    names += ("fp32_groups_flat_partition",)  # of ZeRO-1 and 2, ZeRO-3, and BF16_Optimizer
+    (masters,) = (getattr(optimizer, name) for name in names if hasattr(optimizer, name))
     tensors = [getattr(each, "ds_tensor", each) for each in engine.module.parameters()] + masters
     for master in masters:
         state = inner.state.get(master, {})
@@ -68,7 +68,7 @@ def digest(engine: Any) -> str:
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())
-    digest.update(str(float(optimizer.loss_scale)).encode())
+    digest.update(str(float(getattr(optimizer, "loss_scale", 1.0))).encode())
     digest.update(str([group["lr"] for group in inner.param_groups]).encode())
     return digest.hexdigest()
 

@@ -32,6 +32,10 @@ def configs() -> dict[str, dict]:
                 "optimizer": OFFLOADED_ADAM,
                 "zero_optimization": offload,
             }
+    found["zero1-bf16-float32-gradients"] = {
+        **found["zero1-bf16"],
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
     cpu = {"offload_optimizer": {"device": "cpu"}}
     for name, zero in (("zero2", {}), ("zero3", {}), ("zero2-offload", cpu)):
         found[f"{name}-muon"] = {
