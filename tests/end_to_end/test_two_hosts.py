@@ -1,0 +1,77 @@
+"""Two hosts: the curve of one, and an end for both when the network between them is cut."""
+
+import json
+import time
+from pathlib import Path
+
+import oracle
+import pytest
+from recipe import profile, recipe
+from test_resume import wait_for_step
+from two_hosts import missing, two_hosts
+
+from tests.launching import launch
+
+STEPS, SAVE = 30, 6
+HANG_SECONDS = 20  # --hang_timeout
+END_SECONDS = 150
+
+REASON = missing()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    directory = tmp_path / "hosts"
+    directory.mkdir()
+    with two_hosts(directory) as both:
+        yield both
+
+
+def words(llama, corpus, run_dir: Path, json_file: Path) -> list[object]:
+    arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
+    more = ["--checkpoint_interval", SAVE, "--hang_timeout", HANG_SECONDS, "--wandb", "off"]
+    return [*arguments, *more]
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_cut_network_ends_both_hosts_and_the_restart_equals_one_host_in_every_bit(
+    tmp_path, llama, corpus, hosts, stage
+) -> None:
+    json_file, log = profile(tmp_path / "ds.json", stage, False), tmp_path / "log"
+    one, two = tmp_path / "one", tmp_path / "two"
+    ledgers = {run_dir: tmp_path / f"ledger-{run_dir.name}" for run_dir in (one, two)}
+    for ledger in ledgers.values():
+        ledger.mkdir()
+    done = launch(2, *words(llama, corpus, one, json_file), ZEROLM_LEDGER=str(ledgers[one]))
+    assert done.returncode == 0, done.stdout[-4000:]
+
+    arguments, variables = (
+        words(llama, corpus, two, json_file),
+        {"ZEROLM_LEDGER": str(ledgers[two])},
+    )
+    slow = {**variables, "FAULT": "step.begin:*:*:sleep=0.5"}  # or it ends before the cut
+    process = hosts.start(log, *arguments, **slow)
+    try:
+        wait_for_step(process, two, SAVE + 3, seconds=180)
+        hosts.set_link("node2", up=False)
+        began = time.monotonic()
+        while hosts.ranks() or process.poll() is None:
+            late = time.monotonic() - began > END_SECONDS
+            assert not late, f"{hosts.ranks()} are still there:\n{log.read_text()[-4000:]}"
+            time.sleep(0.5)
+        print(f"ZeRO-{stage}: nothing is left {time.monotonic() - began:.1f} s after the cut")
+    finally:
+        hosts.end(process)
+        hosts.set_link("node2", up=True)
+    assert process.returncode != 0, log.read_text()[-4000:]
+    lines = [json.loads(line) for line in (two / "events.jsonl").read_text().splitlines()]
+    (hang,) = [line for line in lines if line["event"] in ("hang", "rank_lost")]
+    assert {entry["host"] for entry in hang["ranks"]} & {"node1", "node2"}
+    assert "done" not in [line["event"] for line in lines]
+
+    code = hosts.run(log, *arguments, **variables)
+    assert code == 0 and not hosts.ranks(), log.read_text()[-4000:]
+    assert f"resume: {two}" in log.read_text()
+    ours, expected = oracle.digest(two, ledgers[two]), oracle.digest(one, ledgers[one])
+    assert not oracle.differences(ours, expected)

@@ -1,0 +1,218 @@
+"""Two hosts on one machine: network namespaces with an sshd each, for `deepspeed --hostfile`.
+
+Each host has its own network, process numbers and name, so a rank of one cannot see the other's but
+through the cable between them (a veth pair) and the files that both share. Everything that runs on
+a host is below the first process of its pid namespace: when that is killed, the kernel ends the
+rest, and nothing else can be hit. Needs root, iproute2, openssh-server and pdsh.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.launching import ROOT, environment, free_port
+
+PROGRAMS = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "unshare")
+SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+ADDRESSES = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
+DEVICE = "eth0"
+SECONDS = 60
+ISOLATED = ("unshare", "--pid", "--uts", "--mount-proc", "--fork", "--kill-child")
+
+
+def missing() -> str:
+    """Return why there cannot be two hosts here, '' if there can."""
+    if os.geteuid() != 0:
+        return "needs root, for network namespaces"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+    if absent:
+        return f"needs {', '.join(absent)} (iproute2, openssh-server, pdsh, util-linux)"
+    probe = _namespace("probe")
+    made = _ip("netns", "add", probe, check=False).returncode == 0
+    _ip("netns", "del", probe, check=False)
+    return "" if made else "no network namespaces here"
+
+
+@dataclass
+class Hosts:
+    """Two hosts that are up.
+
+    Attributes:
+        namespaces: {host name: its network namespace}.
+        directory: hostfile, keys and the like; also where commands run.
+    """
+
+    namespaces: dict[str, str]
+    directory: Path
+
+    def start(
+        self, log: Path, *arguments: object, timeout: float = 600, **more: str
+    ) -> subprocess.Popen[bytes]:
+        """Start `deepspeed --hostfile ... pretrain.py ...` on node1, with one rank on each host."""
+        variables = environment(**more, GLOO_SOCKET_IFNAME=DEVICE)
+        # PATH: with another ninja than this one every start would build DeepSpeed's operators anew.
+        for_ranks = ("OMP_NUM_THREADS", "WANDB_MODE", "HF_HUB_OFFLINE", "TORCH_EXTENSIONS_DIR")
+        names = [*for_ranks, "PATH", "GLOO_SOCKET_IFNAME", *more]
+        variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), SEARCHED])
+        lines = [f"{name}={variables[name]}\n" for name in names if name in variables]
+        (self.directory / ".deepspeed_env").write_text("".join(lines))
+        key = f"-i {self.directory / 'key'} -F /dev/null"
+        known = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        alive = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+        variables |= {
+            "PDSH_RCMD_TYPE": "ssh",
+            "PDSH_SSH_ARGS_APPEND": f"{key} {known} {alive}",
+            "DS_ENV_FILE": str(self.directory / ".deepspeed_env"),
+        }
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh_check"]
+        command += ["--hostfile", str(self.directory / "hostfile"), "--num_nodes", "2"]
+        command += ["--master_addr", "node1", "--master_port", str(free_port())]
+        command += [str(ROOT / "pretrain.py"), *map(str, arguments)]
+        return subprocess.Popen(
+            [*_inside(self.namespaces["node1"]), "timeout", "--kill-after=5", str(timeout),
+             *ISOLATED, *command],
+            env=variables, cwd=self.directory, stdout=open(log, "wb"), stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, log: Path, *arguments: object, timeout: float = 240, **more: str) -> int:
+        """Run `pretrain.py` on both hosts to its end; return the launcher's exit code."""
+        process = self.start(log, *arguments, timeout=timeout, **more)
+        try:
+            return process.wait(timeout + 30)
+        finally:
+            self.end(process)
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a launcher, if it is still there, and what it left on the hosts."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(SECONDS)
+        for pid in self.ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def ranks(self) -> list[int]:
+        """Return the Python processes in both namespaces: launchers, ranks, and their children."""
+        found = []
+        for namespace in self.namespaces.values():
+            for word in _ip("netns", "pids", namespace).stdout.split():
+                with contextlib.suppress(OSError):
+                    if b"python" in Path(f"/proc/{word}/cmdline").read_bytes():
+                        found.append(int(word))
+        return found
+
+    def set_link(self, host: str, up: bool) -> None:
+        """Plug the cable of a host in, or out."""
+        _ip("-n", self.namespaces[host], "link", "set", DEVICE, "up" if up else "down")
+
+
+@contextlib.contextmanager
+def two_hosts(directory: Path) -> Iterator[Hosts]:
+    """Make both hosts, and take everything away again, whatever happened."""
+    hosts = Hosts({name: _namespace(name) for name in ADDRESSES}, directory)
+    servers: list[subprocess.Popen[bytes]] = []
+    try:
+        _make_network(hosts)
+        _make_keys(directory)
+        lines = [f"{name} slots=1\n" for name in ADDRESSES]
+        (directory / "hostfile").write_text("".join(lines))
+        servers += [_serve(hosts, name) for name in ADDRESSES]
+        _wait_for_ssh(hosts)
+        yield hosts
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait(SECONDS)
+        for namespace in hosts.namespaces.values():
+            for word in _ip("netns", "pids", namespace, check=False).stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(word), signal.SIGKILL)
+            _ip("netns", "del", namespace, check=False)
+            shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            Path("/etc/netns").rmdir()  # unless somebody else has one
+
+
+def _namespace(name: str) -> str:
+    return f"zerolm-{os.getpid()}-{name}"
+
+
+def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["ip", *words], env={**os.environ, "PATH": SEARCHED}, capture_output=True, text=True,
+        timeout=SECONDS, check=check,
+    )  # fmt: skip
+
+
+def _inside(namespace: str) -> list[str]:
+    ip = shutil.which("ip", path=SEARCHED)
+    assert ip is not None
+    return [ip, "netns", "exec", namespace]
+
+
+def _make_network(hosts: Hosts) -> None:
+    first, second = hosts.namespaces.values()
+    names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
+    for namespace in (first, second):
+        etc = Path("/etc/netns", namespace)  # `ip netns exec` shows these as /etc/...
+        etc.mkdir(parents=True)
+        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        (etc / "resolv.conf").write_text("")
+        # Without it every connection would wait for a name server, for almost a minute.
+        (etc / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")
+        _ip("netns", "add", namespace)
+    veth = ["link", "add", DEVICE, "netns", first, "type", "veth"]
+    _ip(*veth, "peer", "name", DEVICE, "netns", second)
+    for namespace, address in zip((first, second), ADDRESSES.values(), strict=True):
+        _ip("-n", namespace, "address", "add", f"{address}/24", "dev", DEVICE)
+        for device in ("lo", DEVICE):
+            _ip("-n", namespace, "link", "set", device, "up")
+
+
+def _make_keys(directory: Path) -> None:
+    for name in ("key", "host_key"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
+        subprocess.run(words, check=True, timeout=SECONDS)
+    shutil.copyfile(directory / "key.pub", directory / "authorized_keys")
+
+
+def _serve(hosts: Hosts, name: str) -> subprocess.Popen[bytes]:
+    """Start a host: its sshd, as a child of the first process of its pid namespace."""
+    Path("/run/sshd").mkdir(exist_ok=True)
+    sshd = shutil.which("sshd", path=SEARCHED)
+    options = {
+        "HostKey": hosts.directory / "host_key",
+        "AuthorizedKeysFile": hosts.directory / "authorized_keys",
+        "PidFile": "none", "UsePAM": "no", "UseDNS": "no", "StrictModes": "no",
+        "ClientAliveInterval": 5, "ClientAliveCountMax": 3,
+    }  # fmt: skip
+    words = f"hostname {name}; {sshd} -D -f /dev/null"
+    words += "".join(f" -o {key}={value}" for key, value in options.items())
+    return subprocess.Popen(
+        [*_inside(hosts.namespaces[name]), *ISOLATED, "sh", "-c", f"{words}; exit 1"],
+        env={**os.environ, "PATH": SEARCHED}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=open(hosts.directory / f"sshd-{name}.log", "wb"),
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait_for_ssh(hosts: Hosts) -> None:
+    known = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
+    ssh = ["ssh", "-F", "/dev/null", "-i", str(hosts.directory / "key"), *known]
+    for name in ADDRESSES:
+        words = [*_inside(hosts.namespaces["node1"]), *ssh, "-o", "ConnectTimeout=5", name, "true"]
+        deadline = time.monotonic() + SECONDS
+        while True:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+            if done.returncode == 0:
+                break
+            assert time.monotonic() < deadline, f"no ssh to {name}: {done.stderr}"
+            time.sleep(0.2)
