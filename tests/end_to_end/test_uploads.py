@@ -3,6 +3,8 @@
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from tests.endpoints import (
     s3_environment,
     s3_server,
 )
-from tests.launching import kill_session, launch, rows
+from tests.launching import ROOT, environment, kill_session, launch, rows
 
 pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 STEPS, SAVE = 60, 10
@@ -82,6 +84,25 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store_in_every_bit(
     assert SECRET not in output
     for path in run_dir.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_store_that_cannot_be_read_is_refused_and_never_step_zero(
+    tmp_path, llama, corpus
+) -> None:
+    more = ["--upload_to", f"s3://{BUCKET}/first", "--wandb", "off"]
+    json_file = profile(tmp_path / "ds.json", 2, False)
+    arguments = words(llama, corpus, tmp_path / "run", json_file, *more)
+    with FaultyProxy() as proxy:
+        proxy.status = 500
+        refused = subprocess.run(
+            [sys.executable, str(ROOT / "pretrain.py"), *map(str, arguments)],
+            env=environment(**s3_environment(proxy.port)), capture_output=True, text=True,
+            timeout=180,
+        )  # fmt: skip
+    assert refused.returncode == 2, refused.stderr[-4000:]
+    assert "cannot be read" in refused.stderr and "begin again at step 0" in refused.stderr
+    assert "Traceback" not in refused.stderr and SECRET not in refused.stderr
+    assert not (tmp_path / "run").exists(), "nothing was written"
 
 
 @pytest.mark.parametrize("mode", ["hang", pytest.param("500", marks=pytest.mark.soak)])
