@@ -1,8 +1,8 @@
 """The ladder of imports: who may import whom, read from the source of every module.
 
-Rung 2 starts things, rung 1 holds the parts, rung 0 what parts share. Imports run downward only:
-parts do not import each other, and what two of them need stands on rung 0. `data_prep` and `launch`
-may use rung 0 of `zerolm`, never the reverse.
+Rung 3 starts things, rung 2 puts a run together, rung 1 holds the parts, rung 0 what parts share.
+Imports run downward only: parts do not import each other, and what two of them need stands on rung
+0. `data_prep` and `launch` may use rung 0 of `zerolm`, never the reverse.
 """
 
 import ast
@@ -16,12 +16,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
-    2: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
+    3: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
+    2: {"zerolm.run"},
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
             "optimizer", "preflight", "probe", "report", "reshard", "restore", "run_directory",
-            "stability", "throughput", "train_step", "uploader", "uploads", "watchdog",
+            "saves", "stability", "throughput", "train_step", "uploader", "uploads", "watchdog",
             "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),

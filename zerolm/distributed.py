@@ -108,6 +108,13 @@ def stop(engine: Any = None) -> None:
         torch.distributed.destroy_process_group()
 
 
+def say(rank: int, *words: object) -> None:
+    """Print on rank 0. Whoever reads it may be gone; that is not the run's end."""
+    if rank == 0:
+        with contextlib.suppress(BrokenPipeError):
+            print(*words, flush=True)
+
+
 def barrier() -> None:
     """Wait for every rank. Every rank must call."""
     import torch
