@@ -7,18 +7,17 @@ end of a run. Only rank 0 has a `RunLog` that writes.
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from zerolm import jsonl, skipped
+from zerolm import events, jsonl, skipped
 from zerolm.files import write_atomically
 from zerolm.tracker import WandbTracker
 
 METRICS = "metrics.jsonl"
 ROLLED_BACK = "metrics-rolled-back-{:04d}.jsonl"
-EVENTS = "events.jsonl"
+EVENTS = events.EVENTS
 
 Row = dict[str, Any]
 
@@ -50,10 +49,10 @@ class RunLog:
             if row["step"] == resumed_step:
                 self._note(row)
         self._metrics = open(path, "a", buffering=1)
-        events = self.run_dir / EVENTS
-        half = events.is_file() and not events.read_bytes().endswith(b"\n")
-        self._events = open(events, "a", buffering=1)
-        if half and events.stat().st_size:
+        path = self.run_dir / EVENTS
+        half = path.is_file() and not path.read_bytes().endswith(b"\n")
+        self._events = open(path, "a", buffering=1)
+        if half and path.stat().st_size:
             self._events.write("\n")  # a writer was killed in its line: the next one is its own
 
     def has(self, step: int, key: str) -> bool:
@@ -85,10 +84,7 @@ class RunLog:
     def event(self, event: str, step: int, **what: Any) -> None:
         """Append what happened and why."""
         if self._events is not None:
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._events.write(
-                json.dumps({"event": event, "step": step, "time": stamp, **what}) + "\n"
-            )
+            self._events.write(events.line(event, step, **what) + "\n")
 
     def sync(self) -> None:
         """Make the lines durable: no checkpoint is ahead of its metrics after a power cut."""

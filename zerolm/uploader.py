@@ -183,9 +183,12 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
     staging = run_dir / DIRECTORY / name
     try:
         files, checksums = _stage(run_dir, name, staging)
-        manifest = (staging / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        return False
+    except (CheckpointError, FileNotFoundError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        if not (run_dir / "checkpoints" / name / MANIFEST).exists():
+            return False
+        raise CheckpointError(f"{run_dir}/checkpoints/{name} is damaged: {error}") from error
+    manifest = (staging / MANIFEST).read_bytes()
     there = store.files(name)
     if MANIFEST in there:  # of another content under this name, which is not whole from here on
         store.remove_file(f"{name}/{MANIFEST}")
@@ -231,10 +234,11 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
         {name in the store: file here} and {name in the store: SHA-256}, without the manifest.
 
     Raises:
-        FileNotFoundError: the checkpoint was rotated away.
+        FileNotFoundError: a file is missing: the checkpoint was rotated away, or is damaged.
+        CheckpointError: its manifest cannot be read.
     """
     checkpoint = read(run_dir / "checkpoints" / name)
-    staging.mkdir(parents=True)
+    (staging / RECORD_DIRECTORY).mkdir(parents=True)
     shutil.copyfile(checkpoint.directory / MANIFEST, staging / MANIFEST)
     files, checksums = {}, {}
     for entry in checkpoint.manifest["files"]:

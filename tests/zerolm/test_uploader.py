@@ -204,6 +204,22 @@ def test_a_checkpoint_damaged_on_disk_is_not_sent_and_the_others_are(run_dir, st
     assert events(run_dir, "upload_failed")[0]["step"] == 10
 
 
+def test_a_file_that_is_missing_on_disk_is_named_and_the_pass_ends(run_dir, store, place) -> None:
+    publish(run_dir, 5)
+    (publish(run_dir, 10) / "model.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000010 is damaged: .*model.pt"):
+        uploader.upload(run_dir, store, keep=0)
+    assert whole(place) == ["step-00000005"]
+
+
+def test_a_checkpoint_goes_alone_where_there_is_no_record_yet(run_dir, store, place) -> None:
+    publish(run_dir, 5)
+    for file in ("run.json", "metrics.jsonl"):
+        (run_dir / file).unlink()
+    uploader.upload(run_dir, store, keep=0)
+    assert whole(place) == ["step-00000005"]
+
+
 def test_a_lost_run_is_restored_once_and_an_empty_store_begins_at_zero(run_dir, store) -> None:
     assert if_lost(run_dir, store) is None and if_lost(run_dir, "off") is None
     publish(run_dir, 5)
