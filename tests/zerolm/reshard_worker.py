@@ -71,6 +71,14 @@ def train(engine, step: int) -> float:
     return float(total / engine.world_size)
 
 
+def weights(engine) -> list[list[float]]:
+    return (
+        [group.tolist() for group in engine.optimizer.single_partition_of_fp32_groups]
+        if (hasattr(engine.optimizer, "single_partition_of_fp32_groups"))
+        else []
+    )
+
+
 def whole_state(engine) -> dict:
     """Gather everything that training goes on from. Every rank must call."""
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # DeepSpeed links them in a step
@@ -106,11 +114,12 @@ def run(job: dict) -> None:
         engine.load_checkpoint(directory, tag=tag)
     else:
         manifest = {"world_size": job["world_size"], "zero_stage": job["stage"]}
+        before = weights(engine)
         try:
             reshard.load(engine, Path(job["checkpoint"]), manifest)
         except CheckpointError as error:
-            assert not engine.optimizer.optimizer.state or engine.global_steps == 0
             found["refused"] = str(error)
+            found["untouched"] = before == weights(engine) and engine.global_steps == 0
     if "refused" not in found:
         found |= whole_state(engine)
     if job["do"] == "reshard" and "refused" not in found:

@@ -1,6 +1,7 @@
 """A resharded engine holds what the saved one held, in every bit, whatever the two topologies."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -217,3 +218,39 @@ def test_its_next_checkpoint_is_an_ordinary_one(resharded) -> None:
         for parameter, master in exported.items():
             assert torch.equal(master, ours[parameter]), f"{name}: {parameter}"
             assert torch.equal(master, state.get(f"{parameter}: master", master)), name
+
+
+def test_states_that_cannot_be_cut_anew_are_refused_before_anything_is_touched(
+    saved, tmp_path
+) -> None:
+    """A state of whole matrices, another model, a shard too few."""
+    jobs = []
+    for change in ("state", "model", "shard"):
+        directory = tmp_path / change
+        shutil.copytree(saved / "zero3", directory)
+        shard = directory / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        if change == "state":
+            content = torch.load(shard, weights_only=False)
+            states = content["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+            states[0]["exp_avg"] = torch.zeros(3, 5)
+            torch.save(content, shard)
+        elif change == "shard":
+            shard.unlink()
+        jobs.append(
+            {
+                "do": "reshard",
+                "config": PROFILES["zero2"],
+                "tied": change == "model",  # the checkpoint is untied
+                "checkpoint": str(directory),
+                "world_size": SOURCE_RANKS,
+                "stage": 3,
+                "state": str(tmp_path / f"{change}.state"),
+            }
+        )
+    run(1, jobs, tmp_path)
+    said = {change: read(tmp_path / f"{change}.state") for change in ("state", "model", "shard")}
+    assert "rank_1_mp_rank_00_optim_states.pt: state.exp_avg: (3, 5)" in said["state"]["refused"]
+    assert "model_states.pt: param_shapes: not this model's: head" in said["model"]["refused"]
+    assert "optimizer states of ranks [0], its manifest says 2" in said["shard"]["refused"]
+    for found in said.values():
+        assert found["untouched"]

@@ -1,0 +1,59 @@
+"""What a checkpoint's manifest says of its cut, against what a run wants."""
+
+import pytest
+
+from zerolm import topology
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
+
+
+def manifest(ds_config: dict, world_size: int = 2, stage: int = 2) -> dict:
+    return {
+        "world_size": world_size,
+        "zero_stage": stage,
+        "optimizer": topology.optimizer_kind(ds_config),
+        "cut": topology.cut(ds_config),
+    }
+
+
+def changes(saved: dict, ds_config: dict, world_size: int = 2, stage: int = 2) -> list[str]:
+    return topology.changes(saved, world_size=world_size, zero_stage=stage, ds_config=ds_config)
+
+
+def test_the_same_topology_needs_nothing() -> None:
+    assert changes(manifest(ADAMW), ADAMW) == []
+
+
+def test_all_that_changed_is_said_at_once() -> None:
+    offloaded = {
+        **ADAMW,
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 100},
+    }
+    assert changes(manifest(ADAMW), offloaded, 4, 3) == [
+        "world size 2 -> 4",
+        "ZeRO stage 2 -> 3",
+        "optimizer AdamW, offload none -> AdamW, offload cpu",
+        "sub_group_size None -> 100",
+    ]
+    assert topology.problems(manifest(ADAMW), "MANIFEST.json", offloaded) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "ours", "part"),
+    [
+        (ADAMW, {**ADAMW, "optimizer": {"type": "Lion"}}, "'AdamW, offload none', --deepspeed_c"),
+        (
+            {"optimizer": {"type": "Muon"}},
+            {"optimizer": {"type": "Muon"}},
+            "Muon keeps a momentum of whole matrices",
+        ),
+        (
+            ADAMW,
+            {**ADAMW, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "states on NVMe are not cut anew",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_anew_is_refused_with_the_reason(saved, ours, part) -> None:
+    (problem,) = topology.problems(manifest(saved), "MANIFEST.json", ours)
+    assert problem.startswith("MANIFEST.json: optimizer: ") and part in problem
