@@ -3,11 +3,11 @@
 import argparse
 import sys
 
-from launch import node, render, supervise
+from launch import doctor, node, render, supervise
 from launch.flag_types import count, duration
 from zerolm.errors import ConfigError
 
-PARTS = {"node": node, "render": render}
+PARTS = {"doctor": doctor, "node": node, "render": render}
 
 
 def parser() -> argparse.ArgumentParser:

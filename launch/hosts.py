@@ -68,23 +68,29 @@ def default_check() -> str:
     return f"cd {here} && {python} -c 'import torch, deepspeed'"
 
 
+def shell_words(host: Host, command: str, ssh_port: str | None = None) -> list[str]:
+    """Return the words that run a command in the shell of a host, over ssh unless it is this one.
+
+    ssh gets the options that pdsh would give it, and never asks for anything.
+    """
+    if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
+        return ["sh", "-c", command]
+    port = ["-p", ssh_port] if ssh_port else []
+    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    quiet = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    return ["ssh", *quiet, *port, *more, host.name, command]
+
+
 def problem_of(host: Host, command: str, ssh_port: str | None = None) -> str | None:
     """Run a check on a host; return what is wrong with it, or None.
 
     Args:
         command: for the shell of the host; it fails by its exit code.
     """
-    if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
-        words = ["sh", "-c", command]
-    else:
-        port = ["-p", ssh_port] if ssh_port else []
-        more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-        quiet = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-        words = ["ssh", *quiet, *port, *more, host.name, command]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=CHECK_SECONDS, check=False,
+            shell_words(host, command, ssh_port), stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=CHECK_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no answer in {CHECK_SECONDS:.0f} s"

@@ -42,6 +42,12 @@ fi
     problems+=("$here/.venv: not set up. Run: bash launch/setup.sh")
 command -v pdsh >/dev/null ||
     problems+=("pdsh: not installed, with which deepspeed reaches the hosts: apt-get install pdsh")
+# deepspeed writes this file onto the command line of ssh, which everybody on the hosts can read.
+for file in "${HOME:-/nowhere}/.deepspeed_env" .deepspeed_env; do
+    if [[ -r $file ]] && names=$(grep -ioE '^[a-z_]*(key|token|secret|password)[a-z_]*=' "$file"); then
+        problems+=("$file: ${names%%=*}: no secrets there. wandb login on the first host keeps its key.")
+    fi
+done
 [[ ${#problems[@]} == 0 ]] || refuse "${problems[@]}"
 
 exec "$here/.venv/bin/deepspeed" --hostfile "$hostfile" --num_nodes "$num_nodes" \

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch.command_words import flags_of, settings_of
 from launch.flag_types import count, duration
+from launch.forwarded import looks_secret
 from launch.templates import TEMPLATES, Job
 from zerolm.errors import ConfigError
 
@@ -21,7 +22,6 @@ START = {
     "trainjob": "kubectl apply -f",
     "skypilot": "sky jobs launch",
 }
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DNS_LABEL_LENGTH = 40  # 63 in all, with what JobSet adds to it for the name of a pod
 
@@ -139,7 +139,7 @@ def job_of(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
         variable, equals, value = pair.partition("=")
         if not equals or not VARIABLE_NAME.fullmatch(variable):
             problems.append(f"--env: {variable}, must be NAME=VALUE. Correct it.")
-        elif SECRET.search(variable):
+        elif looks_secret(variable):
             problems.append(
                 f"--env: {variable}, looks like a secret, which a file must not hold. Write "
                 f"--secret {variable}, without its value."

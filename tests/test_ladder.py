@@ -27,7 +27,7 @@ RUNGS = {
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in (
-            "demo_corpus", "demo_summary", "node", "render", "supervise",
+            "demo_corpus", "demo_summary", "doctor", "node", "render", "supervise",
         )),
     },
     0: {
@@ -36,7 +36,7 @@ RUNGS = {
             "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors",
             "faults", "files", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
             "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
-            "refusal", "rollback", "run_record", "schedule", "self_check", "settings",
+            "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
             "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
             "unpickling", "values", "windows", "zero_files",
             # looking at data
@@ -48,7 +48,8 @@ RUNGS = {
         )),
         *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
         *("launch." + name for name in (
-            "attempt", "command_words", "flag_types", "hosts", "templates",
+            "all_reduce", "attempt", "collector", "command_words", "findings", "flag_types",
+            "forwarded", "host_session", "hosts", "templates",
         )),
     },
 }  # fmt: skip
@@ -117,6 +118,8 @@ def test_rung_0_has_no_cycles():
         ["data_prep", "tokenize", "--help"],
         ["launch.demo_corpus", "--help"],
         ["launch", "supervise", "--help"],
+        ["launch", "doctor", "--help"],
+        ["launch", "render", "--help"],
         ["zerolm", "--help"],
     ],
     ids=" ".join,

@@ -152,7 +152,7 @@ def test_every_flag_in_the_prose_of_the_readme_exists():
     prose = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
     flags = {flag.replace("-", "_") for flag in re.findall(r"`(--[a-z][\w-]*)", prose)}
     explained = help_of("pretrain.py") + "--num_nodes --num_gpus --hostfile"
-    for program in ("supervise", "render", "node"):
+    for program in ("supervise", "render", "node", "doctor"):
         explained += help_of("-m", "launch", program)
     for program in ("train-tokenizer", "tokenize", "verify", "inspect"):
         explained += help_of("-m", "data_prep", program)

@@ -20,6 +20,7 @@ from zerolm import (
     ds_config,
     machine,
     memory,
+    resources,
     run_record,
     topology,
 )
@@ -155,11 +156,26 @@ class _Check:
             f"such process, stop this run and delete the lock"
             for lock in fresh
         ]
+        self._look_at_host(environment)
         if settings.wandb == "online" and not machine.has_wandb_key(environment):
             self.problems.append(
                 f"{settings.where('wandb')}: online, but no key is configured. Run wandb login, "
                 f"set WANDB_API_KEY, or use --wandb offline."
             )
+
+    def _look_at_host(self, environment: Mapping[str, str]) -> None:
+        """Look at what the ranks of this host share; the other hosts' ranks look at theirs."""
+        ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "1")
+        shared = resources.shared_memory()
+        if shared is not None and ranks.isdigit():
+            problem = resources.shared_memory_problem(shared[0], int(ranks))
+            self.notices += [problem] if problem else []
+        port = environment.get("MASTER_PORT", "")
+        # Where an agent of torchrun holds the store, the port is rightly in use.
+        own = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
+        if port.isdigit() and environment.get("RANK") == "0" and own:
+            problem = resources.port_problem(int(port))
+            self.problems += [f"environment: MASTER_PORT: {problem}"] if problem else []
 
     # ---- The three files
 
@@ -376,16 +392,11 @@ class _Check:
             )
 
     def _check_disk(self, run_dir: str) -> None:
-        """Compare the checkpoints to come with the free space; those on disk have theirs already.
-
-        One more than are kept, since the oldest goes when the newest is whole.
-        """
-        free = machine.free_bytes(run_dir)
-        if free is None or self.device.kind == "absent":
-            return
+        """Compare the checkpoints to come with the free space."""
         size = memory.checkpoint_bytes(self.num_parameters, self.raw_ds)
-        there = len(list(Path(run_dir, "checkpoints").glob("step-*")))
-        wanted = max(1, self.settings.checkpoint_keep + 1 - there)
+        free, wanted = resources.checkpoint_room(run_dir, size, self.settings.checkpoint_keep)
+        if free < 0 or self.device.kind == "absent":
+            return
         where = f"{self.settings.where('run_dir')}: {run_dir}"
         has = f"its file system has {shown_bytes(free)} free"
         if free < size:
@@ -393,10 +404,10 @@ class _Check:
                 f"{where}, {has}, a checkpoint needs about {shown_bytes(size)}. Free some, or "
                 f"choose another directory."
             )
-        elif free < wanted * size:
+        elif free < wanted:
             self.notices.append(
                 f"{where}: {has}, but --checkpoint_keep {self.settings.checkpoint_keep} needs "
-                f"about {shown_bytes(wanted * size)} more"
+                f"about {shown_bytes(wanted)} more"
             )
 
     # ---- The plan

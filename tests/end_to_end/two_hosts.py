@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,16 @@ class Hosts:
         self, log: Path, *arguments: object, timeout: float = 600, **more: str
     ) -> subprocess.Popen[bytes]:
         """Start `deepspeed --hostfile ... pretrain.py ...` on node1, with one rank on each host."""
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh_check"]
+        command += ["--hostfile", str(self.directory / "hostfile"), "--num_nodes", "2"]
+        command += ["--master_addr", "node1", "--master_port", str(free_port())]
+        command += [str(ROOT / "pretrain.py"), *map(str, arguments)]
+        return self.start_command(log, command, timeout=timeout, **more)
+
+    def start_command(
+        self, log: Path, command: list[str], timeout: float = 600, **more: str
+    ) -> subprocess.Popen[bytes]:
+        """Start any command on node1, with what it needs to reach both hosts by ssh."""
         variables = environment(**more, GLOO_SOCKET_IFNAME=DEVICE)
         # PATH: with another ninja than this one every start would build DeepSpeed's operators anew.
         for_ranks = ("OMP_NUM_THREADS", "WANDB_MODE", "HF_HUB_OFFLINE", "TORCH_EXTENSIONS_DIR")
@@ -71,10 +81,6 @@ class Hosts:
             "PDSH_SSH_ARGS_APPEND": f"{key} {known} {alive}",
             "DS_ENV_FILE": str(self.directory / ".deepspeed_env"),
         }
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh_check"]
-        command += ["--hostfile", str(self.directory / "hostfile"), "--num_nodes", "2"]
-        command += ["--master_addr", "node1", "--master_port", str(free_port())]
-        command += [str(ROOT / "pretrain.py"), *map(str, arguments)]
         return subprocess.Popen(
             [*_inside(self.namespaces["node1"]), "timeout", "--kill-after=5", str(timeout),
              *ISOLATED, *command],
@@ -115,8 +121,13 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def two_hosts(directory: Path) -> Iterator[Hosts]:
-    """Make both hosts, and take everything away again, whatever happened."""
+def two_hosts(directory: Path, planted: Mapping[str, str] | None = None) -> Iterator[Hosts]:
+    """Make both hosts, and take everything away again, whatever happened.
+
+    Args:
+        planted: {host name: shell command}, run as root where only that host sees what it mounts,
+            before its sshd starts.
+    """
     hosts = Hosts({name: _namespace(name) for name in ADDRESSES}, directory)
     servers: list[subprocess.Popen[bytes]] = []
     try:
@@ -124,7 +135,8 @@ def two_hosts(directory: Path) -> Iterator[Hosts]:
         _make_keys(directory)
         lines = [f"{name} slots=1\n" for name in ADDRESSES]
         (directory / "hostfile").write_text("".join(lines))
-        servers += [_serve(hosts, name) for name in ADDRESSES]
+        planted = planted or {}
+        servers += [_serve(hosts, name, planted.get(name, "true")) for name in ADDRESSES]
         _wait_for_ssh(hosts)
         yield hosts
     finally:
@@ -184,7 +196,7 @@ def _make_keys(directory: Path) -> None:
     shutil.copyfile(directory / "key.pub", directory / "authorized_keys")
 
 
-def _serve(hosts: Hosts, name: str) -> subprocess.Popen[bytes]:
+def _serve(hosts: Hosts, name: str, planted: str) -> subprocess.Popen[bytes]:
     """Start a host: its sshd, as a child of the first process of its pid namespace."""
     Path("/run/sshd").mkdir(exist_ok=True)
     sshd = shutil.which("sshd", path=SEARCHED)
@@ -194,7 +206,7 @@ def _serve(hosts: Hosts, name: str) -> subprocess.Popen[bytes]:
         "PidFile": "none", "UsePAM": "no", "UseDNS": "no", "StrictModes": "no",
         "ClientAliveInterval": 5, "ClientAliveCountMax": 3,
     }  # fmt: skip
-    words = f"hostname {name}; {sshd} -D -f /dev/null"
+    words = f"hostname {name}; ({planted}) || exit 1; {sshd} -D -f /dev/null"
     words += "".join(f" -o {key}={value}" for key, value in options.items())
     return subprocess.Popen(
         [*_inside(hosts.namespaces[name]), *ISOLATED, "sh", "-c", f"{words}; exit 1"],

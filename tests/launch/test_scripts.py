@@ -85,3 +85,10 @@ def test_multinode_refuses_a_missing_hostfile_and_a_wrong_number(tmp_path):
     result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", "two")
     assert result.returncode == 2
     assert "absent: cannot be read" in result.stderr and "two is not a number" in result.stderr
+
+
+def test_multinode_refuses_a_secret_that_ssh_would_show(tmp_path):
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\nWANDB_API_KEY=secret-value\n")
+    result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", 1, HOME=str(tmp_path))
+    assert result.returncode == 2 and "secret-value" not in result.stderr
+    assert f"{tmp_path}/.deepspeed_env: WANDB_API_KEY: no secrets there" in result.stderr
