@@ -31,7 +31,7 @@ RECORD_PATTERN = "metrics-rolled-back-*.jsonl"
 PIECE_BYTES = 16 << 20
 MOST_PIECES = 9000
 CHUNK_BYTES = 4 << 20
-ATTEMPTS = 5
+ATTEMPTS = 3
 LONGEST_PAUSE_SECONDS = 30.0
 LISTING_STREAMS = 16
 CONNECT_SECONDS, READ_SECONDS = 10, 30
@@ -108,7 +108,7 @@ class Store:
         self._has_directories = scheme in ("file", "local", "memory")
         self._fs, self._root = fsspec.core.url_to_fs(self.url, **_options(scheme))
         if hasattr(self._fs, "retries"):
-            self._fs.retries = 1  # s3fs: ours are the only ones, so that their time is known
+            self._fs.retries = 1  # s3fs: those of botocore and ours are known in time
 
     # ---- What is there
 
@@ -321,7 +321,8 @@ def _options(scheme: str) -> dict[str, Any]:
         ours = {
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
-            "retries": {"max_attempts": 0},
+            # Of one piece; else a file of many would begin again for each that fails.
+            "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
         }
         options["config_kwargs"] = {**ours, **theirs}
     if scheme in ("file", "local"):

@@ -44,7 +44,15 @@ def wandb_records(path: Path) -> list[bytes]:
     return records
 
 
-def wandb_rows(run_dir: Path) -> list[dict]:
+def wandb_rows(run_dir: Path, count: int) -> list[dict]:
+    """Wait for `count` rows: W&B's process may still be writing when finish() returns."""
+    deadline = time.monotonic() + 20
+    while len(rows := wandb_rows_now(run_dir)) < count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return rows
+
+
+def wandb_rows_now(run_dir: Path) -> list[dict]:
     """Read every row of every offline W&B file of a run, as `wandb sync` would send them."""
     from wandb.proto import wandb_internal_pb2
 
@@ -121,9 +129,7 @@ def test_wandb_offline_has_each_row_once_over_a_kill_and_a_resume(tmp_path, monk
     log.metrics({"step": 3, "tokens": 30, "eval/loss": 2.5})
     log.close()
     assert json.loads((tmp_path / "wandb" / "run.json").read_text())["id"] == first_id
-    deadline = time.monotonic() + 20
-    while len(sent := wandb_rows(tmp_path)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.1)  # W&B's process may still be writing when finish() returns
+    sent = wandb_rows(tmp_path, 5)
     steps = [row["step"] for row in sent if "train/loss" in row]
     assert steps == [1, 2, 3, 4]
     assert [row["step"] for row in sent if "eval/loss" in row] == [3]
@@ -150,7 +156,7 @@ def test_a_rollback_begins_another_wandb_run_in_the_same_group(tmp_path, monkeyp
         log.close()
         ids.append(json.loads((tmp_path / "wandb" / "run.json").read_text())["id"])
     assert ids[0] == ids[1], "a restart goes on with it"
-    assert [row["step"] for row in wandb_rows(tmp_path)] == [1, 2, 3, 2, 3, 4]
+    assert [row["step"] for row in wandb_rows(tmp_path, 6)] == [1, 2, 3, 2, 3, 4]
     runs = {}
     for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
         for data in wandb_records(path):

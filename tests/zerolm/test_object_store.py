@@ -115,7 +115,7 @@ def test_a_store_that_answers_500_or_nothing_is_an_event_within_bounded_time(tmp
         lost = zerolm("restore", url, tmp_path / "again", port=proxy.port)
         assert lost.returncode == 2 and "would begin at step 0" in lost.stderr
     (event,) = events(run_dir, "upload_failed")
-    assert "(5 attempts)" in event["error"] and SECRET not in event["error"]
+    assert "(3 attempts)" in event["error"] and SECRET not in event["error"]
     assert not list((tmp_path / "again").glob("checkpoints/step-*"))
 
 
@@ -127,7 +127,7 @@ def test_a_store_that_never_answers_is_given_up(tmp_path) -> None:
     with deaf_port() as port:
         began = time.monotonic()
         failed = zerolm("upload", run_dir, url, port=port)
-        assert failed.returncode == 1 and time.monotonic() - began < 200
+        assert failed.returncode == 1 and time.monotonic() - began < 230
     assert "imeout" in events(run_dir, "upload_failed")[0]["error"]
 
 
