@@ -31,7 +31,7 @@ from tests.supervised import Supervised
 from zerolm import processes
 
 SAVE = 25
-HANG_SECONDS = 15
+HANG_SECONDS = 30
 NAMED_SECONDS = 90.0  # hangs have their time-out first, and a loaded machine is slow
 INSIDE = {  # at points of the code, with what may happen there
     "step.begin": ("kill", "exit", "raise", "hang", "stop"),

@@ -298,7 +298,11 @@ class Watchdog:
         print(f"watchdog: rank {self.rank} on {self.host} ends: {why} ({where})",
               file=sys.stderr, flush=True)  # fmt: skip
         if self.rank == 0:
-            self._event(event, pulse.PULSE.step, host=self.host, pid=self.me.pid, reason=why)
+            entry = {"rank": 0, "host": self.host, "pid": self.me.pid, "step": pulse.PULSE.step}
+            entry |= {"phase": pulse.PULSE.phase, "sequences": pulse.PULSE.sequences}
+            entry |= {"reason": why, "stacks": None}
+            who = {"host": self.host, "pid": self.me.pid, "reason": why}
+            self._event(event, pulse.PULSE.step, **who, ended=None, found_by=0, ranks=[entry])
         self._end_state(why)
         os._exit(EXIT_BUG)
 
