@@ -1,13 +1,13 @@
-"""Check hosts, start runs and keep them going: `python -m launch COMMAND`."""
+"""Plan runs, check hosts, start runs and keep them going: `python -m launch COMMAND`."""
 
 import argparse
 import sys
 
-from launch import doctor, node, render, supervise
+from launch import doctor, node, plan, render, supervise
 from launch.flag_types import count, duration
 from zerolm.errors import ConfigError
 
-PARTS = {"doctor": doctor, "node": node, "render": render}
+PARTS = {"plan": plan, "doctor": doctor, "node": node, "render": render}
 
 
 def parser() -> argparse.ArgumentParser:

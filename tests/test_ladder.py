@@ -27,7 +27,7 @@ RUNGS = {
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in (
-            "demo_corpus", "demo_summary", "doctor", "node", "render", "supervise",
+            "demo_corpus", "demo_summary", "doctor", "node", "plan", "render", "supervise",
         )),
     },
     0: {
@@ -39,6 +39,8 @@ RUNGS = {
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
             "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
             "unpickling", "values", "windows", "zero_files",
+            # looking at memory
+            "activations", "live_memory",
             # looking at data
             "excerpts",
             # the object store's parts
@@ -50,6 +52,8 @@ RUNGS = {
         *("launch." + name for name in (
             "all_reduce", "attempt", "collector", "command_words", "findings", "flag_types",
             "forwarded", "host_session", "hosts", "templates",
+            # the plan's parts
+            "estimate", "hardware", "reliability", "search", "step_time", "subject",
         )),
     },
 }  # fmt: skip
@@ -118,6 +122,7 @@ def test_rung_0_has_no_cycles():
         ["data_prep", "tokenize", "--help"],
         ["launch.demo_corpus", "--help"],
         ["launch", "supervise", "--help"],
+        ["launch", "plan", "--help"],
         ["launch", "doctor", "--help"],
         ["launch", "render", "--help"],
         ["zerolm", "--help"],

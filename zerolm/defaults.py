@@ -1,7 +1,7 @@
 """What a setting is when nobody says: formulas in the size of the model. Pure arithmetic.
 
 Each formula has its source beside it. Nothing here depends on the number of devices, so that a run
-learns the same on any of them; the micro-batch and the bytes per rank do, and change only speed.
+learns the same on any of them; the micro-batch does, and changes only speed.
 """
 
 import math
@@ -58,63 +58,16 @@ def interval(total_steps: int, what: str) -> int:
     return max(MIN_INTERVAL_STEPS[what], min(MAX_INTERVAL_STEPS[what], total_steps // times))
 
 
-def model_state_bytes(
-    num_parameters: int,
-    *,
-    stage: int,
-    world_size: int,
-    precision: str,
-    gradient_bytes: int,
-    offload: str,
-) -> tuple[int, int]:
-    """Return the bytes per rank of weights, gradients and AdamW states: (on the device, on host).
+def layer_activations(hidden_size: int, intermediate_size: int) -> int:
+    """Estimate the values that one token keeps in a layer, for models that cannot be traced.
 
-    Per parameter, in bf16 or fp16: 2 for the weight and 12 for the fp32 master weight and two
-    moments; in fp32: 4 and 8. ZeRO 1 divides the states by the world size, 2 the gradients too, 3
-    the weights too.
-
-    Args:
-        gradient_bytes: of an accumulated gradient value.
-        offload: what is on the host: `none`, `optimizer` (states and gradients) or `both`.
-
-    Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1.
-    """
-    weight, states = (4, 8) if precision == "fp32" else (2, 12)
-    weights = num_parameters * weight // (world_size if stage >= 3 else 1)
-    gradients = num_parameters * gradient_bytes // (world_size if stage >= 2 else 1)
-    optimizer = num_parameters * states // (world_size if stage >= 1 else 1)
-    if offload == "none":
-        return weights + gradients + optimizer, 0
-    if offload == "both":
-        return 0, weights + gradients + optimizer
-    return weights, gradients + optimizer
-
-
-def activation_bytes(
-    tokens: int,
-    *,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    vocab_size: int,
-    precision: str,
-    checkpointing: bool,
-) -> int:
-    """Estimate the bytes that a micro-batch keeps for its backward pass.
-
-    Per token and layer: 12 hidden-sized values (both norms' inputs and outputs, queries, keys,
-    values, the attention's output, both residual sums, and two casts), and 4 of the MLP's width
-    (gate, up, their product and the activation). Attention scores are not kept (SDPA or
-    FlashAttention). With gradient checkpointing one hidden-sized value a layer, and one layer in
-    full. The logits are there in the model's precision and three times in fp32: converted, as
-    log-probabilities, and as gradient.
+    12 hidden-sized ones (both norms' inputs and outputs, queries, keys, values, the attention's
+    output, both residual sums, and two casts), and 4 of the MLP's width (gate, up, their product
+    and the activation). Attention scores are not kept (SDPA or FlashAttention).
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for a gated MLP.
     """
-    value_bytes = 4 if precision == "fp32" else 2
-    layer = 12 * hidden_size + 4 * intermediate_size
-    kept = num_layers * hidden_size + layer if checkpointing else num_layers * layer
-    return tokens * (kept * value_bytes + vocab_size * (value_bytes + 12))
+    return 12 * hidden_size + 4 * intermediate_size
 
 
 def micro_batch_candidates(per_rank: int) -> list[int]:

@@ -48,6 +48,26 @@ def flops_per_token(
     return BACKWARD_AND_FORWARD * 2 * (multiply_adds + keys * _attention_width(text_config))
 
 
+def recomputed_flops_per_token(
+    config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]], seq_len: int
+) -> float:
+    """Return the operations that gradient checkpointing repeats: a forward pass without the head.
+
+    Args:
+        shapes: of every parameter, tied ones once.
+    """
+    text_config = config.get_text_config()
+    heads = [
+        shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and shape[0] == text_config.vocab_size and not LOOKUP.search(name)
+    ]
+    head = 2 * math.prod(heads[0]) if heads else 0.0
+    if getattr(config, "tie_word_embeddings", False):
+        head = 2 * text_config.vocab_size * _output_width(text_config, shapes)
+    return flops_per_token(config, shapes, seq_len) / BACKWARD_AND_FORWARD - head
+
+
 def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the width of the tied output head: of the embedding with as many rows as tokens."""
     widths = [

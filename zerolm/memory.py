@@ -1,18 +1,56 @@
-"""What a rank needs in memory, and the largest micro-batch that fits. Estimates, printed as such.
+"""What a rank needs in memory, line by line, and the largest micro-batch that fits.
 
-Knows the model by its config and shapes, and the ZeRO profile; the formulas are in defaults.py.
+Knows the model by its config and shapes, and the ZeRO profile. Model states are what DeepSpeed
+0.19.8 was found to keep (tests/zerolm/test_memory.py measures it); activations are traced.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerolm import defaults, ds_config
+from zerolm import activations, defaults, ds_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 # Values that an optimizer keeps of each parameter, where they are not AdamW's two.
 MOMENTS = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
+# deepspeed/runtime/zero/config.py, 0.19.8: what DeepSpeed takes where the JSON says nothing
+REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes of a rank's model states when the gradient of a step is whole.
+
+    Attributes:
+        weights: that the model computes with; ZeRO-3's share of them, and the small ones it keeps.
+        gradients: as they are accumulated, and the share that the rank updates.
+        optimizer: moments.
+        master: float32 weights of the rank's share.
+        host_...: the same on the host, by offload.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    master: int = 0
+    host_weights: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+    host_master: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.master
+
+    @property
+    def host(self) -> int:
+        return self.host_weights + self.host_gradients + self.host_optimizer + self.host_master
 
 
 def hidden_size(config: "PretrainedConfig") -> int | None:
@@ -22,22 +60,128 @@ def hidden_size(config: "PretrainedConfig") -> int | None:
     return size or max(getattr(text, "hidden_sizes", None) or [0]) or None
 
 
-def state_bytes(num_parameters: int, ds: Mapping[str, Any], world_size: int) -> tuple[int, int]:
-    """Return the bytes of weights, gradients and optimizer states per rank: (device, host)."""
+# -------------------------------------------------------------------------------------------------
+# Model states
+
+
+def model_states(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> ModelStates:
+    """Return the bytes of weights, gradients, moments and master weights of one rank.
+
+    Per parameter: the weight in its precision, a master weight in fp32, the optimizer's moments in
+    fp32 and a gradient. ZeRO 1 divides master weights and moments by the world size, 2 the
+    gradients too, 3 the weights too.
+
+    Args:
+        shapes: of every parameter, tied ones once.
+        ds: resolved, or as written.
+
+    Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is divided; DeepSpeed
+    0.19.8's attributes, measured, for what is kept beside.
+    """
+    stage = ds_config.zero_stage(ds)
     optimizer, weights = (ds_config.offload_device(ds, what) for what in ("optimizer", "param"))
-    offload = "none" if optimizer == "none" else "optimizer"
-    if offload == "optimizer" and weights != "none":
-        offload = "both"
-    precision = ds_config.precision(ds)
-    accumulated = ds_config.block(ds, "data_types").get("grad_accum_dtype") or precision
-    return defaults.model_state_bytes(
-        num_parameters,
-        stage=ds_config.zero_stage(ds),
-        world_size=world_size,
-        precision=precision,
-        gradient_bytes=4 if accumulated == "fp32" else 2,
-        offload=offload,
-    )
+    total = sum(map(math.prod, shapes.values()))
+    share = -(-total // world_size)
+    if stage == 3:  # cuts each parameter by itself
+        share = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
+    value = 4 if ds_config.precision(ds) == "fp32" else 2
+    accumulated = gradient_bytes(ds)
+    moments = 4 * MOMENTS.get(ds_config.optimizer_type(ds).lower(), 2)
+    split = share if stage else total
+    summed = _sums_before(ds)
+    device = {
+        "weights": value * (share if stage == 3 else total),
+        "gradients": accumulated * (split if stage >= 2 or (stage and not summed) else total),
+        "optimizer": moments * split,
+        "master": 0 if stage == 0 and value == 4 else 4 * split,
+    }
+    if stage == 1 and optimizer == "none" and accumulated != value:
+        device["gradients"] += value * total  # the micro-batch's own, beside the fp32 sums
+    if stage == 3 and world_size > 1:
+        device["weights"] += value * _persistent(shapes, ds)
+    if optimizer == "none":
+        return ModelStates(**device)
+    host = {"host_" + name: device.pop(name) for name in ("optimizer", "master")}
+    # The optimizer on the host reads fp32 gradients there, and stage 1 and 2 copy weights back
+    # through a buffer of the share's size.
+    host["host_gradients"] = 4 * share
+    if stage < 3:
+        host["host_weights"] = value * share
+    if stage == 3 or (stage == 2 and summed):
+        host["host_gradients"] += accumulated * share
+    if stage >= 2 or not summed:
+        device["gradients"] = 0
+    if weights != "none":
+        host["host_weights"] = value * share
+        device["weights"] -= value * share
+    return ModelStates(**device, **host)
+
+
+def state_bytes(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> tuple[int, int]:
+    """Return the bytes of weights, gradients and optimizer states per rank: (device, host)."""
+    states = model_states(shapes, ds, world_size)
+    return states.device, states.host
+
+
+def gradient_bytes(ds: Mapping[str, Any]) -> int:
+    """Return the bytes of an accumulated gradient value."""
+    accumulated = ds_config.block(ds, "data_types").get("grad_accum_dtype")
+    return 4 if (accumulated or ds_config.precision(ds)) == "fp32" else 2
+
+
+def communication_bytes(ds: Mapping[str, Any]) -> int:
+    """Return the bytes of a gradient value as ranks exchange it."""
+    kind = ds.get("communication_data_type") or ds_config.precision(ds)
+    return 4 if kind == "fp32" else 2
+
+
+def _sums_before(ds: Mapping[str, Any]) -> bool:
+    """Whether gradients are summed over micro-batches apart from what the optimizer reads."""
+    value = 4 if ds_config.precision(ds) == "fp32" else 2
+    accumulation = ds_config.count(ds, "gradient_accumulation_steps") or 2
+    return accumulation > 1 or gradient_bytes(ds) != value
+
+
+def _persistent(shapes: Shapes, ds: Mapping[str, Any]) -> int:
+    """Return how many values ZeRO-3 keeps whole on every rank: those of small parameters."""
+    key = "stage3_param_persistence_threshold"
+    threshold = _zero_number(ds, key, PERSISTENCE_THRESHOLD)
+    limit = _zero_number(ds, "stage3_model_persistence_threshold", 1 << 62)
+    kept = 0
+    for shape in shapes.values():
+        numel = math.prod(shape)
+        if numel <= threshold and kept + numel <= limit:
+            kept += numel
+    return kept
+
+
+def _zero_number(ds: Mapping[str, Any], key: str, default: int) -> int:
+    value = ds_config.block(ds, "zero_optimization").get(key)
+    return int(value) if ds_config.is_number(value) else default
+
+
+def buffer_bytes(shapes: Shapes, ds: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes of ZeRO's buffers on a rank at their fullest: (buckets, gathered weights).
+
+    Buckets hold gradients on their way, two with `overlap_comm`, and never more than all of them.
+    Under stage 3 the weights in use are gathered: as many as `stage3_max_live_parameters`, and a
+    prefetched bucket of the next.
+    """
+    numels = [math.prod(shape) for shape in shapes.values()]
+    total, largest = sum(numels), max(numels, default=0)
+    zero = ds_config.block(ds, "zero_optimization")
+    stage = ds_config.zero_stage(ds)
+    value = 4 if ds_config.precision(ds) == "fp32" else 2
+    bucket = max(largest, _zero_number(ds, "reduce_bucket_size", REDUCE_BUCKET))
+    buckets = (2 if zero.get("overlap_comm") else 1) * bucket
+    buckets = min(total, buckets) * max(value, communication_bytes(ds))
+    if ds_config.optimizer_offload(ds) != "none" and stage < 3:
+        buckets += largest * value  # temp_grad_buffer_for_gpu_offload
+    if stage < 3:
+        return buckets, 0
+    live = _zero_number(ds, "stage3_max_live_parameters", MAX_LIVE_PARAMETERS)
+    prefetch = _zero_number(ds, "stage3_prefetch_bucket_size", PREFETCH_BUCKET)
+    return buckets, min(total, max(live, largest) + prefetch) * value
 
 
 def checkpoint_bytes(num_parameters: int, ds: Mapping[str, Any]) -> int:
@@ -52,24 +196,49 @@ def checkpoint_bytes(num_parameters: int, ds: Mapping[str, Any]) -> int:
     return num_parameters * value
 
 
-def activation_bytes(
-    config: "PretrainedConfig", tokens: int, precision: str, checkpointing: bool
-) -> int:
-    """Return the bytes that a micro-batch of so many tokens keeps for its backward pass."""
+# -------------------------------------------------------------------------------------------------
+# Activations
+
+
+def activations_of(
+    config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bool = False
+) -> activations.Activations:
+    """Return what one sequence keeps for its backward pass: traced, or estimated.
+
+    Args:
+        precision: of the weights.
+        eager: attention that keeps all its scores.
+    """
+    try:
+        return activations.trace(config, seq_len, precision, eager=eager)
+    except Exception:  # a class that computes with values cannot be traced: the formula stays
+        return _estimated(config, seq_len, precision)
+
+
+def _estimated(config: "PretrainedConfig", seq_len: int, precision: str) -> activations.Activations:
     text = config.get_text_config()
     hidden = hidden_size(config) or 0
     width = getattr(text, "moe_intermediate_size", None)
     width = width or getattr(text, "intermediate_size", None) or 4 * hidden
     experts = getattr(text, "num_experts_per_tok", None) or 1
-    return defaults.activation_bytes(
-        tokens,
-        hidden_size=hidden,
-        intermediate_size=width * experts,
-        num_layers=getattr(text, "num_hidden_layers", None) or 0,
-        vocab_size=text.vocab_size,
-        precision=precision,
-        checkpointing=checkpointing,
+    value = 4 if precision == "fp32" else 2
+    layers = getattr(text, "num_hidden_layers", None) or 0
+    layer = seq_len * value * defaults.layer_activations(hidden, width * experts)
+    return activations.Activations(
+        layers=layers * layer,
+        largest_layer=layer,
+        inputs=layers * seq_len * value * hidden,
+        outside=2 * seq_len * value * hidden,
+        loss=4 * seq_len * text.vocab_size,
+        loss_peak=activations.LOGIT_GRADIENT_BYTES * seq_len * text.vocab_size,
     )
+
+
+def activation_bytes(
+    config: "PretrainedConfig", seq_len: int, precision: str, checkpointing: bool
+) -> int:
+    """Return the bytes of activations of one sequence at their peak, logits and loss included."""
+    return activations_of(config, seq_len, precision).peak(checkpointing)
 
 
 def fitting_micro_batch(
@@ -77,7 +246,7 @@ def fitting_micro_batch(
     seq_len: int,
     *,
     config: "PretrainedConfig",
-    num_parameters: int,
+    shapes: Shapes,
     ds: Mapping[str, Any],
     world_size: int,
     memory_bytes: int | None,
@@ -91,6 +260,6 @@ def fitting_micro_batch(
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
     free = int(memory_bytes * defaults.MEMORY_SHARE)
-    free -= state_bytes(num_parameters, ds, world_size)[0]
+    free -= state_bytes(shapes, ds, world_size)[0] + sum(buffer_bytes(shapes, ds))
     one = activation_bytes(config, seq_len, ds_config.precision(ds), checkpointing)
     return defaults.micro_batch_size(per_rank, one, free)

@@ -107,12 +107,9 @@ def figures(plan: Plan) -> dict[str, str]:
     """Return the derived figures of a plan, by name, to print and to keep."""
     settings, steps = plan.settings, plan.total_steps
     assert settings.seq_len and settings.batch_tokens and settings.total_tokens
-    states, host = memory.state_bytes(plan.num_parameters, plan.ds_config, plan.world_size)
-    kept = memory.activation_bytes(
-        plan.model_config,
-        plan.micro_batch_size * settings.seq_len,
-        plan.precision,
-        settings.gradient_checkpointing,
+    states, host = memory.state_bytes(plan.shapes, plan.ds_config, plan.world_size)
+    kept = plan.micro_batch_size * memory.activation_bytes(
+        plan.model_config, settings.seq_len, plan.precision, settings.gradient_checkpointing
     )
     offload = ds_config.optimizer_offload(plan.ds_config)
     lines = {

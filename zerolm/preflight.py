@@ -296,7 +296,7 @@ class _Check:
                 per_rank,
                 settings.seq_len,
                 config=self.model_config,
-                num_parameters=self.num_parameters,
+                shapes=self.shapes,
                 ds=self.raw_ds,
                 world_size=self.world_size,
                 memory_bytes=self.device.memory_bytes,

@@ -14,6 +14,7 @@ from zerolm import (
     distributed,
     evaluate,
     ledger,
+    live_memory,
     metrics,
     probe,
     pulse,
@@ -196,6 +197,7 @@ class Run:
             )
             tokens = progress.tokens + sequences * seq_len
             rate = plan.learning_rate(tokens) if plan.learning_rate else None
+            live_memory.record(self.engine, progress.step + 1)
             train_step.apply(
                 self.engine,
                 self.gate,

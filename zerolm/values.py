@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
 def shown_bytes(count: float) -> str:
     """Return a number of bytes with three digits and a unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"

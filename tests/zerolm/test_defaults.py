@@ -20,20 +20,6 @@ def test_short_runs_still_take_many_steps():
     assert defaults.batch_sequences(1e22, seq_len=2048, total_tokens=2048 * 1000) <= 16
 
 
-@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
-def test_model_states_are_those_of_the_zero_paper(stage, gigabytes):
-    """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 devices."""
-    device, host = defaults.model_state_bytes(
-        7_500_000_000,
-        stage=stage,
-        world_size=64,
-        precision="fp16",
-        gradient_bytes=2,
-        offload="none",
-    )
-    assert device / 1e9 == pytest.approx(gigabytes, rel=0.01) and host == 0
-
-
 def test_micro_batches_divide_and_fit():
     assert defaults.micro_batch_candidates(24) == [1, 2, 4, 8]
     assert defaults.micro_batch_size(24, sequence_bytes=10, budget_bytes=79) == 4

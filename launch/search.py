@@ -1,0 +1,225 @@
+"""Which profile: every stage, offload, recomputation and micro-batch that a run can use, ranked.
+
+Only what pretrain.py accepts is tried. Tensor, pipeline and sequence parallelism are not among it,
+and are not offered.
+"""
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.estimate import Assumptions, Estimate, estimate
+from launch.hardware import Hardware
+from launch.subject import Model, Subject, resolve_subject, with_sizes
+from zerolm import defaults
+from zerolm.ds_config import load_ds_config
+from zerolm.errors import ConfigError
+from zerolm.settings import Settings
+from zerolm.values import shown_bytes
+
+PROFILES = Path(__file__).parent.parent / "ds_configs"
+CPU = {"device": "cpu", "pin_memory": True}
+OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "both")}
+INDIFFERENT = 0.02  # a smaller difference in time is less than the model of time can tell
+NOT_OFFERED = (
+    "Stage 0 is not tried: pretrain.py refuses it, stage 1 has the same numbers in less memory. "
+    "Tensor, pipeline and sequence parallelism are not tried: a run cannot use them."
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One profile with the micro-batch that is fastest with it.
+
+    Attributes:
+        ds: DeepSpeed's JSON, with "auto" left in it.
+        rejected: why it cannot be used, None when it can.
+    """
+
+    name: str
+    ds: dict[str, Any]
+    checkpointing: bool
+    found: Estimate | None
+    rejected: str | None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.found.step.seconds if self.found is not None else float("inf")
+
+
+def search(
+    model: Model,
+    settings: Settings,
+    hardware: Hardware,
+    devices: int,
+    devices_per_node: int,
+    assumed: Assumptions,
+) -> list[Candidate]:
+    """Return every candidate, the usable ones first, fastest first; all train the same batch.
+
+    Args:
+        settings: without a DeepSpeed JSON. A micro-batch or gradient checkpointing that is given
+            is kept, else both are tried.
+
+    Raises:
+        ConfigError: the batch does not divide over the devices, or a DeepSpeed JSON is given.
+    """
+    if settings.deepspeed_config:
+        raise ConfigError(
+            f"{settings.where('deepspeed_config')}: {settings.deepspeed_config}, but --search "
+            f"chooses it. Remove one of them."
+        )
+    settings, _, _ = with_sizes(settings, model, devices)
+    place = (hardware, devices, devices_per_node)
+    candidates = []
+    for stage, offloads in OFFLOADS.items():
+        for offload in offloads:
+            ds = profile(stage, offload, hardware)
+            for again in (True,) if settings.gradient_checkpointing else (False, True):
+                wanted = dataclasses.replace(settings, gradient_checkpointing=again)
+                candidates.append(_best(model, wanted, ds, place, assumed, _name(stage, offload)))
+    return sorted(candidates, key=_rank)
+
+
+def _rank(one: Candidate) -> tuple[bool, float, bool, int]:
+    """Rank by time; of times that differ by less than we can tell, the lower stage is first."""
+    if one.rejected is not None or one.found is None:
+        return True, 0.0, one.checkpointing, 0
+    subject = one.found.subject
+    steps = round(math.log(one.step_seconds) / math.log(1 + INDIFFERENT))
+    return False, steps, one.checkpointing, subject.stage
+
+
+def profile(stage: int, offload: str, hardware: Hardware) -> dict[str, Any]:
+    """Return the shipped DeepSpeed JSON of a stage, with the offload and the device's precision.
+
+    Args:
+        offload: `none`, `optimizer`, or `both` optimizer and weights.
+    """
+    ds = copy.deepcopy(load_ds_config(PROFILES / f"zero{stage}.json"))
+    if offload != "none":
+        ds["zero_optimization"]["offload_optimizer"] = dict(CPU)
+    if offload == "both":
+        ds["zero_optimization"]["offload_param"] = dict(CPU)
+    if hardware.bf16 is None:
+        del ds["bf16"]
+        ds["fp16"] = {"enabled": True}
+    return ds
+
+
+def _name(stage: int, offload: str) -> str:
+    what = {"none": "", "optimizer": " + optimizer on the host"}
+    return f"ZeRO-{stage}" + what.get(offload, " + optimizer and weights on the host")
+
+
+def _best(
+    model: Model,
+    settings: Settings,
+    ds: dict[str, Any],
+    place: tuple[Hardware, int, int],
+    assumed: Assumptions,
+    name: str,
+) -> Candidate:
+    """Return the fastest micro-batch of a profile that fits, or why none does."""
+    assert settings.batch_tokens and settings.seq_len
+    per_rank = settings.batch_tokens // settings.seq_len // place[1]
+    sizes = [settings.micro_batch_size] if settings.micro_batch_size else None
+    best: Estimate | None = None
+    smallest: Estimate | None = None
+    for micro in sizes or defaults.micro_batch_candidates(max(1, per_rank)):
+        wanted = dataclasses.replace(
+            settings,
+            micro_batch_size=micro,
+            explicit=settings.explicit | {"batch_tokens", "micro_batch_size"},
+        )
+        try:
+            subject: Subject = resolve_subject(model, ds, name, wanted, *place)
+        except ConfigError as error:
+            return Candidate(name, ds, settings.gradient_checkpointing, None, str(error))
+        found = estimate(subject, assumed)
+        smallest = smallest or found
+        if not found.memory.fits:
+            break
+        # Of equal times the smaller micro-batch: it leaves memory free.
+        if best is None or found.step.seconds < 0.995 * best.step.seconds:
+            best = found
+    assert smallest is not None
+    rejected = None if best else why_not(smallest)
+    return Candidate(name, ds, settings.gradient_checkpointing, best or smallest, rejected)
+
+
+def why_not(found: Estimate) -> str:
+    """Say what does not fit, and what takes most of it."""
+    memory = found.memory
+    micro = found.subject.micro_batch_size
+    reasons = []
+    over = memory.used + memory.margin - memory.capacity
+    if over > 0:
+        parts = {
+            name: getattr(memory, name)
+            for name in (
+                "weights", "gradients", "optimizer", "master", "buckets", "gathered",
+                "activations", "loss",
+            )
+        }  # fmt: skip
+        most = max(parts, key=lambda name: parts[name])
+        reasons.append(
+            f"{shown_bytes(over)} too much on the device at micro-batch {micro}, of which {most} "
+            f"{shown_bytes(parts[most])}"
+        )
+    if memory.host > memory.host_capacity:
+        reasons.append(
+            f"{shown_bytes(memory.host)} on the host, a device's share is "
+            f"{shown_bytes(memory.host_capacity)}"
+        )
+    return "; ".join(reasons)
+
+
+def as_text(candidates: list[Candidate]) -> str:
+    """Return the ranked table, and the reasons of the rest."""
+    head = f"{'profile':<42} {'again':>5} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
+    lines = [head + f"{'tokens/s':>11} {'days':>8}  bound by"]
+    rejected = []
+    for one in candidates:
+        if one.rejected is not None or one.found is None:
+            again = ", gradient checkpointing" if one.checkpointing else ""
+            rejected.append(f"rejected  {one.name}{again}: {one.rejected}")
+            continue
+        found = one.found
+        lines.append(
+            f"{one.name:<42} {'yes' if one.checkpointing else 'no':>5} "
+            f"{found.subject.micro_batch_size:>5} {shown_bytes(found.memory.used):>9} "
+            f"{found.step.seconds:>8.3g} {found.mfu:>6.1%} {found.tokens_per_second:>11,.0f} "
+            f"{found.days:>8.3g}  {found.step.bound}"
+        )
+    if len(lines) == 1:
+        lines = ["no profile fits: use more devices, or larger ones"]
+    return "\n".join([*lines, *rejected, NOT_OFFERED])
+
+
+def next_words(best: Candidate, path: str) -> str:
+    """Say how to run what was written."""
+    assert best.found is not None
+    words = f"--deepspeed_config {path} --micro_batch_size {best.found.subject.micro_batch_size} "
+    words += f"--batch_tokens {best.found.subject.batch_tokens}"
+    words += " --gradient_checkpointing" if best.checkpointing else ""
+    return f"wrote {path}; for pretrain.py: {words}"
+
+
+def to_json(candidates: list[Candidate]) -> list[dict[str, Any]]:
+    """Return the table for `--json`."""
+    from launch.estimate import to_json as figures
+
+    return [
+        {
+            "profile": one.name,
+            "gradient_checkpointing": one.checkpointing,
+            "rejected": one.rejected,
+            "ds_config": one.ds,
+            "figures": None if one.found is None else figures(one.found),
+        }
+        for one in candidates
+    ]

@@ -1,0 +1,170 @@
+"""`python -m launch plan`: the figures of a plan, and what it refuses."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from launch import __main__ as command_line
+from launch import hardware
+from launch.reliability import daly_interval, interruptions
+from tests.launching import ROOT
+
+MODELS = sorted((ROOT / "model_configs").glob("*.json"))
+PLACES = {"8 x H100": ("H100", 8), "64 x A100": ("A100-80GB", 64)}
+GOLDEN = ROOT / "tests" / "launch" / "golden_plans.json"
+# What a change of transformers may move a little; everything else is equal.
+TRACED = ("memory", "activations", "micro_batch_size")
+
+
+def plan(*words):
+    """Run the command in this process and return what it printed."""
+    return command_line.main(["plan", *map(str, words)])
+
+
+def plan_json(capsys, *words):
+    assert plan("--json", *words) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def golden_words(model, place):
+    name, devices = PLACES[place]
+    words = ["--model_config", model, "--hardware", name, "--devices", devices]
+    return [*words, "--deepspeed_config", ROOT / "ds_configs" / "zero2.json"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_plans_are_those_of_the_golden_table(model, place, capsys):
+    found = plan_json(capsys, *golden_words(model, place))
+    golden = json.loads(GOLDEN.read_text())[f"{model.stem}, {place}"]
+    for key in golden:
+        if isinstance(golden[key], (int, float)):
+            assert found[key] == pytest.approx(golden[key], rel=1e-6), key
+        elif key in TRACED:
+            assert found[key] == pytest.approx(golden[key], rel=0.02), key
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_parameters_are_those_of_the_real_class(model, capsys):
+    import torch
+
+    found = plan_json(capsys, *golden_words(model, "8 x H100"))
+    config = AutoConfig.for_model(**json.loads(model.read_text()))
+    small = found["parameters"] < 200e6
+    with torch.device("cpu" if small else "meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    assert found["parameters"] == sum(one.numel() for one in real.parameters())
+
+
+def test_a_plan_takes_seconds_in_a_process_of_its_own():
+    words = golden_words(ROOT / "model_configs" / "llama-7b.json", "64 x A100")
+    result = subprocess.run(
+        [sys.executable, "-m", "launch", "plan", *map(str, words)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for said in (
+        "6,738,415,616 parameters", "FLOPs per token", "gradients", "fp32 master weights",
+        "ZeRO buckets", "logits and loss", "host memory", "tokens per second", "device-hours",
+        "price", "to be read", "checkpoint", "interruptions", "Young/Daly",
+    ):  # fmt: skip
+        assert said in result.stdout
+
+
+def test_offload_moves_memory_to_the_host_and_takes_time(capsys):
+    words = golden_words(ROOT / "model_configs" / "llama-1.3b.json", "8 x H100")
+    here = plan_json(capsys, *words)
+    words[-1] = ROOT / "ds_configs" / "zero3_offload.json"
+    there = plan_json(capsys, *words)
+    assert here["memory"]["host"] == 0 and there["memory"]["optimizer"] == 0
+    assert there["memory"]["host"] > 10 * here["parameters"] / 8
+    assert there["step_seconds"]["offload"] > 0 and there["days"] > here["days"]
+
+
+def test_only_active_experts_cost_operations(capsys):
+    found = plan_json(
+        capsys, *golden_words(ROOT / "model_configs" / "mixtral-tiny.json", "8 x H100")
+    )
+    assert found["active_parameters"] < found["parameters"]
+    assert found["flops_per_token"] < 6 * found["parameters"]
+
+
+def test_gradient_checkpointing_costs_a_forward_pass(capsys):
+    words = golden_words(ROOT / "model_configs" / "llama-7b.json", "64 x A100")
+    plain = plan_json(capsys, *words)
+    again = plan_json(capsys, *words, "--gradient_checkpointing")
+    ratio = again["hardware_flops_per_token"] / plain["hardware_flops_per_token"]
+    assert 1.30 < ratio < 4 / 3
+    assert again["activations"] == pytest.approx(
+        {
+            key: value * again["micro_batch_size"] / plain["micro_batch_size"]
+            for key, value in plain["activations"].items()
+        }
+    )
+
+
+def test_figures_of_the_devices_can_be_given(capsys, tmp_path):
+    words = golden_words(ROOT / "model_configs" / "llama-160m.json", "8 x H100")
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"devices": {"ours": {"like": "H100", "price_per_hour": 1}}}))
+    usual = plan_json(capsys, *words)
+    words[3] = own
+    cheap = plan_json(capsys, *words)
+    assert cheap["price"] == pytest.approx(usual["price"] / 2.99)
+    dear = plan_json(capsys, *words, "--price_per_hour", 10)
+    assert dear["price"] == pytest.approx(10 * cheap["price"])
+    fixed = plan_json(capsys, *words, "--mfu", 0.25)
+    assert fixed["mfu"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hardware", "H1000"], "no such device"),
+        (["--devices", "12"], "must be a multiple of --devices_per_node 8"),
+        (["--micro_batch_size", "0"], "must be at least 1"),
+        (["--write", "ds.json"], "is for --search"),
+        (["--hardware", "V100"], "bf16 is asked for"),
+        (["--batch_tokens", "1000"], "must be a multiple of --seq_len"),
+    ],
+)
+def test_refusals_name_the_flag_and_the_fix(words, said, capsys):
+    model = ROOT / "model_configs" / "tiny.json"
+    ds = ROOT / "ds_configs" / "zero2.json"
+    assert plan("--model_config", model, "--deepspeed_config", ds, *words) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+def test_every_device_has_sources_and_a_dated_price():
+    devices = hardware.devices_of(hardware.FILE)
+    assert {"A100-40GB", "A100-80GB", "H100", "H200", "B200", "A10G", "L4", "MI300X", "V100"} <= (
+        set(devices)
+    )
+    for one in devices.values():
+        assert one.source and one.price_source and one.price_date
+    assert hardware.recognise("NVIDIA H100 80GB HBM3").name == "H100"
+    assert hardware.recognise("NVIDIA A100-SXM4-40GB").name == "A100-40GB"
+    assert hardware.recognise("a CPU") is None
+
+
+def test_the_interval_of_checkpoints_loses_least():
+    """Daly's interval against a search over the exact expected time (Daly 2006, equation 20)."""
+    stall, mean = 60.0, 24 * 3600.0
+
+    def wall(interval):
+        return mean * (math.exp((interval + stall) / mean) - 1) / interval
+
+    best = min(range(100, 20_000, 10), key=wall)
+    assert daly_interval(stall, mean) == pytest.approx(best, rel=0.01)
+
+
+def test_interruptions_are_those_of_llama_3():
+    rate = hardware.assumed()["failures_per_device_hour"]
+    found = interruptions(54 * 86400, 16_384, rate, 10, 60, 600)
+    assert found.expected == pytest.approx(466, rel=0.01)
+    assert found.mean_seconds == pytest.approx(54 * 86400 / 466, rel=0.01)

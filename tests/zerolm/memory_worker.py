@@ -1,0 +1,72 @@
+"""One rank: builds DeepSpeed engines in turn, trains two steps, and counts what each one keeps.
+
+Writes `{name: {component: bytes}}` of rank 0 to the file it is given, at the fullest moment: after
+a micro-batch of the second step, when the optimizer has its states.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch._dynamo  # before zero.Init, as in pretrain.py
+from torch import distributed
+
+from tests.zerolm.memory_cases import MODELS, SEQ_LEN, VOCABULARY, cases
+from zerolm.live_memory import model_state_bytes
+from zerolm.model import build_model
+from zerolm.optimizer import parameter_groups
+
+
+def measure(model_name: str, ds: dict) -> dict[str, int]:
+    """Train two steps and return the most bytes by component."""
+    stage = ds["zero_optimization"]["stage"]
+    precision = torch.bfloat16 if "bf16" in ds else torch.float32
+    model = build_model(
+        MODELS[model_name],
+        seed=0,
+        dtype=precision,
+        zero_stage=stage,
+        ds_config=ds,
+        attn_implementation="sdpa",
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model, 0.1), config=ds
+    )
+    most: dict[str, int] = {}
+    accumulation = ds["gradient_accumulation_steps"]
+    for step in range(2):
+        for micro in range(accumulation):
+            engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
+            ids = torch.randint(0, VOCABULARY, (1, SEQ_LEN))
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            del loss
+            if step == 1:
+                found = model_state_bytes(engine)
+                if sum(found.values()) > sum(most.values()):
+                    most = found
+        engine.step()
+    engine.destroy()
+    return most
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    results = {}
+    for name, model_name, ds in cases(distributed.get_world_size()):
+        results[name] = measure(model_name, ds)
+        gc.collect()
+    if distributed.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.argv = [word for word in sys.argv if not word.startswith("--local_rank")]
+    main()

@@ -1,0 +1,89 @@
+"""Activations: what the meta device counts is what torch saves on the CPU."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerolm import activations, memory
+from zerolm.loss import token_losses
+
+SEQ_LEN, VOCABULARY = 128, 1000
+SIZES = {
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GATED = {"intermediate_size": 224, "num_key_value_heads": 2}
+FAMILIES = {
+    "llama": GATED,
+    "mistral": GATED,
+    "qwen3": {**GATED, "head_dim": 32},
+    "mixtral": {**GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": {"intermediate_size": 384},
+    "gpt2": {"n_positions": 256, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def saved_bytes(config, precision, attention, checkpointing):
+    """Count the tensors that autograd saves of one sequence on the CPU, weights left out."""
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=DTYPES[precision], attn_implementation=attention
+    )
+    model.train().config.use_cache = False
+    if checkpointing:  # the reentrant kind saves through the hooks that count here
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    kept = list(model.parameters())
+    seen = {one.untyped_storage()._cdata for one in kept}
+    total = 0
+
+    def pack(tensor):
+        nonlocal total
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            kept.append(tensor)
+            total += storage.nbytes()
+        return tensor
+
+    ids = torch.randint(0, VOCABULARY, (1, SEQ_LEN))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        losses, _ = token_losses(model, {"input_ids": ids, "targets": ids})
+    assert losses.requires_grad
+    return total
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_bytes_are_those_of_torch(family, precision):
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    for attention in ("sdpa", "eager"):
+        traced = activations.trace(config, SEQ_LEN, precision, eager=attention == "eager")
+        for checkpointing in (False, True):
+            counted = saved_bytes(config, precision, attention, checkpointing)
+            error = traced.saved(checkpointing) / counted - 1
+            print(f"{family} {precision} {attention} {checkpointing}: {counted}, {error:+.2%}")
+            assert abs(error) < 0.10
+
+
+def test_what_cannot_be_traced_is_estimated(monkeypatch):
+    config = AutoConfig.for_model("llama", **SIZES, **GATED)
+    exact = memory.activation_bytes(config, SEQ_LEN, "bf16", False)
+
+    def fails(*words, **more):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(activations, "trace", fails)
+    assert memory.activation_bytes(config, SEQ_LEN, "bf16", False) == pytest.approx(exact, rel=0.3)
+
+
+def test_tracing_leaves_transformers_as_it_was():
+    from transformers.integrations import moe
+
+    before = moe._grouped_mm
+    config = AutoConfig.for_model("mixtral", **SIZES, **FAMILIES["mixtral"])
+    activations.trace(config, SEQ_LEN, "fp32", eager=False)
+    assert moe._grouped_mm is before and config._attn_implementation != activations.FUSED

@@ -1,0 +1,82 @@
+"""Memory: what is predicted is what DeepSpeed's engines really keep, counted tensor by tensor."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launching import LAUNCH_SECONDS, ROOT, environment, free_port, kill_session
+from tests.zerolm.memory_cases import MODELS, cases, config
+from zerolm import memory
+from zerolm.architecture import num_parameters, parameter_shapes
+
+COMPONENTS = ("weights", "gradients", "optimizer", "master")
+
+
+def measured(world_size, directory):
+    """Build the engines on so many ranks, through the real launcher."""
+    output = directory / "measured.json"
+    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world_size)]
+    words += ["--master_port", str(free_port()), "--module", "tests.zerolm.memory_worker"]
+    process = subprocess.Popen(
+        [*words, str(output)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=LAUNCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_session(process.pid)
+        raise AssertionError("no end of the engines") from None
+    assert process.returncode == 0, said[-4000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_model_states_are_predicted_within_one_percent(world_size, tmp_path):
+    found = measured(world_size, tmp_path)
+    wrong, shapes = [], {name: parameter_shapes(one) for name, one in MODELS.items()}
+    for name, model, ds in cases(world_size):
+        states = memory.model_states(shapes[model], ds, world_size)
+        counted = sum(found[name][component] for component in COMPONENTS)
+        predicted = states.device + states.host
+        print(f"{world_size} rank(s), {name}: {counted} counted, {predicted / counted - 1:+.2%}")
+        if abs(predicted / counted - 1) > 0.01:
+            wrong.append((name, found[name], predicted))
+        for component in ("optimizer", "master"):
+            each = getattr(states, component) + getattr(states, f"host_{component}")
+            assert each == pytest.approx(found[name][component], rel=0.01), (name, component)
+    assert not wrong and len(found) == len(list(cases(world_size)))
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_model_states_are_those_of_the_zero_paper(stage, gigabytes):
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 devices."""
+    shapes = {"weights": (7_500_000_000 // 64, 64)}
+    ds = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True}}
+    states = memory.model_states(shapes, ds, 64)
+    assert states.device / 1e9 == pytest.approx(gigabytes, rel=0.01) and states.host == 0
+
+
+def test_offload_leaves_only_the_weights_on_the_device():
+    shapes = parameter_shapes(MODELS["llama"])
+    total = num_parameters(shapes)
+    kept = memory.model_states(shapes, config(2, "optimizer", "bf16+fp32", 2, 2), 2)
+    assert kept.device == 2 * total and kept.host > 6 * total
+    gone = memory.model_states(shapes, config(3, "both", "bf16+fp32", 2, 2), 2)
+    assert gone.device < 0.01 * total
+
+
+def test_buckets_are_never_larger_than_what_they_hold():
+    shapes = {"weights": (1000, 10)}
+    ds = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}}
+    assert memory.buffer_bytes(shapes, ds) == (20_000, 0)
+    assert memory.buffer_bytes(shapes, {**ds, "zero_optimization": {"stage": 3}}) == (
+        20_000,
+        20_000,
+    )

@@ -1,0 +1,204 @@
+"""What a micro-batch keeps for its backward pass: the real class, traced on the meta device.
+
+The model runs forward without memory, and each tensor that autograd saves is counted once, by the
+layer that saves it. So it holds for every architecture, and follows the class as it changes. What
+a fused attention kernel saves is counted as FlashAttention's. Knows nothing of ZeRO or devices.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+FUSED = "zerolm_fused_on_meta"
+LOGIT_GRADIENT_BYTES = 8  # float32 gradients of the log-probabilities and of the logits, at once
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one sequence keeps in a forward pass; all grow with the sequences of a batch.
+
+    Attributes:
+        layers: inside the layers that gradient checkpointing covers.
+        largest_layer: of one of them, which it computes again.
+        inputs: of these layers, which is what it keeps of them.
+        outside: of embeddings, the last norm and the output head.
+        loss: what the cross-entropy keeps, float32 log-probabilities.
+        loss_peak: what its backward pass needs beside, before anything else is given back.
+    """
+
+    layers: int
+    largest_layer: int
+    inputs: int
+    outside: int
+    loss: int
+    loss_peak: int
+
+    def saved(self, checkpointing: bool) -> int:
+        """Return what is kept between the forward and the backward pass."""
+        return (self.inputs if checkpointing else self.layers) + self.outside + self.loss
+
+    def peak(self, checkpointing: bool) -> int:
+        """Return the most that is there at once: as the backward pass begins, or in a layer.
+
+        With checkpointing the layer that is computed again comes after the logits are gone.
+        """
+        base = self.inputs if checkpointing else self.layers
+        again = self.largest_layer if checkpointing else 0
+        return base + self.outside + max(self.loss + self.loss_peak, again)
+
+
+def trace(config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bool) -> Activations:
+    """Trace the forward pass and the loss of one sequence on the meta device.
+
+    Args:
+        precision: of the weights: `fp32`, `bf16` or `fp16`.
+        eager: attention that keeps all its scores, instead of a fused kernel.
+
+    Raises:
+        ConfigError: the class cannot be built from these values.
+        Exception: of any kind, where a class computes with values that are not there.
+    """
+    kind: Any = type(config)
+    return _trace(config.to_json_string(), kind, seq_len, precision, eager)
+
+
+@lru_cache(maxsize=64)
+def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> Activations:
+    import json
+
+    import torch
+
+    from zerolm.architecture import meta_model
+    from zerolm.loss import token_losses
+
+    model = meta_model(kind.from_dict(json.loads(text)))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    _cast(model, dtype)
+    model.train()
+    model.config.use_cache = False
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False  # that loss cannot read the mask below
+    ids = torch.empty((1, seq_len), dtype=torch.long, device="meta")
+    # With a mask of our own transformers does not look at values to make one.
+    batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
+    with _kernels(model, eager), _Counter(model) as counter:
+        losses, _ = token_losses(model, batch)
+    del losses
+    vocabulary = model.config.get_text_config().vocab_size
+    loss = 4 * vocabulary * seq_len
+    return Activations(
+        layers=sum(counter.layers),
+        largest_layer=max(counter.layers, default=0),
+        inputs=sum(counter.inputs),
+        outside=max(0, counter.outside - loss),
+        loss=loss,
+        loss_peak=LOGIT_GRADIENT_BYTES * vocabulary * seq_len,
+    )
+
+
+def _cast(model: "PreTrainedModel", dtype: "torch.dtype") -> None:
+    """Cast the parameters, and leave float32 buffers as `model.build_model` does."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+class _Counter:
+    """Counts what autograd saves, each storage once, weights left out."""
+
+    def __init__(self, model: "PreTrainedModel"):
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.layers: list[int] = []
+        self.inputs: list[int] = []
+        self.outside = 0
+        self._inside = False
+        self._kept: list[Any] = list(model.parameters())  # holds them: no address is used again
+        self._seen = {one.untyped_storage()._cdata for one in self._kept}
+        self._handles: list[Any] = []
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                self._handles += [before, module.register_forward_hook(self._leave)]
+
+    def __enter__(self) -> "_Counter":
+        import torch
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def _pack(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._kept.append(tensor)
+            if self._inside:
+                self.layers[-1] += storage.nbytes()
+            else:
+                self.outside += storage.nbytes()
+        return tensor
+
+    def _enter(self, module: Any, words: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = next(one for one in (*words, *named.values()) if hasattr(one, "untyped_storage"))
+        self.inputs.append(hidden.numel() * hidden.element_size())
+        self.layers.append(0)
+        self._inside = True
+
+    def _leave(self, module: Any, words: Any, output: Any) -> None:
+        self._inside = False
+
+
+@contextmanager
+def _kernels(model: "PreTrainedModel", eager: bool) -> Iterator[None]:
+    """Let fused kernels save on the meta device what they save elsewhere, and compute nothing."""
+    import torch
+    from transformers.integrations import moe
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    class Attention(torch.autograd.Function):
+        """FlashAttention (Dao et al. 2022, arXiv 2205.14135): inputs, output, sums of the rows."""
+
+        @staticmethod
+        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+            batch, heads, length, _ = query.shape
+            output = query.new_empty(batch, length, heads, value.shape[-1])
+            rows = query.new_empty(batch, heads, length, dtype=torch.float32)
+            ctx.save_for_backward(query, key, value, output, rows)
+            return output
+
+    class GroupedProduct(torch.autograd.Function):
+        """The experts' matrix product, whose own meta version knows bf16 only."""
+
+        @staticmethod
+        def forward(ctx: Any, tokens: Any, weight: Any, offsets: Any) -> Any:
+            ctx.save_for_backward(tokens, weight, offsets)
+            return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any
+    ) -> tuple[Any, None]:
+        return Attention.apply(query, key, value), None
+
+    ALL_ATTENTION_FUNCTIONS.register(FUSED, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED, lambda *words, **more: None)
+    model.config._attn_implementation = "eager" if eager else FUSED
+    product = getattr(moe, "_grouped_mm", None)
+    try:
+        if product is not None:
+            moe._grouped_mm = lambda input, weight, offs: GroupedProduct.apply(input, weight, offs)
+        yield
+    finally:
+        if product is not None:
+            moe._grouped_mm = product

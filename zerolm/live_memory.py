@@ -1,0 +1,96 @@
+"""What a rank's model states really take: the live tensors of an engine, counted by what they are.
+
+For `python -m launch plan --probe` and the tests of memory.py. With `ZEROLM_MEMORY_PROBE` naming a
+directory, pretrain.py writes one file a rank there, each step before its optimizer step, when the
+whole gradient is there. Nothing else changes. Read from DeepSpeed 0.19.8's own attributes.
+"""
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerolm.files import write_json
+
+VARIABLE = "ZEROLM_MEMORY_PROBE"
+GRADIENTS = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
+GRADIENT_BUFFERS = ("grad_partitions_flat_buffer",)
+WEIGHT_COPIES = "param_buffer_of_bit16_for_cpu_offload_groups"  # on the way back to the device
+BUFFERS = (
+    "ipg_buckets",
+    "temp_grad_buffer_for_cpu_offload",
+    "temp_grad_buffer_for_gpu_offload",
+    "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer",
+)
+MASTERS = (
+    "single_partition_of_fp32_groups",
+    "fp32_partitioned_groups_flat",
+    "fp32_groups_flat_partition",
+    "fp32_groups_flat",
+    "fp32_groups",
+)
+
+
+def model_state_bytes(engine: Any) -> dict[str, int]:
+    """Count an engine's live tensors: weights, gradients, optimizer, master, buffers and others.
+
+    A storage is counted once, as the first of these that holds it. Host and device together.
+
+    Args:
+        engine: best after a backward pass that ended a step, and after a first optimizer step,
+            which makes the states.
+    """
+    seen: set[int] = set()
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    parameters = list(engine.module.parameters())
+    master = [getattr(optimizer, name, None) for name in MASTERS]
+    gradients = [getattr(optimizer, name, None) for name in (*GRADIENTS, *GRADIENT_BUFFERS)]
+    gradients += [getattr(one, name, None) for one in parameters for name in ("grad", "grad_accum")]
+    gradients += [one.grad for one in _tensors(master)]
+    owned = {
+        "weights": [
+            parameters,
+            [getattr(one, "ds_tensor", None) for one in parameters],
+            getattr(optimizer, WEIGHT_COPIES, None),
+        ],
+        "master": master,
+        "optimizer": [value for state in inner.state.values() for value in state.values()],
+        "gradients": gradients,
+        "buffers": [getattr(optimizer, name, None) for name in BUFFERS],
+        "others": [one for one in gc.get_objects() if type(one) is torch.Tensor],
+    }
+    return {name: sum(_new_bytes(_tensors(what), seen)) for name, what in owned.items()}
+
+
+def record(engine: Any, step: int) -> None:
+    """Write this rank's count to the directory that the environment names, if it names one."""
+    directory = os.environ.get(VARIABLE)
+    if directory:
+        found = {"step": step, **model_state_bytes(engine)}
+        write_json(Path(directory) / f"rank-{engine.global_rank:05d}.json", found)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        for one in value:
+            yield from _tensors(one)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(list(vars(value).values()))
+
+
+def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]:
+    for tensor in tensors:
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and storage.nbytes() > 64:
+            seen.add(storage._cdata)
+            yield storage.nbytes()
