@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
     rank, local_rank, _ = distributed.environment_rank()
     try:
         plan = preflight.check(argv)
+        distributed.meet()
         if plan.settings.check:
             if rank == 0:
                 print(plan.summary())
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             restore.if_lost(run_dir, plan.settings.upload_to)
             candidates(run_dir)  # refuses a run whose checkpoints are all lost
+        distributed.meet()
     except ConfigError as error:
         return distributed.refuse(error, rank, local_rank)
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on

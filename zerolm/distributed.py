@@ -1,18 +1,24 @@
 """What the ranks say to each other. Torch is imported by need: preflight runs before any of it."""
 
 import contextlib
+import json
 import os
 import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from zerolm import machine
 from zerolm.errors import ConfigError
 
 REFUSAL_WAIT_SECONDS = 20
+MEETING_SECONDS = 1800  # torch's own limit for a process group; rank 0 may have a run to restore
+LEAVING_SECONDS = 30
+_meetings: list[Any] = []  # the store of all ranks, and its part for each meeting so far
 
 
 def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -29,8 +35,17 @@ def refuse(error: ConfigError, rank: int, local_rank: int) -> int:
 
     The launcher kills every rank of a host as soon as one has ended, so the first rank ends at once
     and the others wait: what all ranks found is printed once, and what only one found is printed
-    too, a little later.
+    too, a little later. Ranks of other hosts are told, since no launcher would end them.
     """
+    if not isinstance(error, RefusedTogether):
+        try:
+            meet(error.problems)
+        except RefusedTogether as together:
+            error = together
+    if isinstance(error, RefusedTogether):
+        if rank == 0:
+            print(f"pretrain.py: refused, nothing was written.\n{error}", file=sys.stderr)
+        return error.exit_code
     if rank == 0:
         print(f"pretrain.py: refused, nothing was written.\n{error}", file=sys.stderr, flush=True)
     else:
@@ -38,6 +53,67 @@ def refuse(error: ConfigError, rank: int, local_rank: int) -> int:
         where = f"rank {rank} on {socket.gethostname()}"
         print(f"pretrain.py: refused, {where}.\n{error}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+class RefusedTogether(ConfigError):
+    """What any rank of any host refuses. Raised on every rank."""
+
+
+def meet(problems: Sequence[str] = ()) -> None:
+    """Wait for the ranks of all hosts, and end together if one of them refuses to go on.
+
+    A rank that ended alone would leave those of other hosts waiting for it: a launcher ends only
+    the ranks of its own host. Every rank must call, equally often; on one host nothing is done. The
+    process group is made over the same store, so that its port is never given up in between.
+
+    Args:
+        problems: what this rank refuses.
+
+    Raises:
+        RefusedTogether: on every rank, if any has problems or does not come.
+    """
+    rank, _, world_size = environment_rank()
+    if not _meetings and machine.num_hosts(os.environ) == 1:
+        return
+    import torch
+
+    if not _meetings:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        first = torch.distributed.TCPStore(
+            address, port, is_master=rank == 0, wait_for_workers=False,
+            timeout=timedelta(seconds=MEETING_SECONDS),
+        )  # fmt: skip
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch: there is a store, join it
+        _meetings.append(first)
+    store = torch.distributed.PrefixStore(f"meeting {len(_meetings)}", _meetings[0])
+    _meetings.append(store)
+    if problems:
+        number = store.add("refused", 1)
+        store.set(f"refused {number}", json.dumps([socket.gethostname(), *problems]))
+    if store.add("arrived", 1) == world_size:
+        store.set("all are here", "")
+    try:
+        store.wait(["all are here"])
+    except RuntimeError:
+        raise RefusedTogether(
+            f"only {store.add('arrived', 0)} of {world_size} ranks began within "
+            f"{MEETING_SECONDS // 60} minutes. See what the hosts say: python -m launch doctor."
+        ) from None
+    found: dict[str, list[str]] = {}
+    for number in range(1, store.add("refused", 0) + 1):
+        host, *lines = json.loads(store.get(f"refused {number}"))
+        for line in lines:
+            found.setdefault(line, []).append(host)
+    if not found:
+        return
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while store.add("left", int(rank != 0)) < world_size - 1 and rank == 0:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)  # the store goes with rank 0
+    raise RefusedTogether(
+        [f"{line} (on {', '.join(dict.fromkeys(hosts))})" for line, hosts in found.items()]
+    )
 
 
 def start() -> tuple[int, int, Any]:

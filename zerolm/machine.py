@@ -158,6 +158,13 @@ def num_nodes(environment: Mapping[str, str]) -> int | None:
     return None
 
 
+def num_hosts(environment: Mapping[str, str]) -> int:
+    """Return on how many hosts ranks find each other by themselves, 1 where an agent does that."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True":
+        return 1
+    return (num_nodes(environment) or 1) if "MASTER_ADDR" in environment else 1
+
+
 def _commands() -> list[list[str]]:
     """Return the command lines of the processes that can be seen, none where there is no /proc."""
     commands = []

@@ -8,6 +8,7 @@ rest, and nothing else can be hit. Needs root, iproute2, openssh-server and pdsh
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -87,6 +88,15 @@ class Hosts:
             env=variables, cwd=self.directory, stdout=open(log, "wb"), stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+
+    def on_node1(self, command: list[str]) -> list[str]:
+        """Return a command that runs another one on node1 itself, over ssh, with the same files."""
+        names = ("PDSH_RCMD_TYPE", "PDSH_SSH_ARGS_APPEND", "DS_ENV_FILE", "PYTHONPATH", "PATH")
+        exports = "".join(f"export {name}='${name}'; " for name in names)
+        ssh = (
+            f'ssh $PDSH_SSH_ARGS_APPEND node1 "{exports}cd {self.directory}; {shlex.join(command)}"'
+        )
+        return ["sh", "-c", ssh]
 
     def run(self, log: Path, *arguments: object, timeout: float = 240, **more: str) -> int:
         """Run `pretrain.py` on both hosts to its end; return the launcher's exit code."""
