@@ -80,11 +80,14 @@ class Estimate:
     interval_steps: int
 
 
-def estimate(subject: Subject, assumed: Assumptions, mfu: float | None = None) -> Estimate:
+def estimate(
+    subject: Subject, assumed: Assumptions, mfu: float | None = None, memory_ratio: float = 1.0
+) -> Estimate:
     """Compute the figures of a plan.
 
     Args:
         mfu: as for `step_time`.
+        memory_ratio: measured memory over predicted, of a probe.
     """
     step = step_time(subject, mfu)
     settings, hardware, model = subject.settings, subject.hardware, subject.model
@@ -122,7 +125,7 @@ def estimate(subject: Subject, assumed: Assumptions, mfu: float | None = None) -
     return Estimate(
         subject=subject,
         hardware_flops_per_token=subject.flops_per_token + again,
-        memory=device_memory(subject),
+        memory=device_memory(subject, memory_ratio),
         activations={
             "with_checkpointing": micro * each.peak(True),
             "without_checkpointing": micro * each.peak(False),
@@ -144,8 +147,8 @@ def estimate(subject: Subject, assumed: Assumptions, mfu: float | None = None) -
     )
 
 
-def device_memory(subject: Subject) -> DeviceMemory:
-    """Return the bytes of one device, and of its share of its host."""
+def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
+    """Return the bytes of one device, and of its share of its host, times a measured ratio."""
     model, hardware, settings = subject.model, subject.hardware, subject.settings
     states = memory.model_states(model.shapes, subject.ds, subject.devices)
     buckets, gathered = memory.buffer_bytes(model.shapes, subject.ds)
@@ -158,18 +161,21 @@ def device_memory(subject: Subject) -> DeviceMemory:
     peak = subject.micro_batch_size * each.peak(settings.gradient_checkpointing)
     loss = subject.micro_batch_size * (each.loss + each.loss_peak)
     loss = min(loss, peak)
+    held = {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+        "master": states.master,
+        "buckets": buckets,
+        "gathered": gathered,
+        "activations": peak - loss,
+        "loss": loss,
+        "host": states.host,
+    }
     return DeviceMemory(
-        weights=states.weights,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        master=states.master,
-        buckets=buckets,
-        gathered=gathered,
-        activations=peak - loss,
-        loss=loss,
+        **{name: round(size * ratio) for name, size in held.items()},
         margin=int(hardware.memory_bytes * (1 - defaults.MEMORY_SHARE)),
         capacity=int(hardware.memory_bytes),
-        host=states.host,
         host_capacity=int(hardware.host_memory_bytes),
     )
 

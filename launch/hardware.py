@@ -137,8 +137,12 @@ def assumed() -> dict[str, Any]:
 
 def recognise(device_name: str) -> Hardware | None:
     """Return the device by the name that its driver gives it, None where it is not known."""
-    found = [one for one in devices_of(FILE).values() if re.search(one.match, device_name)]
-    return max(found, key=lambda one: len(one.match), default=None)
+    found = [
+        (len(match[0]), one)
+        for one in devices_of(FILE).values()
+        if (match := re.search(one.match, device_name))
+    ]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _is_figure(value: Any) -> bool:

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch.flag_types import count
+from launch.flag_types import count, duration
 from zerolm.errors import ConfigError
-from zerolm.values import parse_number, shown_bytes
+from zerolm.values import parse_number
 
 if TYPE_CHECKING:
-    from launch.estimate import Assumptions, Estimate
+    from launch.estimate import Assumptions
     from launch.hardware import Hardware
 
 # Flags that mean what they mean to pretrain.py, and are read by the same code.
@@ -91,6 +91,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group.add_argument(
         "--write", metavar="FILE", help="with --search: the DeepSpeed JSON of the best one"
     )
+    group.add_argument(
+        "--probe", action="store_true",
+        help="run three real steps here first, compare, and plan with what was measured",
+    )  # fmt: skip
+    group.add_argument(
+        "--probe_ranks", metavar="N", type=count, help="(default: this machine's devices)"
+    )
+    group.add_argument(
+        "--probe_timeout", metavar="DURATION", type=duration, default=1800.0,
+        help="(default: 30m)",
+    )  # fmt: skip
+    group.add_argument(
+        "--budget", metavar="FLOPS|MONEY|DAYS",
+        help="what to train for 1e22 operations, $50000 or 14d of the devices: size and tokens",
+    )  # fmt: skip
+    group.add_argument(
+        "--published", action="store_true",
+        help="what would have been predicted of published runs (docs/published_runs.md)",
+    )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -102,11 +121,17 @@ def run(arguments: argparse.Namespace, command: Sequence[str] = ()) -> int:
     """
     if arguments.write and not arguments.search:
         raise ConfigError("command line: --write, is for --search. Add it, or remove this.")
+    if arguments.published:
+        return _published()
+    if arguments.budget:
+        return _budget(arguments)
     if not arguments.model_config:
         raise ConfigError("command line: --model_config: missing, name a config.json.")
     logging.disable(logging.WARNING)  # DeepSpeed warns that it finds no accelerator
     try:
-        return _search(arguments) if arguments.search else _plan(arguments)
+        if arguments.search:
+            return _search(arguments)
+        return _probe(arguments) if arguments.probe else _plan(arguments)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -122,6 +147,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_json(found), indent=2))
     else:
+        from launch.plan_text import as_text
+
         print(as_text(found, arguments.mfu))
     return 0
 
@@ -192,110 +219,39 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
     )
 
 
-def as_text(found: "Estimate", mfu: float | None) -> str:
-    """Return the plan as it is printed."""
-    lines = [*_model_lines(found), ("", ""), *_memory_lines(found), ("", "")]
-    lines += [*_time_lines(found, mfu), ("", ""), *_storage_lines(found)]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in lines)
+# -------------------------------------------------------------------------------------------------
+# A few steps here
 
 
-def _model_lines(found: "Estimate") -> list[tuple[str, str]]:
-    subject = found.subject
-    model, settings = subject.model, subject.settings
-    dense = subject.flops_per_token - subject.attention_flops
-    recomputed = found.hardware_flops_per_token - subject.flops_per_token
-    active = ""
-    if model.num_active_parameters != model.num_parameters:
-        active = f", {model.num_active_parameters:,} of them active for a token"
-    flops = f"{subject.flops_per_token:.4g}: {dense:.4g} of matrices, {subject.attention_flops:.4g}"
-    flops += " of attention" + (f", and {recomputed:.4g} computed again" if recomputed else "")
-    optimizer, weights = subject.offload
-    offload = f", optimizer on {optimizer}" if optimizer != "none" else ""
-    offload += f", weights on {weights}" if weights != "none" else ""
-    again = ", gradient checkpointing" if settings.gradient_checkpointing else ""
-    return [
-        ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
-        ("FLOPs per token", flops),
-        ("FLOPs of the run", f"{subject.flops_per_token * subject.total_tokens:.4g}"),
-        ("tokens", f"{subject.total_tokens:,}, "
-         f"{subject.total_tokens / model.num_parameters:.3g} per parameter"),
-        ("batch", f"{subject.batch_tokens:,} tokens = {subject.accumulation} x micro-batch "
-         f"{subject.micro_batch_size} x {subject.devices} devices x {subject.seq_len:,}"),
-        ("profile", f"ZeRO-{subject.stage}, {subject.precision}{offload}{again}"),
-        ("devices", f"{subject.devices} x {subject.hardware.name} on {subject.num_nodes} host(s)"),
-    ]  # fmt: skip
+def _probe(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
 
+    from launch import hardware, probing
+    from launch.estimate import estimate, to_json
+    from launch.plan_text import as_text
 
-def _memory_lines(found: "Estimate") -> list[tuple[str, str]]:
-    memory = found.memory
-    settings = found.subject.settings
-    other = found.activations[
-        "without_checkpointing" if settings.gradient_checkpointing else "with_checkpointing"
-    ]
-    without = "without" if settings.gradient_checkpointing else "with"
-    over = memory.used + memory.margin - memory.capacity
-    verdict = f"{shown_bytes(memory.capacity)}: fits" if over <= 0 else (
-        f"{shown_bytes(memory.capacity)}: DOES NOT FIT, {shown_bytes(over)} too much"
-    )  # fmt: skip
-    host = f"{shown_bytes(memory.host)} of {shown_bytes(memory.host_capacity)}"
-    if memory.host > memory.host_capacity:
-        host += ": DOES NOT FIT"
-    return [
-        ("memory per device", ""),
-        ("  weights", shown_bytes(memory.weights)),
-        ("  gradients", shown_bytes(memory.gradients)),
-        ("  optimizer states", shown_bytes(memory.optimizer)),
-        ("  fp32 master weights", shown_bytes(memory.master)),
-        ("  ZeRO buckets", shown_bytes(memory.buckets)),
-        ("  gathered and prefetched", shown_bytes(memory.gathered)),
-        ("  activations", f"{shown_bytes(memory.activations)} ({shown_bytes(other)} with the loss "
-         f"{without} gradient checkpointing)"),
-        ("  logits and loss", shown_bytes(memory.loss)),
-        ("  sum", shown_bytes(memory.used)),
-        ("  margin", f"{shown_bytes(memory.margin)} for the context, NCCL and fragmentation"),
-        ("  of", verdict),
-        ("host memory per device", host),
-    ]  # fmt: skip
-
-
-def _time_lines(found: "Estimate", mfu: float | None) -> list[tuple[str, str]]:
-    step, subject = found.step, found.subject
-    if mfu is None:
-        spent = f"{step.compute:.3g} s arithmetic, {step.exposed:.3g} s of {step.communication:.3g}"
-        spent += f" s communication not hidden, {step.offload + step.optimizer:.3g} s optimizer"
-    else:
-        spent = "by --mfu"
-    price = "not known; give --price_per_hour"
-    if found.price is not None:
-        hardware = subject.hardware
-        price = f"${found.price:,.0f} at ${hardware.price_per_hour:g} a device-hour"
-        price += f" ({hardware.price_source}, {hardware.price_date})"
-    return [
-        ("step", f"{step.seconds:.3g} s: {spent}"),
-        ("bound by", step.bound if mfu is None else "--mfu"),
-        ("MFU", f"{found.mfu:.1%}"),
-        ("tokens per second", f"{found.tokens_per_second:,.0f}, "
-         f"{found.tokens_per_second / subject.devices:,.0f} a device"),
-        ("steps", f"{found.steps:,}"),
-        ("days", f"{found.days:.3g} of training, {found.calendar_days:.3g} with interruptions"),
-        ("device-hours", f"{found.device_hours:,.0f}"),
-        ("price", price),
-    ]  # fmt: skip
-
-
-def _storage_lines(found: "Estimate") -> list[tuple[str, str]]:
-    lost = found.interruptions
-    every = f"{lost.interval_seconds / 60:.3g} minutes = --checkpoint_interval "
-    return [
-        ("data", f"{shown_bytes(found.data_bytes_per_second)}/s to be read"),
-        ("checkpoint", f"{shown_bytes(found.checkpoint_bytes)}, training waits "
-         f"{found.stall_seconds:.2g} s, whole after {found.checkpoint_seconds:.3g} s"),
-        ("interruptions", f"{lost.expected:.2g} expected, one in "
-         f"{lost.mean_seconds / 3600:,.3g} hours"),
-        ("save every", f"{every}{found.interval_steps} (Young/Daly); {lost.lost_share:.2%} of the "
-         f"time is lost"),
-    ]  # fmt: skip
+    subject = _subject(arguments)  # what is refused is refused before anything runs
+    settings = settings_of(arguments)
+    name = settings.deepspeed_config or DEFAULT_DS_CONFIG
+    ranks = arguments.probe_ranks or probing.local_ranks()
+    found = probing.probe(subject.model, settings, name, ranks, arguments.probe_timeout)
+    here = hardware.recognise(found.device)
+    same = here is not None and here.name == subject.hardware.name
+    mfu = arguments.mfu or (found.mfu if same else None)
+    planned = estimate(subject, assumptions(arguments), mfu, found.memory_ratio)
+    days = subject.total_tokens / found.tokens_per_second / 86400
+    if arguments.json:
+        ratio = {"memory_ratio": found.memory_ratio, "mfu": found.mfu, "days_here": days}
+        print(json.dumps({"probe": asdict(found) | ratio, "plan": to_json(planned)}, indent=2))
+        return 0
+    print(probing.as_text(found))
+    print(
+        f"these {ranks} device(s) would train {subject.total_tokens:,} tokens in {days:,.3g} days"
+    )
+    time = f"its MFU, {mfu:.1%}" if mfu and same else "our model of time: other devices than here"
+    print(f"\nPlan with {found.memory_ratio:.4f} x the predicted memory, and {time}\n")
+    print(as_text(planned, mfu))
+    return 0
 
 
 # -------------------------------------------------------------------------------------------------
@@ -328,6 +284,33 @@ def _search(arguments: argparse.Namespace) -> int:
         write_json(Path(arguments.write), best.ds)
         if not arguments.json:
             print(search.next_words(best, arguments.write))
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------
+# Which size, and what others found
+
+
+def _published() -> int:
+    from launch import published
+
+    print(published.document())
+    return 0
+
+
+def _budget(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from launch import scaling
+
+    flops, said = scaling.flops_of(
+        arguments.budget, hardware_of(arguments), arguments.devices, arguments.mfu
+    )
+    found = scaling.choices(flops)
+    if arguments.json:
+        print(json.dumps({"flops": flops, "choices": [asdict(one) for one in found]}, indent=2))
+    else:
+        print(f"{said}{scaling.as_text(flops, found)}")
     return 0
 
 

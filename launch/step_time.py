@@ -8,10 +8,17 @@ from dataclasses import dataclass
 
 from launch.subject import Subject
 from zerolm import ds_config, memory
-from zerolm.flops import recomputed_flops_per_token
+from zerolm.flops import BACKWARD_AND_FORWARD, recomputed_flops_per_token
 
 # Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).
 COLLECTIVE_EFFICIENCY = 0.8
+# What the operations of recomputation cost beside as many of the mean kind, and how often each byte
+# that a layer keeps is moved to or from memory in a step: fitted, with `attained`, to 33 benchmarks
+# (docs/published_runs.md, 2026-11-20). The errors are of eleven others.
+RECOMPUTATION_COST = 0.5
+PASSES = 5
+TYPICAL_ERROR, LARGEST_ERROR = 0.04, 0.41  # without sign: median and largest
+WHOLE_RUNS = (1.4, 2.1)  # hours of others' whole runs over those of their arithmetic: middle half
 # Of communication that arithmetic hides, this share still shows: kernels compete for the device.
 CONTENTION = 0.1
 ADAM_BYTES = 28  # of traffic a value: weight, two moments and gradient read; three written
@@ -22,7 +29,8 @@ class StepTime:
     """Seconds of an optimizer step by what they are spent on.
 
     Attributes:
-        compute: matrix products and what goes with them, recomputation included.
+        compute: matrix products, recomputation included.
+        elementwise: norms, activations and the like, which wait for the device's memory.
         communication: all that ranks exchange, were nothing hidden.
         exposed: the part of it that the step waits for.
         offload: moves over the host's link, and the host's optimizer.
@@ -31,6 +39,7 @@ class StepTime:
     """
 
     compute: float
+    elementwise: float
     communication: float
     exposed: float
     offload: float
@@ -38,12 +47,13 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.exposed + self.offload + self.optimizer
+        return self.compute + self.elementwise + self.exposed + self.offload + self.optimizer
 
     @property
     def bound(self) -> str:
         parts = {
             "arithmetic": self.compute,
+            "the device's memory": self.elementwise,
             "communication": self.exposed,
             "offload": self.offload,
             "the optimizer": self.optimizer,
@@ -51,12 +61,15 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
 
-def step_time(subject: Subject, mfu: float | None = None) -> StepTime:
+def step_time(
+    subject: Subject, mfu: float | None = None, kept_bytes: float | None = None
+) -> StepTime:
     """Return the predicted time of a step.
 
     Args:
         mfu: share of the peak, recomputation not counted, that was measured or is believed; the
             model is then not asked.
+        kept_bytes: of activations that the layers keep of a token; None traces the model.
     """
     hardware = subject.hardware
     peak = hardware.peak(ds_config.compute_precision(subject.ds))
@@ -64,11 +77,15 @@ def step_time(subject: Subject, mfu: float | None = None) -> StepTime:
     tokens = subject.batch_tokens / subject.devices
     flops = subject.flops_per_token
     if mfu is not None:
-        return StepTime(tokens * flops / (peak * mfu), 0.0, 0.0, 0.0, 0.0)
+        return StepTime(tokens * flops / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
+    moved = kept_bytes or _kept_bytes(subject)
     if subject.settings.gradient_checkpointing:
         model = subject.model
-        flops += recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
+        again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
+        flops += again * RECOMPUTATION_COST
+        moved *= 1 + RECOMPUTATION_COST / BACKWARD_AND_FORWARD
     compute = tokens * flops / (peak * hardware.attained)
+    elementwise = tokens * moved * PASSES / hardware.memory_bandwidth
     each, once = _exchanged(subject)
     share = subject.model.num_parameters / (subject.devices if subject.stage else 1)
     offload = _offload(subject, share)
@@ -78,8 +95,19 @@ def step_time(subject: Subject, mfu: float | None = None) -> StepTime:
     zero = ds_config.block(subject.ds, "zero_optimization")
     exposed = each
     if zero.get("overlap_comm", subject.stage == 3):
-        exposed = max(0.0, each - compute) + CONTENTION * min(each, compute)
-    return StepTime(compute, each + once, exposed + once, offload, optimizer)
+        hidden = min(each, compute + elementwise)
+        exposed = each - hidden + CONTENTION * hidden
+    return StepTime(compute, elementwise, each + once, exposed + once, offload, optimizer)
+
+
+def _kept_bytes(subject: Subject) -> float:
+    kept = memory.activations_of(
+        subject.model.config,
+        subject.seq_len,
+        subject.precision,
+        eager=subject.settings.attn_implementation == "eager",
+    )
+    return (kept.layers + kept.outside) / subject.seq_len
 
 
 def bus_bandwidth(subject: Subject) -> float:

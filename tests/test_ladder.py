@@ -53,7 +53,8 @@ RUNGS = {
             "all_reduce", "attempt", "collector", "command_words", "findings", "flag_types",
             "forwarded", "host_session", "hosts", "templates",
             # the plan's parts
-            "estimate", "hardware", "reliability", "search", "step_time", "subject",
+            "estimate", "hardware", "plan_text", "probing", "published", "reliability", "scaling",
+            "search", "step_time", "subject",
         )),
     },
 }  # fmt: skip

@@ -111,7 +111,8 @@ def help_of(*words: str) -> str:
 def program_of(words: list[str]) -> tuple[tuple[str, ...], list[str]] | None:
     """Return what prints the help of the command, and the words that the help must explain."""
     if words[:3] == ["python", "-m", "launch"]:
-        return ("-m", "launch", words[3]), words[4 : words.index("--")]
+        end = words.index("--") if "--" in words else len(words)
+        return ("-m", "launch", words[3]), words[4:end]
     if "pretrain.py" in words:
         return ("pretrain.py",), words[words.index("pretrain.py") + 1 :]
     if "launch/multinode.sh" in words:

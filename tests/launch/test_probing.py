@@ -1,0 +1,47 @@
+"""`plan --probe`: real steps through the real launcher, beside what was predicted of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import LLAMA, ROOT, environment, write_json
+
+DS = ROOT / "ds_configs" / "zero2.json"
+
+
+def probe(tmp_path, *words, **more):
+    model = write_json(tmp_path / "model.json", {**LLAMA, **more})
+    command = [sys.executable, "-m", "launch", "plan", "--probe", "--model_config", str(model)]
+    command += ["--seq_len", "32", "--micro_batch_size", "2", *words]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_probe_measures_what_was_predicted_and_plans_with_it(tmp_path):
+    result = probe(tmp_path, "--deepspeed_config", str(DS), "--probe_ranks", "2", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    measured = found["probe"]
+    for name, predicted in measured["predicted"].items():
+        assert predicted == pytest.approx(measured["counted"][name], rel=0.01), name
+    assert measured["predicted_checkpoint_bytes"] == pytest.approx(
+        measured["checkpoint_bytes"], rel=0.25
+    )
+    assert measured["step_seconds"] > 0 and measured["ranks"] == 2
+    assert measured["memory_ratio"] == pytest.approx(1, rel=0.01)
+    assert found["plan"]["hardware"] == "H100" and found["plan"]["memory"]["fits"]
+    assert not list(Path(tmp_path).glob("zerolm-probe-*"))
+
+
+def test_a_probe_that_fails_says_what_the_run_said(tmp_path):
+    result = probe(tmp_path, "--deepspeed_config", str(DS), num_attention_heads=5)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr

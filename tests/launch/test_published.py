@@ -1,0 +1,62 @@
+"""`plan --published`: the table in docs/ is what the command prints, and the errors are as said."""
+
+from statistics import median
+
+import pytest
+
+from launch import hardware, published, step_time
+from tests.launching import ROOT
+from zerolm.flops import peak_flops_per_second
+
+
+def test_the_table_in_docs_is_what_the_command_prints():
+    text = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
+    assert text == published.document() + "\n"
+
+
+def test_published_operations_come_out():
+    found = {row.name: row for row in published.runs()}
+    assert found["Llama 2 7B"].flops == pytest.approx(8.4e22, rel=0.05)
+    assert found["Llama 3.1 405B"].flops == pytest.approx(3.8e25, rel=0.01)
+    for row in found.values():
+        assert row.flops_error is None or abs(row.flops_error) < 0.05
+        assert row.flops < row.all_flops < 1.25 * row.flops
+
+
+def test_parameters_are_the_published_ones():
+    """Model cards and papers: 6.74B, 13.0B, 69.0B, 8.03B, 70.6B, 405B, 176.2B."""
+    found = {row.name: row.parameters for row in published.runs()}
+    assert found["Llama 2 7B"] == 6_738_415_616
+    assert found["Llama 3 8B"] == 8_030_261_248
+    assert found["Llama 3.1 405B"] == 405_853_388_800
+    assert found["BLOOM 176B"] == 176_247_271_424
+
+
+def test_errors_of_the_model_of_time_are_as_it_says():
+    rows = [row for row in published.benchmarks() if not row.entry["fitted"]]
+    errors = [abs(row.error) for row in rows]
+    assert median(errors) <= step_time.TYPICAL_ERROR + 0.005
+    assert max(errors) <= step_time.LARGEST_ERROR + 0.005
+    times = sorted(row.times for row in published.runs() if row.times)
+    quarter = len(times) // 4
+    middle = (round(times[quarter], 1), round(times[-1 - quarter], 1))
+    assert middle == step_time.WHOLE_RUNS
+
+
+def test_peaks_are_those_that_a_run_measures_itself_by():
+    names = {
+        "A100-80GB": "NVIDIA A100-SXM4-80GB",
+        "H100": "NVIDIA H100 80GB HBM3",
+        "H100-PCIe": "NVIDIA H100 PCIe",
+        "H200": "NVIDIA H200",
+        "B200": "NVIDIA B200",
+        "A10G": "NVIDIA A10G",
+        "L4": "NVIDIA L4",
+        "MI300X": "AMD Instinct MI300X",
+        "V100": "Tesla V100-SXM2-32GB",
+    }
+    devices = hardware.devices_of(hardware.FILE)
+    for key, name in names.items():
+        assert hardware.recognise(name) == devices[key]
+        for precision in ("bf16", "fp16", "fp32"):
+            assert peak_flops_per_second(name, precision) == devices[key].peak(precision)

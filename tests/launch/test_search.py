@@ -1,0 +1,85 @@
+"""`plan --search`: what fits, what is fastest, why not the rest; and the written profile runs."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch import __main__ as command_line
+from tests.launching import ROOT, environment, write_shards
+from zerolm.settings import parse_settings
+
+LLAMA_7B = ROOT / "model_configs" / "llama-7b.json"
+
+
+def search(capsys, *words):
+    code = command_line.main(["plan", "--search", "--json", *map(str, words)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_what_does_not_fit_is_rejected_with_its_reason(capsys):
+    """7B parameters: 16 bytes each do not fit one device, an eighth of them does."""
+    _, found = search(capsys, "--model_config", LLAMA_7B, "--devices", 8)
+    fitting = [one for one in found if one["rejected"] is None]
+    rejected = {one["profile"]: one["rejected"] for one in found if one["rejected"]}
+    assert fitting == found[: len(fitting)], "the usable ones are first"
+    assert "too much on the device" in rejected["ZeRO-1"] and "gradients" in rejected["ZeRO-1"]
+    assert all(one["figures"]["memory"]["fits"] for one in fitting)
+    assert all(not one["figures"]["memory"]["fits"] for one in found[len(fitting) :])
+    seconds = [one["figures"]["step_seconds"]["total"] for one in fitting]
+    for before, after in itertools.pairwise(seconds):
+        assert before < 1.05 * after, "fastest first, but for what we cannot tell apart"
+    batches = {one["figures"]["batch_tokens"] for one in found}
+    assert len(batches) == 1, "every profile trains the same batch"
+
+
+def test_one_device_needs_its_host(capsys):
+    code, found = search(capsys, "--model_config", LLAMA_7B, "--devices", 1)
+    fitting = [one["profile"] for one in found if one["rejected"] is None]
+    assert code == 0 and fitting and all("on the host" in name for name in fitting)
+    words = ["--model_config", LLAMA_7B, "--devices", 1, "--host_memory_bytes", "16e9"]
+    code, found = search(capsys, *words)
+    assert code == 2 and all(one["rejected"] for one in found)
+    assert any("on the host, a device's share" in one["rejected"] for one in found)
+
+
+def test_a_device_without_bf16_gets_fp16(capsys):
+    tiny = ROOT / "model_configs" / "tiny.json"
+    _, found = search(capsys, "--model_config", tiny, "--hardware", "V100")
+    assert found[0]["ds_config"]["fp16"] == {"enabled": True}
+    assert found[0]["figures"]["precision"] == "fp16"
+
+
+@pytest.mark.parametrize("devices", [8, 1])
+def test_pretrain_accepts_the_profile_that_is_written(devices, tmp_path, capsys):
+    model = ROOT / "model_configs" / "llama-1.3b.json"
+    ds = tmp_path / "best.json"
+    words = ["--model_config", str(model), "--devices", str(devices), "--write", str(ds)]
+    assert command_line.main(["plan", "--search", *words]) == 0
+    said = capsys.readouterr().out
+    assert "Tensor, pipeline and sequence parallelism are not tried" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("wrote ")]
+    flags = line.partition("for pretrain.py: ")[2].split()
+    assert not parse_settings(flags)[1]
+    data = write_shards(tmp_path / "shards")
+    command = [sys.executable, str(ROOT / "pretrain.py"), "--check", "--world_size", str(devices)]
+    command += ["--model_config", str(model), "--data", str(data), *flags]
+    result = subprocess.run(
+        [*command, "--run_dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        env={**os.environ, **environment()},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_profile_is_not_searched_and_given():
+    tiny = str(ROOT / "model_configs" / "tiny.json")
+    ds = str(ROOT / "ds_configs" / "zero2.json")
+    words = ["--model_config", tiny, "--deepspeed_config", ds]
+    assert command_line.main(["plan", "--search", *words]) == 2
