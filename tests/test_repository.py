@@ -158,3 +158,9 @@ def test_every_flag_in_the_prose_of_the_readme_exists():
     for program in ("train-tokenizer", "tokenize", "verify", "inspect"):
         explained += help_of("-m", "data_prep", program)
     assert not {flag for flag in flags if flag not in explained.replace("-", "_")}
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
