@@ -64,8 +64,15 @@ def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("bf16", "stage"),
+    [
+        pytest.param(False, 2, id="fp32-2", marks=pytest.mark.soak),
+        pytest.param(False, 3, id="fp32-3"),
+        pytest.param(True, 2, id="bf16-2"),
+        pytest.param(True, 3, id="bf16-3", marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_run_continues_in_every_bit(
     tmp_path, llama, corpus, held_out, stage, bf16
 ) -> None:
