@@ -77,10 +77,10 @@ def collect(others: list[processes.Process]) -> None:
         time.sleep(ANSWER_SECONDS)
 
 
-def has_any(path: Path) -> bool:
-    """Tell whether a rank has written stacks."""
+def written_since(path: Path, moment: float) -> bool:
+    """Tell whether a rank has written stacks after `moment`, seconds since the epoch."""
     with contextlib.suppress(OSError):
-        return path.stat().st_size > 0
+        return path.stat().st_size > 0 and path.stat().st_mtime >= moment
     return False
 
 

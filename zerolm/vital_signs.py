@@ -88,4 +88,6 @@ def collectives() -> int | None:
 def from_collective(error: BaseException) -> bool:
     """Tell whether an error came out of a collective: then another rank is its likely cause."""
     frames = traceback.extract_tb(error.__traceback__)
-    return any("torch/distributed/" in frame.filename for frame in frames)
+    # The innermost one: a handler of signals may raise something else while a rank waits.
+    raised_there = bool(frames) and "torch/distributed/" in frames[-1].filename
+    return raised_there or any(name in str(error) for name in ("gloo", "NCCL", "c10d"))

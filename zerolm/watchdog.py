@@ -52,7 +52,7 @@ class Watchdog:
         self.host, self.machine = socket.gethostname(), processes.machine()
         me = processes.look(os.getpid())
         assert me is not None, "this process is in /proc"
-        self.me = me
+        self.me, self.began = me, time.time()
         # A rank without a launcher may outlive the shell that started it.
         self.launcher = os.getppid() if "RANK" in os.environ else None
         self.runner = _deepspeed_runner(self.launcher)
@@ -93,7 +93,8 @@ class Watchdog:
         if vital_signs.from_collective(error) and self.token is not None:
             time.sleep(EXPLAIN_SECONDS)  # the thread ends this process if it finds the cause
         causes = [error, error.__cause__] if error.__cause__ else [error]
-        reason = "; ".join(f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes)
+        lines = [f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes]
+        reason = "; ".join(line.rstrip(". ") for line in lines)
         with self._lock:
             if self.stacks is not None:
                 self.stacks.write("its error", "".join(traceback.format_exception(error)))
@@ -316,7 +317,7 @@ class Watchdog:
             names = ("rank", "host", "pid", "step", "phase", "sequences")
             path = pulse.stacks_path(self.run_dir, rank)
             # A killed rank has left none; one that hangs is asked for them after this.
-            where = str(path) if event == "hang" or stacks.has_any(path) else None
+            where = str(path) if event == "hang" or stacks.written_since(path, self.began) else None
             entries.append({name: known.get(name) for name in names})
             entries[-1] |= {"reason": reason, "stacks": where}
         # A heartbeat may be some steps old; ranks are never more than one step apart.
