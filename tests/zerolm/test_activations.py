@@ -1,7 +1,11 @@
 """Activations: what the meta device counts is what torch saves on the CPU."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm import activations, memory
@@ -67,6 +71,55 @@ def test_saved_bytes_are_those_of_torch(family, precision):
             error = traced.saved(checkpointing) / counted - 1
             print(f"{family} {precision} {attention} {checkpointing}: {counted}, {error:+.2%}")
             assert abs(error) < 0.10
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operators made and that are still there."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known = {one.untyped_storage()._cdata for one in known}
+        self.sizes = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                key = storage._cdata
+                if key not in self.sizes and key not in self.known:
+                    self.sizes[key] = storage.nbytes()
+                    weakref.finalize(storage, self.sizes.pop, key, None)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return result
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("vocabulary", [1000, 20_000])
+def test_the_peak_of_a_micro_batch_is_that_of_its_live_tensors(
+    vocabulary, precision, checkpointing
+):
+    """Forward and backward on the CPU, every storage counted from its making to its end."""
+    config = AutoConfig.for_model("llama", **{**SIZES, **GATED, "vocab_size": vocabulary})
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=DTYPES[precision], attn_implementation="sdpa"
+    )
+    model.train().config.use_cache = False
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)  # gradients are counted elsewhere
+    ids = torch.randint(0, vocabulary, (1, SEQ_LEN))
+    known = [*model.parameters(), *(one.grad for one in model.parameters()), ids]
+    with LiveBytes(known) as live:
+        losses, _ = token_losses(model, {"input_ids": ids, "targets": ids})
+        losses.sum().backward()
+    predicted = activations.trace(config, SEQ_LEN, precision, eager=False).peak(checkpointing)
+    error = predicted / live.peak - 1
+    print(f"{vocabulary} {precision} {checkpointing}: {live.peak} counted, {error:+.2%}")
+    assert abs(error) < 0.05
 
 
 def test_what_cannot_be_traced_is_estimated(monkeypatch):
