@@ -184,6 +184,7 @@ def test_the_same_crash_three_times_ends_in_a_diagnosis(place) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_rank_killed_anywhere_is_named_and_the_run_goes_on_in_every_bit(
     tmp_path_factory, llama, corpus, ds_json, uninterrupted
 ) -> None:
