@@ -39,8 +39,8 @@ from zerolm.files import sha256_file, sync_directory
 from zerolm.snapshot import Cancelled, HostCopy, write_hashed
 from zerolm.values import shown_bytes
 
-# Where all cores compute, a thread of this niceness takes about a tenth of one (CFS weights).
-WRITER_NICENESS = 10
+# Where all cores compute, a thread of this niceness takes about a twentieth of one (CFS weights).
+WRITER_NICENESS = 13
 
 
 @dataclass(frozen=True)
