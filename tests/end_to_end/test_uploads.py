@@ -105,7 +105,8 @@ def test_a_store_that_cannot_be_read_is_refused_and_never_step_zero(
     assert not (tmp_path / "run").exists(), "nothing was written"
 
 
-@pytest.mark.parametrize("mode", ["hang", pytest.param("500", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["hang", "500"])
 def test_endpoints_that_hang_or_answer_500_leave_training_alone(
     tmp_path, llama, corpus, uninterrupted, mode
 ) -> None:

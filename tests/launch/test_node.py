@@ -45,6 +45,7 @@ def end(nodes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
     return [node.returncode for node in nodes], outputs
 
 
+@pytest.mark.soak
 def test_two_nodes_are_one_run_and_a_signal_to_one_saves_on_both(tmp_path):
     corpus = write_shards(tmp_path / "counting")
     run_dir = tmp_path / "run"
