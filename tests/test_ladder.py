@@ -43,6 +43,8 @@ RUNGS = {
             "activations", "live_memory",
             # looking at data
             "excerpts",
+            # export's parts
+            "hub", "model_card", "weight_files",
             # the object store's parts
             "events", "object_store", "tracker", "upload_rules",
             # the watchdog's parts

@@ -4,10 +4,13 @@ import argparse
 import json
 import os
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from zerolm.checkpoint_directory import Checkpoint, newest, problems_of, read
 from zerolm.errors import EXIT_BUG, EXIT_DONE, CheckpointError, ConfigError, ZerolmError
+from zerolm.values import parse_number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,6 +26,15 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), help="default: that of the training"
     )
+    export.add_argument(
+        "--max_shard_size",
+        type=size_bytes,
+        default=None,
+        metavar="SIZE",
+        help="of a safetensors file, as 5GB; memory is about that (default: 5GB)",
+    )
+    export.add_argument("--push", metavar="USER/NAME", help="and send it to the hub, private")
+    export.add_argument("--public", action="store_true", help="with --push: for everybody to see")
     decode = commands.add_parser(
         "decode-batch", help="print the text of a batch, with its sources and documents"
     )
@@ -79,8 +91,7 @@ def main(argv: list[str]) -> int:
         found = whole_checkpoint(arguments.checkpoint)
         print(f"{found.directory}: whole, {len(found.manifest['files'])} files, {found.progress}")
         if arguments.command == "export":
-            write_export(found, arguments.output, arguments.precision)
-            print(f"{arguments.output}: load it with AutoModelForCausalLM.from_pretrained")
+            write_export(found, arguments)
     except ZerolmError as error:
         print(f"zerolm {arguments.command}: {error}", file=sys.stderr)
         return error.exit_code
@@ -134,19 +145,59 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     return found
 
 
-def write_export(found: Checkpoint, output: Path, precision: str | None) -> None:
+def write_export(found: Checkpoint, arguments: argparse.Namespace) -> None:
     """Export with the tokenizer that made the data, as far as run.json and the shards still say."""
-    from zerolm.export import export
+    from zerolm import hub
+    from zerolm.export import MAX_SHARD_BYTES, check_room, export
+    from zerolm.model_card import PICTURE, model_card
+    from zerolm.report import plot_losses
     from zerolm.shards import open_source
 
+    output, run_dir = arguments.output, found.directory.parent.parent
+    check_room(output, 0)
+    if arguments.push:
+        hub.check(arguments.push, arguments.public)
     tokenizer_dir, eos_id = None, None
-    record = found.directory.parent.parent / "run.json"
+    record = run_dir / "run.json"
     if record.is_file():
         entry = json.loads(record.read_text())["settings"]["data"][0]
         data = Path(entry.rsplit("=", 1)[0])
         if (data / "manifest.json").is_file():
             tokenizer_dir, eos_id = data / "tokenizer", open_source(data).eos_id
-    export(found.directory, found.manifest, output, precision, tokenizer_dir, eos_id)
+    if tokenizer_dir is None or not tokenizer_dir.is_dir():
+        print(f"note: {run_dir}: its token shards hold no tokenizer here; the export has none")
+
+    def card(num_parameters: int) -> dict[str, bytes]:
+        files = {}
+        # No metrics beside the checkpoint, no picture.
+        with tempfile.TemporaryDirectory() as directory, suppress(ConfigError):
+            files[PICTURE] = plot_losses([run_dir], Path(directory) / PICTURE).read_bytes()
+        name = arguments.push or output.absolute().name
+        text = model_card(run_dir, found.manifest, name, num_parameters, bool(files))
+        return {**files, "README.md": text.encode()}
+
+    said = export(
+        found.directory,
+        found.manifest,
+        output,
+        arguments.precision,
+        tokenizer_dir,
+        eos_id,
+        card,
+        arguments.max_shard_size or MAX_SHARD_BYTES,
+    )
+    print(f"{output}: {said}")
+    print("load it with AutoModelForCausalLM.from_pretrained")
+    if arguments.push:
+        print(hub.push(output, arguments.push, arguments.public))
+
+
+def size_bytes(text: str) -> int:
+    """Read a size as 5GB, 500MB or a number of bytes."""
+    number = parse_number(text[:-1] if text[-2:-1].isalpha() and text[-1] in "bB" else text)
+    if number < 1 or isinstance(number, float):
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

@@ -28,6 +28,12 @@ def sync_directory(path: str | Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: str | Path) -> None:
+    """Make what was written to a file durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that it is either absent (or as before) or whole, also after a power cut."""
     path = Path(path)

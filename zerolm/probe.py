@@ -4,6 +4,8 @@ The batch is the first window of each training source, the same on every rank an
 ranks. It is measured without dropout and without gradients, so that nothing of training changes;
 every rank measures it whole, so that weights that differ on one rank are seen. Training goes on
 only if each rank comes to the loss that is in the manifest.
+
+Beside it stand some logits of the batch's first tokens, for an export to be compared with.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,6 +21,7 @@ from zerolm.loss import IGNORED, token_losses
 from zerolm.plan import Plan
 
 MOST_SEQUENCES = 8  # of as many sources; a micro-batch costs the same anyway
+LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # at most: they are numbers in a JSON file
 # Largest relative difference after a change of topology or machine, where sums are made in another
 # order or by other kernels: in float32 about 1e-7 for each of them, of which a few dozen follow
 # each other; with 16-bit weights half a unit in the last place of bf16, which every logit may move
@@ -40,15 +43,55 @@ def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Pl
         plan: of the run.
     """
     total, count = 0.0, 0
+    logits: dict[str, Any] = {}
     engine.eval()
     with torch.no_grad():
         for batch in batches:
             losses_BT, _ = token_losses(engine, dict(batch))
             total += float(losses_BT.double().sum())
             count += int((batch["targets"] != IGNORED).sum())
+            logits = logits or some_logits(engine, batch)
     engine.train()
     loss = total / count
-    return {"loss": loss, "loss_hex": loss.hex(), "data": _data(plan), "made_by": _made_by(plan)}
+    return {
+        "loss": loss,
+        "loss_hex": loss.hex(),
+        "data": _data(plan),
+        "made_by": _made_by(plan),
+        "logits": {**logits, "precision": plan.compute_precision},
+    }
+
+
+def some_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the first tokens of a micro-batch, of one document, and some of their logits.
+
+    They go through the model alone, without a mask or positions, as an exported model is used: an
+    export that computes them in the same shape can come to the same bits.
+
+    Args:
+        model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
+        batch: a micro-batch on its device.
+    """
+    ids_T = batch["input_ids"][0, :LOGIT_TOKENS]
+    if "document_ids" in batch:
+        documents_T = batch["document_ids"][0, :LOGIT_TOKENS]
+        ids_T = ids_T[documents_T == documents_T[0]]
+    with torch.compiler.set_stance("force_eager"):  # not another graph for another shape
+        logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+    positions = _spread(len(ids_T), LOGIT_POSITIONS)
+    token_ids = _spread(logits_TV.shape[1], LOGIT_IDS)
+    return {
+        "input_ids": ids_T.tolist(),
+        "positions": positions,
+        "token_ids": token_ids,
+        "values": logits_TV[positions][:, token_ids].tolist(),
+    }
+
+
+def _spread(size: int, count: int) -> list[int]:
+    """Return at most `count` different indices from the first to the last of `size`."""
+    count = min(size, count)
+    return sorted({round(each * (size - 1) / max(count - 1, 1)) for each in range(count)})
 
 
 def check(

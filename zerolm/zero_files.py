@@ -8,7 +8,7 @@ own `zero_to_fp32` does not know.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -79,19 +79,26 @@ def group_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [base["state"].get(number, {}) for number in numbers]
 
 
+def open_shard(path: Path) -> dict[str, Any]:
+    """Return the states in a rank's file, mapped: what is not looked at is not read."""
+    return read_data(path, mapped=True)["optimizer_state_dict"]
+
+
 def copied(
     old: Partitions,
     new: Partitions,
-    files: list[Path],
+    files: Sequence[Path],
     rank: int,
     dtypes: dict[str, torch.dtype],
+    open_file: Callable[[Path], dict[str, Any]] = open_shard,
 ) -> list[dict[str, torch.Tensor]]:
     """Return a rank's part of each group: the masters, and each state that has their size.
 
     Args:
         old: how `files` are cut.
-        new: how the result is.
+        new: how the result is; may have some of the parameters only.
         dtypes: of what is wanted: `MASTER`, and names of the optimizer's states.
+        open_file: `open_shard`, or one that keeps some of them open.
 
     One shard is open at a time, and of it only the pages that are copied are in memory.
     """
@@ -99,7 +106,7 @@ def copied(
         {key: torch.zeros(size, dtype=dtype) for key, dtype in dtypes.items()} for size in new.sizes
     ]
     for source_rank, copies in groupby(new.copies(rank, old), key=lambda copy: copy.source_rank):
-        state = read_data(files[source_rank], mapped=True)["optimizer_state_dict"]
+        state = open_file(files[source_rank])
         sources = [
             {MASTER: master, **entries}
             for master, entries in zip(masters(state), group_states(state), strict=True)
@@ -112,24 +119,48 @@ def copied(
     return flats
 
 
-def whole_weights(directory: Path, manifest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the model's state dict: float32 masters, tied weights under each name, buffers.
+class Weights:
+    """The model of a checkpoint, one tensor at a time: float32 masters, and buffers.
 
     Args:
         directory: of a checkpoint whose files were compared with its manifest.
         manifest: that manifest.
+
+    Attributes:
+        shapes: {name: torch.Size} of the parameters, each one once.
+        twins: {other name: name} of tied parameters.
+        buffers: names of what is kept beside the parameters.
+
+    Raises:
+        CheckpointError: there are not as many shards as ranks.
     """
-    world_size = manifest["world_size"]
-    model_state = read_data(model_file(directory, manifest), mapped=True)
-    shapes = {name: shape for group in model_state["param_shapes"] for name, shape in group.items()}
-    old = partitions(model_state["param_shapes"], world_size, manifest["zero_stage"])
-    one_each = Partitions([{name: shape.numel()} for name, shape in shapes.items()], 1, each=True)
-    flats = copied(
-        old, one_each, optimizer_files(directory, world_size), 0, {MASTER: torch.float32}
-    )
-    found = {
-        name: flat[MASTER].view(shape)
-        for flat, (name, shape) in zip(flats, shapes.items(), strict=True)
-    }
-    found |= {name: found[twin] for name, twin in model_state["shared_params"].items()}
-    return found | {name: model_state["module"][name] for name in model_state["buffer_names"]}
+
+    def __init__(self, directory: Path, manifest: Mapping[str, Any]):
+        world_size, stage = manifest["world_size"], manifest["zero_stage"]
+        self._model_state = read_data(model_file(directory, manifest), mapped=True)
+        groups = self._model_state["param_shapes"]
+        self.shapes = {name: shape for group in groups for name, shape in group.items()}
+        self.twins: dict[str, str] = dict(self._model_state["shared_params"])
+        self.buffers: list[str] = list(self._model_state["buffer_names"])
+        self._cut = partitions(groups, world_size, stage)
+        self._files = optimizer_files(directory, world_size)
+        self._open: dict[Path, dict[str, Any]] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a tensor under any of its names; of the others nothing comes into memory."""
+        name = self.twins.get(name, name)
+        if name not in self.shapes:
+            return self._model_state["module"][name]
+        shape = self.shapes[name]
+        alone = Partitions([{name: shape.numel()}], 1, each=True)
+        [flat] = copied(self._cut, alone, self._files, 0, {MASTER: torch.float32}, self._open_once)
+        return flat[MASTER].view(shape)
+
+    def release(self) -> None:
+        """Unmap the shards: what was read of them need not stay in memory."""
+        self._open.clear()
+
+    def _open_once(self, path: Path) -> dict[str, Any]:
+        if path not in self._open:
+            self._open[path] = open_shard(path)
+        return self._open[path]

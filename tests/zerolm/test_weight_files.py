@@ -1,0 +1,63 @@
+"""Safetensors files written block by block are those that `save_pretrained` writes."""
+
+import json
+
+import pytest
+import torch
+from initialization_families import FAMILIES, family_config
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from zerolm import weight_files
+
+
+def contents(directory) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_files_are_those_of_save_pretrained(family, dtype, tmp_path):
+    config = family_config(family)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    skeleton.tie_weights()
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    releases = []
+    size = weight_files.write_weights(
+        skeleton, state.__getitem__, lambda: releases.append(1), ours, dtype, 20_000
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(theirs, max_shard_size=20_000)
+    found, expected = contents(ours), contents(theirs)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert size == sum(tensor.nbytes for tensor in expected.values())
+    assert len(releases) > config.num_hidden_layers, "a block after the other, not all at once"
+    index = json.loads((ours / weight_files.INDEX).read_text())
+    assert index["metadata"]["total_size"] == size
+    for name, file in index["weight_map"].items():
+        with safe_open(ours / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+    if family not in ("mixtral", "olmoe"):  # their experts are views, which Hugging Face miscounts
+        assert index == json.loads((theirs / weight_files.INDEX).read_text())
+
+
+def test_weights_that_depend_on_other_blocks_are_turned_around_at_once(monkeypatch):
+    """When the blocks one by one do not give what the whole gives, there is one block."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(family_config("llama"))
+    meta = skeleton.state_dict()
+    apart = list(weight_files._blocks(skeleton, meta, list(meta)))
+    assert len(apart) == 2 + 3 and [n for names in apart for n in names] == sorted(
+        meta, key=[n for names in apart for n in names].index
+    )
+    assert list(weight_files._blocks(skeleton, meta, ["made of all"])) == [list(meta)]
