@@ -1,0 +1,93 @@
+"""An exported model is the one that was trained: the logits of its engine, to the bit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from huggingface_hub import ModelCard
+from recipe import STEP_TOKENS, profile, recipe
+from transformers import AutoModelForCausalLM
+
+from tests.launching import LLAMA, ROOT, VOCABULARY, environment, launch, write_json
+from zerolm.errors import CheckpointError
+from zerolm.export import export
+
+SHARD_BYTES = 100_000
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": {**SMALL, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+    "mixtral": {
+        **SMALL, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": 48, "num_local_experts": 4, "num_key_value_heads": 2,
+        "output_router_logits": True,
+    },
+}  # fmt: skip
+ALWAYS = {("gpt2", 3, "fp32"), ("mixtral", 2, "bf16")}
+COMBINATIONS = [
+    pytest.param(
+        model, stage, precision, id=f"{model}-{stage}-{precision}",
+        marks=() if (model, stage, precision) in ALWAYS else pytest.mark.soak,
+    )
+    for model in MODELS for stage in (2, 3) for precision in ("fp32", "bf16")
+]  # fmt: skip
+
+
+def zerolm(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zerolm", *map(str, words)], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def logits_of(directory: Path, saved: dict) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        found = model(input_ids=torch.tensor([saved["input_ids"]])).logits[0].float()
+    return found[saved["positions"]][:, saved["token_ids"]]
+
+
+@pytest.mark.parametrize(("model", "stage", "precision"), COMBINATIONS)
+def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, precision) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "model"
+    config = write_json(tmp_path / "model.json", MODELS[model])
+    json_file = profile(tmp_path / "ds.json", stage, precision == "bf16")
+    words = recipe(config, corpus, run_dir, json_file, steps=6, micro=2)
+    done = launch(2, *words, "--wandb", "off")
+    assert done.returncode == 0, done.stdout[-4000:]
+
+    exported = zerolm("export", run_dir, out, "--max_shard_size", SHARD_BYTES)
+    assert exported.returncode == 0, exported.stderr
+    assert "are equal to the bit" in exported.stdout
+    [checkpoint] = (run_dir / "checkpoints").glob("step-*")
+    saved = json.loads((checkpoint / "MANIFEST.json").read_text())["probe"]["logits"]
+    engine = torch.tensor(saved["values"])
+    assert len(saved["input_ids"]) == 32 and engine.shape == (8, 16)
+    assert torch.equal(logits_of(out, saved), engine), "the engine's, in every bit"
+
+    whole = zerolm("export", run_dir, tmp_path / "fp32", "--precision", "fp32")
+    assert whole.returncode == 0, whole.stderr
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").state_dict()
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "DeepSpeed's masters"
+
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 1 and (out / "model.safetensors.index.json").is_file()
+    card = ModelCard.load(out / "README.md")
+    assert card.data.library_name == "transformers" and f"{6 * STEP_TOKENS:,} tokens" in card.text
+    assert (out / "loss.png").is_file()
+    assert not list(tmp_path.glob("*.tmp"))
+
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    manifest["probe"]["logits"]["values"][3][5] += 0.5
+    with pytest.raises(CheckpointError, match="Nothing was exported"):
+        export(checkpoint, manifest, tmp_path / "other", None, None, None, lambda _: {})
+    assert not list(tmp_path.glob("other*"))

@@ -1,0 +1,92 @@
+"""A model card says what the run says, and nothing of the machine."""
+
+import json
+
+from huggingface_hub import ModelCard
+
+from zerolm.model_card import model_card
+
+MANIFEST = {
+    "progress": {"step": 20, "tokens": 40_000},
+    "model_config": {"model_type": "llama"},
+    "zero_stage": 3,
+    "world_size": 16,
+    "precision": "bf16",
+    "optimizer": "AdamW, offload none",
+    "versions": {"torch": "2.13.0", "deepspeed": "0.19.8"},
+    "data_fingerprint": "9c6915d0515c",
+}
+RUN = {
+    "settings": {
+        "data": ["/home/me/shards/web=0.7"],
+        "run_dir": "/home/me/runs/first",
+        "seq_len": 2048,
+        "batch_tokens": 524288,
+        "schedule": "cosine",
+        "learning_rate": 3e-4,
+        "document_mask": True,
+    },
+    "ds_config": {"zero_optimization": {"stage": 3}},
+    "git_commit": "0123abcd",
+}
+
+
+def write_run(directory):
+    (directory / "run.json").write_text(json.dumps(RUN))
+    rows = [
+        {
+            "step": step,
+            "tokens": step * 2000,
+            "train/loss": 9.0 - step / 10,
+            "data/web|2/tokens": step * 1500,
+            "data/web|2/epochs": step / 40,
+            "data/code/tokens": step * 500,
+            "data/code/epochs": step / 10,
+        }
+        for step in range(1, 31)
+    ]
+    rows += [
+        {"step": 20, "tokens": 40_000, "eval/loss": 7.25, "eval/perplexity": 1408.1},
+        {"step": 20, "tokens": 40_000, "eval/hellaswag/acc_norm": 0.31},
+        {"step": 30, "tokens": 60_000, "eval/loss": 6.5},
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_card_is_filled_up_to_its_checkpoint_and_names_no_path(tmp_path):
+    write_run(tmp_path)
+    text = model_card(tmp_path, MANIFEST, "us/first", 1_234_567, picture=True)
+    for words in (
+        "1,234,567 parameters",
+        "40,000 tokens",
+        "ZeRO-3, bf16",
+        "| web\\|2 | 30,000 | 75.0% | 0.5 |",
+        "| code | 10,000 | 25.0% | 2 |",
+        "| train/loss, last lines | 7.4500 |",
+        "| eval/loss | 7.2500 |",
+        "| eval/hellaswag/acc_norm | 0.3100 |",
+        "| batch (tokens) | 524,288 |",
+        "attention stays inside a document | yes",
+        "![loss over tokens](loss.png)",
+        '"stage": 3',
+        "| commit | 0123abcd |",
+    ):
+        assert words in text, words
+    assert "6.5" not in text and "/home/me" not in text
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    data = ModelCard.load(path).data
+    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
+    results = [
+        (each.dataset_name, each.metric_type, each.metric_value) for each in data.eval_results
+    ]
+    assert sorted(results) == [
+        ("hellaswag", "acc_norm", 0.31),
+        ("validation", "loss", 7.25),
+        ("validation", "perplexity", 1408.1),
+    ]
+
+
+def test_a_checkpoint_without_its_run_still_has_a_card(tmp_path):
+    text = model_card(tmp_path, MANIFEST, "first", 10, picture=False)
+    assert "# first" in text and "40,000 tokens" in text and "loss.png" not in text
