@@ -155,4 +155,4 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    distributed.leave(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """What every test shares: no accelerator, no network, and no lock left by a killed run."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -19,3 +20,11 @@ STALE_SECONDS = 600
 for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
     if time.time() - lock.stat().st_mtime > STALE_SECONDS:
         lock.unlink()
+# Tests kill ranks that hold a lock there, so each of pytest's processes has a copy of its own.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    shared = os.environ["TORCH_EXTENSIONS_DIR"]
+    own = f"{shared}-{worker}"
+    shutil.rmtree(own, ignore_errors=True)
+    if Path(shared).is_dir():
+        shutil.copytree(shared, own, ignore=shutil.ignore_patterns("lock"))
+    os.environ["TORCH_EXTENSIONS_DIR"] = own

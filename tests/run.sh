@@ -33,4 +33,5 @@ ruff format --check
 echo "== mypy"
 mypy
 echo "== pytest"
-exec python -m pytest "$@"
+# Two processes, a file to each: half of the time the tests wait for timeouts and starts.
+exec python -m pytest --numprocesses 2 --dist loadfile "$@"

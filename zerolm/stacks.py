@@ -34,6 +34,7 @@ class StackFile:
         except OSError:
             self.file = open(os.devnull, "w")
         faulthandler.register(SIGNAL, file=self.file, all_threads=True)
+        faulthandler.enable(self.file)  # of a crash in a library, too
 
     def write(self, why: str, text: str = "") -> None:
         """Append the stacks of all threads of this process, and of its loader workers."""
@@ -59,6 +60,7 @@ class StackFile:
     def close(self) -> None:
         """Remove the file if nothing was ever written to it."""
         faulthandler.unregister(SIGNAL)
+        faulthandler.enable(sys.stderr)
         self.file.close()
         with contextlib.suppress(OSError):
             if self.path.stat().st_size == 0:

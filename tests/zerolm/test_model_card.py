@@ -18,8 +18,8 @@ MANIFEST = {
 }
 RUN = {
     "settings": {
-        "data": ["/home/me/shards/web=0.7"],
-        "run_dir": "/home/me/runs/first",
+        "data": ["/data/ours/shards/web=0.7"],
+        "run_dir": "/data/ours/runs/first",
         "seq_len": 2048,
         "batch_tokens": 524288,
         "schedule": "cosine",
@@ -72,7 +72,7 @@ def test_a_card_is_filled_up_to_its_checkpoint_and_names_no_path(tmp_path):
         "| commit | 0123abcd |",
     ):
         assert words in text, words
-    assert "6.5" not in text and "/home/me" not in text
+    assert "6.5" not in text and "/data/ours" not in text
     path = tmp_path / "README.md"
     path.write_text(text)
     data = ModelCard.load(path).data
