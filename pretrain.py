@@ -99,6 +99,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             if run.due(run.settings.checkpoint_interval):
                 run.save()
             run.uploads.poke()
+            run.page.poke()
             if not run.stopping:
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError) as error:

@@ -21,9 +21,9 @@ RUNGS = {
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
-            "optimizer", "preflight", "probe", "report", "reshard", "restore", "run_directory",
-            "saves", "stability", "throughput", "train_step", "uploader", "uploads", "watchdog",
-            "batches",
+            "optimizer", "plot", "preflight", "probe", "report", "reporting", "reshard", "restore",
+            "run_directory", "saves", "status", "stability", "throughput", "train_step",
+            "uploader", "uploads", "watchdog", "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in (
@@ -47,6 +47,9 @@ RUNGS = {
             "hub", "model_card", "weight_files",
             # the object store's parts
             "events", "object_store", "tracker", "upload_rules",
+            # looking at a run
+            "console", "event_words", "panels", "run_history", "run_settings",
+            "run_summary", "thinning",
             # the watchdog's parts
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),
@@ -129,6 +132,8 @@ def test_rung_0_has_no_cycles():
         ["launch", "doctor", "--help"],
         ["launch", "render", "--help"],
         ["zerolm", "--help"],
+        ["zerolm", "status", "--help"],
+        ["zerolm", "report", "--help"],
     ],
     ids=" ".join,
 )

@@ -1,4 +1,4 @@
-"""What comes after a run: verify-checkpoint, export, plot, upload, restore."""
+"""What comes after a run: verify-checkpoint, export, report, status, plot, upload, restore."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from zerolm import processes
 from zerolm.checkpoint_directory import Checkpoint, newest, problems_of, read
 from zerolm.errors import EXIT_BUG, EXIT_DONE, CheckpointError, ConfigError, ZerolmError
 from zerolm.values import parse_number
@@ -44,6 +45,19 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--sequences", metavar="A-B", help="sequence numbers from A up to but without B, or one"
     )
+    report = commands.add_parser(
+        "report", help="write a page of a run, or of several compared, to open in a browser"
+    )
+    report.add_argument("runs", nargs="+", type=Path, help="run directories, which may be going on")
+    report.add_argument(
+        "--output", type=Path, help="the page to write (default: report.html in the first run)"
+    )
+    report.add_argument("--of_process", type=int, help=argparse.SUPPRESS)
+    status = commands.add_parser("status", help="how runs are, from their files alone")
+    status.add_argument("runs", nargs="+", type=Path, help="run directories")
+    how = status.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="look again every two seconds")
+    how.add_argument("--json", action="store_true", help="one JSON object a run and line")
     plot = commands.add_parser("plot", help="draw the loss curves of runs as a PNG")
     plot.add_argument("runs", nargs="+", type=Path, help="run directories")
     plot.add_argument("--output", type=Path, required=True, help="the PNG to write")
@@ -67,10 +81,24 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         if arguments.command == "plot":
-            from zerolm.report import plot_losses
+            from zerolm.plot import plot_losses
 
             plot_losses(arguments.runs, arguments.output)
             print(arguments.output)
+            return EXIT_DONE
+        if arguments.command == "report":
+            from zerolm.report import write_report
+
+            if arguments.of_process is not None:
+                processes.serve(arguments.of_process)
+            page = write_report(arguments.runs, arguments.output)
+            if arguments.of_process is None:
+                print(page)
+            return EXIT_DONE
+        if arguments.command == "status":
+            from zerolm.status import show
+
+            show(arguments.runs, watch=arguments.watch, as_json=arguments.json)
             return EXIT_DONE
         if arguments.command == "upload":
             return upload(arguments)

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from zerolm import events, jsonl, skipped
 from zerolm.files import write_atomically
 from zerolm.tracker import WandbTracker
+from zerolm.values import count, duration
 
 METRICS = "metrics.jsonl"
 ROLLED_BACK = "metrics-rolled-back-{:04d}.jsonl"
@@ -211,23 +212,3 @@ def console_line(row: Row, total_steps: int, seconds_left: float) -> str:
         parts.append(f"mfu={row['throughput/mfu']:.1%}")
     parts.append(f"eta={duration(seconds_left)}")
     return " ".join(parts)
-
-
-def count(number: float) -> str:
-    """Write a large count with a unit, three digits: 1.23M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as 1d02h03m, 2h03m, 3m04s or 5s."""
-    minutes, seconds_left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02}h{minutes:02}m"
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{seconds_left:02}s" if minutes else f"{seconds_left}s"

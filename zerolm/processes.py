@@ -1,12 +1,15 @@
 """Processes of this machine: alive, stopped or gone, whose they are, and signals to the right one.
 
 A process is known by its number and its start time, or by a mark in its environment, never by its
-name: another run of the same user looks the same. Linux's /proc; standard library only.
+name: another run of the same user looks the same. Linux's /proc; nothing beside the
+standard library is needed.
 """
 
 import contextlib
 import os
 import signal
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,3 +137,30 @@ def send_to(process: Process, number: int) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def be_quiet() -> None:
+    """Take only what is left over of processor and disk, and leave signals to the run."""
+    os.nice(19)
+    with contextlib.suppress(Exception):  # not every kernel or container has it
+        import psutil
+
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # the run saves first, and gives us time to send it
+
+
+def serve(pid: int) -> None:
+    """Be quiet, and end this process when the one that it serves is gone, whatever it is at.
+
+    Args:
+        pid: of the process that has started this one.
+    """
+    be_quiet()
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,125 +1,289 @@
-"""Draw what happened in runs, from `metrics.jsonl` and `events.jsonl` alone.
+"""`report.html`: one self-contained page of a run, or of several side by side.
 
-Comes after training, or beside it: a run that is still going is drawn as far as it got. Knows the
-files of a run directory (docs/run_directory.md); must not know torch, or how the run was made.
+Comes after training, or beside it: what it knows is in the files of a run directory, read by
+zerolm/run_history.py. Here it becomes the data of the page; zerolm/page/ draws it in the browser.
+The page loads nothing and may not: its own policy forbids it. All text in it is data, never
+markup. Standard library only; must not know torch.
 """
 
+import base64
+import hashlib
 import json
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from zerolm import run_history
+from zerolm.event_words import level, merged, words
+from zerolm.files import write_atomically
+from zerolm.panels import TRAIN_LOSS, panels
+from zerolm.run_history import Curves, History
+from zerolm.run_settings import differences, flat
+from zerolm.run_summary import facts, figures
+from zerolm.thinning import kept
 
-from zerolm.errors import ConfigError
+PAGE = "report.html"
+PAGE_DIRECTORY = Path(__file__).parent / "page"
+STYLES, SCRIPTS = (
+    ("page.css",),
+    ("format.js", "axis.js", "chart.js", "elements.js", "sections.js", "page.js"),
+)
+MOST_POINTS = 60_000  # of all curves: they are most of the page, 15 to 25 bytes each
+MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 3_000, 60
+MOST_EVENTS, MOST_WORDS = 600, 600
+MOST_SAMPLES_OF_A_PROMPT, MOST_SAMPLE_CHARACTERS, MOST_PROMPTS = 24, 4_000, 24
+STALL_SECONDS, STALL_STEPS = 1.0, 10  # a checkpoint that costs more than either is an event
 
-UNREMARKABLE_EVENTS = {"start", "done", "checkpoint"}  # checkpoints are ticks on the axis instead
-SMOOTHING_SHARE = 0.02  # of the points, to either side; the raw curve stays visible behind
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file; a last line that is being written right now is left out."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
-
-
-def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the values, (N,) float64 each, of the finite `key`s."""
-    pairs = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
-    table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    table = table[np.isfinite(table[:, 1])]  # a run that diverged ends in NaN
-    return table[:, 0], table[:, 1]
+Json = dict[str, Any]
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centred running mean of (N,) values; the window shrinks towards both ends."""
-    reach = round(len(values) * SMOOTHING_SHARE)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    widths = np.minimum(np.minimum(at, len(values) - 1 - at), reach)
-    return (sums[at + widths + 1] - sums[at - widths]) / (2 * widths + 1)
+def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write the page of one run, or of several compared.
 
-
-def plot_losses(run_dirs: Sequence[str | Path], output_png: str | Path) -> Path:
-    """Draw `train/loss` and `eval/loss` over tokens, a colour a run, with what happened on the way.
+    Args:
+        run_dirs: of runs, which may be going on.
+        output: default: `report.html` in the directory of the first.
 
     Returns:
-        The path of the picture, whose directory is created if it is absent.
+        The path of the page.
 
     Raises:
-        ConfigError: a directory without a `train/loss` to draw, each one named.
+        ConfigError: directories that are not of runs, each one named.
     """
-    runs = [(Path(run_dir), read_rows(Path(run_dir) / "metrics.jsonl")) for run_dir in run_dirs]
-    problems = [
-        f"{run_dir}/metrics.jsonl: no train/loss in it. Name the --run_dir of a run that has begun."
-        for run_dir, rows in runs
-        if not len(series(rows, "train/loss")[0])
+    histories = run_history.read_all(run_dirs)
+    output = Path(output) if output is not None else histories[0].run_dir / PAGE
+    output.parent.mkdir(parents=True, exist_ok=True)
+    text = page(data_of(histories))
+    write_atomically(output, lambda file: file.write(text.encode()))
+    return output
+
+
+def page(data: Json) -> str:
+    """Return the HTML of the page for its data."""
+    style = "\n".join((PAGE_DIRECTORY / name).read_text(encoding="utf-8") for name in STYLES)
+    script = "\n".join((PAGE_DIRECTORY / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = f"'use strict';(() => {{\n{script}\n}})();"
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": embedded(data)}
+    template = (PAGE_DIRECTORY / "page.html").read_text(encoding="utf-8")
+    pieces = template.split("%%")  # text, NAME, text, NAME, ... text
+    pieces[1::2] = [parts[name] for name in pieces[1::2]]
+    return "".join(pieces)
+
+
+def embedded(data: Json) -> str:
+    """Return JSON that cannot end the element which it stands in."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def data_of(histories: Sequence[History]) -> Json:
+    """Return all that the page shows, as JSON."""
+    keys = {key for history in histories for key in history.curves.columns}
+    num_curves = sum(len(history.curves.columns) for history in histories)
+    points = MOST_POINTS // max(1, num_curves)
+    points = min(MOST_POINTS_OF_A_CURVE, max(FEWEST_POINTS_OF_A_CURVE, points))
+    settings = [flat(history.record) for history in histories]
+    return {
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "written_at": time.time(),
+        "runs": [_run(history, points) for history in histories],
+        "panels": panels(keys, compared=len(histories) > 1),
+        "settings": settings,
+        "differences": differences(settings) if len(histories) > 1 else [],
+        "agreement": agreement(histories),
+    }
+
+
+def _run(history: History, points: int) -> Json:
+    state, why = history.state()
+    total = history.total_tokens
+    ds_config = history.record.get("ds_config")
+    clipping = ds_config.get("gradient_clipping") if isinstance(ds_config, dict) else None
+    return {
+        "name": history.name,
+        "state": state,
+        "why": why,
+        "facts": facts(history),
+        "figures": figures(history),
+        "step": history.step,
+        "total_steps": history.total_steps,
+        "tokens": history.tokens,
+        "total_tokens": total,
+        "seconds_left": history.seconds_left() if state == "running" else None,
+        "clipping": clipping if isinstance(clipping, (int, float)) and clipping else None,
+        "curves": curves(history.curves, points),
+        "rolled_back": [
+            curves(part, max(100, points // 4), (TRAIN_LOSS, "train/grad_norm"))
+            for part in history.rolled_back
+        ],
+        **_events(history),
+        "evaluations": evaluations(history.curves),
+        "samples": samples(history.samples),
+        "findings": findings(history),
+        "problems": history.problems,
+    }
+
+
+def curves(found: Curves, points: int, only: Sequence[str] = ()) -> Json:
+    """Return curves of at most so many points: their values, and what the x-axes have there.
+
+    Curves that were measured on the same lines share those. `places` are lists of lines, `lines`
+    of each curve is the number of one; `steps`, `tokens` and `seconds` are of all lines used.
+    """
+    chosen: dict[str, tuple[tuple[int, ...], list[float | None]]] = {}
+    for key, (lines, values) in sorted(found.columns.items()):
+        if only and key not in only:
+            continue
+        keep = kept(values, points)
+        where = tuple(lines[index] for index in keep)
+        chosen[key] = where, [_number(values[index]) for index in keep]
+    used = sorted({line for where, _ in chosen.values() for line in where})
+    position = {line: index for index, line in enumerate(used)}
+    places = sorted({where for where, _ in chosen.values()})
+    number = {where: index for index, where in enumerate(places)}
+    return {
+        "steps": [found.steps[line] for line in used],
+        "tokens": [found.tokens[line] for line in used],
+        "seconds": [_number(found.seconds[line]) for line in used],
+        "places": [[position[line] for line in where] for where in places],
+        "curves": {
+            key: {"lines": number[where], "values": values}
+            for key, (where, values) in chosen.items()
+        },
+    }
+
+
+def _number(value: float) -> float | int | None:
+    """Return seven digits of a value, which is what single precision has; None for NaN."""
+    if not math.isfinite(value):
+        return None
+    value = float(f"{value:.7g}")
+    return int(value) if value.is_integer() and abs(value) < 1e15 else value
+
+
+def _events(history: History) -> Json:
+    """Return the events in words, with their places on the x-axes; `left_out` if too many."""
+    stalls = {stall["step"]: stall for stall in _stalls(history.curves)}
+    found: list[Json] = []
+    for event in history.events:  # a stall is told after the checkpoint that it was for
+        found.append(event)
+        if event["event"] == "checkpoint" and event["step"] in stalls:
+            found.append(stalls.pop(event["step"]))
+    told = [
+        {
+            "kind": event["event"],
+            "level": level(event["event"]),
+            "step": event["step"],
+            "time": event.get("time"),
+            "words": words(event)[:MOST_WORDS],
+        }
+        for event in merged([*found, *stalls.values()])
     ]
-    if problems:
-        raise ConfigError(problems)
-    figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
-    for number, (run_dir, rows) in enumerate(runs):
-        name = "" if len(runs) == 1 else f"{run_dir.name} "
-        _draw_run(axes, rows, name, f"C{number}")
-        _draw_events(axes, rows, read_rows(run_dir / "events.jsonl"), f"C{number}")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(", ".join(run_dir.resolve().name for run_dir, _ in runs))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.25)
-    axes.legend(loc="upper right")
-    output_png = Path(output_png)
-    output_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output_png)
-    return output_png
+    remarkable = [event for event in told if event["level"] != "quiet"]
+    quiet = [event for event in told if event["level"] == "quiet"]
+    shown = remarkable[-MOST_EVENTS:] + quiet[-MOST_EVENTS // 2 :]
+    order = {id(event): index for index, event in enumerate(told)}
+    shown.sort(key=lambda event: order[id(event)])
+    for event in shown:
+        event["tokens"], seconds = history.curves.place(max(0, event["step"]))
+        event["seconds"] = _number(seconds)
+    return {"events": shown, "events_left_out": len(told) - len(shown)}
 
 
-def _draw_run(axes: Axes, rows: Sequence[dict[str, Any]], name: str, colour: str) -> None:
-    tokens, losses = series(rows, "train/loss")
-    axes.plot(tokens, losses, color=colour, alpha=0.3, linewidth=1)
-    axes.plot(tokens, smooth(losses), color=colour, linewidth=1.8, label=f"{name}train/loss")
-    tokens, losses = series(rows, "eval/loss")
-    if len(tokens):
-        axes.plot(
-            tokens,
-            losses,
-            linestyle="none",
-            marker="o",
-            markerfacecolor="white",
-            markeredgecolor=colour,
-            label=f"{name}eval/loss",
+def _stalls(found: Curves) -> list[Json]:
+    """Return an event for each checkpoint that training stood still for."""
+    lines, stalls = found.columns.get("checkpoint/stall_seconds", ((), ()))
+    waits = dict(zip(*found.columns.get("checkpoint/wait_seconds", ((), ())), strict=True))
+    step_seconds = found.values("throughput/step_seconds")
+    usual = sorted(step_seconds)[len(step_seconds) // 2] if step_seconds else 0.0
+    return [
+        {
+            "event": "checkpoint_stall",
+            "step": found.steps[line],
+            "seconds": seconds,
+            "wait_seconds": waits.get(line, 0.0),
+        }
+        for line, seconds in zip(lines, stalls, strict=True)
+        if seconds > STALL_SECONDS and seconds > STALL_STEPS * usual
+    ]
+
+
+def evaluations(found: Curves) -> Json:
+    """Return the table of all evaluations: a row a step, a column a metric."""
+    keys = sorted(
+        (key for key in found.columns if key.startswith("eval/") and not key.endswith("_stderr")),
+        key=lambda key: (key not in ("eval/loss", "eval/perplexity"), key),
+    )
+    cells: dict[int, dict[str, float | None]] = {}
+    for key in keys:
+        for line, value in zip(*found.columns[key], strict=True):
+            cells.setdefault(found.steps[line], {})[key] = _number(value)
+    tokens = dict(zip(found.steps, found.tokens, strict=True))
+    return {
+        "keys": keys,
+        "rows": [[step, tokens[step], *map(row.get, keys)] for step, row in sorted(cells.items())],
+    }
+
+
+def samples(lines: Sequence[Json]) -> list[Json]:
+    """Return the prompts, each with what was generated over training, evenly thinned if long."""
+    prompts: dict[Any, Json] = {}
+    for line in lines:
+        number = line.get("prompt_number", line["prompt"])
+        prompt = prompts.setdefault(
+            str(number), {"prompt": str(line["prompt"])[:MOST_SAMPLE_CHARACTERS], "texts": {}}
         )
+        how = [f"{key} {line[key]}" for key in ("temperature", "top_k", "top_p") if line.get(key)]
+        text = str(line["text"])[:MOST_SAMPLE_CHARACTERS]
+        prompt["texts"][line["step"]] = [line["step"], line["tokens"], text, ", ".join(how)]
+    steps = sorted({step for prompt in prompts.values() for step in prompt["texts"]})
+    most = MOST_SAMPLES_OF_A_PROMPT
+    if len(steps) > most:
+        steps = [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
+    return [
+        {**prompt, "texts": [prompt["texts"][step] for step in steps if step in prompt["texts"]]}
+        for prompt in list(prompts.values())[:MOST_PROMPTS]
+    ]
 
 
-def _draw_events(
-    axes: Axes, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], colour: str
-) -> None:
-    """Mark the events at the tokens of their steps; those before any metrics are at the left."""
-    tokens_of_step = {row["step"]: row["tokens"] for row in rows}
-    steps = sorted(tokens_of_step)
-    tokens = [tokens_of_step[step] for step in steps]
-    x_tokens_y_share = axes.get_xaxis_transform()  # of the height
-    remarkable: dict[float, list[str]] = {}
-    for event in events:
-        kind, step = event["event"], event["step"]
-        where = float(np.interp(step, steps, tokens)) if step >= 0 else tokens[0]
-        if kind == "checkpoint":
-            axes.plot(where, 0.01, "^", color=colour, markersize=4, transform=x_tokens_y_share)
-        elif kind not in UNREMARKABLE_EVENTS:
-            remarkable.setdefault(where, []).append(kind)
-    for where, kinds in remarkable.items():
-        axes.axvline(where, color=colour, linestyle=":", linewidth=1)
-        axes.text(
-            where, 0.98, ", ".join(kinds) + " ", rotation=90, fontsize=8, color=colour,
-            ha="right", va="top", transform=x_tokens_y_share,
-        )  # fmt: skip
+def findings(history: History) -> list[Json]:
+    return []
+
+
+def agreement(histories: Sequence[History]) -> list[Json]:
+    """Return how far the training losses of each run are from the first one's, at equal steps."""
+    found = []
+    first = _losses(histories[0].curves)
+    for history in histories[1:]:
+        other = _losses(history.curves)
+        shared = first.keys() & other.keys()
+        if shared:
+            step = max(shared, key=lambda step: abs(first[step] - other[step]))
+            found.append(
+                {
+                    "run": history.name,
+                    "steps": len(shared),
+                    "largest": _number(abs(first[step] - other[step])),
+                    "at": step,
+                    "relative": _number(
+                        abs(first[step] - other[step]) / max(abs(first[step]), 1e-30)
+                    ),
+                }
+            )
+    return found
+
+
+def _losses(found: Curves) -> dict[int, float]:
+    lines, values = found.columns.get(TRAIN_LOSS, ((), ()))
+    pairs = zip(lines, values, strict=True)
+    return {found.steps[line]: value for line, value in pairs if math.isfinite(value)}

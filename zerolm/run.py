@@ -10,6 +10,7 @@ from typing import Any
 
 from zerolm import (
     checkpoint,
+    console,
     data,
     distributed,
     evaluate,
@@ -18,6 +19,7 @@ from zerolm import (
     metrics,
     probe,
     pulse,
+    reporting,
     reshard,
     rollback,
     run_directory,
@@ -67,6 +69,8 @@ class Run:
         self.uploads = uploads.Uploads(
             self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
         )
+        self.page = reporting.Reporting(self.run_dir, self.settings.report_interval, self.rank == 0)
+        self.console = console.Console(self.rank == 0)
         self.progress = Progress()
         self.stopping = False
         self.gate = StepGate(self.engine)
@@ -146,6 +150,7 @@ class Run:
             self.changed = {}  # a rollback begins again, with nothing changed since
         tracked = self.log.track(self.settings, self.record, step, self.progress.rollbacks)
         self.say(f"wandb: {tracked}")
+        self.console.begin(step, self.plan.total_steps)
         return found is not None
 
     def batches(self) -> Any:
@@ -227,6 +232,7 @@ class Run:
             ids = (number for batch in micro_batches for number in batch["sequence_ids"].tolist())
             ledger.record(progress.step, ids)
         fault_point("step.end", progress.step)
+        self.console.step(progress.step)
         self.saves.advance(result.flags[1:], self.log, last=self.finished or self.stopping)
 
     # ---- When a step is an anomaly
@@ -310,7 +316,8 @@ class Run:
             progress.position, progress.position + sequences_left
         )
         seconds_left = steps_left * row["throughput/step_seconds"]
-        self.say(metrics.console_line(row, progress.step + steps_left, seconds_left))
+        if not self.console.figures(row, progress.step + steps_left, seconds_left):
+            self.say(metrics.console_line(row, progress.step + steps_left, seconds_left))
 
     def save(self) -> None:
         """Copy the state of this step, from which a checkpoint is written behind training."""
@@ -370,9 +377,11 @@ class Run:
             reason = next(filter(None, reasons), "a request")
             self.log.event("stopped", step, reason=reason)
             self.say(f"stopped on request ({reason}): the same command goes on from here")
+        self.console.close()
         self.log.close()
         distributed.stop(self.engine)
-        self.uploads.finish(self.settings.upload_wait)  # the other ranks have ended
+        self.page.finish()  # the other ranks have ended
+        self.uploads.finish(self.settings.upload_wait)
         return EXIT_DONE if self.finished else EXIT_STOPPED
 
     def fail(self, error: ZerolmError) -> None:
@@ -381,5 +390,7 @@ class Run:
             self.finish_checkpoint()
         event = "gave_up" if isinstance(error, GaveUp) else "failed"
         self.log.event(event, self.progress.step, reason=str(error))
+        self.console.close()
         self.log.close()
+        self.page.finish()
         self.uploads.finish(self.settings.upload_wait)

@@ -216,6 +216,14 @@ class Settings:
         default=300.0,
         minimum=0.0,
     )
+    report_interval: float = _flag(
+        "run",
+        "duration",
+        "how often report.html is written, and at the end; 0: never (default: 3m)",
+        shows="DURATION",
+        default=180.0,
+        minimum=0.0,
+    )
     accept_changes: bool = _switch(
         "run",
         "go on with a run although settings of its curve, or its data, are other ones now",

@@ -12,14 +12,13 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zerolm import events
+from zerolm import events, processes
 from zerolm.checkpoint_directory import MANIFEST, by_step, read
 from zerolm.errors import CheckpointError, ConfigError
 from zerolm.faults import fault_point
@@ -105,7 +104,7 @@ class Pulse:
     def __init__(self, of_process: int | None, failed: Callable[[str], None]):
         self._moved, self._of_process, self._failed = time.monotonic(), of_process, failed
         if of_process is not None:
-            be_quiet()
+            processes.be_quiet()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def __call__(self) -> None:
@@ -119,17 +118,6 @@ class Pulse:
             if time.monotonic() - self._moved > STALLED_SECONDS:
                 self._failed(f"nothing moved for {STALLED_SECONDS:.0f} s")
                 os._exit(1)
-
-
-def be_quiet() -> None:
-    """Take only what is left over of processor and disk, and leave signals to the run."""
-    os.nice(19)
-    with contextlib.suppress(Exception):  # not every kernel or container has it
-        import psutil
-
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # the run saves first, and gives us time to send it
 
 
 @contextlib.contextmanager

@@ -124,3 +124,23 @@ def read_json(
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: {shown(value)[:40]}, must be a JSON object. Name {what}.")
     return value
+
+
+def count(number: float) -> str:
+    """Write a large count with a unit, three digits: 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as 1d02h03m, 2h03m, 3m04s or 5s."""
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h{minutes:02}m"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{seconds_left:02}s" if minutes else f"{seconds_left}s"

@@ -1,69 +1,177 @@
-"""zerolm/report.py: the picture is made of what the files say, whole or not."""
+"""zerolm/report.py: the page is of what the files say, loads nothing, and is never markup."""
 
+import configparser
 import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib.image import imread
+from pages import STEP_TOKENS, loss_of, metrics, write_lines, write_run
 
-from zerolm import report
+from zerolm import report, reporting
 from zerolm.errors import ConfigError
+from zerolm.panels import PANELS, panels
+
+ROOT = Path(__file__).parent.parent.parent
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&lt;!--\u2028\x00'\"`${7*7}"
 
 
-def write_run(run_dir, num_steps, half_line=False):
-    """Make a run directory with a loss of 8 / step and a validation loss every tenth step."""
-    run_dir.mkdir(parents=True)
-    rows = [
-        {"step": step, "tokens": step * 1000, "train/loss": 8 / step}
-        for step in range(1, num_steps + 1)
-    ]
-    rows += [
-        {"step": row["step"], "tokens": row["tokens"], "eval/loss": 3.0} for row in rows[9::10]
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (run_dir / "metrics.jsonl").write_text(text + ('{"step": 9' if half_line else ""))
-    events = [("start", 0), ("checkpoint", 20), ("stopped", 20), ("resume", 20)]
-    (run_dir / "events.jsonl").write_text(
-        "".join(json.dumps({"event": kind, "step": step}) + "\n" for kind, step in events)
+def data_in(page: Path) -> dict:
+    (found,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
     )
-    return run_dir
+    return json.loads(found)
 
 
-def test_series_is_what_the_file_says(tmp_path):
-    rows = report.read_rows(write_run(tmp_path / "run", 30, half_line=True) / "metrics.jsonl")
-    tokens, losses = report.series(rows, "train/loss")
-    np.testing.assert_array_equal(tokens, np.arange(1, 31) * 1000)
-    np.testing.assert_array_equal(losses, 8 / np.arange(1, 31))
-    assert report.series(rows, "eval/loss")[0].tolist() == [10000, 20000, 30000]
+def test_the_page_has_the_values_of_the_metrics(tmp_path) -> None:
+    run = write_run(tmp_path / "run")
+    page = report.write_report([run])
+    assert page == run / "report.html"
+    (found,) = data_in(page)["runs"]
+    curves = found["curves"]
+    for key in ("train/loss", "eval/loss", "data/web/loss", "throughput/mfu"):
+        one = curves["curves"][key]
+        places = curves["places"][one["lines"]]
+        assert len(places) == len(one["values"])
+        rows = [row for row in metrics(40, spike=30) if key in row]
+        assert [curves["steps"][place] for place in places] == [row["step"] for row in rows]
+        assert [curves["tokens"][place] for place in places] == [row["tokens"] for row in rows]
+        assert one["values"] == pytest.approx([row[key] for row in rows], rel=1e-6)
+    assert found["state"] == "done" and found["clipping"] == 1.0
+    marks = {event["kind"]: event for event in found["events"]}
+    assert {"start", "checkpoint", "stopped", "resume", "spike", "done"} == set(marks)
+    assert marks["spike"]["tokens"] == 30 * STEP_TOKENS and marks["resume"]["step"] == 20
+    assert "not taken" in marks["spike"]["words"]
+    assert found["evaluations"]["rows"][0][:3] == [10, 10_000, 2.9]
+    (prompt,) = found["samples"]
+    assert [text[2] for text in prompt["texts"]] == [
+        f" a time, {step}" for step in (10, 20, 30, 40)
+    ]
 
 
-def test_smoothing_is_a_centred_mean_that_keeps_both_ends():
-    values = np.random.default_rng(0).normal(size=200)
-    smoothed = report.smooth(values)
-    reach = round(200 * report.SMOOTHING_SHARE)
-    inside = np.convolve(values, np.full(2 * reach + 1, 1 / (2 * reach + 1)), mode="valid")
-    np.testing.assert_allclose(smoothed[reach:-reach], inside)
-    assert smoothed[0] == pytest.approx(values[0]) and smoothed[-1] == pytest.approx(values[-1])
+def test_text_of_a_run_is_never_markup(tmp_path) -> None:
+    run = write_run(tmp_path / "run <b>", wandb_group=EVIL)
+    write_lines(
+        run / "samples.jsonl",
+        [{"step": 1, "tokens": 1, "prompt_number": 0, "prompt": EVIL, "text": EVIL}],
+    )
+    events = [{"event": EVIL, "step": 3}, {"event": "failed", "step": 3, "reason": EVIL}]
+    write_lines(run / "events.jsonl", events)
+    rows = metrics(3) + [{"step": 4, "tokens": 4000, f"data/{EVIL}/loss": 2.0}]
+    write_lines(run / "metrics.jsonl", rows)
+    page = report.write_report([run], tmp_path / "page.html")
+    text = page.read_text()
+    assert "alert(1)<" not in text and "onerror=alert(2)>" not in text
+    assert text.count("</script>") == text.count("<script") == 2
+    data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None and not re.search(r"[<>&\u2028]", data[1])
+    (found,) = data_in(page)["runs"]
+    assert found["samples"][0]["prompt"] == EVIL and found["events"][1]["words"] == EVIL
 
 
-def test_diverged_steps_are_left_out():
-    rows = [{"tokens": 1, "train/loss": 2.0}, {"tokens": 2, "train/loss": float("nan")}]
-    assert report.series(rows, "train/loss")[1].tolist() == [2.0]
+def test_the_page_refers_to_nothing_outside_itself(tmp_path) -> None:
+    text = report.write_report([write_run(tmp_path / "run")]).read_text()
+    for pattern in (r"https?:", r"\bsrc=", r"\bhref=", r"url\((?!#)", r"@import", r"\bfetch\(",
+                    "XMLHttpRequest", "WebSocket", "innerHTML", "outerHTML", "insertAdjacentHTML",
+                    r"document\.write", r"\beval\(", "<link", "<iframe"):  # fmt: skip
+        assert not re.search(pattern, text), pattern
+    assert "default-src 'none'" in text and "unsafe" not in text
 
 
-def test_the_picture_shows_every_run_in_its_colour(tmp_path):
-    one, two = write_run(tmp_path / "one", 40), write_run(tmp_path / "two", 1)
-    picture = report.plot_losses([one, two], tmp_path / "new" / "loss.png")
-    pixels = imread(picture)[..., :3]
-    assert pixels.shape[:2] == (450, 800)
-    blue = np.abs(pixels - np.array([0x1F, 0x77, 0xB4]) / 255).max(-1) < 0.02
-    assert blue.sum() > 500, "the curve of the first run is not in the picture"
+def test_a_long_run_is_a_page_of_some_megabytes_with_its_spike(tmp_path) -> None:
+    num_steps = 100_000
+    keys = [f"train/param_norm/layers.{layer}" for layer in range(24)]
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, num_steps + 1):
+            loss = 77.5 if step == 76_543 else loss_of(step)
+            row = {"step": step, "tokens": step * STEP_TOKENS, "train/loss": loss}
+            row |= dict.fromkeys(keys, step / 3) if step % 10 == 0 else {}
+            file.write(json.dumps(row) + "\n")
+    page = report.write_report([tmp_path])
+    (found,) = data_in(page)["runs"]
+    assert max(found["curves"]["curves"]["train/loss"]["values"]) == 77.5
+    assert page.stat().st_size < 4e6
 
 
-def test_every_run_without_a_loss_is_named(tmp_path):
-    whole, empty = write_run(tmp_path / "whole", 3), tmp_path / "empty"
-    with pytest.raises(ConfigError) as refusal:
-        report.plot_losses([empty, whole, tmp_path / "absent"], tmp_path / "loss.png")
-    assert len(refusal.value.problems) == 2
-    assert "empty" in refusal.value.problems[0] and "absent" in refusal.value.problems[1]
-    assert not (tmp_path / "loss.png").exists()
+def test_runs_are_compared_by_settings_and_losses(tmp_path) -> None:
+    one = write_run(tmp_path / "one", seed=0)
+    two = write_run(tmp_path / "two", seed=1)
+    rows = metrics(40, spike=30)
+    rows[11]["train/loss"] += 0.25
+    write_lines(two / "metrics.jsonl", rows)
+    data = data_in(report.write_report([one, two], tmp_path / "page.html"))
+    assert {row["key"] for row in data["differences"]} == {"settings.seed", "settings.run_dir"}
+    (agreement,) = data["agreement"]
+    assert agreement["largest"] == pytest.approx(0.25) and agreement["steps"] == 40
+    with pytest.raises(ConfigError):
+        report.write_report([one, tmp_path / "absent"], tmp_path / "no.html")
+    assert not (tmp_path / "no.html").exists()
+
+
+def test_every_metric_of_the_documentation_has_a_panel() -> None:
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    names = re.findall(r"`([a-z]+/[\w<>/]+)`", table.replace("<source>", "web"))
+    drawn = {key for panel in panels(set(names), compared=False) for key in panel["keys"]}
+    assert {"train/loss", "eval/loss", "memory/peak_bytes"} <= drawn
+    titles = {panel["title"] for panel in panels(set(names), compared=False)}
+    unknown = titles - {panel.title for panel in PANELS} - {"Batch"}
+    assert unknown <= {"train/auxiliary_loss"}, "say in PANELS with what it is drawn"
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "no run.json", "no metrics"])
+def test_a_damaged_run_has_a_page_that_says_so(tmp_path, damage) -> None:
+    run = write_run(tmp_path / "run")
+    if damage == "empty":
+        for path in run.iterdir():
+            path.write_text("")
+    elif damage == "half":
+        for path in run.iterdir():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        (run / {"no run.json": "run.json"}.get(damage, "metrics.jsonl")).unlink()
+    (found,) = data_in(report.write_report([run]))["runs"]
+    assert bool(found["problems"]) == (damage != "no metrics")
+
+
+def test_the_run_waits_for_its_page_only_at_the_end(tmp_path) -> None:
+    run = write_run(tmp_path / "run")
+    page = reporting.Reporting(run, interval=600.0, active=True)
+    page.poke()
+    assert page._child is None, "not yet"
+    page.finish()
+    assert data_in(run / "report.html")["runs"][0]["state"] == "done"
+    off = reporting.Reporting(tmp_path / "absent", interval=0.0, active=True)
+    off.poke()
+    off.finish()
+
+
+def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, capfd) -> None:
+    page = reporting.Reporting(tmp_path / "absent", interval=600.0, active=True)
+    page.finish()
+    assert "was not written" in capfd.readouterr().out
+
+
+def test_the_process_of_a_run_that_is_gone_ends(tmp_path) -> None:
+    run = write_run(tmp_path / "run")
+    words = [sys.executable, "-m", "zerolm", "report", str(run), "--of_process", "1"]
+    code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid)"
+    os.mkfifo(run / "metrics-rolled-back-0001.jsonl")  # which it reads forever
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    deadline = time.monotonic() + 60
+    while Path("/proc", done.stdout.strip()).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path("/proc", done.stdout.strip()).exists() and not (run / "report.html").exists()
+
+
+def test_the_files_of_the_page_are_installed() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert config["options.package_data"]["zerolm"].split() == ["page/*"]
+    names = {*report.STYLES, *report.SCRIPTS, "page.html"}
+    assert names == {path.name for path in report.PAGE_DIRECTORY.iterdir()}

@@ -1,0 +1,142 @@
+"""A headless Chromium for tests, driven through its debugging pipe; skips where there is none.
+
+The pipe needs no port and no library: JSON messages that end in a zero byte, on the descriptors 3
+and 4 of the browser. https://chromedevtools.github.io/devtools-protocol/
+"""
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+ANSWER_SECONDS = 60.0
+
+
+class Browser:
+    """A page in a browser.
+
+    Attributes:
+        requests: URLs that the page asked for.
+        complaints: what its console said, exceptions, and refusals of its security policy.
+    """
+
+    def __init__(self, profile: Path):
+        binary = next(filter(None, map(shutil.which, NAMES)), None)
+        if binary is None:
+            pytest.skip("no Chromium here")
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self._number, self._buffer = 0, b""
+        to_browser, self._to = os.pipe()
+        self._from, from_browser = os.pipe()
+
+        def place() -> None:
+            first, second = os.dup(to_browser), os.dup(from_browser)
+            os.dup2(first, 3)
+            os.dup2(second, 4)
+
+        words = [binary, "--headless=new", "--remote-debugging-pipe", "--no-sandbox"]
+        words += ["--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio"]
+        words += ["--disable-background-networking", "--disable-component-update"]
+        words += ["--disable-extensions", f"--user-data-dir={profile}", "about:blank"]
+        self._process = subprocess.Popen(
+            words, preexec_fn=place, close_fds=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_browser)
+        os.close(from_browser)
+        self._session: str | None = None
+        targets = self.call("Target.getTargets")["targetInfos"]
+        (target,) = [one["targetId"] for one in targets if one["type"] == "page"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the protocol and return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            self._note(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._from], [], [], max(0, deadline - time.monotonic()))
+            assert ready, "the browser does not answer"
+            part = os.read(self._from, 1 << 20)
+            assert part, "the browser has ended"
+            self._buffer += part
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        method, what = message.get("method"), message.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requests.append(what["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(what["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled":
+            self.complaints.append(json.dumps(what["args"]))
+        elif method == "Log.entryAdded":
+            self.complaints.append(what["entry"]["text"])
+
+    def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
+        """Open a file as on a screen of this size, and wait until it is drawn."""
+        phone = width < 600
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone,
+        )  # fmt: skip
+        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
+        self.call("Page.navigate", url=page.as_uri())
+        self.wait("document.readyState === 'complete' && document.querySelector('svg path')")
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression in the page."""
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, expression: str) -> None:
+        """Wait until an expression is true."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self.evaluate(f"Boolean({expression})"):
+            assert time.monotonic() < deadline, expression
+            time.sleep(0.05)
+
+    def picture(self, path: Path, *, whole: bool = False) -> None:
+        """Write a PNG of the screen, or of the whole page."""
+        options: dict[str, Any] = {"format": "png"}
+        if whole:
+            options["captureBeyondViewport"] = True
+            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+            options["clip"] = {**size, "scale": 1}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
+
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(timeout=30)
+        os.close(self._to)
+        os.close(self._from)

@@ -1,0 +1,69 @@
+"""zerolm/plot.py: the picture is made of what the files say, whole or not."""
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from zerolm import plot
+from zerolm.errors import ConfigError
+
+
+def write_run(run_dir, num_steps, half_line=False):
+    """Make a run directory with a loss of 8 / step and a validation loss every tenth step."""
+    run_dir.mkdir(parents=True)
+    rows = [
+        {"step": step, "tokens": step * 1000, "train/loss": 8 / step}
+        for step in range(1, num_steps + 1)
+    ]
+    rows += [
+        {"step": row["step"], "tokens": row["tokens"], "eval/loss": 3.0} for row in rows[9::10]
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run_dir / "metrics.jsonl").write_text(text + ('{"step": 9' if half_line else ""))
+    events = [("start", 0), ("checkpoint", 20), ("stopped", 20), ("resume", 20)]
+    (run_dir / "events.jsonl").write_text(
+        "".join(json.dumps({"event": kind, "step": step}) + "\n" for kind, step in events)
+    )
+    return run_dir
+
+
+def test_series_is_what_the_file_says(tmp_path):
+    rows = plot.read_rows(write_run(tmp_path / "run", 30, half_line=True) / "metrics.jsonl")
+    tokens, losses = plot.series(rows, "train/loss")
+    np.testing.assert_array_equal(tokens, np.arange(1, 31) * 1000)
+    np.testing.assert_array_equal(losses, 8 / np.arange(1, 31))
+    assert plot.series(rows, "eval/loss")[0].tolist() == [10000, 20000, 30000]
+
+
+def test_smoothing_is_a_centred_mean_that_keeps_both_ends():
+    values = np.random.default_rng(0).normal(size=200)
+    smoothed = plot.smooth(values)
+    reach = round(200 * plot.SMOOTHING_SHARE)
+    inside = np.convolve(values, np.full(2 * reach + 1, 1 / (2 * reach + 1)), mode="valid")
+    np.testing.assert_allclose(smoothed[reach:-reach], inside)
+    assert smoothed[0] == pytest.approx(values[0]) and smoothed[-1] == pytest.approx(values[-1])
+
+
+def test_diverged_steps_are_left_out():
+    rows = [{"tokens": 1, "train/loss": 2.0}, {"tokens": 2, "train/loss": float("nan")}]
+    assert plot.series(rows, "train/loss")[1].tolist() == [2.0]
+
+
+def test_the_picture_shows_every_run_in_its_colour(tmp_path):
+    one, two = write_run(tmp_path / "one", 40), write_run(tmp_path / "two", 1)
+    picture = plot.plot_losses([one, two], tmp_path / "new" / "loss.png")
+    pixels = imread(picture)[..., :3]
+    assert pixels.shape[:2] == (450, 800)
+    blue = np.abs(pixels - np.array([0x1F, 0x77, 0xB4]) / 255).max(-1) < 0.02
+    assert blue.sum() > 500, "the curve of the first run is not in the picture"
+
+
+def test_every_run_without_a_loss_is_named(tmp_path):
+    whole, empty = write_run(tmp_path / "whole", 3), tmp_path / "empty"
+    with pytest.raises(ConfigError) as refusal:
+        plot.plot_losses([empty, whole, tmp_path / "absent"], tmp_path / "loss.png")
+    assert len(refusal.value.problems) == 2
+    assert "empty" in refusal.value.problems[0] and "absent" in refusal.value.problems[1]
+    assert not (tmp_path / "loss.png").exists()

@@ -1,0 +1,69 @@
+"""zerolm/status.py: how a run is, for a person, a pipe and a program."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from pages import write_heartbeats, write_run
+
+from zerolm.status import sparkline
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = [sys.executable, "-m", "zerolm", "status"]
+
+
+def test_a_pipe_gets_plain_lines(tmp_path) -> None:
+    run = write_run(tmp_path / "run", ended=None)
+    write_heartbeats(run)
+    done = subprocess.run(
+        [*COMMAND, run], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "\x1b" not in done.stdout
+    for words in (
+        "running",
+        "40 of 100",
+        "loss        2.2",
+        "2k tokens/s, MFU 40.0%",
+        "30s to go",
+        "step 40: loss 2.6",
+        "spike: train/loss 21",
+        "2 on node-1 (2)",
+    ):
+        assert words in done.stdout, words  # fmt: skip
+
+
+def test_a_program_gets_json(tmp_path) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", ended="gave_up")]
+    done = subprocess.run(
+        [*COMMAND, "--json", *runs], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["state"] for one in found] == ["done", "gave up"]
+    assert found[0]["step"] == 40 and found[0]["evaluation"] == {"step": 40, "eval/loss": 2.6}
+
+
+def test_a_terminal_gets_a_panel(tmp_path) -> None:
+    run = write_run(tmp_path / "[bold]run")
+    leader, follower = pty.openpty()
+    child = subprocess.Popen(
+        [*COMMAND, str(run)], cwd=ROOT, stdout=follower, env={**os.environ, "COLUMNS": "100"}
+    )
+    os.close(follower)
+    shown = b""
+    try:
+        while part := os.read(leader, 4096):
+            shown += part
+    except OSError:  # Linux: the other end is closed
+        pass
+    assert child.wait(timeout=60) == 0
+    text = shown.decode()
+    assert "\x1b[" in text and "[bold]run" in text, "text of a run is not markup"
+    assert "40 of 100" in text and "▁" in text
+
+
+def test_a_curve_as_characters() -> None:
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
+    assert sparkline([1.0, float("nan"), 1.0]) == "▁ ▁" and sparkline([]) == ""

@@ -1,0 +1,323 @@
+// One panel: curves over the x-axis that all panels share, events, a cursor, and its legend.
+
+const MARGIN = { left: 56, right: 12, top: 20, bottom: 26 };
+const NEAR_PIXELS = 7;
+// What all panels share. `cursor` is a place on the x-axis, `domain` the part of it that is shown.
+const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, hiddenRuns: new Set() };
+const X_UNITS = { tokens: 'tokens', steps: 'steps', seconds: 'time' };
+const charts = [];
+let extents = {};
+let waiting = false;
+
+function redraw() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => { waiting = false; charts.forEach((chart) => chart.draw()); });
+}
+
+function moveCursor(value) {
+  view.cursor = value;
+  charts.forEach((chart) => chart.drawCursor());
+}
+
+function zoomTo(domain) {
+  const [low, high] = fullDomain();
+  if (domain) {
+    domain = [Math.max(low, Math.min(...domain)), Math.min(high, Math.max(...domain))];
+    if (!(domain[1] - domain[0] > (high - low) * 1e-6)) return;
+    if (domain[0] <= low && domain[1] >= high) domain = null;
+  }
+  view.domain = domain;
+  document.body.classList.toggle('zoomed', Boolean(domain));
+  redraw();
+}
+
+function fullDomain() {
+  const [low, high] = extents[view.x];
+  return view.logX ? [Math.max(low, high * 1e-5, Number.MIN_VALUE), high] : [0, high || 1];
+}
+
+class Chart {
+  // `series`: {label, name, run, colour, dash, faint, marks, x: {tokens, steps, seconds}, y}
+  constructor(panel, series, events, clipping) {
+    Object.assign(this, { panel, series, events, clipping, log: false, hidden: new Set(), all: false });
+    const template = document.getElementById('chart');
+    this.figure = template.content.firstElementChild.cloneNode(true);
+    this.svg = this.figure.querySelector('svg');
+    this.tip = this.figure.querySelector('.tip');
+    this.figure.querySelector('.title').textContent = panel.title;
+    this.figure.querySelector('.unit').textContent = panel.unit === 'share' ? '' : panel.unit;
+    this.figure.querySelector('.about').textContent = panel.about;
+    this.log = panel.log && this.positive();
+    const buttons = this.figure.querySelector('.buttons');
+    if (this.positive()) buttons.append(toggle('log', 'Logarithmic scale', this.log, (on) => { this.log = on; this.draw(); }));
+    this.allButton = toggle('full range', 'Show outliers too', false, (on) => { this.all = on; this.draw(); });
+    buttons.append(this.allButton);
+    this.legend();
+    listen(this);
+    charts.push(this);
+  }
+
+  positive() {
+    return this.series.every((one) => one.y.every((value) => value === null || value > 0));
+  }
+
+  element(name, attributes, parent = this.svg) {
+    const element = document.createElementNS(this.svg.namespaceURI, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    parent.append(element);
+    return element;
+  }
+
+  visible() {
+    return this.series.filter((one) => !this.hidden.has(one.label) && !view.hiddenRuns.has(one.run));
+  }
+
+  legend() {
+    const host = this.figure.querySelector('.legend');
+    const labels = new Map();
+    for (const one of this.series) if (!one.faint && !labels.has(one.label)) labels.set(one.label, one);
+    if (labels.size < 2) return;
+    for (const [label, one] of labels) {
+      const chip = toggle(label, `Show or hide ${label}`, true, (on) => {
+        if (on) this.hidden.delete(label);
+        else this.hidden.add(label);
+        this.draw();
+      });
+      const key = document.createElement('i');
+      key.className = one.marks ? 'key round' : 'key';
+      key.style.borderTopStyle = one.dash ? 'dashed' : 'solid';
+      key.style.color = one.legendColour || one.colour;
+      chip.prepend(key);
+      host.append(chip);
+    }
+  }
+
+  // Lowest and highest value in view. Few points far off are left out, unless all are asked for.
+  range(shown) {
+    const values = [];
+    for (const { one, from, to } of shown) {
+      for (let index = from; index < to; index++) {
+        const value = one.y[index];
+        if (value !== null && !(one.faint && !this.all)) values.push(value);
+      }
+    }
+    if (!values.length) return [0, 1, false];
+    values.sort((a, b) => a - b);
+    let low = values[0], high = values[values.length - 1], cut = false;
+    const bend = this.log ? Math.log : (value) => value;
+    const upper = values[Math.floor((values.length - 1) * 0.95)], lower = values[Math.floor((values.length - 1) * 0.02)];
+    const span = bend(upper) - bend(lower);
+    if (!this.panel.points && values.length >= 20 && span > 0 && bend(high) - bend(upper) > 1.5 * span) {
+      cut = true;
+      const edge = values.filter((value) => bend(value) - bend(upper) <= 1.5 * span).pop();
+      if (!this.all) high = edge;
+    }
+    if (low === high) { low -= Math.abs(low) * 0.05 || 0.5; high += Math.abs(high) * 0.05 || 0.5; }
+    if (this.log) {
+      const margin = (high / low) ** 0.04;
+      return [Math.max(low / margin, Number.MIN_VALUE), high * margin, cut];
+    }
+    const margin = (high - low) * 0.05;
+    const zero = low >= 0 && low < (high - low) * 0.6;
+    return [zero ? 0 : low - margin, high + margin, cut];
+  }
+
+  draw() {
+    const width = Math.max(240, this.figure.querySelector('.plot').clientWidth);
+    const height = this.panel.wide ? (width < 560 ? 270 : 360) : 220;
+    this.svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+    this.svg.replaceChildren();
+    const box = this.box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
+    const domain = view.domain || fullDomain();
+    const x = this.x = makeScale(domain, [box.left, box.right], view.logX);
+    const shown = this.visible().map((one) => {
+      const places = one.x[view.x];
+      return { one, places, from: Math.max(0, firstFrom(places, domain[0])), to: firstFrom(places, domain[1] * (1 + 1e-9)) };
+    });
+    const [low, high, cut] = this.range(shown);
+    this.allButton.hidden = !cut;
+    const y = this.y = makeScale([low, high], [box.bottom, box.top], this.log);
+    this.grid(domain, [low, high]);
+    const id = `clip${charts.indexOf(this)}`;
+    const clip = this.element('clipPath', { id }, this.element('defs', {}));
+    this.element('rect', { x: box.left, y: box.top - 4, width: box.right - box.left, height: box.bottom - box.top + 8 }, clip);
+    this.drawEvents();
+    const layer = this.element('g', { 'clip-path': `url(#${id})` });
+    if (this.clipping && this.clipping >= low && this.clipping <= high) {
+      this.element('line', { class: 'clipping', x1: box.left, x2: box.right, y1: y(this.clipping), y2: y(this.clipping) }, layer);
+    }
+    for (const part of shown) this.curve(layer, part, high);
+    this.cursorLayer = this.element('g', { class: 'cursor' });
+    this.describe(shown);
+    this.drawCursor();
+  }
+
+  curve(layer, { one, places, from, to }, high) {
+    const first = Math.max(0, from - 1), last = Math.min(places.length, to + 1);
+    const colour = (element) => { element.style.stroke = one.colour; return element; };
+    if (one.marks) {
+      if (last - first > 1) colour(this.element('path', { class: 'curve thin', d: this.path(places, one.y, first, last) }, layer));
+      if (last - first < 400) {
+        for (let index = first; index < last; index++) {
+          if (one.y[index] !== null) colour(this.element('circle', { class: 'mark', r: 3.5, cx: this.x(places[index]), cy: this.y(one.y[index]) }, layer));
+        }
+      }
+      return;
+    }
+    const smooth = this.panel.smooth && view.smoothing > 0 && one.y.length > 20 && !one.faint;
+    const raw = colour(this.element('path', { class: `curve ${one.faint ? 'faint' : smooth ? 'raw' : ''}`, d: this.path(places, one.y, first, last) }, layer));
+    if (one.dash) raw.setAttribute('stroke-dasharray', one.dash);
+    if (smooth) {
+      if (one.smoothing !== view.smoothing) Object.assign(one, { smooth: smoothed(one.y, view.smoothing), smoothing: view.smoothing });
+      const line = colour(this.element('path', { class: 'curve', d: this.path(places, one.smooth, first, last) }, layer));
+      if (one.dash) line.setAttribute('stroke-dasharray', one.dash);
+    }
+    if (one.faint) return;
+    for (let index = from, drawn = 0; index < to && drawn < 60; index++) {
+      if (one.y[index] !== null && one.y[index] > high) {
+        const at = this.x(places[index]), top = this.box.top;
+        const mark = this.element('path', { class: 'beyond', d: `M${at - 4} ${top + 5}L${at} ${top - 2}L${at + 4} ${top + 5}Z` }, layer);
+        mark.style.fill = one.colour;
+        drawn++;
+      }
+    }
+  }
+
+  // Of the points in one column of pixels the first, lowest, highest and last are drawn.
+  path(places, values, first, last) {
+    const parts = [];
+    const every = last - first <= 4 * (this.box.right - this.box.left);
+    let pen = 'M', column = null, kept = null;
+    const flush = () => {
+      if (kept) for (const at of [...new Set([kept.first, ...(kept.low.index < kept.high.index ? [kept.low.index, kept.high.index] : [kept.high.index, kept.low.index]), kept.last])]) point(at);
+      kept = null;
+    };
+    const point = (index) => {
+      parts.push(pen, this.x(places[index]).toFixed(1), ' ', this.y(values[index]).toFixed(1));
+      pen = 'L';
+    };
+    for (let index = first; index < last; index++) {
+      if (values[index] === null || (this.log && values[index] <= 0)) { flush(); pen = 'M'; continue; }
+      if (every) { point(index); continue; }
+      const here = Math.round(this.x(places[index]));
+      if (!kept || here !== column) {
+        flush();
+        column = here;
+        kept = { first: index, last: index, low: { index }, high: { index } };
+      }
+      kept.last = index;
+      if (values[index] < values[kept.low.index]) kept.low.index = index;
+      if (values[index] > values[kept.high.index]) kept.high.index = index;
+    }
+    flush();
+    return parts.join('') || 'M0 0';
+  }
+
+  grid(domain, range) {
+    const box = this.box;
+    const most = Math.max(2, Math.floor((box.right - box.left) / 90));
+    for (const tick of niceTicks(...domain, most, X_UNITS[view.x], view.logX)) {
+      const at = this.x(tick);
+      if (at < box.left - 1 || at > box.right + 1) continue;
+      this.element('line', { class: 'grid', x1: at, x2: at, y1: box.top, y2: box.bottom });
+      const anchor = at > box.right - 18 ? 'end' : 'middle';
+      this.element('text', { x: Math.min(at, box.right), y: box.bottom + 17, 'text-anchor': anchor }).textContent = format(tick, X_UNITS[view.x], 3);
+    }
+    for (const tick of niceTicks(...range, Math.max(3, Math.floor((box.bottom - box.top) / 42)), this.panel.unit, this.log)) {
+      const at = this.y(tick);
+      this.element('line', { class: 'grid', x1: box.left, x2: box.right, y1: at, y2: at });
+      this.element('text', { x: box.left - 7, y: at + 4, 'text-anchor': 'end' }).textContent = format(tick, this.panel.unit, 3);
+    }
+  }
+
+  drawEvents() {
+    if (!view.events) return;
+    const box = this.box;
+    let before = -Infinity;
+    for (const event of this.events) {
+      if (view.hiddenRuns.has(event.run)) continue;
+      const at = this.x(event[view.x]);
+      if (at < box.left - 1 || at > box.right + 1) continue;
+      if (event.level === 'quiet') {
+        this.element('line', { class: 'tick', x1: at, x2: at, y1: box.bottom - 5, y2: box.bottom });
+        continue;
+      }
+      this.element('line', { class: `event ${event.level}`, x1: at, x2: at, y1: box.top, y2: box.bottom });
+      if (at - before < 5) continue;
+      before = at;
+      const shapes = {
+        bad: `M${at - 4} ${box.top - 13}l8 8m0 -8l-8 8`,
+        notable: `M${at} ${box.top - 14}l5 9h-10z`,
+        plain: `M${at} ${box.top - 13}l4 4l-4 4l-4 -4z`,
+      };
+      this.element('path', { class: `shape ${event.level}`, d: shapes[event.level] });
+    }
+  }
+
+  drawCursor() {
+    if (!this.cursorLayer) return;
+    this.cursorLayer.replaceChildren();
+    if (view.cursor === null) { this.tip.hidden = true; return; }
+    const at = this.x(view.cursor), box = this.box;
+    if (!(at >= box.left - 1 && at <= box.right + 1)) { this.tip.hidden = true; return; }
+    this.element('line', { x1: at, x2: at, y1: box.top, y2: box.bottom }, this.cursorLayer);
+    if (this.dragFrom !== undefined) {
+      this.element('rect', { class: 'selection', x: Math.min(at, this.dragFrom), width: Math.abs(at - this.dragFrom), y: box.top, height: box.bottom - box.top }, this.cursorLayer);
+    }
+    const rows = this.readings(at);
+    for (const row of rows) {
+      const dot = this.element('circle', { r: 3.5, cx: row.at, cy: Math.max(box.top, Math.min(box.bottom, this.y(row.value))) }, this.cursorLayer);
+      dot.style.fill = row.one.colour;
+    }
+    if (this.active) this.showTip(at, rows);
+    else this.tip.hidden = true;
+  }
+
+  // The point of each curve that is nearest to a place, if the curve is there at all.
+  readings(at) {
+    const rows = [];
+    for (const one of this.visible()) {
+      const places = one.x[view.x];
+      if (one.faint || !places.length) continue;
+      const wanted = this.x.back(at);
+      let index = nearest(places, wanted);
+      if (one.y[index] === null) continue;
+      const where = this.x(places[index]);
+      if (Math.abs(where - at) > 40 && one.marks) continue;
+      rows.push({ one, index, at: where, value: one.y[index], step: one.x.steps[index], tokens: one.x.tokens[index], seconds: one.x.seconds[index] });
+    }
+    return rows;
+  }
+
+  showTip(at, rows) {
+    const near = rows.reduce((best, row) => (!best || Math.abs(row.at - at) < Math.abs(best.at - at) ? row : best), null);
+    const events = view.events ? this.events.filter((event) => Math.abs(this.x(event[view.x]) - at) <= NEAR_PIXELS && !view.hiddenRuns.has(event.run)) : [];
+    this.tip.hidden = !near && !events.length;
+    if (this.tip.hidden) return;
+    this.tip.replaceChildren();
+    if (near) this.tip.append(h('div', { class: 'where' }, `step ${near.step.toLocaleString('en')} · ${format(near.tokens, 'tokens')} tokens · ${duration(near.seconds)}`));
+    const most = 14, sorted = rows.length > most ? [...rows].sort((a, b) => b.value - a.value) : rows;
+    for (const row of sorted.slice(0, most)) {
+      const dot = h('i', { class: 'dot' });
+      dot.style.background = row.one.colour;
+      this.tip.append(h('div', { class: 'row' }, dot, h('span', {}, row.one.full), h('b', {}, format(row.value, this.panel.unit, 5))));
+    }
+    if (rows.length > most) this.tip.append(h('div', { class: 'where' }, `and ${rows.length - most} lower ones`));
+    for (const event of events.slice(-4)) {
+      this.tip.append(h('div', { class: `what ${event.level}` }, h('b', {}, `${event.title} `), `step ${event.step.toLocaleString('en')}: ${event.words}`));
+    }
+    const width = this.svg.clientWidth, factor = width / (this.box.right + MARGIN.right);
+    this.tip.style.left = at * factor > width / 2 ? 'auto' : `${at * factor + 14}px`;
+    this.tip.style.right = at * factor > width / 2 ? `${width - at * factor + 14}px` : 'auto';
+  }
+
+  describe(shown) {
+    const words = shown.filter(({ one }) => !one.faint).slice(0, 8).map(({ one }) => {
+      const values = one.y.filter((value) => value !== null);
+      if (!values.length) return `${one.full}: no values`;
+      return `${one.full}: ${format(values[0], this.panel.unit)} at first, ${format(values[values.length - 1], this.panel.unit)} at last`;
+    });
+    this.svg.setAttribute('aria-label', `${this.panel.title}. ${words.join('. ')}. Arrow keys move a cursor, plus and minus zoom, Escape shows all.`);
+  }
+}

@@ -1,0 +1,153 @@
+// The parts of the page around the charts. All text is set as text, never as markup.
+
+const STATES = { running: 'running', done: 'done', stopped: 'stopped, can be resumed', 'gave up': 'gave up', failed: 'failed', silent: 'silent', new: 'not begun' };
+
+function section(title, ...children) {
+  return h('section', {}, h('h2', {}, title), ...children);
+}
+
+function table(head, rows, className) {
+  return h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': className || 'table' },
+    h('table', { class: className },
+      h('thead', {}, h('tr', {}, ...head.map((cell) => h('th', { scope: 'col' }, cell)))),
+      h('tbody', {}, ...rows.map((cells) => h('tr', {}, ...cells.map((cell, index) => h(index ? 'td' : 'th', index ? {} : { scope: 'row' }, cell)))))));
+}
+
+function dot(colour) {
+  const element = h('i', { class: 'dot' });
+  element.style.background = colour;
+  return element;
+}
+
+function progressBar(run) {
+  const share = run.total_tokens ? Math.min(1, run.tokens / run.total_tokens) : 0;
+  const bar = h('div', { class: 'bar' }, h('i', {}));
+  bar.firstChild.style.width = `${share * 100}%`;
+  const steps = run.total_steps ? `step ${run.step.toLocaleString('en')} of ${run.total_steps.toLocaleString('en')}` : `step ${run.step.toLocaleString('en')}`;
+  const tokens = run.total_tokens ? `${format(run.tokens, 'tokens')} of ${format(run.total_tokens, 'tokens')} tokens` : `${format(run.tokens, 'tokens')} tokens`;
+  const left = run.seconds_left !== null ? `${duration(run.seconds_left)} to go` : '';
+  return h('div', { class: 'progress' }, bar, h('span', {}, [`${significant(share * 100, 3)}%`, steps, tokens, left].filter(Boolean).join(' · ')));
+}
+
+function stateChip(run) {
+  return h('span', { class: `state ${run.state.replace(' ', '-')}`, title: run.why }, STATES[run.state] || run.state);
+}
+
+function tiles(run) {
+  return h('dl', { class: 'tiles' }, ...run.figures.map(([name, value, note]) => h('div', {}, h('dt', {}, name), h('dd', {}, value), h('small', {}, note))));
+}
+
+function header(data) {
+  const runs = data.runs, age = h('p', { class: 'age' });
+  const say = () => {
+    const seconds = Math.max(0, Date.now() / 1000 - data.written_at);
+    const live = runs.some((run) => run.state === 'running');
+    age.textContent = `Written ${data.written.slice(0, 16).replace('T', ' ')}` + (live && seconds > 60 ? `, ${duration(seconds)} ago: reload for what came since.` : '.');
+  };
+  say();
+  setInterval(say, 30000);
+  if (runs.length === 1) {
+    const run = runs[0];
+    document.title = `${run.name}: ${STATES[run.state] || run.state}`;
+    return h('header', {}, h('div', { class: 'name' }, h('h1', {}, run.name), stateChip(run)),
+      run.why && run.state !== 'running' ? h('p', { class: 'why' }, run.why) : null, progressBar(run), tiles(run),
+      h('dl', { class: 'facts' }, ...run.facts.flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)])), age);
+  }
+  document.title = runs.map((run) => run.name).join(', ');
+  const names = [...new Set(runs.flatMap((run) => run.figures.map(([name]) => name)))];
+  const rows = runs.map((run) => [h('span', { class: 'run' }, dot(run.colour), run.name), stateChip(run), format(run.tokens, 'tokens'),
+    ...names.map((name) => { const found = run.figures.find(([other]) => other === name); return found ? h('span', { title: found[2] }, found[1]) : '–'; })]);
+  return h('header', {}, h('div', { class: 'name' }, h('h1', {}, `${runs.length} runs`)), table(['Run', 'State', 'Tokens', ...names], rows, 'runs'), ...agreement(data), age);
+}
+
+function agreement(data) {
+  return data.agreement.map((one) => h('p', { class: 'agreement' }, h('b', {}, `${data.runs[0].name} and ${one.run}: `),
+    one.largest === 0 ? `training losses are equal to the bit at all ${one.steps.toLocaleString('en')} steps that both have.`
+      : `training losses differ by at most ${significant(one.largest, 3)} (${significant(one.relative, 2)} of it, at step ${one.at.toLocaleString('en')}) over ${one.steps.toLocaleString('en')} steps that both have.`));
+}
+
+function findings(data) {
+  const found = data.runs.flatMap((run) => run.findings.map((finding) => ({ ...finding, run })));
+  const problems = data.runs.flatMap((run) => run.problems.map((problem) => ({ problem, run })));
+  if (!found.length && !problems.length) return null;
+  const name = (run) => (data.runs.length > 1 ? `${run.name}: ` : '');
+  return section('Findings', h('ul', { class: 'findings' },
+    ...found.map((one) => h('li', { class: one.kind }, h('b', {}, name(one.run) + one.kind.replaceAll('_', ' ')), h('button', { type: 'button', class: 'link', 'data-step': one.step, 'data-run': one.run.number }, `step ${one.step.toLocaleString('en')}`), ' ', one.text)),
+    ...problems.map((one) => h('li', { class: 'unread' }, h('b', {}, `${name(one.run)}could not be read`), ' ', one.problem))));
+}
+
+function eventList(data) {
+  const many = data.runs.length > 1;
+  const rows = data.runs.flatMap((run) => run.events.map((event) => ({ event, run })));
+  if (!rows.length) return null;
+  const left = data.runs.reduce((sum, run) => sum + run.events_left_out, 0);
+  const body = (all) => table([...(many ? ['Run'] : []), 'Step', 'What', '', 'When'], rows.filter(({ event }) => all || event.level !== 'quiet').map(({ event, run }) => [
+    ...(many ? [h('span', { class: 'run' }, dot(run.colour), run.name)] : []),
+    h('button', { type: 'button', class: 'link', 'data-step': event.step, 'data-run': run.number }, event.step.toLocaleString('en')),
+    h('span', { class: `kind ${event.level}` }, event.title), event.words, h('span', { class: 'when' }, (event.time || '').slice(0, 19).replace('T', ' '))]), 'events');
+  const host = h('div', {}, body(false));
+  const quiet = rows.filter(({ event }) => event.level === 'quiet').length;
+  const all = quiet ? toggle(`${quiet} checkpoints and uploads`, 'Show the quiet ones too', false, (on) => host.replaceChildren(body(on))) : null;
+  return section('Events', all, host, left ? h('p', { class: 'about' }, `${left.toLocaleString('en')} more, older ones are in events.jsonl.`) : null);
+}
+
+function evaluations(data) {
+  const runs = data.runs.filter((run) => run.evaluations.rows.length);
+  if (!runs.length) return null;
+  const tables = runs.map((run) => {
+    const { keys, rows } = run.evaluations;
+    const best = keys.map((key, index) => {
+      const values = rows.map((row) => row[index + 2]).filter((value) => value !== null && value !== undefined);
+      return /loss|perplexity/.test(key) ? Math.min(...values) : Math.max(...values);
+    });
+    const shown = rows.length > 40 ? rows.filter((_, index) => index % Math.ceil(rows.length / 40) === 0 || index === rows.length - 1) : rows;
+    const cells = [...shown].reverse().map((row) => [row[0].toLocaleString('en'), format(row[1], 'tokens'), ...keys.map((key, index) => {
+      const value = row[index + 2];
+      if (value === null || value === undefined) return '–';
+      const text = /\/(acc|acc_norm|exact_match)/.test(key) ? format(value, 'share') : significant(value, 5);
+      return rows.length > 1 && value === best[index] ? h('b', { class: 'best', title: 'best' }, text) : text;
+    })]);
+    return h('div', {}, data.runs.length > 1 ? h('h3', {}, dot(run.colour), run.name) : null, table(['Step', 'Tokens', ...keys.map((key) => key.slice(5))], cells, 'evaluations'));
+  });
+  return section('Evaluations', ...tables);
+}
+
+function samples(data) {
+  const parts = data.runs.filter((run) => run.samples.length).map((run) => {
+    const times = [...new Set(run.samples.flatMap((prompt) => prompt.texts.map(([step]) => step)))].sort((a, b) => a - b);
+    const where = h('output', {});
+    const slider = h('input', { type: 'range', min: 0, max: times.length - 1, value: times.length - 1, 'aria-label': 'training time of the samples' });
+    const strips = run.samples.map((prompt) => {
+      const cards = prompt.texts.map(([step, tokens, text, how]) => h('article', { 'data-step': step, title: how }, h('h4', {}, `step ${step.toLocaleString('en')} · ${format(tokens, 'tokens', 3)} tokens`), h('p', {}, text)));
+      return h('div', { class: 'prompt' }, h('h3', {}, prompt.prompt || '(empty prompt)'), h('div', { class: 'strip', tabindex: '0', role: 'region', 'aria-label': `samples of ${prompt.prompt}` }, ...cards));
+    });
+    const show = () => {
+      const step = times[Number(slider.value)];
+      where.textContent = `step ${step.toLocaleString('en')}`;
+      for (const strip of strips) {
+        for (const card of strip.querySelectorAll('article')) {
+          const now = Number(card.dataset.step) === step;
+          card.classList.toggle('now', now);
+          if (now) card.parentElement.scrollTo({ left: card.offsetLeft - card.parentElement.clientWidth + card.offsetWidth + 12 });
+        }
+      }
+    };
+    slider.addEventListener('input', show);
+    requestAnimationFrame(show);
+    return h('div', {}, data.runs.length > 1 ? h('h3', {}, dot(run.colour), run.name) : null,
+      times.length > 1 ? h('label', { class: 'time' }, 'Training time ', slider, where) : null, ...strips);
+  });
+  return parts.length ? section('Samples', ...parts) : null;
+}
+
+function settings(data) {
+  const names = data.runs.map((run) => run.name), parts = [];
+  if (data.runs.length > 1) {
+    parts.push(data.differences.length ? table(['Setting', ...names], data.differences.map((one) => [one.key, ...one.values.map((value) => value ?? '–')]), 'settings') : h('p', {}, 'All settings are the same.'));
+  }
+  const keys = [...new Set(data.settings.flatMap(Object.keys))];
+  if (keys.length) {
+    parts.push(h('details', {}, h('summary', {}, `All ${keys.length} settings`), table(['Setting', ...(names.length > 1 ? names : ['Value'])], keys.map((key) => [key, ...data.settings.map((flat) => flat[key] ?? '–')]), 'settings')));
+  }
+  return parts.length ? section(data.runs.length > 1 ? 'Settings that differ' : 'Settings', ...parts) : null;
+}

@@ -1,0 +1,86 @@
+"""The run's part in `report.html`: start the process that writes it, now and then and at the end.
+
+The first rank starts `python -m zerolm report RUN_DIR` with the lowest priority (zerolm/report.py),
+one at a time. All that can be slow or broken is over there; nothing of it ends a run.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FIRST_SECONDS = 30.0  # after the start, so that there is a page to look at soon
+FINISH_SECONDS = 20.0  # the end of a run waits no longer for its page
+BUSY_SHARE = 20.0  # a page that took a second is not written again for so many
+
+
+class Reporting:
+    """Keeps the page of a run as new as `interval` says. No call waits, but `finish`.
+
+    Args:
+        interval: seconds between two pages; 0 makes every method a no-op, as `active` False does.
+        active: on the first rank only.
+    """
+
+    def __init__(self, run_dir: Path, interval: float, active: bool):
+        self.run_dir, self.interval = Path(run_dir), interval
+        self.active = active and interval > 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._began = time.monotonic()
+        self._write_at = self._began + min(interval, FIRST_SECONDS)
+        self._warned = False
+
+    def poke(self) -> None:
+        """Start a process if the page is old and none is at it. Takes microseconds."""
+        if not self.active or time.monotonic() < self._write_at:
+            return
+        self._write_at = time.monotonic() + self.interval
+        if self._child is not None and self._child.poll() is None:
+            return
+        self._reap()
+        self._start()
+
+    def finish(self) -> None:
+        """Write the page of the end of a run, and wait for it a little."""
+        if not self.active:
+            return
+        deadline = time.monotonic() + FINISH_SECONDS
+        for again in (True, False):  # what is being written now lacks the end
+            if self._child is not None:
+                try:
+                    self._child.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    self._child.kill()
+                    self._child.wait()
+                self._reap()
+            if again:
+                self._start()
+
+    def _start(self) -> None:
+        words = [sys.executable, "-m", "zerolm", "report", str(self.run_dir)]
+        words += ["--of_process", str(os.getpid())]
+        root = str(Path(__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self._began = time.monotonic()
+        try:
+            self._child = subprocess.Popen(
+                words, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL
+            )
+        except OSError as error:  # no memory for a process: training goes on
+            self._warn(str(error))
+
+    def _reap(self) -> None:
+        """Take note of a process that has ended."""
+        if self._child is None:
+            return
+        seconds = time.monotonic() - self._began
+        self._write_at = max(self._write_at, time.monotonic() + BUSY_SHARE * min(seconds, 600.0))
+        if self._child.returncode != 0:
+            self._warn(f"exit code {self._child.returncode}")
+        self._child = None
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            print(f"report: {self.run_dir}/report.html was not written: {why}", flush=True)
+        self._warned = True
