@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-TRAIN_LOSS, EVAL_LOSS = "train/loss", "eval/loss"
+TRAIN_LOSS = "train/loss"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Panel:
 
 PANELS = (
     Panel(
-        "Loss", "nats per token", r"(train|eval)/loss", smooth=True,
+        "Loss", "nats per token", r"train/loss|eval/loss", smooth=True,
         about="Mean cross-entropy of a step's batch; marks are evaluations on held-out text. "
         "Stretches that a rollback went back over are drawn faintly.",
     ),
@@ -83,16 +83,15 @@ PANELS = (
     ),
     Panel(
         "Step time", "s",
-        r"throughput/(step_seconds|data_seconds|slowest_rank_seconds|mean_rank_seconds)",
+        r"throughput/(step_seconds|slowest_rank_seconds|mean_rank_seconds|data_seconds)",
         smooth=True, log=True,
         about="Of an optimizer step; of it, waiting for data; and what the slowest and the mean "
         "rank work by themselves.",
     ),
     Panel("Memory", "bytes", r"memory/\w+", about="Of the first rank's device, or its process."),
-    Panel("Tokens by source", "tokens", r"data/.+/tokens", many=True),
     Panel("Epochs by source", "epochs", r"data/.+/epochs", many=True),
     Panel(
-        "Checkpoints", "s", r"checkpoint/\w+_seconds", points=True,
+        "Checkpoints", "s", r"checkpoint/(stall_seconds|copy_seconds|wait_seconds)", points=True,
         about="How long training stood still for a checkpoint: for the copy, and for the one "
         "before it.",
     ),
@@ -103,7 +102,7 @@ PANELS = (
 )  # fmt: skip
 # The same as another curve, in another unit.
 LEFT_OUT = re.compile(
-    r"(train|eval)/perplexity|eval/.+/perplexity|throughput/(samples_per_second|slowest_rank|"
+    r"data/.+/tokens|(train|eval)/perplexity|eval/.+/perplexity|throughput/(samples_per_second|slowest_rank|"
     r"tokens_per_second_per_device)|eval/.+_stderr"
 )
 
@@ -118,12 +117,13 @@ def panels(keys: Collection[str], *, compared: bool) -> list[dict[str, Any]]:
     left = {key for key in keys if not LEFT_OUT.fullmatch(key)}
     drawn = []
     for panel in PANELS:
-        chosen = sorted((key for key in left if re.fullmatch(panel.pattern, key)), key=_by_number)
+        chosen = sorted(
+            (key for key in left if re.fullmatch(panel.pattern, key)),
+            key=lambda key: (panel.pattern.find(key.rpartition("/")[2]), _by_number(key)),
+        )
         left -= set(chosen)
         if panel.title == "Gradient noise scale" and "train/noise_scale_tokens" not in chosen:
             panel = Panel("Batch", "tokens", panel.pattern)
-        if TRAIN_LOSS in chosen:  # the validation loss is drawn over it
-            chosen.sort(key=[TRAIN_LOSS, EVAL_LOSS].index)
         if chosen and not (compared and panel.many and len(chosen) > 4):
             drawn.append(_shown(panel, chosen))
     return drawn + [_shown(Panel(key, "", key), [key]) for key in sorted(left)]

@@ -97,11 +97,19 @@ def data_of(histories: Sequence[History]) -> Json:
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "written_at": time.time(),
         "runs": [_run(history, points) for history in histories],
-        "panels": panels(keys, compared=len(histories) > 1),
+        "panels": [
+            panel
+            for panel in panels(keys, compared=len(histories) > 1)
+            if panel["title"] != "Batch" or _varies(histories, panel["keys"][0])
+        ],
         "settings": settings,
         "differences": differences(settings) if len(histories) > 1 else [],
         "agreement": agreement(histories),
     }
+
+
+def _varies(histories: Sequence[History], key: str) -> bool:
+    return any(len(set(history.curves.values(key))) > 1 for history in histories)
 
 
 def _run(history: History, points: int) -> Json:
@@ -175,8 +183,8 @@ def _events(history: History) -> Json:
     """Return the events in words, with their places on the x-axes; `left_out` if too many."""
     stalls = {stall["step"]: stall for stall in _stalls(history.curves)}
     found: list[Json] = []
-    for event in history.events:  # a stall is told after the checkpoint that it was for
-        found.append(event)
+    for event, part in with_curves(history):  # a stall is told after the checkpoint that it was for
+        found.append({**event, "curves": part})
         if event["event"] == "checkpoint" and event["step"] in stalls:
             found.append(stalls.pop(event["step"]))
     told = [
@@ -186,6 +194,7 @@ def _events(history: History) -> Json:
             "step": event["step"],
             "time": event.get("time"),
             "words": words(event)[:MOST_WORDS],
+            "curves": event.get("curves", history.curves),
         }
         for event in merged([*found, *stalls.values()])
     ]
@@ -195,9 +204,24 @@ def _events(history: History) -> Json:
     order = {id(event): index for index, event in enumerate(told)}
     shown.sort(key=lambda event: order[id(event)])
     for event in shown:
-        event["tokens"], seconds = history.curves.place(max(0, event["step"]))
+        event["tokens"], seconds = event.pop("curves").place(max(0, event["step"]))
         event["seconds"] = _number(seconds)
     return {"events": shown, "events_left_out": len(told) - len(shown)}
+
+
+def with_curves(history: History) -> list[tuple[Json, Curves]]:
+    """Return each event with the curves that it stands on: those that a rollback left, or today's.
+
+    An event of a step that was taken again happened at other tokens than the step has now.
+    """
+    found = []
+    left, low = history.curves, math.inf
+    rolled_back = list(history.rolled_back)
+    for event in reversed(history.events):
+        if event["event"] == "rollback" and rolled_back:
+            left, low = rolled_back.pop(), event.get("to_step", math.inf)
+        found.append((event, left if event["step"] > low else history.curves))
+    return found[::-1]
 
 
 def _stalls(found: Curves) -> list[Json]:

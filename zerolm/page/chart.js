@@ -1,6 +1,7 @@
 // One panel: curves over the x-axis that all panels share, events, a cursor, and its legend.
 
-const MARGIN = { left: 56, right: 12, top: 20, bottom: 26 };
+const MARGIN = { left: 44, right: 12, top: 20, bottom: 26 };
+const CHARACTER_PIXELS = 6.9;
 const NEAR_PIXELS = 7;
 // What all panels share. `cursor` is a place on the x-axis, `domain` the part of it that is shown.
 const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, hiddenRuns: new Set() };
@@ -113,6 +114,10 @@ class Chart {
       const edge = values.filter((value) => bend(value) - bend(upper) <= 1.5 * span).pop();
       if (!this.all) high = edge;
     }
+    if (this.clipping && values.length) {
+      low = Math.min(low, this.clipping);
+      high = Math.max(high, this.clipping);
+    }
     if (low === high) { low -= Math.abs(low) * 0.05 || 0.5; high += Math.abs(high) * 0.05 || 0.5; }
     if (this.log) {
       const margin = (high / low) ** 0.04;
@@ -130,7 +135,6 @@ class Chart {
     this.svg.replaceChildren();
     const box = this.box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
     const domain = view.domain || fullDomain();
-    const x = this.x = makeScale(domain, [box.left, box.right], view.logX);
     const shown = this.visible().map((one) => {
       const places = one.x[view.x];
       return { one, places, from: Math.max(0, firstFrom(places, domain[0])), to: firstFrom(places, domain[1] * (1 + 1e-9)) };
@@ -138,13 +142,17 @@ class Chart {
     const [low, high, cut] = this.range(shown);
     this.allButton.hidden = !cut;
     const y = this.y = makeScale([low, high], [box.bottom, box.top], this.log);
-    this.grid(domain, [low, high]);
+    const ticks = niceTicks(low, high, Math.max(3, Math.floor((box.bottom - box.top) / 42)), this.panel.unit, this.log);
+    const labels = ticks.map((tick) => format(tick, this.panel.unit, 4));
+    box.left = Math.max(MARGIN.left, 12 + CHARACTER_PIXELS * Math.max(0, ...labels.map((label) => label.length)));
+    this.x = makeScale(domain, [box.left, box.right], view.logX);
+    this.grid(domain, ticks, labels);
     const id = `clip${charts.indexOf(this)}`;
     const clip = this.element('clipPath', { id }, this.element('defs', {}));
     this.element('rect', { x: box.left, y: box.top - 4, width: box.right - box.left, height: box.bottom - box.top + 8 }, clip);
     this.drawEvents();
     const layer = this.element('g', { 'clip-path': `url(#${id})` });
-    if (this.clipping && this.clipping >= low && this.clipping <= high) {
+    if (this.clipping) {
       this.element('line', { class: 'clipping', x1: box.left, x2: box.right, y1: y(this.clipping), y2: y(this.clipping) }, layer);
     }
     for (const part of shown) this.curve(layer, part, high);
@@ -214,7 +222,7 @@ class Chart {
     return parts.join('') || 'M0 0';
   }
 
-  grid(domain, range) {
+  grid(domain, ticks, labels) {
     const box = this.box;
     const most = Math.max(2, Math.floor((box.right - box.left) / 90));
     for (const tick of niceTicks(...domain, most, X_UNITS[view.x], view.logX)) {
@@ -224,11 +232,11 @@ class Chart {
       const anchor = at > box.right - 18 ? 'end' : 'middle';
       this.element('text', { x: Math.min(at, box.right), y: box.bottom + 17, 'text-anchor': anchor }).textContent = format(tick, X_UNITS[view.x], 3);
     }
-    for (const tick of niceTicks(...range, Math.max(3, Math.floor((box.bottom - box.top) / 42)), this.panel.unit, this.log)) {
+    ticks.forEach((tick, index) => {
       const at = this.y(tick);
       this.element('line', { class: 'grid', x1: box.left, x2: box.right, y1: at, y2: at });
-      this.element('text', { x: box.left - 7, y: at + 4, 'text-anchor': 'end' }).textContent = format(tick, this.panel.unit, 3);
-    }
+      this.element('text', { x: box.left - 7, y: at + 4, 'text-anchor': 'end' }).textContent = labels[index];
+    });
   }
 
   drawEvents() {

@@ -51,7 +51,7 @@ function header(data) {
     document.title = `${run.name}: ${STATES[run.state] || run.state}`;
     return h('header', {}, h('div', { class: 'name' }, h('h1', {}, run.name), stateChip(run)),
       run.why && run.state !== 'running' ? h('p', { class: 'why' }, run.why) : null, progressBar(run), tiles(run),
-      h('dl', { class: 'facts' }, ...run.facts.flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)])), age);
+      h('dl', { class: 'facts' }, ...run.facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value)))), age);
   }
   document.title = runs.map((run) => run.name).join(', ');
   const names = [...new Set(runs.flatMap((run) => run.figures.map(([name]) => name)))];
