@@ -79,7 +79,7 @@ class Console:
         ):
             if (value := row.get(key)) is not None:
                 shown.append(text.format(count(value) if "second" in key else value))
-        shown.insert(3, shown.pop(0))
+        shown.insert(1, shown.pop(0))
         shown.append(f"{count(row['tokens'])} tokens")
         self._figures = shown
         with contextlib.suppress(Exception):

@@ -157,12 +157,18 @@ def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, capfd) -> None:
 
 def test_the_process_of_a_run_that_is_gone_ends(tmp_path) -> None:
     run = write_run(tmp_path / "run")
-    words = [sys.executable, "-m", "zerolm", "report", str(run), "--of_process", "1"]
-    code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid)"
+    words = [sys.executable, "-m", "zerolm", "report", str(run), "--of_process"]
+    code = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([*sys.argv[1:], str(os.getpid())], stdout=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(2)"
+    )
     os.mkfifo(run / "metrics-rolled-back-0001.jsonl")  # which it reads forever
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while Path("/proc", done.stdout.strip()).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
