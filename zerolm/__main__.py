@@ -178,7 +178,7 @@ def write_export(found: Checkpoint, arguments: argparse.Namespace) -> None:
     from zerolm import hub
     from zerolm.export import MAX_SHARD_BYTES, check_room, export
     from zerolm.model_card import PICTURE, model_card
-    from zerolm.report import plot_losses
+    from zerolm.plot import plot_losses
     from zerolm.shards import open_source
 
     output, run_dir = arguments.output, found.directory.parent.parent
