@@ -1,8 +1,9 @@
 """The ladder of imports: who may import whom, read from the source of every module.
 
-Rung 3 starts things, rung 2 puts a run together, rung 1 holds the parts, rung 0 what parts share.
-Imports run downward only: parts do not import each other, and what two of them need stands on rung
-0. `data_prep` and `launch` may use rung 0 of `zerolm`, never the reverse.
+Rung 4 starts things, rung 3 puts a run together, rung 2 has what is measured beside training, rung
+1 the parts, rung 0 what parts share. Imports run downward only: parts do not import each other, and
+what two of them need stands on rung 0. `data_prep` and `launch` may use rung 0 of `zerolm`, never
+the reverse.
 """
 
 import ast
@@ -16,14 +17,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
-    3: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
-    2: {"zerolm.run"},
+    4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
+    3: {"zerolm.run"},
+    2: {"zerolm.evaluations"},
     1: {
         *("zerolm." + name for name in (
-            "checkpoint", "checkpoint_writer", "data", "evaluate", "export", "metrics", "model",
-            "optimizer", "plot", "preflight", "probe", "report", "reporting", "reshard", "restore",
-            "run_directory", "saves", "status", "stability", "throughput", "train_step",
-            "uploader", "uploads", "watchdog", "batches",
+            "checkpoint", "checkpoint_writer", "data", "evaluate", "evaluate_export", "export",
+            "metrics", "model", "optimizer", "plot", "preflight", "probe", "report", "reporting",
+            "reshard", "restore", "run_directory", "saves", "status", "stability", "throughput",
+            "train_step", "uploader", "uploads", "watchdog", "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in (
@@ -45,6 +47,8 @@ RUNGS = {
             "excerpts",
             # export's parts
             "hub", "model_card", "weight_files",
+            # the evaluations' parts
+            "evaluation_rules", "harness", "hellaswag", "likelihood", "sampling", "text_coder",
             # the object store's parts
             "events", "object_store", "tracker", "upload_rules",
             # looking at a run

@@ -1,4 +1,4 @@
-"""What comes after a run: verify-checkpoint, export, report, status, plot, upload, restore."""
+"""What comes after a run: export it, evaluate, report, look at it, copy it, fetch it back."""
 
 import argparse
 import json
@@ -70,6 +70,15 @@ def parser() -> argparse.ArgumentParser:
         "--keep", type=int, default=0, metavar="N", help="keep the newest N there (default: all)"
     )
     upload.add_argument("--of_process", type=int, help=argparse.SUPPRESS)
+    evaluate = commands.add_parser("evaluate", help="run HellaSwag and lm-eval's tasks")
+    evaluate.add_argument("model", type=Path, help="a directory that zerolm export wrote")
+    evaluate.add_argument("--tasks", default="", metavar="NAME[,NAME]", help="tasks of lm-eval")
+    evaluate.add_argument("--eval_task_path", metavar="PATH", help="directory with further tasks")
+    evaluate.add_argument("--eval_task_items", type=int, metavar="N", help="the first so many each")
+    evaluate.add_argument("--hellaswag", metavar="PATH|ID", help="its JSON lines, or a hub id")
+    evaluate.add_argument("--hellaswag_items", type=int, default=0, metavar="N", help="0: all")
+    evaluate.add_argument("--device", help="of torch (default: a GPU if there is one)")
+    evaluate.add_argument("--output", type=Path, help="a JSON file, with each item of HellaSwag")
     restore = commands.add_parser("restore", help="fetch a run back from an object store")
     restore.add_argument("url", help="as given to upload or --upload_to")
     restore.add_argument("run_dir", type=Path, help="where to; may exist")
@@ -100,6 +109,8 @@ def main(argv: list[str]) -> int:
 
             show(arguments.runs, watch=arguments.watch, as_json=arguments.json)
             return EXIT_DONE
+        if arguments.command == "evaluate":
+            return evaluate(arguments)
         if arguments.command == "upload":
             return upload(arguments)
         if arguments.command == "restore":
@@ -143,6 +154,25 @@ def upload(arguments: argparse.Namespace) -> int:
         return EXIT_BUG
     if not sent and arguments.of_process is None:
         print(f"{arguments.url}: has every checkpoint of {arguments.run_dir} already")
+    return EXIT_DONE
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate an exported model, print the figures, and write them down."""
+    from zerolm.evaluate_export import evaluate_export
+    from zerolm.files import write_json
+
+    found = evaluate_export(
+        arguments.model,
+        tasks=[name.strip() for name in arguments.tasks.split(",") if name.strip()],
+        task_path=arguments.eval_task_path,
+        task_items=arguments.eval_task_items,
+        hellaswag_name=arguments.hellaswag,
+        hellaswag_items=arguments.hellaswag_items,
+        device=arguments.device,
+    )
+    if arguments.output is not None:
+        write_json(arguments.output, found)
     return EXIT_DONE
 
 

@@ -99,6 +99,12 @@ def fill_rest(
     if has_validation:
         filled["eval_interval"] = settings.eval_interval or defaults.interval(steps, "eval")
         filled["eval_tokens"] = settings.eval_tokens or max(defaults.EVAL_TOKENS, settings.seq_len)
+    if settings.hellaswag or settings.eval_tasks:
+        filled["downstream_interval"] = (
+            settings.downstream_interval
+            or settings.eval_interval
+            or defaults.interval(steps, "eval")
+        )
     return replace(settings, **filled)
 
 

@@ -16,7 +16,7 @@ from zerolm.files import write_atomically
 from zerolm.tracker import WandbTracker
 from zerolm.values import count, duration
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 ROLLED_BACK = "metrics-rolled-back-{:04d}.jsonl"
 EVENTS = events.EVENTS
 
@@ -50,6 +50,9 @@ class RunLog:
             if row["step"] == resumed_step:
                 self._note(row)
         self._metrics = open(path, "a", buffering=1)
+        path = self.run_dir / SAMPLES
+        if path.is_file():
+            jsonl.cut_end(path, jsonl.read_end(path, resumed_step)[1])
         path = self.run_dir / EVENTS
         half = path.is_file() and not path.read_bytes().endswith(b"\n")
         self._events = open(path, "a", buffering=1)
@@ -57,8 +60,14 @@ class RunLog:
             self._events.write("\n")  # a writer was killed in its line: the next one is its own
 
     def has(self, step: int, key: str) -> bool:
-        """Tell whether the newest step is `step` and has `key`. Rank 0 only."""
-        return self._newest[0] == step and key in self._newest[1]
+        """Tell whether the newest step is `step` and has `key`. Rank 0 only.
+
+        Args:
+            key: whole, or with a slash at its end what a key begins with.
+        """
+        newest, keys = self._newest
+        found = key in keys or (key.endswith("/") and any(each.startswith(key) for each in keys))
+        return newest == step and found
 
     def best_steps(self, key: str, count: int) -> list[int]:
         """Return the `count` steps with the lowest values of `key`. Empty but on rank 0."""
@@ -81,6 +90,20 @@ class RunLog:
     def _note(self, row: Row) -> None:
         step, keys = self._newest
         self._newest = row["step"], {*row, *(keys if step == row["step"] else ())}
+
+    def samples(self, rows: Sequence[Row]) -> None:
+        """Append what the model wrote: a line for each prompt, all of one step at once."""
+        if not self.writes:
+            return
+        with open(self.run_dir / SAMPLES, "a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def sampled_tokens(self) -> int:
+        """Return the tokens at which the run last wrote samples, 0 if never. Rank 0 only."""
+        rows = jsonl.read_all(self.run_dir / SAMPLES)
+        return rows[-1]["tokens"] if rows else 0
 
     def event(self, event: str, step: int, **what: Any) -> None:
         """Append what happened and why."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerolm import ds_config, memory, topology
+from zerolm import ds_config, evaluation_rules, memory, topology
 from zerolm.order import num_windows
 from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
@@ -142,6 +142,7 @@ def figures(plan: Plan) -> dict[str, str]:
         lines["evaluation"] = (
             f"{plan.val_sequences:,} sequences every {settings.eval_interval} steps"
         )
+    lines |= evaluation_rules.figures(settings)
     if settings.batch_ramp_start:
         lines["batch ramp"] = (
             f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"

@@ -18,6 +18,7 @@ from zerolm import (
     checkpoint_directory,
     defaults,
     ds_config,
+    evaluation_rules,
     machine,
     memory,
     resources,
@@ -112,6 +113,9 @@ class _Check:
             self.sources, self.settings, vocab_size, self.settings.seq_len
         )
         self._check_model()
+        self.problems += evaluation_rules.problems(
+            self.settings, self.sources.training, self.model_config, self.environment
+        )
         self._check_run_dir()
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))

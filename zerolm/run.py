@@ -13,7 +13,6 @@ from zerolm import (
     console,
     data,
     distributed,
-    evaluate,
     ledger,
     live_memory,
     metrics,
@@ -33,6 +32,7 @@ from zerolm import (
 from zerolm.checkpoint_directory import MANIFEST, Progress, Retention
 from zerolm.checkpoint_writer import CheckpointWriter
 from zerolm.errors import EXIT_DONE, EXIT_STOPPED, GaveUp, ZerolmError
+from zerolm.evaluations import Evaluations
 from zerolm.faults import fault_point
 from zerolm.files import write_json
 from zerolm.plan import Plan
@@ -65,6 +65,7 @@ class Run:
         retention = Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens)
         writer = CheckpointWriter(engine, self.run_dir, retention)
         self.saves = Saves(writer, self.settings, stop, self.say)
+        self.evaluations = Evaluations(plan, engine, device, self.cut, self.say)
         self.watch = throughput.Stopwatch(self.device)
         self.uploads = uploads.Uploads(
             self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
@@ -134,6 +135,7 @@ class Run:
         )
         step = self.progress.step
         self.log = metrics.RunLog(self.run_dir, step, writes=self.rank == 0)
+        self.evaluations.begin(self.log)
         for damaged in damage:
             aside = str(damaged.set_aside)
             self.log.event("damaged", step, checkpoint=aside, problems=damaged.problems)
@@ -345,25 +347,13 @@ class Run:
         self.saves.finish(self.log, last=self.finished or self.stopping)
 
     def evaluate_if_due(self) -> None:
-        """Measure the validation loss, if this step has one and does not have it yet."""
-        progress, plan = self.progress, self.plan
-        if not plan.val_sources or not self.due(self.settings.eval_interval):
-            return
-        if distributed.broadcast_object(self.log.has(progress.step, "eval/loss")):
-            return
-        if self.saves.step == progress.step:
-            self.finish_checkpoint()  # whatever evaluating does, this step is safe before
-        held_out = data.ValidationStream(
-            plan.val_sources, num_sequences=plan.val_sequences, **self.cut
-        )
-        loader = data.make_loader(held_out, 0, False)
-        batches = pulse.each("evaluate", data.prefetch_to_device(loader, self.device))
-        row = evaluate.validation_loss(self.engine, batches, plan.val_source_names)
-        self.log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
-        self.say(
-            f"step={progress.step} eval_loss={row['eval/loss']:.4f} "
-            f"eval_perplexity={row['eval/perplexity']:.2f}"
-        )
+        """Measure what this step is to be measured by, once its checkpoint is whole."""
+        self.evaluations.if_due(self.progress, self.log, self.due, self.make_safe)
+
+    def make_safe(self) -> None:
+        """Wait for the checkpoint of this step: whatever comes next, it is on disk."""
+        if self.saves.step == self.progress.step:
+            self.finish_checkpoint()
 
     def end(self) -> int:
         """Say how the run ended, close everything, and return the exit code."""

@@ -24,6 +24,7 @@ GROUPS = {
     "budget": "budget and schedule",
     "model": "model",
     "run": "run",
+    "evaluation": "evaluation and samples",
     "stability": "stability",
     "trackers": "trackers",
 }
@@ -234,6 +235,71 @@ class Settings:
     )
     world_size: int | None = _count(
         "run", "with --check: number of devices of the run to check", "N", saved=False
+    )
+
+    hellaswag: str | None = _flag(
+        "evaluation",
+        "text",
+        "HellaSwag to evaluate on: its JSON lines, or a data set of the hub",
+        shows="PATH|ID",
+    )
+    hellaswag_items: int = _count(
+        "evaluation",
+        "the first so many items; 0: all (default: 1000)",
+        "N",
+        minimum=0,
+        default=1000,
+    )
+    eval_tasks: tuple[str, ...] = _flag(
+        "evaluation",
+        "list",
+        "tasks of lm-eval, with the extra lm-eval; may be repeated",
+        shows="NAME[,NAME]",
+        default=(),
+    )
+    eval_task_path: str | None = _flag(
+        "evaluation", "text", "directory with further tasks, lm-eval's yaml files", shows="PATH"
+    )
+    eval_task_items: int | None = _count(
+        "evaluation", "the first so many documents of each task (default: all)", "N"
+    )
+    downstream_interval: int | None = _count(
+        "evaluation",
+        "optimizer steps between HellaSwag and tasks (default: --eval_interval)",
+        "STEPS",
+    )
+    prompts: str | None = _flag(
+        "evaluation",
+        "text",
+        "prompts to write samples for: one a line, or .jsonl with prompt",
+        shows="PATH",
+    )
+    sample_interval: int | None = _count(
+        "evaluation",
+        "tokens between samples (default: after each doubling of the tokens, and at the end)",
+        "TOKENS",
+    )
+    sample_length: int = _count(
+        "evaluation", "new tokens of a sample, at most (default: 64)", "TOKENS", default=64
+    )
+    temperature: float = _flag(
+        "evaluation",
+        "real",
+        "of samples; 0: the likeliest token (default: 0.8)",
+        shows="X",
+        default=0.8,
+        minimum=0.0,
+    )
+    top_k: int = _count(
+        "evaluation", "likeliest tokens to draw from; 0: all (default: 50)", "N", 0, default=50
+    )
+    top_p: float = _flag(
+        "evaluation",
+        "real",
+        "draw from the fewest tokens whose probabilities reach this; 1: all (default: 1)",
+        shows="X",
+        default=1.0,
+        minimum=0.0,
     )
 
     spike_threshold: float = _flag(

@@ -1,0 +1,210 @@
+"""HellaSwag, lm-eval's tasks and samples in the loop: right, and beside training."""
+
+import json
+from pathlib import Path
+
+import pytest
+from recipe import STEP_TOKENS, profile, recipe
+
+from tests.launching import LLAMA, launch, rows, write_json
+from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
+from zerolm import harness
+
+STEPS, ITEMS, POSITIONS, NEW_TOKENS = 4, 200, 96, 12
+PROMPTS = ("The class statement", "An exception is", "", "x = [1,")
+GENERATING = """\
+task: local_generation
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {path}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{ctx_a}}}}"
+doc_to_target: "{{{{label}}}}"
+generation_kwargs:
+  until: ["e"]
+  max_gen_toks: 10
+  do_sample: false
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
+BROKEN = """\
+task: broken
+include: local_hellaswag.yaml
+process_results: !function broken.process_results
+"""
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """A directory with shards, a model's config, items, prompts and tasks."""
+    base = tmp_path_factory.mktemp("texts")
+    write_text_shards(base / "shards", write_tokenizer(base / "tokenizer"))
+    model = LLAMA | {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": POSITIONS,
+        "initializer_range": 0.1,  # else it says the same of everything
+    }
+    write_json(base / "model.json", model)
+    data = write_items(base / "items.jsonl", ITEMS)
+    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    write_task(base / "tasks", data)
+    (base / "tasks" / "local_generation.yaml").write_text(GENERATING.format(path=data))
+    (base / "tasks" / "broken.yaml").write_text(BROKEN)
+    (base / "tasks" / "broken.py").write_text(
+        "def process_results(doc, results):\n    raise RuntimeError('broken on purpose')\n"
+    )
+    return base
+
+
+def train(texts: Path, run_dir: Path, stage: int, num_ranks: int, evaluated: bool, **more: str):
+    """Train four steps, with every evaluation after each or with none; return the process."""
+    json_file = profile(run_dir.with_suffix(".json"), stage, bf16=False)
+    words = recipe(texts / "model.json", texts / "shards", run_dir, json_file, STEPS, micro=2)
+    words += ["--wandb", "off", "--checkpoint_interval", 2]
+    if evaluated:
+        words += [
+            "--hellaswag", texts / "items.jsonl", "--downstream_interval", 1,
+            "--eval_tasks", "broken,local_hellaswag", "--eval_tasks", "local_generation",
+            "--eval_task_path", texts / "tasks", "--eval_task_items", 30,
+            "--prompts", texts / "prompts.jsonl", "--sample_interval", STEP_TOKENS,
+            "--sample_length", NEW_TOKENS, "--temperature", 0 if stage == 3 else 0.9,
+        ]  # fmt: skip
+    return launch(num_ranks, *words, **more)
+
+
+def samples(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+
+
+def outcomes(run_dir: Path) -> dict:
+    return json.loads((run_dir / "hellaswag.json").read_text())
+
+
+def events(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def by_lm_eval(texts: Path, run_dir: Path, names: tuple[str, ...]):
+    """Export the last checkpoint, and run lm-eval's own model on it."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    from zerolm.__main__ import main
+
+    exported = run_dir.with_name(f"{run_dir.name}-exported")
+    assert main(["export", str(run_dir), str(exported), "--precision", "fp32"]) == 0
+    tasks = harness.load_tasks(names, str(texts / "tasks"))
+    theirs = HFLM(pretrained=str(exported), batch_size=8, device="cpu", dtype="float32")
+    return exported, lm_eval.evaluate(lm=theirs, task_dict=tasks, bootstrap_iters=0)
+
+
+def assert_equal_to_lm_eval(run_dir: Path, found) -> float:
+    """Compare the last HellaSwag of a run item by item; return the largest difference."""
+    theirs = sorted(found["samples"]["local_hellaswag"], key=lambda sample: sample["doc_id"])
+    ours = outcomes(run_dir)
+    assert len(theirs) == len(ours["outcomes"]) == ITEMS == ours["items"]
+    worst = 0.0
+    for sample, outcome in zip(theirs, ours["outcomes"], strict=True):
+        likelihoods = [likelihood for likelihood, _ in sample["filtered_resps"]]
+        assert outcome["log_likelihoods"] == pytest.approx(likelihoods, abs=1e-4)
+        pairs = zip(outcome["log_likelihoods"], likelihoods, strict=True)
+        worst = max(worst, *(abs(ours - theirs) for ours, theirs in pairs))
+        assert sample["acc"] == (outcome["prediction"] == outcome["label"])
+        assert sample["acc_norm"] == (outcome["prediction_norm"] == outcome["label"])
+    results = found["results"]["local_hellaswag"]
+    assert rows(run_dir, "eval/hellaswag/acc")[STEPS] == pytest.approx(results["acc,none"])
+    assert rows(run_dir, "eval/hellaswag/acc_norm")[STEPS] == pytest.approx(
+        results["acc_norm,none"]
+    )
+    return worst
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_measured_is_right_and_changes_nothing(tmp_path, texts, stage) -> None:
+    plain, run_dir = tmp_path / "plain", tmp_path / "evaluated"
+    done = train(texts, plain, stage, 2, evaluated=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    done = train(texts, run_dir, stage, 2, evaluated=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    for key in ("train/loss", "train/grad_norm", "train/param_norm"):
+        assert len(rows(plain, key)) == STEPS and rows(run_dir, key) == rows(plain, key), key
+
+    exported, found = by_lm_eval(texts, run_dir, ("local_hellaswag", "local_generation"))
+    assert_equal_to_lm_eval(run_dir, found)
+    assert set(rows(run_dir, "eval/hellaswag/acc")) == set(range(1, STEPS + 1))
+    first = outcomes(run_dir)["outcomes"][:30]
+    expected = sum(each["prediction"] == each["label"] for each in first) / 30
+    assert rows(run_dir, "eval/local_hellaswag/acc")[STEPS] == pytest.approx(expected)
+    generated = found["results"]["local_generation"]["exact_match,none"]
+    assert rows(run_dir, "eval/local_generation/exact_match")[STEPS] == pytest.approx(generated)
+
+    failed = [each for each in events(run_dir) if each["event"] == "evaluation_failed"]
+    assert [each["step"] for each in failed] == list(range(1, STEPS + 1))
+    assert all(each["evaluation"] == "broken" for each in failed)
+    assert all("broken on purpose" in each["error"] for each in failed)
+
+    written = samples(run_dir)
+    asked = [(step, number) for step in range(1, STEPS + 1) for number in range(len(PROMPTS))]
+    assert [(each["step"], each["prompt_number"]) for each in written] == asked
+    assert [each["prompt"] for each in written[: len(PROMPTS)]] == list(PROMPTS)
+    assert 'sample=0 prompt="The class statement" text=' in done.stdout
+    if stage == 3:  # where the likeliest token is taken, transformers writes the same
+        assert [each["text"] for each in written[-len(PROMPTS) :]] == greedy(exported)
+
+
+def greedy(exported: Path) -> list[str]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype="float32").eval()
+    texts = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)[
+            0, inputs["input_ids"].shape[1] :
+        ]
+        texts.append(tokenizer.decode(ids, skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.soak
+def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
+    found = {}
+    for stage, num_ranks in ((2, 1), (2, 2), (3, 1), (3, 2)):
+        run_dir = tmp_path / f"zero{stage}-{num_ranks}"
+        done = train(texts, run_dir, stage, num_ranks, evaluated=True)
+        assert done.returncode == 0, done.stdout[-4000:]
+        worst = assert_equal_to_lm_eval(
+            run_dir, by_lm_eval(texts, run_dir, ("local_hellaswag",))[1]
+        )
+        found[stage, num_ranks] = outcomes(run_dir)
+        acc, acc_norm = (found[stage, num_ranks][key] for key in ("acc", "acc_norm"))
+        print(f"ZeRO-{stage}, {num_ranks} rank(s): {acc=} {acc_norm=}, {worst:.2e} from lm-eval")
+    first = found.pop((2, 1))
+    for profile_, other in found.items():
+        for one, two in zip(first["outcomes"], other["outcomes"], strict=True):
+            assert two["log_likelihoods"] == pytest.approx(one["log_likelihoods"], abs=1e-3)
+            assert two["prediction"] == one["prediction"], profile_
+            assert two["prediction_norm"] == one["prediction_norm"], profile_
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_kill_before_an_evaluation_loses_and_doubles_nothing(tmp_path, texts, stage) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(texts, whole, stage, 2, evaluated=True).returncode == 0
+    fault = {"FAULT": "evaluation.begin:1:2:kill,evaluation.begin:0:3:kill"}
+    fault["FAULT_ONCE"] = str(tmp_path)
+    for _ in range(2):
+        assert train(texts, killed, stage, 2, evaluated=True, **fault).returncode != 0
+    done = train(texts, killed, stage, 2, evaluated=True, **fault)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert sum(each["event"] == "resume" for each in events(killed)) == 2
+    assert samples(killed) == samples(whole)
+    for key in ("train/loss", "eval/hellaswag/acc", "eval/hellaswag/acc_norm"):
+        assert rows(killed, key) == rows(whole, key), key
+    assert outcomes(killed) == outcomes(whole)

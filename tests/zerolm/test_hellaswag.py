@@ -1,0 +1,112 @@
+"""HellaSwag is asked and scored as lm-eval does it, item by item."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.launching import LLAMA
+from tests.texts import items, write_items, write_task, write_tokenizer
+from zerolm import harness, hellaswag
+from zerolm.errors import ConfigError
+from zerolm.evaluate_export import evaluate_export
+from zerolm.likelihood import Row, batches, log_likelihoods
+from zerolm.text_coder import TextCoder
+
+ITEMS, POSITIONS = 200, 96  # some contexts are too long for the model, and are cut
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A model directory with random weights that are far from uniform, and items to ask it."""
+    base = tmp_path_factory.mktemp("hellaswag")
+    settings = LLAMA | {"max_position_embeddings": POSITIONS, "initializer_range": 0.2}
+    config = AutoConfig.for_model(**settings)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base / "model")
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(base / "tokenizer"))
+    tokenizer.save_pretrained(base / "model")
+    return base / "model", write_items(base / "items.jsonl", ITEMS)
+
+
+@pytest.fixture(scope="module")
+def ours(exported):
+    return evaluate_export(exported[0], hellaswag_name=str(exported[1]), say=lambda *_: None)
+
+
+def test_items_are_scored_as_lm_eval_scores_them(exported, ours, tmp_path) -> None:
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    model, data = exported
+    tasks = harness.load_tasks(["local_hellaswag"], str(write_task(tmp_path / "tasks", data)))
+    theirs = HFLM(pretrained=str(model), batch_size=7, device="cpu")
+    found = lm_eval.evaluate(lm=theirs, task_dict=tasks, bootstrap_iters=0)
+    samples = sorted(found["samples"]["local_hellaswag"], key=lambda sample: sample["doc_id"])
+    assert len(samples) == len(ours["hellaswag"]) == ITEMS
+    cut = 0
+    coder = TextCoder(model)
+    for sample, outcome, asked in zip(samples, ours["hellaswag"], items(ITEMS), strict=True):
+        requests = hellaswag.item(asked).requests
+        assert [tuple(arguments) for arguments in sample["arguments"]] == requests
+        likelihoods = [likelihood for likelihood, _ in sample["filtered_resps"]]
+        assert outcome["log_likelihoods"] == pytest.approx(likelihoods, abs=1e-4)
+        assert sample["acc"] == (outcome["prediction"] == outcome["label"])
+        assert sample["acc_norm"] == (outcome["prediction_norm"] == outcome["label"])
+        cut += any(len(coder.row(*request).ids) > POSITIONS + 1 for request in requests)
+    assert cut > 5, "some contexts are longer than the model takes"
+    results, figures = found["results"]["local_hellaswag"], ours["figures"]
+    assert figures["hellaswag/acc"] == pytest.approx(results["acc,none"])
+    assert figures["hellaswag/acc_norm"] == pytest.approx(results["acc_norm,none"])
+    assert figures["hellaswag/acc"] != figures["hellaswag/acc_norm"]
+
+
+def test_the_cut_into_batches_changes_no_item(exported, ours) -> None:
+    model = AutoModelForCausalLM.from_pretrained(exported[0]).eval()
+    coder = TextCoder(exported[0])
+    rows = coder.rows([hellaswag.item(each).requests for each in items(50)], POSITIONS)
+    expected = [x for outcome in ours["hellaswag"][:50] for x in outcome["log_likelihoods"]]
+    for batch_tokens in (1, 300, 10**6):
+        sums, _ = log_likelihoods(
+            model, rows, device="cpu", batch_tokens=batch_tokens, max_length=POSITIONS
+        )
+        assert sums.tolist() == pytest.approx(expected, abs=1e-4)
+        numbers = sorted(number for batch in batches(rows, batch_tokens) for number in batch)
+        assert numbers == list(range(len(rows)))
+
+
+def test_a_batch_has_no_more_tokens_than_it_may() -> None:
+    rows = [Row(list(range(length)), 1) for length in range(2, 200, 3)]
+    for batch in batches(rows, 512):
+        columns = -(-(max(len(rows[number].ids) for number in batch) - 1) // 8) * 8
+        assert len(batch) == 1 or len(batch) * columns <= 512
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": "4"}, "label: '4' is not the number of an ending"),
+        ({"label": ""}, "label: ''"),
+        ({"endings": "none"}, "endings a list"),
+        ({"ctx_b": None}, "are text"),
+        ({"ctx_a": ...}, "lacks ctx_a"),
+    ],
+)
+def test_a_line_that_is_no_item_is_refused_with_its_number(tmp_path, change, message) -> None:
+    documents = items(3)
+    documents[2] |= change
+    documents[2] = {key: value for key, value in documents[2].items() if value is not ...}
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    assert len(hellaswag.read_items(str(path), 2)) == 2
+    with pytest.raises(ConfigError, match=f"items.jsonl:3: .*{message}"):
+        hellaswag.read_items(str(path))
+
+
+def test_what_is_no_file_and_no_data_set_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        hellaswag.read_items(str(tmp_path / "none.jsonl"))
+    (tmp_path / "half.jsonl").write_text('{"ctx_a"\n')
+    with pytest.raises(ConfigError, match=r"half.jsonl:1: not JSON"):
+        hellaswag.read_items(str(tmp_path / "half.jsonl"))

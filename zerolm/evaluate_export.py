@@ -1,0 +1,69 @@
+"""Evaluate an exported model directory: HellaSwag, and lm-eval's tasks with lm-eval's own model.
+
+What `python -m zerolm evaluate` does. One process; knows no run and no engine.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerolm import harness, hellaswag
+from zerolm.errors import ConfigError
+from zerolm.text_coder import TextCoder, max_length
+
+BATCH_TOKENS = 8192  # of a forward pass: 1 GiB of logits with 32k ids in float32
+
+
+def evaluate_export(
+    directory: Path,
+    *,
+    tasks: Sequence[str] = (),
+    task_path: str | None = None,
+    task_items: int | None = None,
+    hellaswag_name: str | None = None,
+    hellaswag_items: int = 0,
+    device: str | None = None,
+    say: Callable[..., None] = print,
+) -> dict[str, Any]:
+    """Return `<task>/<metric>` figures of a model, and what became of each item of HellaSwag.
+
+    Args:
+        directory: that `from_pretrained` loads, with its tokenizer.
+        task_path: directory with further tasks.
+        task_items, hellaswag_items: the first so many; None and 0 for all.
+        device: of torch; None for a GPU if there is one.
+
+    Raises:
+        ConfigError: no such model, tokenizer, task or file.
+    """
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory}: is no model. Name what zerolm export wrote.")
+    if not tasks and not hellaswag_name:
+        raise ConfigError("nothing to evaluate: give --tasks, --hellaswag, or both.")
+    items = hellaswag.read_items(hellaswag_name, hellaswag_items) if hellaswag_name else []
+    loaded = harness.load_tasks(tasks, task_path) if tasks else None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    model = model.to(device).eval()
+    found: dict[str, Any] = {"model": str(directory), "figures": {}}
+    if items:
+        coder = TextCoder(directory)
+        compute = harness.Compute(
+            model, coder, device, max_length(model.config, coder.tokenizer), BATCH_TOKENS
+        )
+        asked = [item.requests for item in items]
+        likelihoods = iter(x for x, _ in compute.score(coder.rows(asked, compute.max_length)))
+        outcomes = [
+            hellaswag.outcome(item, [next(likelihoods) for _ in item.endings]) for item in items
+        ]
+        figures = hellaswag.accuracies(outcomes)
+        found["figures"] |= {f"hellaswag/{key}": value for key, value in figures.items()}
+        found["hellaswag"] = [outcome._asdict() for outcome in outcomes]
+    if loaded is not None:
+        found["figures"] |= harness.evaluate_directory(model, directory, loaded, task_items)
+    for key, value in found["figures"].items():
+        say(f"{key}={value:.6g}")
+    return found

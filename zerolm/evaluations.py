@@ -1,0 +1,252 @@
+"""What is measured beside training: validation loss, HellaSwag, lm-eval's tasks, samples.
+
+A run calls it between two steps, on every rank, when the checkpoint of the step is safe. Whatever
+is measured leaves the engine and every random generator as they were. What the first rank prepares
+and concludes may fail: that is an event, and the run goes on. A forward pass that fails is one of
+the run, since the other ranks are in it too.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerolm import data, evaluate, evaluation_rules, harness, hellaswag, pulse, sampling
+from zerolm.distributed import broadcast_object
+from zerolm.faults import fault_point
+from zerolm.files import write_json
+from zerolm.likelihood import Ranks, Row
+from zerolm.plan import Plan
+from zerolm.text_coder import TextCoder, max_length, prompt_ids
+
+LAST_HELLASWAG = "hellaswag.json"
+
+Due = Callable[[int], bool]
+
+
+class Evaluations:
+    """The evaluations of a run on one rank. Every rank makes the same calls.
+
+    Args:
+        engine: the DeepSpeed engine.
+        cut: how validation data is cut into this rank's micro-batches, see `data.WindowStream`.
+        say: prints on rank 0.
+    """
+
+    def __init__(self, plan: Plan, engine: Any, device: Any, cut: dict[str, Any], say: Any):
+        self.plan, self.engine, self.device, self.cut, self.say = plan, engine, device, cut, say
+        self.settings: Any = plan.settings
+        self.first = engine.global_rank == 0
+        self.run_dir = Path(plan.settings.run_dir or "")
+        self.tasks: dict[str, Any] = {}  # of lm-eval, loaded, on the first rank
+        self.rows: list[Row] | None = None  # of HellaSwag
+        self.items: list[hellaswag.Item] = []
+        self.sampled_tokens = 0  # of the run, when samples were last due
+        settings = plan.settings
+        if not (settings.hellaswag or settings.eval_tasks or settings.prompts):
+            return
+        coder = TextCoder(evaluation_rules.tokenizer_dir(plan.sources), plan.sources[0].eos_id)
+        self.compute = harness.Compute(
+            engine,
+            coder,
+            device,
+            max_length(plan.model_config, coder.tokenizer),
+            plan.micro_batch_size * self.cut["seq_len"],
+            Ranks(engine.global_rank, engine.world_size),
+            lambda: pulse.beat("evaluate"),
+        )
+
+    def begin(self, log: Any) -> None:
+        """Find out from the log what was sampled. Every rank calls, after each load."""
+        self.sampled_tokens = broadcast_object(log.sampled_tokens() if self.first else 0)
+
+    def if_due(self, progress: Any, log: Any, due: Due, make_safe: Callable[[], None]) -> None:
+        """Measure whatever this step is to be measured by, and has not been. Every rank calls.
+
+        Args:
+            progress: of the run.
+            log: its `RunLog`.
+            due: tells whether something done every so many steps is done now.
+            make_safe: called before the first one: waits for the checkpoint of this step.
+        """
+        wanted: list[tuple[str, Callable[[Any, Any], None]]] = []
+        settings = self.settings
+        if self.plan.val_sources and due(settings.eval_interval):
+            wanted.append(("eval/loss", self.validate))
+        if settings.downstream_interval and due(settings.downstream_interval):
+            if settings.hellaswag:
+                wanted.append(("eval/hellaswag/acc", self.run_hellaswag))
+            if settings.eval_tasks:
+                last = evaluation_rules.task_names(settings)[-1]
+                wanted.append((f"eval/{last}/", self.run_tasks))
+        if wanted:
+            has = broadcast_object([log.has(progress.step, key) for key, _ in wanted])
+            wanted = [each for each, there in zip(wanted, has, strict=True) if not there]
+        if self.samples_due(progress.tokens):
+            wanted.append(("samples", self.sample))
+            self.sampled_tokens = progress.tokens
+        if not wanted:
+            return
+        make_safe()
+        fault_point("evaluation.begin", progress.step)
+        with undisturbed(self.engine):
+            for _, measure in wanted:
+                pulse.beat("evaluate")
+                measure(progress, log)
+
+    def samples_due(self, tokens: int) -> bool:
+        """Tell whether the run has passed a place where samples are due since it last had them."""
+        if not self.settings.prompts:
+            return False
+        places = (self.settings.total_tokens, self.settings.sample_interval)
+        return sampling.passed(tokens, *places) > sampling.passed(self.sampled_tokens, *places)
+
+    # ---- What is measured
+
+    def validate(self, progress: Any, log: Any) -> None:
+        """Measure the validation loss."""
+        plan = self.plan
+        held_out = data.ValidationStream(
+            plan.val_sources, num_sequences=plan.val_sequences, **self.cut
+        )
+        loader = data.make_loader(held_out, 0, False)
+        batches = pulse.each("evaluate", data.prefetch_to_device(loader, self.device))
+        row = evaluate.validation_loss(self.engine, batches, plan.val_source_names)
+        self.engine.eval()
+        log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
+        self.say(
+            f"step={progress.step} eval_loss={row['eval/loss']:.4f} "
+            f"eval_perplexity={row['eval/perplexity']:.2f}"
+        )
+
+    def run_hellaswag(self, progress: Any, log: Any) -> None:
+        """Measure HellaSwag's two accuracies; the file keeps the newest, item by item."""
+        if self.rows is None:
+            self.rows = self._prepared("hellaswag", progress, log, self._hellaswag_rows)
+        if self.rows is None:
+            return
+        scores = self.compute.score(self.rows)
+        with self._failing("hellaswag", progress, log):
+            likelihoods = iter(likelihood for likelihood, _ in scores)
+            outcomes = [
+                hellaswag.outcome(item, [next(likelihoods) for _ in item.endings])
+                for item in self.items
+            ]
+            found = hellaswag.accuracies(outcomes)
+            where = {"step": progress.step, "tokens": progress.tokens}
+            log.metrics({**where, **{f"eval/hellaswag/{key}": v for key, v in found.items()}})
+            each = [outcome._asdict() for outcome in outcomes]
+            write_json(self.run_dir / LAST_HELLASWAG, {**where, **found, "outcomes": each})
+            self._say_figures(progress, {f"hellaswag/{key}": v for key, v in found.items()})
+
+    def _hellaswag_rows(self) -> list[Row]:
+        self.items = hellaswag.read_items(self.settings.hellaswag, self.settings.hellaswag_items)
+        asked = [item.requests for item in self.items]
+        return self.compute.coder.rows(asked, self.compute.max_length)
+
+    def run_tasks(self, progress: Any, log: Any) -> None:
+        """Run lm-eval's tasks: the first rank asks, all compute."""
+        if not self.first:
+            harness.serve(self.compute)
+            return
+        where = {"step": progress.step, "tokens": progress.tokens}
+        with harness.quiet(), harness.served(self.compute):
+            for name in evaluation_rules.task_names(self.settings):
+                with self._failing(name, progress, log):
+                    if name not in self.tasks:
+                        path = self.settings.eval_task_path
+                        self.tasks[name] = harness.load_tasks([name], path)
+                    limit = self.settings.eval_task_items
+                    found = harness.evaluate(self.compute, self.tasks[name], limit)
+                    log.metrics({**where, **{f"eval/{key}": v for key, v in found.items()}})
+                    self._say_figures(progress, found)
+
+    def sample(self, progress: Any, log: Any) -> None:
+        """Write on from each prompt."""
+        prepared = self._prepared("samples", progress, log, self._prompts)
+        if prepared is None:
+            return
+        settings = self.settings
+        choice = sampling.Choice(settings.temperature, settings.top_k, settings.top_p)
+        asked = [
+            sampling.Prompt(
+                ids,
+                settings.sample_length,
+                choice,
+                sampling.seed_of(settings.seed, progress.step, number),
+            )
+            for number, (_, ids) in enumerate(prepared)
+        ]
+        written = self.compute.write([(prompt, []) for prompt in asked])
+        rows = [
+            {
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "prompt_number": number,
+                "prompt": text,
+                "text": written[number],
+                "seed": asked[number].seed,
+                **choice._asdict(),
+            }
+            for number, (text, _) in enumerate(prepared)
+        ]
+        with self._failing("samples", progress, log):
+            log.samples(rows)
+            for row in rows:
+                shown = " ".join(f"{key}={json.dumps(row[key])}" for key in ("prompt", "text"))
+                self.say(f"step={progress.step} sample={row['prompt_number']} {shown}")
+
+    def _prompts(self) -> list[tuple[str, list[int]]]:
+        texts = sampling.read_prompts(Path(self.settings.prompts))
+        prompts = [(text, prompt_ids(self.compute.coder, text)) for text in texts]
+        longest = max(len(ids) for _, ids in prompts) + self.settings.sample_length
+        assert longest <= self.compute.max_length, "preflight saw shorter prompts"
+        return prompts
+
+    # ---- What may fail
+
+    def _prepared(self, what: str, progress: Any, log: Any, prepare: Callable[[], Any]) -> Any:
+        """Return what the first rank prepares, on every rank; None if it failed."""
+        found = None
+        if self.first:
+            with self._failing(what, progress, log):
+                found = prepare()
+        return broadcast_object(found)
+
+    @contextmanager
+    def _failing(self, what: str, progress: Any, log: Any) -> Iterator[None]:
+        """Write down what fails on this rank, where no other rank waits for it, and go on."""
+        try:
+            yield
+        except harness.ForwardError:
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            self.say(f"step={progress.step} {what} FAILED, training goes on: {reason}")
+            log.event("evaluation_failed", progress.step, evaluation=what, error=reason)
+
+    def _say_figures(self, progress: Any, found: dict[str, float]) -> None:
+        shown = " ".join(f"{key}={value:.4g}" for key, value in found.items())
+        self.say(f"step={progress.step} {shown}")
+
+
+@contextmanager
+def undisturbed(engine: Any) -> Iterator[None]:
+    """Put an engine into evaluation mode, and all back as it was: modes, random generators."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
+    engine.eval()
+    try:
+        yield
+    finally:
+        engine.train()
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device, engine.device)

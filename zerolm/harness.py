@@ -1,0 +1,291 @@
+"""lm-eval's tasks on a DeepSpeed engine: the first rank asks, all ranks compute.
+
+The first rank alone runs lm-eval: it loads tasks, builds requests and scores them, and whatever
+goes wrong there is its own affair. For each list of requests it sends every rank the token ids, and
+all compute them in lock step. The other ranks wait in `serve` for the next list, or for the end.
+
+lm-eval (the extra `lm-eval`) is imported by need only. Knows no run and no training.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerolm.distributed import broadcast_object
+from zerolm.errors import ConfigError, did_you_mean
+from zerolm.likelihood import ALONE, Ranks, Row, log_likelihoods, problem_of
+from zerolm.sampling import Choice, Prompt, generate
+from zerolm.text_coder import TextCoder
+
+MAX_NEW_TOKENS = 256  # of tasks that do not say, as in lm-eval's own models
+
+
+class ForwardError(Exception):
+    """A forward pass failed on this rank: the other ranks may be in it, and wait."""
+
+
+class Compute(NamedTuple):
+    """A model and how it is run on: everything but what to compute."""
+
+    model: Any
+    coder: TextCoder
+    device: Any
+    max_length: int
+    batch_tokens: int
+    ranks: Ranks = ALONE
+    beat: Callable[[], None] = lambda: None
+
+    def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, whether it is the likeliest) of each row. Every rank calls."""
+        sums, likeliest = log_likelihoods(
+            self.model,
+            rows,
+            device=self.device,
+            batch_tokens=self.batch_tokens,
+            max_length=self.max_length,
+            ranks=self.ranks,
+            beat=self.beat,
+        )
+        return list(zip(sums.tolist(), likeliest.tolist(), strict=True))
+
+    def write(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
+        """Return the text that follows each prompt, up to its stop texts. Every rank calls."""
+        texts: list[str] = [""] * len(prompts)
+        for stops in dict.fromkeys(tuple(stops) for _, stops in prompts):
+            numbers = [n for n, (_, ends) in enumerate(prompts) if tuple(ends) == stops]
+
+            def stop(ids: Sequence[int], stops: tuple[str, ...] = stops) -> bool:
+                if ids[-1] == self.coder.eos_id:
+                    return True
+                text = self.coder.decode(ids, special_tokens=False)
+                return any(end and end in text for end in stops)
+
+            found = generate(
+                self.model, [prompts[n][0] for n in numbers], stop,
+                device=self.device, ranks=self.ranks, beat=self.beat,
+            )  # fmt: skip
+            for number, ids in zip(numbers, found, strict=True):
+                text = self.coder.decode(ids, special_tokens=False)
+                for end in filter(None, stops):
+                    text = text.split(end)[0]
+                texts[number] = text
+        return texts
+
+
+def load_tasks(names: Sequence[str], task_dir: str | None = None) -> Any:
+    """Load tasks and their data sets: `tasks`, `groups` and `group_map` of lm-eval's TaskManager.
+
+    Args:
+        task_dir: with yaml files of further tasks.
+
+    Raises:
+        ConfigError: lm-eval is not installed, does not know a name, or cannot load a task.
+    """
+    manager = _manager(task_dir)
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise ConfigError(
+            [
+                f"{name}: lm-eval knows no such task.{did_you_mean(name, manager.all_tasks)} "
+                f"List them with lm-eval ls tasks; --eval_task_path adds a directory of your own."
+                for name in unknown
+            ]
+        )
+    try:
+        return manager.load(list(names))
+    except Exception as error:  # the hub, the network, a yaml file, its functions: whatever
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(
+            f"{', '.join(names)}: lm-eval cannot load it ({reason}). Correct the task, or load its "
+            f"data where there is a network."
+        ) from error
+
+
+def _manager(task_dir: str | None) -> Any:
+    if task_dir is not None and not Path(task_dir).is_dir():
+        raise ConfigError(f"{task_dir}: no such directory. Name one with lm-eval's yaml files.")
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(
+            f"needs a package that is not installed ({error}). pip install 'zerolm[lm-eval]'."
+        ) from None
+    return TaskManager(include_path=task_dir)
+
+
+def evaluate(compute: Compute, tasks: Any, limit: int | None = None) -> dict[str, float]:
+    """Run loaded tasks. The first rank calls it inside of `served`, while the others `serve`.
+
+    Args:
+        tasks: from `load_tasks`; may be run again.
+        limit: documents of each task; None for all.
+
+    Returns:
+        `<task>/<metric>` of every task and group.
+
+    Raises:
+        ForwardError: in a forward pass. After any other error every rank can go on.
+    """
+    import lm_eval
+
+    model = _lm_class()(compute)
+    found = lm_eval.evaluate(
+        lm=model, task_dict=tasks, limit=limit, bootstrap_iters=0, log_samples=False
+    )
+    return figures(found["results"])
+
+
+def evaluate_directory(
+    model: Any, directory: Path, tasks: Any, limit: int | None = None
+) -> dict[str, float]:
+    """Run loaded tasks on an exported model, in one process, with lm-eval's own `hf` model.
+
+    Args:
+        model: loaded from `directory`.
+
+    Returns:
+        `<task>/<metric>` of every task and group.
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(pretrained=model, tokenizer=str(directory), batch_size=8)
+    found = lm_eval.evaluate(
+        lm=theirs, task_dict=tasks, limit=limit, bootstrap_iters=0, log_samples=False
+    )
+    return figures(found["results"])
+
+
+def figures(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return lm-eval's results as `<task>/<metric>`; a filter's name follows a metric's."""
+    row = {}
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(",")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and kind and not metric.endswith("_stderr"):
+                row[f"{task}/{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
+    return row
+
+
+@contextlib.contextmanager
+def served(compute: Compute) -> Iterator[None]:
+    """Let the other ranks return from `serve` at the end. The first rank calls."""
+    try:
+        yield
+    except ForwardError:
+        raise  # the others are not waiting there
+    except BaseException:
+        _release(compute)
+        raise
+    _release(compute)
+
+
+def _release(compute: Compute) -> None:
+    if compute.ranks.world_size > 1:
+        broadcast_object(None)
+
+
+def serve(compute: Compute) -> None:
+    """Compute what the first rank asks for, until it has no more. Every other rank calls."""
+    while (asked := broadcast_object(None)) is not None:
+        kind, requests = asked
+        getattr(compute, kind)(requests)
+
+
+def _lm_class() -> Any:
+    """Return the class, whose base is lm-eval's own."""
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    class EngineLM(TemplateLM):
+        """A model of lm-eval's that is one process to it, and all ranks in truth."""
+
+        def __init__(self, compute: Compute):
+            super().__init__()
+            self.compute, self.coder = compute, compute.coder
+            self.tokenizer = compute.coder.tokenizer
+
+        @property
+        def eot_token_id(self) -> int:
+            return self.coder.eos_id
+
+        @property
+        def prefix_token_id(self) -> int:
+            return self.coder.prefix_id
+
+        def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
+            return self.coder.encode(string, add_special_tokens)
+
+        def _ask(self, kind: str, requests: list[Any]) -> list[Any]:
+            if not requests:
+                return []
+            try:
+                if self.compute.ranks.world_size > 1:
+                    broadcast_object((kind, requests))
+                return getattr(self.compute, kind)(requests)
+            except Exception as error:
+                raise ForwardError(f"{type(error).__name__}: {error}") from error
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
+            rows = [Row(context + scored, len(scored)) for _, context, scored in requests]
+            for (texts, *_), row in zip(requests, rows, strict=True):
+                problem = problem_of(row, self.compute.max_length)
+                assert problem is None, f"{str(texts)[:100]} {problem}"
+            return self._ask("score", rows)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            rows, counts = [], []
+            for (text,) in (request.args for request in requests):
+                windows = utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(text),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.compute.max_length,
+                    context_len=1,
+                )
+                pairs = list(map(utils.make_disjoint_window, windows))
+                rows += [Row(context + scored, len(scored)) for context, scored in pairs]
+                counts.append(len(pairs))
+            scores = iter(self._ask("score", rows))
+            return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            prompts = []
+            for number, (context, given) in enumerate(request.args for request in requests):
+                asked = normalize_gen_kwargs(given, MAX_NEW_TOKENS)
+                most = asked["max_gen_toks"]
+                room = self.compute.max_length - most
+                assert room > 0, f"{most} new tokens, the model takes {self.compute.max_length}"
+                stops = asked.get("until") or []
+                choice = Choice(
+                    float(asked.get("temperature") or 0),
+                    int(asked.get("top_k") or 0),
+                    float(asked.get("top_p") or 1),
+                )
+                ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+                stops = [stops] if isinstance(stops, str) else list(stops)
+                prompts.append((Prompt(ids, most, choice, seed=number), stops))
+            return self._ask("write", prompts)
+
+    return EngineLM
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep lm-eval's progress bars and warnings out of a run's log."""
+    import io
+    import logging
+
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,156 @@
+"""HellaSwag, as lm-eval asks and scores it: the items, their texts, and the two accuracies.
+
+Knows the task, no model and no ranks. Zellers et al., "HellaSwag: Can a Machine Really Finish Your
+Sentence?" (2019). Source of every step: lm-evaluation-harness 0.4.13, `tasks/hellaswag`, and
+`ConfigurableTask.process_results` for the scores.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerolm.errors import ConfigError
+
+KEYS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SPLIT = "validation"  # the test split has no labels
+EXAMPLE = "hellaswag_val.jsonl, or the hub id Rowan/hellaswag"
+
+
+class Item(NamedTuple):
+    """A context, the texts that may follow it, and the number of the one that does."""
+
+    context: str
+    endings: list[str]
+    label: int
+
+    @property
+    def requests(self) -> list[tuple[str, str]]:
+        """Context and continuation of each ending."""
+        return [(self.context, f" {ending}") for ending in self.endings]
+
+
+class Outcome(NamedTuple):
+    """What a model made of an item."""
+
+    log_likelihoods: list[float]  # of each ending
+    prediction: int
+    prediction_norm: int  # with each log-likelihood divided by the ending's characters
+    label: int
+
+
+def read_items(name: str, limit: int = 0) -> list[Item]:
+    """Read items from a file of JSON lines, or from a data set of the hub.
+
+    Args:
+        name: of the file, or the hub's id, of which the validation split is taken.
+        limit: the first so many items; 0 for all.
+
+    Raises:
+        ConfigError: there is no such file, or a line is not an item.
+    """
+    path = Path(name)
+    if path.is_file():
+        documents = _lines(path)
+    elif HUB_ID.fullmatch(name) and not path.suffix:
+        documents = _of_hub(name)
+    else:
+        raise ConfigError(f"{name}: no such file. Give {EXAMPLE}.")
+    items = []
+    for number, document in enumerate(documents[: limit or None], 1):
+        problem = _problem(document)
+        if problem:
+            raise ConfigError(f"{name}:{number}: {problem}. Give {EXAMPLE}.")
+        items.append(item(document))
+    if not items:
+        raise ConfigError(f"{name}: has no items. Give {EXAMPLE}.")
+    return items
+
+
+def _lines(path: Path) -> list[Any]:
+    documents = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}). Give {EXAMPLE}.") from None
+    for number, line in enumerate(filter(str.strip, text.split("\n")), 1):
+        try:
+            documents.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not JSON ({error}). Give {EXAMPLE}.") from None
+    return documents
+
+
+def _of_hub(name: str) -> list[Any]:
+    import datasets
+
+    try:
+        return list(datasets.load_dataset(name, split=SPLIT))
+    except Exception as error:  # the hub, the network, the disk, the format: whatever it raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"{name}: neither a file, nor a data set of the hub that can be loaded ({reason}). "
+            f"Give {EXAMPLE}."
+        ) from None
+
+
+def _problem(document: Any) -> str | None:
+    if not isinstance(document, dict):
+        return "not a JSON object"
+    missing = [key for key in KEYS if key not in document]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    endings = document["endings"]
+    texts = (*(document[key] for key in KEYS[:3]), *(endings if isinstance(endings, list) else ()))
+    if (
+        not isinstance(endings, list)
+        or len(endings) < 2
+        or not all(isinstance(t, str) for t in texts)
+    ):
+        return "activity_label, ctx_a and ctx_b are text, endings a list of texts"
+    label = str(document["label"])
+    if not label.isdigit() or int(label) >= len(endings):
+        return f"label: {document['label']!r} is not the number of an ending"
+    if not preprocess(f"{document['activity_label']}: "):
+        return "has no context"
+    return None
+
+
+def preprocess(text: str) -> str:
+    """Take out what WikiHow's part of the data set has in brackets."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def item(document: dict[str, Any]) -> Item:
+    """Return what is asked for a line of the data set."""
+    context = f"{document['ctx_a']} {document['ctx_b'].capitalize()}"
+    return Item(
+        preprocess(f"{document['activity_label']}: {context}"),
+        [preprocess(ending) for ending in document["endings"]],
+        int(document["label"]),
+    )
+
+
+def outcome(asked: Item, log_likelihoods: Sequence[float]) -> Outcome:
+    """Return the predictions: the first of the likeliest endings, as they are and per character."""
+    found = list(log_likelihoods)
+    per_character = [  # an ending that was all brackets has none left
+        likelihood / len(ending) if ending else -math.inf
+        for likelihood, ending in zip(found, asked.endings, strict=True)
+    ]
+    return Outcome(
+        found, found.index(max(found)), per_character.index(max(per_character)), asked.label
+    )
+
+
+def accuracies(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return `acc`, `acc_norm` and the number of `items`."""
+    return {
+        "acc": sum(each.prediction == each.label for each in outcomes) / len(outcomes),
+        "acc_norm": sum(each.prediction_norm == each.label for each in outcomes) / len(outcomes),
+        "items": len(outcomes),
+    }
