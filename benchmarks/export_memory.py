@@ -1,0 +1,135 @@
+"""Host memory and time of an export: ours against DeepSpeed's conversion and save_pretrained.
+
+    python benchmarks/export_memory.py [--model_config model_configs/llama-350m.json]
+
+Two ranks train one step under ZeRO-3. The checkpoint is then made a bf16 Hugging Face model twice,
+each time in a process of its own: by `python -m zerolm export` (which also compares every file with
+its checksum, loads the result and compares logits), and by the way that DeepSpeed's documentation
+names: `get_fp32_state_dict_from_zero_checkpoint`, `load_state_dict`, `save_pretrained`. Reported:
+the most memory of the process's own (`RssAnon`, looked at every 20 ms, less that of a process which
+only imports the same; pages of mapped files are the kernel's to take back), and seconds.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LOOK_SECONDS = 0.02
+PLAIN = """
+import sys
+from pathlib import Path
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+directory, config, output = sys.argv[1:]
+state = get_fp32_state_dict_from_zero_checkpoint(directory)
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.float32)
+model.load_state_dict(state, strict=True)
+model.to(torch.bfloat16).save_pretrained(output)
+"""
+IDLE = """
+import sys
+import deepspeed, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+with torch.device("meta"):
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model_config", type=Path, default=REPOSITORY / "model_configs/llama-350m.json"
+    )
+    parser.add_argument("--max_shard_size", default="100MB", help="of a safetensors file")
+    parser.add_argument("--directory", type=Path, help="where to work (default: a temporary one)")
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        table = measure(arguments, Path(name))
+    print(table)
+    if arguments.output:
+        arguments.output.write_text(table)
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> str:
+    """Return the table of one checkpoint, exported in both ways."""
+    run_dir = train(arguments.model_config, work)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    python = sys.executable
+    idle, _ = watch([python, "-c", IDLE, str(arguments.model_config)], environment)
+    shards = ["--max_shard_size", arguments.max_shard_size, "--precision", "bf16"]
+    export = [python, "-m", "zerolm", "export", str(run_dir), str(work / "ours"), *shards]
+    plain = [python, "-c", PLAIN, str(run_dir / "checkpoints"), str(arguments.model_config)]
+    plain.append(str(work / "plain"))
+    figures = {
+        "zerolm export": watch(export, environment),
+        "DeepSpeed's way": watch(plain, environment),
+    }
+    weights = sum(path.stat().st_size for path in (work / "ours").glob("*.safetensors"))
+    largest = max(path.stat().st_size for path in (work / "ours").glob("*.safetensors"))
+    lines = [
+        "# Host memory of an export",
+        "",
+        f"`{' '.join(['python benchmarks/export_memory.py', *sys.argv[1:]])}`, "
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores. The model is "
+        f"{weights / 1e6:,.0f} MB in bf16, its largest file {largest / 1e6:,.0f} MB.",
+        "",
+        "| | most memory (MB) | over the model's size | seconds |",
+        "|---|---|---|---|",
+    ]
+    for name, (most, seconds) in figures.items():
+        own = most - idle
+        lines.append(f"| {name} | {own / 1e6:,.0f} | {own / weights:.2f} | {seconds:.1f} |")
+    ratio = (figures["zerolm export"][0] - idle) / (figures["DeepSpeed's way"][0] - idle)
+    lines += ["", f"Memory, ratio: {ratio:.2f}", ""]
+    return "\n".join(lines)
+
+
+def train(model_config: Path, work: Path) -> Path:
+    """Train one step on two ranks and return the run directory."""
+    from zerolm.shards import ShardWriter
+
+    vocabulary = json.loads(model_config.read_text())["vocab_size"]
+    tokenizer = {"name": "random", "fingerprint": "random", "files": []}
+    with ShardWriter(
+        work / "shards", vocab_size=vocabulary, eos_id=0, tokenizer=tokenizer
+    ) as writer:
+        writer.add(np.random.default_rng(0).integers(1, vocabulary, 20_000))
+    words = [
+        "--deepspeed_config", REPOSITORY / "ds_configs/zero3.json", "--model_config", model_config,
+        "--data", work / "shards", "--run_dir", work / "run", "--seq_len", 64,
+        "--batch_tokens", 128, "--micro_batch_size", 1, "--total_tokens", 128, "--wandb", "off",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    command += [str(REPOSITORY / "pretrain.py"), *map(str, words)]
+    subprocess.run(command, check=True, timeout=1800, stdout=subprocess.DEVNULL)
+    return work / "run"
+
+
+def watch(command: list[str], environment: dict[str, str]) -> tuple[int, float]:
+    """Run a command; return the most anonymous memory of it in bytes, and its seconds."""
+    began, most = time.perf_counter(), 0
+    process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                most = max(most, int(line.split()[1]) * 1024)
+        time.sleep(LOOK_SECONDS)
+    if process.returncode:
+        raise SystemExit(f"exit code {process.returncode}: {' '.join(command)[:300]}")
+    return most, time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
