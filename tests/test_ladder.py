@@ -49,6 +49,8 @@ RUNGS = {
             "hub", "model_card", "weight_files",
             # the evaluations' parts
             "evaluation_rules", "harness", "hellaswag", "likelihood", "sampling", "text_coder",
+            # looking at a run's health
+            "diagnosis",
             # the object store's parts
             "events", "object_store", "tracker", "upload_rules",
             # looking at a run
