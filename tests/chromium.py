@@ -97,12 +97,9 @@ class Browser:
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
         """Open a file as on a screen of this size, and wait until it is drawn."""
-        phone = width < 600
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone,
-        )  # fmt: skip
-        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        self.size = width, height
+        self._screen(width, height)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.call("Page.navigate", url=page.as_uri())
@@ -125,12 +122,21 @@ class Browser:
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Write a PNG of the screen, or of the whole page."""
-        options: dict[str, Any] = {"format": "png"}
         if whole:
-            options["captureBeyondViewport"] = True
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            options["clip"] = {**size, "scale": 1}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
+            height = self.evaluate("document.documentElement.scrollHeight")
+            self._screen(self.size[0], height)
+            time.sleep(0.3)  # it is drawn anew
+        found = self.call("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(found["data"]))
+        if whole:
+            self._screen(*self.size)
+
+    def _screen(self, width: int, height: int) -> None:
+        phone = width < 600
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone,
+        )  # fmt: skip
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)

@@ -119,7 +119,11 @@ def panels(keys: Collection[str], *, compared: bool) -> list[dict[str, Any]]:
     for panel in PANELS:
         chosen = sorted(
             (key for key in left if re.fullmatch(panel.pattern, key)),
-            key=lambda key: (panel.pattern.find(key.rpartition("/")[2]), _by_number(key)),
+            key=lambda key: (
+                panel.pattern.find(key),
+                panel.pattern.find(key.rpartition("/")[2]),
+                _by_number(key),
+            ),
         )
         left -= set(chosen)
         if panel.title == "Gradient noise scale" and "train/noise_scale_tokens" not in chosen:

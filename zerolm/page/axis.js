@@ -15,7 +15,7 @@ function linearTicks(low, high, most) {
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((step) => step >= rough * 0.999);
   const ticks = [];
   for (let number = Math.ceil(low / step - 1e-9); number * step <= high + step * 1e-9; number++) {
-    ticks.push(number * step);
+    ticks.push(number * step || 0); // never -0
   }
   return ticks;
 }

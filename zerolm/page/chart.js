@@ -4,7 +4,7 @@ const MARGIN = { left: 44, right: 12, top: 20, bottom: 26 };
 const CHARACTER_PIXELS = 6.9;
 const NEAR_PIXELS = 7;
 // What all panels share. `cursor` is a place on the x-axis, `domain` the part of it that is shown.
-const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, hiddenRuns: new Set() };
+const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, paper: false, hiddenRuns: new Set() };
 const X_UNITS = { tokens: 'tokens', steps: 'steps', seconds: 'time' };
 const charts = [];
 let extents = {};
@@ -87,7 +87,7 @@ class Chart {
       });
       const key = document.createElement('i');
       key.className = one.marks ? 'key round' : 'key';
-      key.style.borderTopStyle = one.dash ? 'dashed' : 'solid';
+      if (!one.marks) key.style.borderTopStyle = one.dash ? 'dashed' : 'solid';
       key.style.color = one.legendColour || one.colour;
       chip.prepend(key);
       host.append(chip);
@@ -124,12 +124,12 @@ class Chart {
       return [Math.max(low / margin, Number.MIN_VALUE), high * margin, cut];
     }
     const margin = (high - low) * 0.05;
-    const zero = low >= 0 && low < (high - low) * 0.6;
+    const zero = low >= 0 && low < (high - low) * (this.panel.unit === 'nats per token' ? 0 : 0.3);
     return [zero ? 0 : low - margin, high + margin, cut];
   }
 
   draw() {
-    const width = Math.max(240, this.figure.querySelector('.plot').clientWidth);
+    const width = view.paper ? (this.panel.wide ? 680 : 330) : Math.max(240, this.figure.querySelector('.plot').clientWidth);
     const height = this.panel.wide ? (width < 560 ? 270 : 360) : 220;
     this.svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
     this.svg.replaceChildren();
@@ -149,7 +149,7 @@ class Chart {
     this.grid(domain, ticks, labels);
     const id = `clip${charts.indexOf(this)}`;
     const clip = this.element('clipPath', { id }, this.element('defs', {}));
-    this.element('rect', { x: box.left, y: box.top - 4, width: box.right - box.left, height: box.bottom - box.top + 8 }, clip);
+    this.element('rect', { x: box.left - 5, y: box.top - 4, width: box.right - box.left + 10, height: box.bottom - box.top + 8 }, clip);
     this.drawEvents();
     const layer = this.element('g', { 'clip-path': `url(#${id})` });
     if (this.clipping) {
@@ -163,7 +163,12 @@ class Chart {
 
   curve(layer, { one, places, from, to }, high) {
     const first = Math.max(0, from - 1), last = Math.min(places.length, to + 1);
-    const colour = (element) => { element.style.stroke = one.colour; return element; };
+    // Of curves that lie on each other the first ones show as the seam of the last.
+    const colour = (element, seam = 0) => {
+      element.style.stroke = one.colour;
+      if (seam) element.style.strokeWidth = seam;
+      return element;
+    };
     if (one.marks) {
       if (last - first > 1) colour(this.element('path', { class: 'curve thin', d: this.path(places, one.y, first, last) }, layer));
       if (last - first < 400) {
@@ -174,19 +179,19 @@ class Chart {
       return;
     }
     const smooth = this.panel.smooth && view.smoothing > 0 && one.y.length > 20 && !one.faint;
-    const raw = colour(this.element('path', { class: `curve ${one.faint ? 'faint' : smooth ? 'raw' : ''}`, d: this.path(places, one.y, first, last) }, layer));
+    const raw = colour(this.element('path', { class: `curve ${one.faint ? 'faint' : smooth ? 'raw' : ''}`, d: this.path(places, one.y, first, last) }, layer), smooth || one.faint ? 0 : one.width);
     if (one.dash) raw.setAttribute('stroke-dasharray', one.dash);
     if (smooth) {
       if (one.smoothing !== view.smoothing) Object.assign(one, { smooth: smoothed(one.y, view.smoothing), smoothing: view.smoothing });
-      const line = colour(this.element('path', { class: 'curve', d: this.path(places, one.smooth, first, last) }, layer));
+      const line = colour(this.element('path', { class: 'curve', d: this.path(places, one.smooth, first, last) }, layer), one.width);
       if (one.dash) line.setAttribute('stroke-dasharray', one.dash);
     }
-    if (one.faint) return;
     for (let index = from, drawn = 0; index < to && drawn < 60; index++) {
       if (one.y[index] !== null && one.y[index] > high) {
         const at = this.x(places[index]), top = this.box.top;
         const mark = this.element('path', { class: 'beyond', d: `M${at - 4} ${top + 5}L${at} ${top - 2}L${at + 4} ${top + 5}Z` }, layer);
         mark.style.fill = one.colour;
+        mark.style.opacity = one.faint ? 0.55 : 1;
         drawn++;
       }
     }
@@ -242,7 +247,7 @@ class Chart {
   drawEvents() {
     if (!view.events) return;
     const box = this.box;
-    let before = -Infinity;
+    const marked = new Map();
     for (const event of this.events) {
       if (view.hiddenRuns.has(event.run)) continue;
       const at = this.x(event[view.x]);
@@ -252,8 +257,9 @@ class Chart {
         continue;
       }
       this.element('line', { class: `event ${event.level}`, x1: at, x2: at, y1: box.top, y2: box.bottom });
-      if (at - before < 5) continue;
-      before = at;
+      const places = marked.get(event.level) || marked.set(event.level, []).get(event.level);
+      if (places.some((place) => Math.abs(place - at) < 5)) continue;
+      places.push(at);
       const shapes = {
         bad: `M${at - 4} ${box.top - 13}l8 8m0 -8l-8 8`,
         notable: `M${at} ${box.top - 14}l5 9h-10z`,

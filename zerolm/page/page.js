@@ -23,6 +23,7 @@ function seriesOf(data, panel) {
       const shared = {
         label, name: label, run: run.number, colour: own, legendColour: compared ? 'var(--ink)' : own,
         dash: DASHES[(compared ? index : Math.floor(index / NUM_COLOURS)) % DASHES.length],
+        width: compared ? 1.7 + 2 * Math.min(3, data.runs.length - 1 - run.number) : 0,
         marks: panel.points || key.startsWith('eval/'), full: compared ? (panel.keys.length > 1 ? `${run.name}, ${label}` : run.name) : label,
       };
       const add = (curves, faint) => {
@@ -113,6 +114,12 @@ function build(data) {
   new ResizeObserver(() => {
     if (grid.clientWidth !== width) { width = grid.clientWidth; redraw(); }
   }).observe(grid);
+  for (const [moment, paper] of [['beforeprint', true], ['afterprint', false]]) {
+    addEventListener(moment, () => {
+      Object.assign(view, { paper, cursor: null });
+      charts.forEach((chart) => chart.draw());
+    });
+  }
   redraw();
 }
 

@@ -87,7 +87,7 @@ function eventList(data) {
     h('span', { class: `kind ${event.level}` }, event.title), event.words, h('span', { class: 'when' }, (event.time || '').slice(0, 19).replace('T', ' '))]), 'events');
   const host = h('div', {}, body(false));
   const quiet = rows.filter(({ event }) => event.level === 'quiet').length;
-  const all = quiet ? toggle(`${quiet} checkpoints and uploads`, 'Show the quiet ones too', false, (on) => host.replaceChildren(body(on))) : null;
+  const all = quiet ? toggle(`Show ${quiet} checkpoints and uploads too`, 'Those that went as they should', false, (on) => host.replaceChildren(body(on))) : null;
   return section('Events', all, host, left ? h('p', { class: 'about' }, `${left.toLocaleString('en')} more, older ones are in events.jsonl.`) : null);
 }
 

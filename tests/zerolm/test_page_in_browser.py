@@ -1,0 +1,136 @@
+"""The page of zerolm/report.py in a real browser: it draws, asks for nothing, obeys its reader."""
+
+import base64
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from pages import STEP_TOKENS, write_lines, write_run
+
+from tests.chromium import Browser
+from zerolm import report
+
+EVIL = "</script><img src=x onerror=\"window.hacked=1\"><svg onload='window.hacked=1'>&amp;{{7*7}}"
+PANELS = "document.querySelectorAll('.panel')"
+# The lowest contrast of words, and of curves, to their ground. WCAG 2.2 asks for 4.5 and 3.
+CONTRAST = """(() => {
+  const number = (name) => {
+    const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    return [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16) / 255)
+      .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+      .reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0);
+  };
+  const contrast = (one, other) => {
+    const [low, high] = [number(one), number(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const words = ['--ink', '--soft', '--accent', '--bad', '--notable', '--good'];
+  const curves = [...Array(8).keys()].map((index) => `--c${index}`);
+  return [Math.min(...words.map((name) => contrast(name, '--card'))),
+          Math.min(...curves.map((name) => contrast(name, '--card')))];
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    run = write_run(tmp_path_factory.mktemp("runs") / "first", wandb_group=EVIL)
+    texts = [{"step": step, "tokens": step, "prompt": EVIL, "text": EVIL} for step in (10, 20)]
+    write_lines(run / "samples.jsonl", texts)
+    with open(run / "events.jsonl", "a") as file:
+        file.write(json.dumps({"event": "failed", "step": 40, "reason": EVIL}) + "\n")
+    return report.write_report([run])
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_page_draws_and_asks_for_nothing(browser, page, width, dark) -> None:
+    browser.requests.clear()
+    browser.complaints.clear()
+    browser.open(page, width, 844, dark=dark)
+    assert browser.complaints == []
+    assert browser.requests == [page.as_uri()], "nothing but the file itself"
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    titles = browser.evaluate("[...document.querySelectorAll('.title')].map(e => e.textContent)")
+    assert titles[:3] == ["Loss", "Loss by source", "Learning rate"]
+    assert browser.evaluate("document.querySelectorAll('.event.notable').length") >= len(titles)
+    assert browser.evaluate("window.hacked === undefined && !document.querySelector('main img')")
+    assert browser.evaluate("document.querySelector('.strip article p').textContent") == EVIL
+    words, curves = browser.evaluate(CONTRAST)
+    assert words >= 4.5 and curves >= 3.0, "readable, also in the dark"
+
+
+def test_a_curve_is_where_its_values_are(browser, page) -> None:
+    """The path of the learning rate, which is constant, and of epochs of the x-axis."""
+    browser.open(page, 1280, 844)
+    path = browser.evaluate(f"{PANELS}[2].querySelector('.curve').getAttribute('d')")
+    points = [tuple(map(float, point.split())) for point in path[1:].split("L")]
+    assert len(points) == 40 and len({y for _, y in points}) == 1
+    gaps = [right - left for (left, _), (right, _) in pairwise(points)]
+    assert max(gaps) - min(gaps) <= 0.21, "equal steps are equally far apart"
+
+
+def test_a_reader_hovers_zooms_and_toggles(browser, page) -> None:
+    browser.open(page, 1280, 844)
+    browser.evaluate("document.querySelector('.panel svg').scrollIntoView({block: 'center'})")
+    box = browser.evaluate(
+        "(() => { const b = document.querySelector('.panel svg').getBoundingClientRect();"
+        "return [b.left, b.top, b.width, b.height]; })()"
+    )
+    left, top, width, height = box
+    inside = left + 44, width - 44 - 12  # the axis, from its beginning
+    x = inside[0] + inside[1] * 30 / 40
+    browser.mouse("mouseMoved", x, top + height / 2)
+    tip = browser.evaluate("document.querySelector('.panel .tip').textContent")
+    assert "step 30" in tip and f"{30 * STEP_TOKENS // 1000}k tokens" in tip
+    assert "spike" in tip and "deviations above" in tip
+
+    browser.mouse("mousePressed", x, top + 100, button="left", clickCount=1)
+    browser.mouse("mouseMoved", x + 100, top + 100, button="left", buttons=1)
+    browser.mouse("mouseReleased", x + 100, top + 100, button="left", clickCount=1)
+    browser.wait("document.body.classList.contains('zoomed')")
+    browser.evaluate("document.querySelector('.reset').click()")
+    browser.wait("!document.body.classList.contains('zoomed')")
+
+    count = f"{PANELS}[1].querySelectorAll('.curve').length"
+    before = browser.evaluate(count)
+    browser.evaluate(f"{PANELS}[1].querySelector('.legend button').click()")
+    assert browser.evaluate(count) < before
+    browser.evaluate("[...document.querySelectorAll('.axes button')][2].click()")
+    browser.wait("document.querySelector('.panel svg').textContent.includes(' s')")
+
+
+def test_paper_is_light_and_has_no_buttons(browser, page) -> None:
+    browser.open(page, 390, 844, dark=True)
+    pdf = base64.b64decode(browser.call("Page.printToPDF")["data"])
+    assert pdf.startswith(b"%PDF") and len(pdf) > 20_000
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.call("Emulation.setEmulatedMedia", media="print", features=[dark])
+    assert (
+        browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    )
+    assert (
+        browser.evaluate("getComputedStyle(document.querySelector('.toolbar')).display") == "none"
+    )
+
+
+def test_runs_are_compared_in_a_colour_each(browser, tmp_path) -> None:
+    runs = [write_run(tmp_path / name, seed=number) for number, name in enumerate(("one", "two"))]
+    both = report.write_report(runs, tmp_path / "both.html")
+    browser.complaints.clear()
+    browser.open(both, 1280, 844)
+    text = browser.evaluate("document.body.innerText")
+    assert "losses are equal to the bit at all 40 steps" in text and "settings.seed" in text
+    colours = (
+        "[...new Set([...document.querySelectorAll('.panel .curve')].map(e => e.style.stroke))]"
+    )
+    assert sorted(browser.evaluate(colours)) == ["var(--c0)", "var(--c1)"]
+    assert browser.complaints == []
