@@ -102,7 +102,7 @@ PANELS = (
 )  # fmt: skip
 # The same as another curve, in another unit.
 LEFT_OUT = re.compile(
-    r"data/.+/tokens|(train|eval)/perplexity|eval/.+/perplexity|throughput/(samples_per_second|slowest_rank|"
+    r"data/.+/tokens|(train|eval)/perplexity|eval/.+/items|throughput/(samples_per_second|slowest_rank|"
     r"tokens_per_second_per_device)|eval/.+_stderr"
 )
 
