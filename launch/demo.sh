@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole path on one machine, in minutes: text, tokenizer, token shards, a ZeRO-2 run on two
-# processes that is stopped and resumed, and the loss curve as a picture.
+# processes that is stopped and resumed and shows what it writes, a page about it, and a Hugging Face
+# model directory.
 #
 #   bash launch/demo.sh
 #
@@ -41,11 +42,13 @@ pretrain() {
         --seq_len 256 --batch_tokens 8192 --batch_ramp_start 2048 --batch_ramp_tokens 800k \
         --micro_batch_size 4 --total_tokens 800k \
         --learning_rate 3e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 120 \
+        --prompts demo/prompts.txt --sample_length 24 --temperature 0.7 \
         --wandb offline --run_dir $run_dir "$@" 2>&1 | shorten
 }
 
 mkdir -p demo
-rm -rf demo/text demo/tokenizer demo/shards demo/runs demo/loss.png
+rm -rf demo/text demo/tokenizer demo/shards demo/runs demo/model demo/loss.png
+printf '%s\n' 'import' 'def __init__(self' >demo/prompts.txt
 
 title "Text: Python's library and manual"
 python -m launch.demo_corpus demo/text
@@ -73,8 +76,12 @@ else
     exit "$code"
 fi
 
+title "Model directory for Hugging Face's from_pretrained"
+python -m zerolm export $run_dir demo/model
+
 title "Loss curve"
 python -m zerolm plot $run_dir --output demo/loss.png
 python -m launch.demo_summary $run_dir
 echo "picture       demo/loss.png"
+echo "page          $run_dir/report.html"
 echo "took          $SECONDS s"
