@@ -8,6 +8,7 @@ lm-eval (the extra `lm-eval`) is imported by need only. Knows no run and no trai
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +103,7 @@ def load_tasks(names: Sequence[str], task_dir: str | None = None) -> Any:
         ) from error
 
 
+@functools.cache  # it reads 10,000 yaml files
 def _manager(task_dir: str | None) -> Any:
     if task_dir is not None and not Path(task_dir).is_dir():
         raise ConfigError(f"{task_dir}: no such directory. Name one with lm-eval's yaml files.")

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.launching import LLAMA
 from tests.texts import items, write_items, write_task, write_tokenizer
 from zerolm import harness, hellaswag
+from zerolm.__main__ import main
 from zerolm.errors import ConfigError
 from zerolm.evaluate_export import evaluate_export
 from zerolm.likelihood import Row, batches, log_likelihoods
@@ -110,3 +111,22 @@ def test_what_is_no_file_and_no_data_set_is_refused(tmp_path) -> None:
     (tmp_path / "half.jsonl").write_text('{"ctx_a"\n')
     with pytest.raises(ConfigError, match=r"half.jsonl:1: not JSON"):
         hellaswag.read_items(str(tmp_path / "half.jsonl"))
+
+
+def test_the_command_evaluates_a_model_directory_on_both(exported, ours, tmp_path, capsys) -> None:
+    model, data = exported
+    tasks = write_task(tmp_path / "tasks", data)
+    words = ["evaluate", model, "--hellaswag", data, "--tasks", "local_hellaswag"]
+    words += ["--eval_task_path", tasks, "--output", tmp_path / "results.json"]
+    assert main([str(word) for word in words]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    figures = found["figures"]
+    assert figures == ours["figures"] | {
+        "local_hellaswag/acc": pytest.approx(figures["hellaswag/acc"]),
+        "local_hellaswag/acc_norm": pytest.approx(figures["hellaswag/acc_norm"]),
+    }
+    assert f"hellaswag/acc={figures['hellaswag/acc']:.6g}\n" in capsys.readouterr().out
+    assert [each["label"] for each in found["hellaswag"]] == [int(i["label"]) for i in items(ITEMS)]
+    assert main(["evaluate", str(tmp_path), "--hellaswag", str(data)]) == 2
+    assert main(["evaluate", str(model)]) == 2
+    assert main(["evaluate", str(model), "--tasks", "no_such_task"]) == 2

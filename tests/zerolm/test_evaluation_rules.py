@@ -1,0 +1,101 @@
+"""What is wrong with evaluations and samples is named before a run begins, all of it at once."""
+
+import json
+
+import pytest
+
+from tests.launching import LLAMA, write_json
+from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
+from zerolm import preflight
+from zerolm.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    base = tmp_path_factory.mktemp("rules")
+    write_text_shards(base / "shards", write_tokenizer(base / "tokenizer"))
+    write_json(base / "model.json", LLAMA | {"vocab_size": VOCABULARY})
+    write_json(base / "ds.json", {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}})
+    write_items(base / "items.jsonl", 20)
+    (base / "prompts.txt").write_text("The class statement\n")
+    write_task(base / "tasks", base / "items.jsonl")
+    return base
+
+
+def check(base, *words):
+    required = ["--data", base / "shards", "--model_config", base / "model.json"]
+    required += ["--deepspeed_config", base / "ds.json", "--run_dir", base / "run"]
+    required += ["--seq_len", 32, "--batch_tokens", 256, "--total_tokens", 2560]
+    return preflight.check([str(word) for word in [*required, *words]], {})
+
+
+def refused(base, *words) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(base, *words)
+    assert not (base / "run").exists()
+    return caught.value.problems
+
+
+def test_evaluations_that_can_be_done_are_in_the_plan(base) -> None:
+    plan = check(
+        base, "--hellaswag", base / "items.jsonl", "--hellaswag_items", 5, "--eval_tasks",
+        "local_hellaswag", "--eval_task_path", base / "tasks", "--prompts", base / "prompts.txt",
+        "--downstream_interval", 3, "--sample_length", 30,
+    )  # fmt: skip
+    assert plan.derived["downstream"] == "HellaSwag (5 items), local_hellaswag every 3 steps"
+    assert "each doubling" in plan.derived["samples"]
+
+
+def test_every_problem_is_named_at_once(base, tmp_path) -> None:
+    (tmp_path / "items.jsonl").write_text('{"ctx_a": "x"}\n')
+    problems = refused(
+        base, "--hellaswag", tmp_path / "items.jsonl", "--eval_tasks", "local_hellaswog",
+        "--eval_task_path", base / "tasks", "--prompts", base / "none.txt", "--top_p", 0,
+    )  # fmt: skip
+    assert len(problems) == 4
+    for start, end in (
+        ("command line: --hellaswag: ", "items.jsonl:1: lacks activity_label"),
+        ("command line: --eval_tasks: local_hellaswog: ", 'Did you mean "local_hellaswag"?'),
+        ("command line: --prompts: ", "cannot be read"),
+        ("command line: --top_p: 0.0, ", "must be above 0"),
+    ):
+        assert any(problem.startswith(start) and end in problem for problem in problems), start
+
+
+def test_what_a_model_is_too_short_for_is_refused(base, tmp_path) -> None:
+    item = json.loads((base / "items.jsonl").read_text().splitlines()[0])
+    item["endings"][3] = "too long " * 40
+    (tmp_path / "long.jsonl").write_text(json.dumps(item) + "\n")
+    (problem,) = refused(base, "--hellaswag", tmp_path / "long.jsonl")
+    assert "long.jsonl: item 1 has" in problem and "the model takes 64" in problem
+    (problem,) = refused(base, "--prompts", base / "prompts.txt", "--sample_length", 63)
+    assert "prompt 1 has" in problem and "exceed the model's 64" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        (["--downstream_interval", 5], "--hellaswag or --eval_tasks"),
+        (["--eval_task_items", 5], "--eval_tasks"),
+        (["--sample_interval", "5k"], "--prompts"),
+        (["--temperature", 0.1], "--prompts"),
+    ],
+)
+def test_a_setting_without_what_it_is_about_is_refused(base, words, needs) -> None:
+    (problem,) = refused(base, *words)
+    assert f"needs {needs}. Add it" in problem
+
+
+def test_shards_without_a_tokenizer_are_refused(base, corpus_without_tokenizer) -> None:
+    words = ["--data", corpus_without_tokenizer, "--prompts", base / "prompts.txt"]
+    required = ["--model_config", base / "model.json", "--deepspeed_config", base / "ds.json"]
+    required += ["--run_dir", base / "run", "--seq_len", 32, "--batch_tokens", 256]
+    with pytest.raises(ConfigError, match=r"--prompts: needs a tokenizer: .*tokenizer"):
+        preflight.check([str(word) for word in words + required], {})
+
+
+@pytest.fixture
+def corpus_without_tokenizer(tmp_path):
+    from tests.launching import write_shards
+
+    return write_shards(tmp_path / "counting")

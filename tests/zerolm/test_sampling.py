@@ -1,0 +1,95 @@
+"""Samples: the next token as transformers chooses it, and texts that depend on nothing else."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+from tests.launching import LLAMA
+from zerolm.errors import ConfigError
+from zerolm.sampling import (
+    Choice,
+    Prompt,
+    distribution,
+    generate,
+    passed,
+    read_prompts,
+    seed_of,
+)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (20, 0.9), (1, 0.1)])
+def test_tokens_have_the_chances_that_transformers_gives_them(temperature, top_k, top_p) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        logits = 3 * torch.randn(300, generator=generator, dtype=torch.float64)
+        scores = logits[None] / temperature
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        if top_k:
+            scores = TopKLogitsWarper(top_k)(ids, scores)
+        if top_p < 1:
+            scores = TopPLogitsWarper(top_p)(ids, scores)
+        found = distribution(logits, Choice(temperature, top_k, top_p))
+        torch.testing.assert_close(found, scores[0].softmax(-1))
+    assert distribution(logits, Choice(0.0)).argmax() == logits.argmax()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LLAMA,
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
+        {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512},
+    ],
+    ids=lambda settings: settings["model_type"],
+)
+def test_greedy_text_equals_that_of_transformers(settings) -> None:
+    torch.manual_seed(2)
+    more = {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings | more)).eval()
+    prompts = [[5, 6, 7], [9], [400, 3, 2, 1, 8, 30]]
+    found = generate(model, [Prompt(ids, 15) for ids in prompts], lambda new: False, device="cpu")
+    for ids, new in zip(prompts, found, strict=True):
+        inputs = torch.tensor([ids])
+        theirs = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=15, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert new == theirs[0, len(ids) :].tolist()
+
+
+def test_a_text_depends_on_its_own_seed_alone() -> None:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).eval()
+    prompts = [Prompt([5, 6], 10, Choice(1.0), seed_of(0, 7, number)) for number in range(3)]
+    before = torch.get_rng_state()
+    together = generate(model, prompts, lambda new: len(new) == 8, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    alone = [generate(model, [p], lambda new: len(new) == 8, device="cpu")[0] for p in prompts]
+    assert together == alone and len(set(map(tuple, together))) == 3
+    assert all(len(new) == 8 for new in together)
+
+
+def test_samples_are_due_after_each_doubling_and_at_the_end() -> None:
+    total, step = 1 << 20, 1000
+    due = [
+        tokens
+        for tokens in range(step, total + step, step)
+        if passed(tokens, total, None) > passed(tokens - step, total, None)
+    ]
+    assert due == [-(-(total >> halvings) // step) * step for halvings in range(10, -1, -1)]
+    due = [t for t in range(100, 1100, 100) if passed(t, 1000, 300) > passed(t - 100, 1000, 300)]
+    assert due == [300, 600, 900, 1000]
+
+
+def test_prompts_are_lines_or_json(tmp_path) -> None:
+    (tmp_path / "lines.txt").write_text("One day\n\n  two\n")
+    assert read_prompts(tmp_path / "lines.txt") == ["One day", "  two"]
+    (tmp_path / "some.jsonl").write_text('{"prompt": "a\\nb"}\n{"prompt": ""}\n')
+    assert read_prompts(tmp_path / "some.jsonl") == ["a\nb", ""]
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ConfigError, match=r"wrong.jsonl:2: .*prompt"):
+        read_prompts(tmp_path / "wrong.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(tmp_path / "none.txt")
