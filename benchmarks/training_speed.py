@@ -48,10 +48,10 @@ class Contender:
     """A running `deepspeed` command that prints `step=N ... loss=L`, going on or stopped."""
 
     def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace):
-        self.name, self.arguments = name, arguments
+        self.name, self.arguments, self.port = name, arguments, free_port()
         command = [
             str(Path(sys.executable).with_name("deepspeed")),
-            *("--num_gpus", str(arguments.num_processes), "--master_port", str(free_port())),
+            *("--num_gpus", str(arguments.num_processes), "--master_port", str(self.port)),
             *words,
         ]
         threads = str(max(1, (os.cpu_count() or 1) // arguments.num_processes))
@@ -105,10 +105,13 @@ class Contender:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        for buffer in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):  # DeepSpeed leaves them
+            buffer.unlink(missing_ok=True)
 
 
 def main() -> None:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end with it
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         write_shard(scratch / "shards", arguments.model_config)
