@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from launch.attempt import Attempt, Ending
 from launch.command_words import run_directory_of
 from launch.hosts import renewed
-from zerolm import events
+from zerolm import events, reporting
 from zerolm.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -199,6 +199,7 @@ class Supervisor:
         for reason in ending.reasons:
             self.say(f"  {reason}")
         self._event("attempt_failed", ending, reasons=ending.reasons)
+        reporting.write_for(self.run_dir)
 
     def _hopeless(self, ending: Ending) -> str | None:
         """Return why a restart would not help, with what is known and what to try; else None."""

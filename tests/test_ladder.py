@@ -23,7 +23,7 @@ RUNGS = {
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "evaluate_export", "export",
-            "metrics", "model", "optimizer", "plot", "preflight", "probe", "report", "reporting",
+            "metrics", "model", "optimizer", "plot", "preflight", "probe", "report",
             "reshard", "restore", "run_directory", "saves", "status", "stability", "throughput",
             "train_step", "uploader", "uploads", "watchdog", "batches",
         )),
@@ -54,7 +54,7 @@ RUNGS = {
             # the object store's parts
             "events", "object_store", "tracker", "upload_rules",
             # looking at a run
-            "console", "event_words", "panels", "run_history", "run_settings",
+            "console", "event_words", "panels", "reporting", "run_history", "run_settings",
             "run_summary", "thinning",
             # the watchdog's parts
             "processes", "pulse", "stacks", "verdict", "vital_signs",

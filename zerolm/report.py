@@ -21,7 +21,7 @@ from zerolm.files import write_atomically
 from zerolm.panels import TRAIN_LOSS, panels
 from zerolm.run_history import Curves, History
 from zerolm.run_settings import differences, flat
-from zerolm.run_summary import facts, figures
+from zerolm.run_summary import facts, figures, findings
 from zerolm.thinning import kept
 
 PAGE = "report.html"
@@ -278,10 +278,6 @@ def samples(lines: Sequence[Json]) -> list[Json]:
         {**prompt, "texts": [prompt["texts"][step] for step in steps if step in prompt["texts"]]}
         for prompt in list(prompts.values())[:MOST_PROMPTS]
     ]
-
-
-def findings(history: History) -> list[Json]:
-    return []
 
 
 def agreement(histories: Sequence[History]) -> list[Json]:

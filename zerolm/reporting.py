@@ -1,9 +1,12 @@
 """The run's part in `report.html`: start the process that writes it, now and then and at the end.
 
 The first rank starts `python -m zerolm report RUN_DIR` with the lowest priority (zerolm/report.py),
-one at a time. All that can be slow or broken is over there; nothing of it ends a run.
+one at a time. All that can be slow or broken is over there; nothing of it ends a run. A supervisor
+has it written after a failed attempt. Standard library only.
 """
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -58,14 +61,11 @@ class Reporting:
                 self._start()
 
     def _start(self) -> None:
-        words = [sys.executable, "-m", "zerolm", "report", str(self.run_dir)]
-        words += ["--of_process", str(os.getpid())]
-        root = str(Path(__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._began = time.monotonic()
         try:
+            serving = ["--of_process", str(os.getpid())]
             self._child = subprocess.Popen(
-                words, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL
+                [*_command(self.run_dir), *serving], env=_environment(), stdin=subprocess.DEVNULL
             )
         except OSError as error:  # no memory for a process: training goes on
             self._warn(str(error))
@@ -84,3 +84,27 @@ class Reporting:
         if not self._warned:
             print(f"report: {self.run_dir}/report.html was not written: {why}", flush=True)
         self._warned = True
+
+
+def write_for(run_dir: Path) -> None:
+    """Write the page of a run that was killed, for whoever sees to the run. Waits for it a little.
+
+    Nothing is written if the run was to have none, or never began.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
+        record = json.loads((Path(run_dir) / "run.json").read_text())
+        if record["settings"]["report_interval"]:
+            subprocess.run(
+                _command(run_dir), env=_environment(), timeout=FINISH_SECONDS,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+
+
+def _command(run_dir: Path) -> list[str]:
+    return [sys.executable, "-m", "zerolm", "report", str(run_dir)]
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}

@@ -95,17 +95,22 @@ class Curves:
         return next((value for value in reversed(values) if math.isfinite(value)), None)
 
     def rows(self, most: int) -> list[Row]:
-        """Return the lines as they were written, or every second, third ... if there are many."""
+        """Return the lines as they were written, of many steps only every second, third ...
+
+        Lines of evaluations and checkpoints, which have no training loss, are always there.
+        """
         stride = -(-len(self.steps) // most) if self.steps else 1
-        rows: list[Row] = [
-            {"step": self.steps[line], "tokens": self.tokens[line]}
-            for line in range(0, len(self.steps), stride)
-        ]
+        steps_taken = set(self.columns.get("train/loss", ((), ()))[0])
+        rows: dict[int, Row] = {
+            line: {"step": self.steps[line], "tokens": self.tokens[line]}
+            for line in range(len(self.steps))
+            if line % stride == 0 or line not in steps_taken
+        }
         for key, (lines, values) in self.columns.items():
             for line, value in zip(lines, values, strict=True):
-                if line % stride == 0:
-                    rows[line // stride][key] = value if math.isfinite(value) else None
-        return rows
+                if line in rows:
+                    rows[line][key] = value if math.isfinite(value) else None
+        return list(rows.values())
 
     def place(self, step: int) -> tuple[float, float]:
         """Return the tokens and seconds at a step, between the lines around it."""

@@ -1,11 +1,16 @@
 """A run in a few figures: for the head of its page, and for a terminal. Pure."""
 
+import contextlib
 import time
+from typing import Any
 
+from zerolm import diagnosis
 from zerolm.run_history import History, seconds_of
 from zerolm.values import count, duration
 
 LAST_SHARE, FEWEST_LAST = 0.02, 10  # of the lines: what "the last" loss is the mean of
+
+MOST_ROWS = 20_000  # that are looked at for findings: it takes a second
 
 Pair = list[str]
 
@@ -55,6 +60,18 @@ def figures(history: History) -> list[Pair]:
         rollbacks = int(curves.last("health/rollbacks") or 0)
         add("Refused steps", f"{int(refused)}", f"{rollbacks} rollback(s)")
     return found
+
+
+def findings(history: History) -> list[dict[str, Any]]:
+    """Return what stands out in a run, in words, the gravest first."""
+    events = []
+    for event in history.events:
+        if isinstance(event.get("loss"), str):  # written as text, since it may be nan
+            with contextlib.suppress(ValueError):
+                event = {**event, "loss": float(event["loss"])}
+        events.append(event)
+    rows = history.curves.rows(MOST_ROWS)
+    return [vars(finding).copy() for finding in diagnosis.findings(rows, events)]
 
 
 def wall_clock(history: History) -> str:

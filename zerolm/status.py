@@ -16,6 +16,7 @@ from typing import Any
 from zerolm import run_history
 from zerolm.event_words import level, merged, words
 from zerolm.run_history import History, seconds_of
+from zerolm.run_summary import findings
 from zerolm.values import count, duration
 
 WATCH_SECONDS = 2.0
@@ -96,11 +97,11 @@ def facts(history: History) -> Row:
                 "level": level(event["event"]),
                 "words": words(event),
             }
-            for event in merged(history.events)[-LAST_EVENTS:]
+            for event in _told(history)
         ],
         "ranks": _ranks(history),
         "heartbeat_age_seconds": history.heartbeat_age,
-        "findings": [],
+        "findings": findings(history),
         "problems": history.problems,
     }
 
@@ -123,6 +124,12 @@ def sparkline(values: Sequence[float]) -> str:
         SPARKS[round((value - low) / span * top)] if math.isfinite(value) else " "
         for value in values
     )
+
+
+def _told(history: History) -> list[Row]:
+    """Return the last events that are worth a line; checkpoints have their own."""
+    told = [event for event in merged(history.events) if level(event["event"]) != "quiet"]
+    return told[-LAST_EVENTS:]
 
 
 def _evaluation(history: History) -> Row | None:

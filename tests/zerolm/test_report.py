@@ -150,6 +150,14 @@ def test_the_run_waits_for_its_page_only_at_the_end(tmp_path) -> None:
     off.finish()
 
 
+def test_a_supervisor_has_the_page_of_a_killed_run_written(tmp_path) -> None:
+    for number, interval in enumerate((180.0, 0.0)):
+        run = write_run(tmp_path / f"run{number}", report_interval=interval)
+        reporting.write_for(run)
+        assert (run / "report.html").exists() == bool(interval)
+    reporting.write_for(tmp_path / "absent")
+
+
 def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, capfd) -> None:
     page = reporting.Reporting(tmp_path / "absent", interval=600.0, active=True)
     page.finish()
