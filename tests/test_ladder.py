@@ -52,10 +52,13 @@ RUNGS = {
             # looking at a run's health
             "diagnosis",
             # the object store's parts
-            "events", "object_store", "tracker", "upload_rules",
+            "events", "object_store", "upload_rules",
             # looking at a run
             "console", "event_words", "panels", "reporting", "run_history", "run_settings",
             "run_summary", "thinning",
+            # the trackers, each in a process of its own
+            "alerts", "mirror", "tensorboard_tracker", "tracker", "wandb_files", "wandb_sync",
+            "wandb_tracker", "wandb_workspace",
             # the watchdog's parts
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),

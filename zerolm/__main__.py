@@ -83,6 +83,29 @@ def parser() -> argparse.ArgumentParser:
     restore.add_argument("url", help="as given to upload or --upload_to")
     restore.add_argument("run_dir", type=Path, help="where to; may exist")
     restore.add_argument("--step", type=int, help="this checkpoint (default: the newest whole one)")
+    sync = commands.add_parser(
+        "wandb-sync", help="make a W&B run from a run directory, whatever W&B has got so far"
+    )
+    sync.add_argument("run_dir", type=Path, help="runs/first, which may be going on")
+    sync.add_argument("--project", help="default: that of the run")
+    sync.add_argument("--entity", help="user or team (default: that of the run)")
+    sync.add_argument("--mode", choices=("auto", "online", "offline"), default="auto")
+    sync.add_argument(
+        "--same_id", action="store_true", help="overwrite the run's own W&B run, not a new one"
+    )
+    workspace = commands.add_parser(
+        "wandb-workspace", help="make a W&B workspace whose panels suit a run"
+    )
+    workspace.add_argument("run_dir", type=Path, help="runs/first")
+    workspace.add_argument("--project", help="default: that of the run")
+    workspace.add_argument("--entity", help="user or team (default: that of the run)")
+    workspace.add_argument(
+        "--print", action="store_true", help="print its JSON; needs no account and sends nothing"
+    )
+    mirror = commands.add_parser("mirror")  # started by a run for itself, so without a help line
+    mirror.add_argument("run_dir", type=Path)
+    mirror.add_argument("name", choices=("wandb", "tensorboard"))
+    mirror.add_argument("--of_process", type=int, required=True)
     return parser
 
 
@@ -111,6 +134,21 @@ def main(argv: list[str]) -> int:
             return EXIT_DONE
         if arguments.command == "evaluate":
             return evaluate(arguments)
+        if arguments.command == "mirror":
+            from zerolm.mirror import mirror
+
+            mirror(arguments.run_dir, arguments.name, arguments.of_process)
+        if arguments.command == "wandb-sync":
+            from zerolm.wandb_sync import wandb_sync
+
+            given = {key: getattr(arguments, key) for key in ("mode", "project", "entity")}
+            wandb_sync(arguments.run_dir, same_id=arguments.same_id, **given)
+            return EXIT_DONE
+        if arguments.command == "wandb-workspace":
+            from zerolm.wandb_workspace import make
+
+            print(make(arguments.run_dir, arguments.project, arguments.entity, arguments.print))
+            return EXIT_DONE
         if arguments.command == "upload":
             return upload(arguments)
         if arguments.command == "restore":

@@ -1,4 +1,4 @@
-"""What a run says: `metrics.jsonl`, `events.jsonl`, one console line, and W&B as a copy.
+"""What a run says: `metrics.jsonl`, `events.jsonl`, one console line; trackers copy the files.
 
 The files are the truth. A tracker may be down, slow or misconfigured; that is an event, never the
 end of a run. Only rank 0 has a `RunLog` that writes.
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from zerolm import events, jsonl, skipped
 from zerolm.files import write_atomically
-from zerolm.tracker import WandbTracker
+from zerolm.tracker import Trackers
 from zerolm.values import count, duration
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -35,18 +35,16 @@ class RunLog:
 
     def __init__(self, run_dir: Path, resumed_step: int, writes: bool):
         self.run_dir, self.writes = Path(run_dir), writes
-        self.tracker: WandbTracker | None = None
+        self.trackers: Trackers | None = None
         self._metrics: TextIO | None = None
         self._events: TextIO | None = None
         self._newest: tuple[int, set[str]] = (-1, set())  # the last step, and the keys it has
-        self._written: list[Row] = []
         if not writes:
             return
         path = self.run_dir / METRICS
-        # Also those that are dropped: a tracker may have them already.
-        self._written, end = jsonl.read_end(path, resumed_step)
+        written, end = jsonl.read_end(path, resumed_step)
         jsonl.cut_end(path, end)
-        for row in self._written:
+        for row in written:
             if row["step"] == resumed_step:
                 self._note(row)
         self._metrics = open(path, "a", buffering=1)
@@ -84,8 +82,8 @@ class RunLog:
         row = {key: _json_value(value) for key, value in row.items()}
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._note(row)
-        if self.tracker is not None:
-            self._guard(lambda tracker: tracker.log(row))
+        if self.trackers is not None:
+            self.trackers.poke()
 
     def _note(self, row: Row) -> None:
         step, keys = self._newest
@@ -117,41 +115,37 @@ class RunLog:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def track(self, settings: Any, config: Row, step: int, rollbacks: int = 0) -> str:
-        """Start W&B as the settings say; return a line for the console.
+    def track(self, settings: Any) -> None:
+        """Start the trackers that the settings name. They read run.json; no call waits for them."""
+        names = [] if settings.wandb == "off" else ["wandb"]
+        names += ["tensorboard"] if settings.tensorboard else []
+        if self.writes and names:
+            self.trackers = Trackers(self.run_dir, names, self._note_of_tracker)
+
+    def _note_of_tracker(self, event: str, **what: Any) -> None:
+        step = self._newest[0]
+        if self._events is None or self._events.closed:
+            events.append(self.run_dir, event, step, **what)
+        else:
+            self.event(event, step, **what)
+
+    def close(self, how: str = "done") -> None:
+        """Flush everything, and tell the trackers that nothing more is written.
 
         Args:
-            rollbacks: of the run so far; each begins another W&B run in the same group.
+            how: the run ends: `done`, `stopped`, `gave_up`, `failed`; `rollback`: its log does.
         """
-        if not self.writes or settings.wandb == "off":
-            return "off"
-        try:
-            self.tracker = WandbTracker(self.run_dir, settings, config, self._written, rollbacks)
-        except Exception as error:  # whatever a tracker does, training goes on
-            self.event("tracker_failed", step, tracker="wandb", error=repr(error))
-            return f"not available ({error}); metrics.jsonl has everything"
-        if self.tracker.failure:
-            self.event("tracker_failed", step, tracker="wandb", error=self.tracker.failure)
-        return self.tracker.where
-
-    def _guard(self, act: Any) -> None:
-        try:
-            act(self.tracker)
-        except Exception as error:
-            self.tracker = None
-            self.event("tracker_failed", -1, tracker="wandb", error=repr(error))
-            print(f"wandb failed and is off from here on; {METRICS} goes on: {error!r}", flush=True)
-
-    def close(self) -> None:
-        """Flush everything and end the tracker."""
         self.sync()
-        if self.tracker is not None:
-            self._guard(lambda tracker: tracker.finish())
-            if self.tracker is None:
-                print(f"wandb: what it lacks is in {self.run_dir}/wandb: wandb sync", flush=True)
+        if self.trackers is not None:
+            self.trackers.end(how)
         for file in (self._metrics, self._events):
             if file is not None:
                 file.close()
+
+    def finish_trackers(self) -> None:
+        """Wait for the trackers, for a bounded time, once all else has ended."""
+        if self.trackers is not None:
+            self.trackers.finish()
 
 
 def archive(run_dir: Path, number: int, step: int) -> None:

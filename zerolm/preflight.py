@@ -6,6 +6,7 @@ come to the same plan.
 """
 
 import hashlib
+import importlib.util
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -165,6 +166,11 @@ class _Check:
             self.problems.append(
                 f"{settings.where('wandb')}: online, but no key is configured. Run wandb login, "
                 f"set WANDB_API_KEY, or use --wandb offline."
+            )
+        if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            self.problems.append(
+                f"{settings.where('tensorboard')}: true, needs the package tensorboard. Install "
+                f"it with pip install 'zerolm[tensorboard]', or leave the flag out."
             )
 
     def _look_at_host(self, environment: Mapping[str, str]) -> None:

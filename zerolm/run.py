@@ -150,8 +150,7 @@ class Run:
         if self.changed:
             self.log.event("changed", step, changes=self.changed)
             self.changed = {}  # a rollback begins again, with nothing changed since
-        tracked = self.log.track(self.settings, self.record, step, self.progress.rollbacks)
-        self.say(f"wandb: {tracked}")
+        self.log.track(self.settings)
         self.console.begin(step, self.plan.total_steps)
         return found is not None
 
@@ -274,7 +273,7 @@ class Run:
             f"step={entry['from_step']} rollback: to {entry['checkpoint']}, sequences "
             f"{entry['skipped_window']} are left out: {entry['reason']}"
         )
-        self.log.close()
+        self.log.close("rollback")
         if self.rank == 0:
             rollback.record(self.run_dir, entry)
         distributed.barrier()  # every rank reads it
@@ -368,10 +367,11 @@ class Run:
             self.log.event("stopped", step, reason=reason)
             self.say(f"stopped on request ({reason}): the same command goes on from here")
         self.console.close()
-        self.log.close()
+        self.log.close("done" if self.finished else "stopped")
         distributed.stop(self.engine)
         self.page.finish()  # the other ranks have ended
         self.uploads.finish(self.settings.upload_wait)
+        self.log.finish_trackers()
         return EXIT_DONE if self.finished else EXIT_STOPPED
 
     def fail(self, error: ZerolmError) -> None:
@@ -381,6 +381,7 @@ class Run:
         event = "gave_up" if isinstance(error, GaveUp) else "failed"
         self.log.event(event, self.progress.step, reason=str(error))
         self.console.close()
-        self.log.close()
+        self.log.close(event)
         self.page.finish()
         self.uploads.finish(self.settings.upload_wait)
+        self.log.finish_trackers()

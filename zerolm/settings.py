@@ -379,7 +379,15 @@ class Settings:
     wandb_project: str = _flag(
         "trackers", "text", "project (default: zerolm)", shows="NAME", default="zerolm"
     )
+    wandb_entity: str | None = _flag(
+        "trackers", "text", "user or team (default: that of the key)", shows="NAME"
+    )
     wandb_group: str | None = _flag("trackers", "text", "group of related runs", shows="NAME")
+    wandb_name: str | None = _flag(
+        "trackers", "text", "name of the run (default: that of --run_dir)", shows="NAME"
+    )
+    wandb_tags: str | None = _flag("trackers", "text", "tags of the run", shows="A,B")
+    tensorboard: bool = _switch("trackers", "write TensorBoard's event files as well")
 
     local_rank: int = _flag("hidden", "count", "", default=0, minimum=0, saved=False)
 

@@ -1,107 +1,188 @@
-"""W&B as a copy of `metrics.jsonl`: bounded in time, whatever its servers do. First rank only.
+"""The run's part in its trackers: one child process each, that copies the run directory's files.
 
-Knows W&B and nothing of training. Its errors are the caller's to catch: no tracker ends a run.
+A tracker (W&B, TensorBoard) never meets the training process. Its child, `python -m zerolm mirror`
+(zerolm/mirror.py), reads what the run appends to `metrics.jsonl`, `events.jsonl`, `samples.jsonl`:
+whatever is slow or broken over there, the files are the queue, and a step waits for nothing. Here
+the children are started, listened to and ended. First rank only; knows no tracker but its name.
 """
 
+import contextlib
 import json
 import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.files import write_atomically
-from zerolm.machine import has_wandb_key
+from zerolm import pulse
 
-# Of waiting for W&B's servers: without the second, a run whose network went down waits for days.
-WANDB_INIT_SECONDS, WANDB_FINISH_SECONDS = 30, 30
+LOOK_SECONDS = 2.0
+READ_SECONDS = 5.0  # a child that is alive reads what was written within one of its looks
+FINISH_SECONDS = 30.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 30.0, 600.0
 
-Row = dict[str, Any]
+Note = Callable[..., None]
 
 
-class WandbTracker:
-    """A W&B run that mirrors `metrics.jsonl`, one id over all starts of a run directory.
+class Trackers:
+    """The trackers of a run. No call waits for their servers but `finish`, and that for so long.
 
-    A rollback begins another one, in the same group: W&B keeps what it has got, so the rows of
-    steps that are taken again, on other data, would stand between those that were rolled back.
-
-    Rows carry `tokens` and `step` as values (`define_metric`), never W&B's own step: a row whose
-    own step does not grow is dropped by W&B, which is what a resume would run into.
+    Args:
+        run_dir: has run.json, which tells the children what to do.
+        names: of the trackers.
+        note: appends an event to the run's log: `note(event, **what)`.
     """
 
-    def __init__(
-        self, run_dir: Path, settings: Any, config: Row, written: list[Row], rollbacks: int
-    ):
-        import wandb
+    def __init__(self, run_dir: Path, names: Sequence[str], note: Note):
+        self._children = [_Child(Path(run_dir), name, note) for name in names]
+        self._look_at = 0.0
 
-        mode = settings.wandb
-        if mode == "auto":
-            mode = "online" if has_wandb_key() else "offline"
-        directory = run_dir / "wandb"
-        directory.mkdir(exist_ok=True)
-        memory = directory / "run.json"
-        saved = json.loads(memory.read_text()) if memory.is_file() else {}
-        if saved.get("rollbacks", 0) != rollbacks:
-            saved, written = {}, []
-        self.sent_step: int = saved.get("sent_step", -1)
-        self.sent_keys = set(saved.get("sent_keys", ()))
-        for row in written:
-            if row["step"] > self.sent_step:
-                self.sent_step, self.sent_keys = row["step"], set()
-            if row["step"] == self.sent_step:
-                self.sent_keys.update(row)
-        os.environ.setdefault("WANDB_SILENT", "true")
+    def poke(self) -> None:
+        """Say what the children have said, and start one again that has died. Microseconds."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for child in self._children:
+                child.look()
 
-        def begin(mode: Any) -> Any:
-            return wandb.init(
-                project=settings.wandb_project,
-                group=settings.wandb_group or run_dir.name,
-                name=run_dir.name + (f"-rollback-{rollbacks}" if rollbacks else ""),
-                id=saved.get("id"),
-                resume="allow" if saved.get("id") and mode == "online" else None,
-                dir=str(run_dir),
-                mode=mode,
-                config=config,
-                settings=wandb.Settings(
-                    init_timeout=WANDB_INIT_SECONDS,
-                    finish_timeout=WANDB_FINISH_SECONDS,
-                    finish_timeout_raises=True,
-                    console="off",
-                ),
-            )
+    def end(self, how: str) -> None:
+        """Tell the children that nothing more will be written, and wait until they have read all.
 
-        self.failure = ""
-        try:
-            self.run = begin(mode)
-        except Exception as error:
-            if mode != "online":
-                raise
-            self.failure = " ".join(repr(error).split())
-            self.run = begin("offline")
-        self.run.define_metric("tokens")
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="tokens")
-        self.where = self.run.url or f"offline in {directory} (send with: wandb sync)"
-        if self.failure:
-            self.where += f"; online failed: {self.failure[:200]}"
-        what = {
-            "id": self.run.id,
-            "rollbacks": rollbacks,
-            "sent_step": self.sent_step,
-            "sent_keys": sorted(self.sent_keys),
-        }
-        write_atomically(memory, lambda file: file.write(json.dumps(what).encode()))
-
-    def log(self, row: Row) -> None:
-        """Mirror one row, unless an earlier start of the run has sent it already."""
-        if row["step"] < self.sent_step:
-            return
-        if row["step"] == self.sent_step and self.sent_keys.issuperset(row):
-            return
-        self.run.log(row)
-
-    def finish(self) -> None:
-        """Flush and end the W&B run.
-
-        Raises:
-            TimeoutError: W&B did not take all within its time. Its files have what it lacks.
+        Args:
+            how: `done`, `stopped`, `gave_up`, `rollback`; or `failed`, from which the run is
+                expected to go on again.
         """
-        self.run.finish()
+        for child in self._children:
+            child.end(how)
+        for child in self._children:
+            child.wait_until_read()
+
+    def finish(self, seconds: float = FINISH_SECONDS) -> None:
+        """Wait for the children, for so long, and say what a tracker lacks, and what repairs it."""
+        deadline = time.monotonic() + seconds
+        for child in self._children:
+            child.finish(deadline)
+
+
+class _Child:
+    """One child: its process, the socket to it, and what it has said."""
+
+    def __init__(self, run_dir: Path, name: str, note: Note):
+        self.run_dir, self.name, self.note = run_dir, name, note
+        self.process: subprocess.Popen[bytes] | None = None
+        self.channel: socket.socket | None = None
+        self._said = b""
+        self._read = self._ended = False
+        self._pause, self._start_at = FIRST_PAUSE_SECONDS, 0.0
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        words = [sys.executable, "-m", "zerolm", "mirror", str(self.run_dir), self.name]
+        words += ["--of_process", str(os.getpid())]
+        root = str(Path(__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        log = self.run_dir / self.name
+        try:
+            log.mkdir(exist_ok=True)
+            with open(log / "mirror.log", "ab") as output:
+                self.process = subprocess.Popen(
+                    words,
+                    env={**os.environ, "PYTHONPATH": path},
+                    stdin=theirs.fileno(),
+                    stdout=output,
+                    stderr=output,
+                )
+        except OSError as error:  # training goes on
+            self._failed(f"cannot start its process: {error}")
+            self._start_at = time.monotonic() + LONGEST_PAUSE_SECONDS
+            ours.close()
+        else:
+            ours.setblocking(False)
+            self.channel, self._said = ours, b""
+        theirs.close()
+
+    def look(self) -> None:
+        """Take in what the child has said; start it again if it has died."""
+        self._listen()
+        if self.process is not None and self.process.poll() is not None:
+            self._listen()
+            self._close()
+            if not self._ended:
+                self._failed(f"its process ended ({self.run_dir / self.name / 'mirror.log'})")
+                self._start_at = time.monotonic() + self._pause
+                self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause)
+        if self.process is None and not self._ended and time.monotonic() >= self._start_at:
+            self._start()
+
+    def end(self, how: str) -> None:
+        self._ended = True
+        if self.channel is not None:
+            with contextlib.suppress(OSError):
+                self.channel.send(json.dumps({"end": how}).encode() + b"\n")
+
+    def wait_until_read(self) -> None:
+        deadline = time.monotonic() + READ_SECONDS
+        while self.channel is not None and not self._read:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.channel], [], [], left)[0]:
+                return
+            self._listen()
+
+    def finish(self, deadline: float) -> None:
+        process = self.process
+        if process is None:
+            return
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            pulse.beat("end")  # to wait here is not to hang
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            self._failed(f"did not end in time; {repair(self.run_dir, self.name)}")
+        self._listen()
+        self._close()
+
+    def _listen(self) -> None:
+        """Read what the child has said, and say or note it."""
+        while self.channel is not None:
+            try:
+                data = self.channel.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.channel.close()
+                self.channel = None
+                return
+            *lines, self._said = (self._said + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self._failed(message["failed"])
+        if "says" in message:
+            print(f"{self.name}: {message['says']}", flush=True)
+        self._read |= "read" in message
+
+    def _failed(self, error: str) -> None:
+        self.note("tracker_failed", tracker=self.name, error=error)
+        print(f"{self.name}: {error}; training goes on", flush=True)
+
+    def _close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = self.process = None
+
+
+def repair(run_dir: Path, name: str) -> str:
+    """Name the command that gives a tracker what it lacks."""
+    if name == "wandb":
+        return f"metrics.jsonl has everything: python -m zerolm wandb-sync {run_dir}"
+    return "metrics.jsonl has everything, and the next start writes what is missing"

@@ -1,0 +1,51 @@
+import pytest
+
+from zerolm.alerts import ERROR, INFO, WARN, Alert, Limit, LowMfu, of_event
+
+
+@pytest.mark.parametrize(
+    ("event", "title", "level"),
+    [
+        ({"event": "resume", "checkpoint": "step-1"}, "restarted", INFO),
+        ({"event": "spike", "loss": 9.0, "grad_norm": 2.0}, "loss spike", WARN),
+        ({"event": "spike", "loss": float("nan"), "grad_norm": 2.0}, "not a finite number", ERROR),
+        ({"event": "spike", "loss": None, "grad_norm": 2.0}, "not a finite number", ERROR),
+        ({"event": "rollback", "reason": "high"}, "rolled back", WARN),
+        ({"event": "hang"}, "hang", ERROR),
+        ({"event": "gave_up", "reason": "high"}, "gave up", ERROR),
+    ],
+)
+def test_what_needs_a_person_is_an_alert(event, title, level) -> None:
+    alert = of_event({"step": 7, "time": "now", **event})
+    assert alert is not None and (alert.title, alert.level) == (title, level)
+    assert "step 7" in alert.text and len(alert.title) < 24
+
+
+def test_what_happens_every_day_is_none() -> None:
+    for event in ("start", "checkpoint", "upload", "done", "stopped", "changed", "step_skipped"):
+        assert of_event({"event": event, "step": 1}) is None
+
+
+def test_low_mfu_is_told_once_and_again_after_it_was_usual() -> None:
+    watch, told = LowMfu(), []
+    values = [0.4] * 20 + [0.2] * 5 + [0.39] + [0.1] * 3
+    for step, mfu in enumerate(values):
+        if watch.judge({"step": step, "throughput/mfu": mfu}):
+            told.append(step)
+    assert told == [22, 28]
+    assert watch.judge({"step": 99}) is None, "on a device whose peak is unknown"
+
+
+def test_a_storm_of_alerts_is_limited_and_errors_get_through() -> None:
+    limit = Limit()
+    same = Alert("loss spike", "", WARN)
+    assert [limit.allows(same, second) for second in (0, 10, 599, 600)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    told = sum(limit.allows(Alert(f"{number}", "", WARN), 700.0) for number in range(100))
+    assert told == 18, "twenty in an hour"
+    assert limit.allows(Alert("hang", "", ERROR), 800.0)
+    assert limit.allows(Alert("later", "", WARN), 5000.0)

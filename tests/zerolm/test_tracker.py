@@ -1,0 +1,185 @@
+"""Trackers that follow a run directory: real children, real offline files."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
+from zerolm import metrics
+from zerolm.errors import ConfigError
+from zerolm.metrics import RunLog
+from zerolm.wandb_sync import wandb_sync
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    path = tmp_path / "first"
+    (path / "checkpoints").mkdir(parents=True)
+    settings = {"wandb": "offline", "wandb_project": "mine", "wandb_tags": "tiny, fast"}
+    record = {"settings": settings, "git_commit": "abc123", "versions": {"torch": "2"}}
+    (path / "run.json").write_text(json.dumps(record))
+    return path
+
+
+def begin(run_dir: Path, step: int, tensorboard: bool = False) -> RunLog:
+    log = RunLog(run_dir, step, writes=True)
+    log.track(SimpleNamespace(wandb="offline", tensorboard=tensorboard))
+    return log
+
+
+def write_steps(log: RunLog, *steps: int) -> None:
+    """Write rows whose times differ from those of the same step before, as those of a run do."""
+    for step in steps:
+        row = {"step": step, "tokens": 10 * step, "train/loss": 1 / 3 / step, "null": None}
+        log.metrics({**row, "seconds": time.perf_counter()})
+
+
+def publish(run_dir: Path, log: RunLog, step: int) -> None:
+    name = f"step-{step:08d}"
+    directory = run_dir / "checkpoints" / name
+    directory.mkdir()
+    manifest = {"digest": "d" * 64, "progress": {"step": step, "tokens": 10 * step}}
+    (directory / "MANIFEST.json").write_text(json.dumps(manifest))
+    (directory / "weights.pt").write_bytes(b"w" * 1000)
+    (run_dir / "checkpoints" / "latest").write_text(name + "\n")
+    log.event("checkpoint", step, checkpoint=name)
+
+
+def sample(run_dir: Path, step: int) -> None:
+    row = {"step": step, "tokens": 10 * step, "prompt_number": 0, "prompt": "One", "text": " two"}
+    with open(run_dir / "samples.jsonl", "a") as file:
+        file.write(json.dumps({**row, "seed": 1, "temperature": 1.0, "top_k": 0}) + "\n")
+
+
+def end(log: RunLog, how: str = "done") -> None:
+    log.close(how)
+    log.finish_trackers()
+
+
+def kill(log: RunLog, run_dir: Path, name: str) -> None:
+    """Kill the children once one of them is at work, as a lost host would."""
+    deadline = time.monotonic() + 30
+    while not list(run_dir.glob(name)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.5)
+    for child in log.trackers._children:
+        child.process.kill()
+        child.process.wait()
+    log.close()
+
+
+def test_wandb_and_tensorboard_have_each_row_once_over_kills_and_a_resume(run_dir, capsys) -> None:
+    """Rows, checkpoints, samples and alerts; whoever was killed, at the values of metrics.jsonl."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = begin(run_dir, 0, tensorboard=True)
+    write_steps(log, 1, 2)
+    publish(run_dir, log, 2)
+    sample(run_dir, 2)
+    write_steps(log, 3, 4)
+    log.event("spike", 4, reason="too high", loss=9.0, grad_norm=1.0)
+    kill(log, run_dir, "wandb/offline-run-*/*.wandb")
+    log = begin(run_dir, 2, tensorboard=True)
+    log.event("resume", 2, checkpoint="step-00000002")
+    write_steps(log, 3, 4, 5)
+    log.metrics({"step": 5, "tokens": 50, "eval/loss": 2.5})
+    sample(run_dir, 5)
+    end(log, "stopped")
+    log = begin(run_dir, 5, tensorboard=True)
+    write_steps(log, 6)
+    end(log)
+    rows = own_rows(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 5, 6]
+    ((run_id, records),) = wandb_runs(run_dir).items()
+    assert run_id == json.loads((run_dir / "wandb" / "run.json").read_text())["id"]
+    assert wandb_rows(records) == rows
+
+    (text,) = {alert.text for alert in of_kind(records, "alert") if "restarted" in alert.title}
+    assert "step-00000002" in text
+    assert [alert.level for alert in of_kind(records, "alert") if "spike" in alert.title] == [
+        "WARN"
+    ]
+    checkpoints = [one for one in of_kind(records, "artifact") if one.type == "checkpoint"]
+    (checkpoint,) = checkpoints[-1:]
+    assert json.loads(checkpoint.metadata)["tokens"] == 20
+    assert all(one.ref.startswith("file://") and not one.local_path
+               for one in checkpoint.manifest.contents)  # fmt: skip
+    tables = list(run_dir.glob("wandb/offline-run-*/files/media/table/samples*.json"))
+    texts = [json.loads(path.read_text())["data"] for path in sorted(tables)]
+    assert len(texts) >= 2 and [row[0] for row in texts[-1]] == [2, 5]
+
+    run = of_kind(records, "run")[0]
+    assert (run.project, run.run_group, list(run.tags)) == ("mine", "first", ["tiny", "fast"])
+    assert "git_commit" in {item.key for item in run.config.update}
+    metric = of_kind(records, "metric")
+    assert any(one.glob_name == "*" and one.step_metric == "tokens" for one in metric)
+
+    accumulator = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0})
+    accumulator.Reload()
+    for key in ("train/loss", "seconds", "eval/loss"):
+        drawn = [(event.step, event.value) for event in accumulator.Scalars(key)]
+        wanted = [(row["tokens"], pytest.approx(row[key])) for row in rows if key in row]
+        assert drawn == wanted, key
+    output = capsys.readouterr().out
+    assert "wandb: offline in" in output and "tensorboard --logdir" in output
+
+
+def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) -> None:
+    """The one before keeps what was gone back over; a restart goes on with the new one."""
+    log = begin(run_dir, 0, tensorboard=True)
+    write_steps(log, 1, 2, 3)
+    entry = {"number": 1, "from_step": 3, "to_step": 1, "reason": "too high"}
+    log.event("rollback", 3, **entry)
+    log.close("rollback")
+    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry]}))
+    metrics.archive(run_dir, 1, 1)
+    for steps in ((2, 3), (4,)):
+        log = begin(run_dir, steps[0] - 1, tensorboard=True)
+        log.event("resume", steps[0] - 1, checkpoint="step-00000001")
+        write_steps(log, *steps)
+        end(log)
+    first, second = wandb_runs(run_dir).values()
+    assert wandb_rows(second) == own_rows(run_dir)
+    aside = own_rows(run_dir, "metrics-rolled-back-0001.jsonl")
+    assert wandb_rows(first) == own_rows(run_dir)[:1] + aside
+    names = [of_kind(records, "run")[0].display_name for records in (first, second)]
+    assert names == ["first", "first-rollback-1"]
+    assert {of_kind(records, "run")[0].run_group for records in (first, second)} == {"first"}
+    (alert,) = [one for one in of_kind(second, "alert") if "rolled back" in one.title]
+    assert "too high" in alert.text and not of_kind(first, "alert")
+    assert list((run_dir / "tensorboard" / "rolled-back-0001").glob("events.*"))
+
+    before = set(wandb_runs(run_dir))
+    ids = wandb_sync(run_dir, mode="offline", project="other", entity="team", say=lambda line: None)
+    made = wandb_runs(run_dir)
+    assert set(made) - before == set(ids) and len(ids) == 2
+    assert wandb_rows(made[ids[0]]) == own_rows(run_dir)
+    assert wandb_rows(made[ids[1]]) == aside
+    run = of_kind(made[ids[0]], "run")[0]
+    assert (run.project, run.entity) == ("other", "team")
+
+
+def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> None:
+    (run_dir / "wandb").write_text("in the way")
+    log = begin(run_dir, 0)
+    write_steps(log, 1)
+    end(log)
+    (event,) = own_rows(run_dir, "events.jsonl")
+    assert event["event"] == "tracker_failed" and event["tracker"] == "wandb"
+    assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
+
+
+def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir) -> None:
+    for arguments, words in (
+        ({"run_dir": tmp_path}, "no run.json"),
+        ({"run_dir": run_dir, "mode": "online"}, "no key is configured"),
+        ({"run_dir": run_dir, "same_id": True}, "has no W&B run yet"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            wandb_sync(**arguments)
+        assert len(refused.value.problems) == 1

@@ -1,0 +1,35 @@
+import json
+
+import pytest
+
+from zerolm.errors import ConfigError
+from zerolm.wandb_workspace import make
+
+
+def test_a_workspace_has_panels_for_what_the_run_measures(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {"wandb_project": "mine"}}))
+    row = {"step": 1, "tokens": 9, "train/loss": 2.0, "eval/loss": 3.0, "data/web/loss": 2.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "samples.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="no W&B key is configured"):
+        make(tmp_path, None, "team")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with pytest.raises(ConfigError, match="--entity: not given"):
+        make(tmp_path, None, None)
+    with pytest.raises(ConfigError, match=r"no run\.json"):
+        make(tmp_path / "other", None, None)
+    bank = json.loads(make(tmp_path, None, None, print_only=True))["section"]["panelBankConfig"]
+    panels = {
+        panel["config"]["chartTitle"]: panel["config"]
+        for section in bank["sections"] if section["name"] == "Loss"
+        for panel in section["panels"]
+    }  # fmt: skip
+    wanted = {"training loss": ["train/loss"], "validation loss": ["eval/loss"]}
+    assert {title: panel["metrics"] for title, panel in panels.items()} == {
+        **wanted, "loss per source": ["data/web/loss"],
+    }  # fmt: skip
+    assert all(panel["xAxis"] == "tokens" for panel in panels.values())
+    assert "Samples" in {section["name"] for section in bank["sections"]}

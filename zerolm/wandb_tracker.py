@@ -1,0 +1,298 @@
+"""A W&B run as a copy of a run directory: rows, checkpoints as references, samples, alerts.
+
+Knows W&B, and of training only what stands in the files. May wait for W&B's servers as long as they
+like, and raises whatever W&B raises: `zerolm.mirror`, which calls it, bounds the one and bears the
+other.
+"""
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerolm import alerts, wandb_files
+from zerolm.files import write_json
+from zerolm.machine import has_wandb_key
+
+INIT_SECONDS, FINISH_SECONDS = 30, 15
+MEMORY = "run.json"  # below wandb/: the id of the W&B run
+SAMPLE_COLUMNS = ("step", "tokens", "prompt_number", "prompt", "text", "seed", "temperature")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """How a W&B run is found: what W&B calls it. `mode` is auto, online or offline."""
+
+    mode: str
+    project: str
+    entity: str | None
+    group: str
+    name: str
+    tags: tuple[str, ...]
+
+
+def identity(run_dir: Path, settings: Row, suffix: str = "") -> Identity:
+    """Return what the settings in run.json say of the W&B run.
+
+    Args:
+        suffix: of its name, for another run of the group.
+    """
+    name = settings.get("wandb_name") or run_dir.resolve().name
+    tags = (settings.get("wandb_tags") or "").split(",")
+    return Identity(
+        mode=settings.get("wandb") or "auto",
+        project=settings.get("wandb_project") or "zerolm",
+        entity=settings.get("wandb_entity"),
+        group=settings.get("wandb_group") or name,
+        name=name + suffix,
+        tags=tuple(tag.strip() for tag in tags if tag.strip()),
+    )
+
+
+def mode_of(mode: str) -> str:
+    """Return `online` or `offline` for `auto`: as W&B was told, else by whether it has a key."""
+    if mode != "auto":
+        return mode
+    told = os.environ.get("WANDB_MODE", "")
+    return told if told in ("online", "offline") else "online" if has_wandb_key() else "offline"
+
+
+def close() -> None:
+    """End W&B's own process, if this one has started one, and use no other process's."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
+    os.environ.pop("WANDB_SERVICE", None)  # its address: a run of one id may be in it already
+
+
+class WandbTracker:
+    """A W&B run that mirrors a run directory, one id over all its starts.
+
+    A rollback begins another W&B run of the same group, which has every row of `metrics.jsonl`: W&B
+    keeps what it has got, so the rows of steps that are taken again, on other data, would stand
+    between those that were rolled back. The run before keeps those.
+
+    What W&B has already is read from its own files and, online, from the count that its server
+    gives: rows are numbered by W&B's step, one each, over all starts.
+
+    Args:
+        of_process: whose memory and threads W&B is to show among its system metrics.
+        fresh: for `wandb-sync`: a W&B run of its own, which is not gone on with; no alerts.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        of_process: int | None = None,
+        fresh: Identity | None = None,
+        fresh_id: str | None = None,
+    ):
+        self.run_dir, self.of_process = Path(run_dir), of_process
+        self.config: Row = json.loads((self.run_dir / "run.json").read_text())
+        self.settings: Row = self.config["settings"]
+        self.where = ""
+        self.live = fresh is None
+        path = self.run_dir / "rollbacks.json"
+        done = json.loads(path.read_text())["rollbacks"] if path.is_file() else []
+        self.rollbacks, self._rolled_back = len(done), 0
+        suffix = f"-rollback-{self.rollbacks}" if done else ""
+        self.identity = fresh or identity(self.run_dir, self.settings, suffix)
+        self.identity = replace(self.identity, mode=mode_of(self.identity.mode))
+        # Rows that are not final yet could not be taken back from an offline file; a reader at a
+        # screen, however, wants to see them now.
+        self.waits_for_checkpoints = self.live and self.identity.mode == "offline"
+        self.run_id = fresh_id or uuid.uuid4().hex[:8] if fresh else self._remembered_id()
+        self.run: Any = None
+        self._sent: dict[int, set[str]] = {}
+        self._told: set[str] = set()  # texts of alerts, names of checkpoints
+        self._table: Any = None
+        self._texts: set[tuple[int, int]] = set()
+        self._sample_steps: set[int] = set()
+        self._mfu, self._limit = alerts.LowMfu(), alerts.Limit()
+
+    def _remembered_id(self) -> str:
+        """Return the id that earlier starts have used since the last rollback, or a new one."""
+        with contextlib.suppress(OSError, ValueError):
+            old = json.loads((self.run_dir / "wandb" / MEMORY).read_text())
+            if old.get("id") and old.get("rollbacks", 0) == self.rollbacks:
+                return old["id"]
+        return uuid.uuid4().hex[:8]
+
+    # ---- What zerolm.mirror calls
+
+    def open(self) -> None:
+        """Begin or go on with the W&B run."""
+        directory = self.run_dir / "wandb"
+        directory.mkdir(exist_ok=True)
+        os.environ.setdefault("WANDB_DATA_DIR", str((directory / "data").resolve()))
+        os.environ["WANDB_SILENT"] = "true"
+        import wandb
+
+        known = wandb_files.Contents([], set(), set())
+        if self.live:
+            write_json(directory / MEMORY, {"id": self.run_id, "rollbacks": self.rollbacks})
+            known = wandb_files.contents(self.run_dir, self.run_id)
+        self._told = known.alerts | known.artifacts
+        mode: Any = self.identity.mode
+        close()
+        self.run = wandb.init(
+            project=self.identity.project,
+            entity=self.identity.entity,
+            group=self.identity.group,
+            name=self.identity.name,
+            tags=list(self.identity.tags) or None,
+            id=self.run_id,
+            resume="allow" if mode == "online" and self.live else None,
+            dir=str(self.run_dir),
+            mode=mode,
+            config=self.config,
+            settings=wandb.Settings(
+                init_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                finish_timeout_raises=True,
+                console="off",
+                x_stats_pid=self.of_process or os.getpid(),
+            ),
+        )
+        self.run.define_metric("tokens")
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="tokens")
+        self.run.define_metric("eval/loss", step_metric="tokens", summary="min,last")
+        self._count(known.rows, online=mode == "online")
+        if mode == "online":
+            self.where = self.run.url or f"online, run {self.run.id}"
+        else:
+            self.where = f"offline in {directory} (send with: wandb sync {directory})"
+
+    def _count(self, known: list[Row], online: bool) -> None:
+        """Find out which rows W&B has, and under which number the next one goes."""
+        self._next, self._unknown = len(known), 0
+        if online and self.live:
+            arrived = self.run.starting_step
+            known, self._unknown = known[:arrived], max(0, arrived - len(known))
+            self._next = arrived
+        for row in known:
+            if "samples" in row:
+                self._sample_steps.add(row["step"])
+            else:
+                self._sent.setdefault(row["step"], set()).update(row)
+
+    def wants(self, row: Row) -> bool:
+        """Tell whether W&B lacks a row."""
+        if self._sent.get(row["step"], set()).issuperset(row):
+            return False
+        if self._unknown:  # sent from another machine: the same rows, in the same order
+            self._unknown -= 1
+            return False
+        return True
+
+    def log(self, row: Row) -> None:
+        """Send one row."""
+        self._put(row)
+        if self.live and (alert := self._mfu.judge(row)):
+            self._alert(alert)
+
+    def _put(self, row: Row) -> None:
+        self.run.log(row, step=self._next, commit=True)
+        self._next += 1
+
+    def samples(self, rows: list[Row]) -> None:
+        """Add rows to the table of samples, which a start sends from its beginning."""
+        import wandb
+
+        if self._table is None:
+            self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
+        for row in rows:
+            key = row["step"], row["prompt_number"]
+            if key not in self._texts:  # not generated again after a resume
+                self._texts.add(key)
+                self._table.add_data(*(row.get(name) for name in SAMPLE_COLUMNS))
+        newest = rows[-1]
+        if newest["step"] in self._sample_steps:
+            return  # sent by an earlier start
+        if self._unknown:
+            self._unknown -= 1
+            return
+        self._put({"step": newest["step"], "tokens": newest["tokens"], "samples": self._table})
+
+    def event(self, event: Row) -> None:
+        """Tell of an event what is to be told, unless an earlier start has.
+
+        What came before the last rollback is told by the W&B run of that time.
+        """
+        if event.get("event") == "rollback":
+            self._rolled_back = event.get("number", 0)
+        if self.live and self._rolled_back != self.rollbacks:
+            return
+        if event.get("event") in ("checkpoint", "upload"):
+            self._reference(event)
+        alert = alerts.of_event(event) if self.live else None
+        if alert is not None:
+            self._alert(alert)
+
+    def flush(self) -> None:
+        """Do nothing: W&B's process writes by itself."""
+
+    def finish(self, exit_code: int) -> None:
+        """Send the rest, and end the W&B run.
+
+        Raises:
+            TimeoutError: W&B did not take all within its time.
+        """
+        self.run.finish(exit_code=exit_code)
+
+    # ---- More than rows
+
+    def _alert(self, alert: alerts.Alert) -> None:
+        if alert.text in self._told:
+            return
+        if self._limit.allows(alert, time.monotonic()):
+            self.run.alert(
+                f"{self.identity.name[:40]}: {alert.title}",
+                alert.text,
+                level=alert.level,
+                wait_duration=alerts.SAME_TITLE_SECONDS,
+            )
+
+    def _reference(self, event: Row) -> None:
+        """Log a checkpoint as a reference: where it is, what it is, none of its bytes."""
+        import wandb
+
+        uploaded = self.settings.get("upload_to") not in (None, "off")
+        if uploaded != (event["event"] == "upload"):
+            return  # of the two places, the one that lasts
+        name = event["checkpoint"]
+        if name in self._told:
+            return
+        path = (self.run_dir / "checkpoints" / name).resolve()
+        try:
+            manifest = json.loads((path / "MANIFEST.json").read_text())
+        except (OSError, ValueError):  # it was removed since
+            return
+        url = f"{event['url'].rstrip('/')}/{name}" if uploaded else path.as_uri()
+        progress = manifest.get("progress", {})
+        artifact = wandb.Artifact(
+            f"checkpoint-{self.run.id}",
+            type="checkpoint",
+            metadata={
+                "url": url,
+                "step": event["step"],
+                "tokens": progress.get("tokens"),
+                "digest": manifest.get("digest"),
+                "world_size": manifest.get("world_size"),
+                "zero_stage": manifest.get("zero_stage"),
+            },
+        )
+        try:
+            artifact.add_reference(url, name=name, checksum=False)
+        except Exception:  # W&B wants a library of the store's; the metadata name it
+            artifact.add_reference(path.as_uri(), name=name, checksum=False)
+        self.run.log_artifact(artifact, aliases=["latest", name])
