@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from zerolm.values import count, duration
 
 DRAW_SECONDS = 0.2
+USUAL_COLUMNS = 80  # of a terminal that does not say how wide it is
 SHORTEST_BAR = 8  # characters; figures that leave less room are left out, the last ones first
 
 
@@ -49,7 +50,8 @@ class Console:
         self._bar = tqdm(
             total=total_steps,
             file=sys.stdout,
-            dynamic_ncols=True,
+            ncols=USUAL_COLUMNS,
+            nrows=2,  # a terminal that says it has none gets its bar too
             mininterval=DRAW_SECONDS,
             bar_format="{n}",
         )
@@ -92,7 +94,7 @@ class Console:
         bar = self._bar
         share = bar.n / bar.total if bar.total else 0.0
         left = f"step {bar.n:,}/{bar.total:,} {share:4.0%} "
-        width = os.get_terminal_size(bar.fp.fileno()).columns - 1
+        bar.ncols = width = (os.get_terminal_size(bar.fp.fileno()).columns or USUAL_COLUMNS) - 1
         figures = list(self._figures)
         while figures and len(left) + len(" | ".join(figures)) + SHORTEST_BAR + 2 > width:
             figures.pop()
