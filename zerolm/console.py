@@ -53,7 +53,7 @@ class Console:
             ncols=USUAL_COLUMNS,
             nrows=2,  # a terminal that says it has none gets its bar too
             mininterval=DRAW_SECONDS,
-            bar_format="{n}",
+            bar_format=" ",
         )
         self._streams = sys.stdout, sys.stderr
         sys.stdout = _Above(sys.stdout, self._bar)
