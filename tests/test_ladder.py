@@ -26,6 +26,9 @@ RUNGS = {
             "metrics", "model", "optimizer", "plot", "preflight", "probe", "report",
             "reshard", "restore", "run_directory", "saves", "status", "stability", "throughput",
             "train_step", "uploader", "uploads", "watchdog", "batches",
+            "health", "metrics", "model", "optimizer", "plot", "preflight", "probe", "report",
+            "reporting", "reshard", "restore", "run_directory", "saves", "status", "stability",
+            "throughput", "train_step", "uploader", "uploads", "watchdog", "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         *("launch." + name for name in (
@@ -50,7 +53,7 @@ RUNGS = {
             # the evaluations' parts
             "evaluation_rules", "harness", "hellaswag", "likelihood", "sampling", "text_coder",
             # looking at a run's health
-            "diagnosis",
+            "diagnosis", "noise_scale", "norms",
             # the object store's parts
             "events", "object_store", "upload_rules",
             # looking at a run

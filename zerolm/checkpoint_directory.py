@@ -42,6 +42,7 @@ class Progress:
         rollbacks: how often the run went back to a checkpoint by itself.
         skipped_windows: sequence numbers [start, end) that the data order leaves out since then.
         history: what the next steps are judged by, a `zerolm.spike.History` as JSON.
+        health: what the next metrics take up, a `zerolm.health.Since` as JSON.
 
     Lists and dicts are replaced, never changed: a copy that a writer holds stays as it is.
     """
@@ -54,6 +55,7 @@ class Progress:
     rollbacks: int = 0
     skipped_windows: list[list[int]] = field(default_factory=list)
     history: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

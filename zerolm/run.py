@@ -13,6 +13,7 @@ from zerolm import (
     console,
     data,
     distributed,
+    health,
     ledger,
     live_memory,
     metrics,
@@ -77,6 +78,13 @@ class Run:
         self.gate = StepGate(self.engine)
         self.ladder = stability.ladder(
             plan.settings, plan.ds_config["optimizer"]["type"], plan.precision
+        )
+        self.health = health.Health(
+            engine,
+            device,
+            interval=plan.settings.log_interval or 1,  # resolved, as all are
+            clipping=float(plan.ds_config.get("gradient_clipping", 0.0)),
+            norm_is_of_gradient=self.ladder.policy.watch_norm,
         )
         self.changed = plan.changed
         self.rung: str | None = None  # of the ladder, that the last step led to
@@ -191,6 +199,7 @@ class Run:
             with self.watch.waiting_for_data():
                 micro_batches = train_step.take(batches, micro_steps)
             train_step.seed_step(self.settings.seed, progress.position, self.rank)
+            self.health.begin(progress.step + 1, micro_steps)
             fault = fault_point("step.backward", progress.step + 1)
             result = train_step.forward_backward(
                 self.engine,
@@ -200,10 +209,12 @@ class Run:
                 (float(self.stop.asked()), *self.saves.flags()),
                 fault,
                 self.watch.computing,
+                self.health.backward,
             )
             tokens = progress.tokens + sequences * seq_len
             rate = plan.learning_rate(tokens) if plan.learning_rate else None
             live_memory.record(self.engine, progress.step + 1)
+            self.health.before_update()
             train_step.apply(
                 self.engine,
                 self.gate,
@@ -223,6 +234,7 @@ class Run:
             progress.step, result.loss, result.grad_norm, result.applied
         )
         progress.history = vars(self.ladder.history)
+        progress.health = self.health.end_step(progress.health, result)
         if result.applied:
             progress.tokens = tokens
         else:
@@ -289,11 +301,12 @@ class Run:
         """Write the metrics of the interval to the log, the tracker and the console."""
         result, progress, plan = self.last_step, self.progress, self.plan
         seq_len = self.settings.seq_len
-        norm = throughput.parameter_norm(self.engine.module, self.device)
+        health_row, progress.health = self.health.row(progress.health, result)
         row = {
             "step": progress.step,
             "tokens": progress.tokens,
             **metrics.training_row(result, plan.source_names),
+            **health_row,
             "train/batch_tokens": self.batch_tokens,
             **metrics.data_row(
                 self.order,
@@ -309,8 +322,6 @@ class Run:
             "health/spikes": progress.spikes,
             "health/rollbacks": progress.rollbacks,
         }
-        if norm is not None:
-            row["train/param_norm"] = norm
         self.log.metrics(row)
         sequences_left = -(-(self.settings.total_tokens - progress.tokens) // seq_len)
         steps_left = plan.batch_schedule.steps(
@@ -322,7 +333,7 @@ class Run:
 
     def save(self) -> None:
         """Copy the state of this step, from which a checkpoint is written behind training."""
-        norm = throughput.parameter_norm(self.engine.module, self.device)
+        norm = self.health.parameter_norm()
         stability.refuse_weights(norm, self.progress.step, self.saves.newest)
         plan = self.plan
         self.saves.save(

@@ -1,4 +1,4 @@
-"""How fast and how big: step times, MFU, memory, and the norm of the weights."""
+"""How fast and how big: step times, MFU, memory."""
 
 import resource
 import sys
@@ -159,33 +159,3 @@ def memory(device: torch.device) -> dict[str, int]:
         "memory/allocated_bytes": psutil.Process().memory_info().rss,
         "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     }
-
-
-def parameter_norm(model: torch.nn.Module, device: torch.device) -> float | None:
-    """Return the 2-norm of all parameters, from the partitions under ZeRO-3. Every rank must call.
-
-    Nothing is gathered: under stage 3 each rank sums the squares of the partition it holds, less
-    the padding at the end of the last one.
-
-    Args:
-        device: where collectives of this run work.
-
-    Returns:
-        None when parameters are swapped out to NVMe, where reading them would cost a step.
-    """
-    rank = torch.distributed.get_rank()
-    squares = torch.zeros(2, dtype=torch.float64, device=device)  # whole, partitioned
-    for parameter in model.parameters():
-        values, partitioned = parameter.data, 0
-        if hasattr(parameter, "ds_tensor") and hasattr(parameter, "ds_numel"):
-            partitioned = 1
-            if parameter.ds_tensor.status.name == "NOT_AVAILABLE":
-                return None
-            shard = parameter.ds_tensor.data.flatten()
-            values = shard[: max(0, parameter.ds_numel - rank * shard.numel())]
-        if values.numel():
-            norm = torch.linalg.vector_norm(values, dtype=torch.float32)
-            squares[partitioned] += norm.to(device, torch.float64).square()
-    whole = squares[0].clone()
-    torch.distributed.all_reduce(squares)
-    return float((whole + squares[1]).sqrt())

@@ -62,6 +62,7 @@ def forward_backward(
     flags: Sequence[float],
     fault: str | None = None,
     computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    watching: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
 ) -> StepResult:
     """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
 
@@ -73,6 +74,7 @@ def forward_backward(
         flags: figures of this rank of which all are to know the sums.
         fault: for tests: what `fault_point` handed back for this rank.
         computing: entered for each forward pass, which it may time.
+        watching: entered for each backward pass, whose gradients it may look at.
     """
     world_size, device = engine.world_size, engine.device
     rows = len(batches) * len(batches[0]["targets"]) * world_size
@@ -100,7 +102,8 @@ def forward_backward(
             loss = loss + auxiliary / len(batches)
         if fault == "inf":
             loss = loss * torch.inf  # its gradient is infinite, the loss that is reported is not
-        engine.backward(loss, scale_wrt_gas=False)
+        with watching(batch):
+            engine.backward(loss, scale_wrt_gas=False)
     sums[2 * num_sources + 1 :] = torch.tensor(flags, dtype=torch.float64)
     figures = sum_over_ranks(sums).tolist()
     losses, counts = figures[:num_sources], figures[num_sources : 2 * num_sources]

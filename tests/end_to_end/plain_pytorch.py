@@ -7,6 +7,7 @@ weights are drawn as docs/initialization.md says, the learning rate is the textb
 import hashlib
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,74 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm.order import Order
+
+
+@dataclass
+class Step:
+    """What a step of the reference was.
+
+    Attributes:
+        loss, grad_norm: mean over the batch; 2-norm before clipping.
+        chunk_gradients: squared norm of the gradient of the mean loss of each chunk of sequences,
+            by the number of sequences in a chunk.
+        param_norms, update_ratios: after the step, of each block, and "" for all.
+    """
+
+    loss: float
+    grad_norm: float
+    chunk_gradients: dict[int, list[float]]
+    param_norms: dict[str, float]
+    update_ratios: dict[str, float]
+
+
+BLOCKS = {
+    "embed_tokens": "embed_tokens",
+    "layers.0": ".0.",
+    "layers.1": ".1.",
+    "norm": "model.norm",
+}
+BLOCKS |= {"lm_head": "lm_head"}  # of a Llama of two layers: the block, and what its names contain
+
+
+def norms_by_block(names: list[str], tensors: list[torch.Tensor]) -> dict[str, float]:
+    squares = [tensor.double().square().sum().item() for tensor in tensors]
+    found = {"": math.sqrt(sum(squares))}
+    for block, part in BLOCKS.items():
+        own = [square for name, square in zip(names, squares, strict=True) if part in name]
+        if own:
+            found[block] = math.sqrt(sum(own))
+    return found
+
+
+def chunk_gradients(gradients: list[list[torch.Tensor]], sequences: int) -> dict[int, list[float]]:
+    """Return the squared norms of gradients of chunks, of pairs of them, and so on."""
+    found = {}
+    while len(gradients) > 1:
+        found[sequences] = [
+            sum(tensor.double().square().sum().item() for tensor in gradient)
+            for gradient in gradients
+        ]
+        pairs = zip(gradients[::2], gradients[1::2], strict=True)
+        gradients = [[(x + y) / 2 for x, y in zip(a, b, strict=True)] for a, b in pairs]
+        sequences *= 2
+    return found
+
+
+def noise_scales(curve: list[Step], sequences: int, batch: int, seq_len: int) -> list[float | None]:
+    """Return B_simple in tokens at each step: McCandlish et al. 2018, appendix A.1, smoothed."""
+    small_size, big_size = sequences * seq_len, batch * seq_len
+    found: list[float | None] = []
+    signals: list[float] = []
+    noises: list[float] = []
+    for step in curve:
+        small = float(np.mean(step.chunk_gradients[sequences]))
+        big = step.grad_norm**2
+        signals.append((big_size * big - small_size * small) / (big_size - small_size))
+        noises.append((small - big) / (1 / small_size - 1 / big_size))
+        weights = 0.95 ** np.arange(len(signals))[::-1]
+        signal, noise = float(weights @ signals), float(weights @ noises)
+        found.append(noise / signal if signal > 0 and noise > 0 else None)
+    return found
 
 
 def initial_model(config: dict, seed: int) -> torch.nn.Module:
@@ -58,8 +127,8 @@ def train(
     clipping: float,
     weight_decay: float = 0.1,
     bf16: bool = False,
-) -> list[tuple[float, float]]:
-    """Return (loss, gradient norm) of each step. `bf16`: bf16 weights beside float32 masters."""
+) -> list[Step]:
+    """Return what each step was. `bf16`: bf16 weights beside float32 masters."""
     model = initial_model(config, seed)
     if bf16:
         for parameter in model.parameters():
@@ -75,11 +144,12 @@ def train(
     tokens = read_tokens(shards)
     order = Order([(len(tokens) - 1) // seq_len], [1.0], seed)
     total_tokens = steps * batch_sequences * seq_len
+    names = [name for name, _ in model.named_parameters()]
     curve = []
     for step in range(steps):
         windows = order(np.arange(step * batch_sequences, (step + 1) * batch_sequences)).window
         gradients = [torch.zeros_like(master) for master in masters]
-        losses = []
+        losses, of_chunks = [], []
         for chunk in np.split(windows, batch_sequences // micro_batch_size):
             text = np.stack([tokens[w * seq_len : w * seq_len + seq_len + 1] for w in chunk])
             batch = torch.from_numpy(text)
@@ -87,10 +157,11 @@ def train(
             loss = torch.nn.functional.cross_entropy(
                 logits.float().flatten(0, 1), batch[:, 1:].flatten()
             )
-            (loss * (micro_batch_size / batch_sequences)).backward()
+            loss.backward()
             losses.append(loss.item())
+            of_chunks.append([parameter.grad.float() for parameter in model.parameters()])
             for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-                gradient += parameter.grad.float()
+                gradient += parameter.grad.float() * (micro_batch_size / batch_sequences)
                 parameter.grad = None
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
@@ -103,8 +174,20 @@ def train(
             rate = minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
+        before = [master.clone() for master in masters]
         optimizer.step()
         for parameter, master in zip(model.parameters(), masters, strict=True):
             parameter.data.copy_(master)
-        curve.append((sum(losses) / len(losses), norm))
+        changes = [new - old for new, old in zip(masters, before, strict=True)]
+        weights = norms_by_block(names, [parameter.detach() for parameter in model.parameters()])
+        updates = norms_by_block(names, changes)
+        curve.append(
+            Step(
+                loss=sum(losses) / len(losses),
+                grad_norm=norm,
+                chunk_gradients=chunk_gradients(of_chunks, micro_batch_size),
+                param_norms=weights,
+                update_ratios={block: updates[block] / weights[block] for block in weights},
+            )
+        )
     return curve

@@ -1,4 +1,4 @@
-"""One recipe, any profile, the same curve: against a loop in plain PyTorch."""
+"""One recipe, any profile, the same curve and the same health: against a loop in plain PyTorch."""
 
 import numpy as np
 import plain_pytorch
@@ -15,7 +15,7 @@ from recipe import (
     recipe,
 )
 
-from tests.launching import LLAMA, launch, rows
+from tests.launching import LLAMA, launch, rows, write_json
 
 STEPS = 20
 WARMUP_TOKENS = 4 * STEP_TOKENS
@@ -23,43 +23,74 @@ WARMUP_TOKENS = 4 * STEP_TOKENS
 
 @pytest.fixture(scope="session")
 def reference(corpus):
-    def curve(bf16: bool) -> tuple[np.ndarray, np.ndarray]:
-        curve = plain_pytorch.train(
-            LLAMA, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=4,
-            steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS,
-            clipping=CLIPPING, bf16=bf16,
-        )  # fmt: skip
-        losses, norms = np.array(curve).T
-        return losses, norms
+    known: dict[tuple[bool, bool], list[plain_pytorch.Step]] = {}
 
-    return {bf16: curve(bf16) for bf16 in (False, True)}
+    def curve(bf16: bool, tied: bool) -> list[plain_pytorch.Step]:
+        if (bf16, tied) not in known:
+            known[bf16, tied] = plain_pytorch.train(
+                {**LLAMA, "tie_word_embeddings": tied}, corpus, seed=SEED, seq_len=SEQ_LEN,
+                batch_sequences=BATCH, micro_batch_size=2, steps=STEPS, peak=PEAK,
+                minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING, bf16=bf16,
+            )  # fmt: skip
+        return known[bf16, tied]
+
+    return curve
 
 
 ALWAYS = {("fp32", 1, 2), ("fp32", 2, 1), ("fp32", 3, 2), ("bf16", 2, 2), ("bf16", 3, 1)}
 COMBINATIONS = [
     pytest.param(
-        precision == "bf16", stage, world_size, id=f"{precision}-{stage}-{world_size}",
-        marks=() if (precision, stage, world_size) in ALWAYS else pytest.mark.soak,
+        precision == "bf16", stage, world_size, tied,
+        id=f"{precision}-{stage}-{world_size}{'-tied' if tied else ''}",
+        marks=() if (precision, stage, world_size) in ALWAYS and not tied else pytest.mark.soak,
     )
     for precision in ("fp32", "bf16") for stage in (1, 2, 3) for world_size in (1, 2)
+    for tied in (False, True) if not tied or world_size == 2
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("bf16", "stage", "world_size"), COMBINATIONS)
-def test_curve_equals_plain_pytorch(
-    tmp_path, corpus, llama, reference, stage, world_size, bf16
+@pytest.mark.parametrize(("bf16", "stage", "world_size", "tied"), COMBINATIONS)
+def test_curve_and_health_equal_plain_pytorch(
+    tmp_path, corpus, reference, stage, world_size, bf16, tied
 ) -> None:
     run_dir = tmp_path / "run"
     json_file = profile(tmp_path / "ds.json", stage, bf16)
+    llama = write_json(tmp_path / "llama.json", {**LLAMA, "tie_word_embeddings": tied})
     micro = BATCH // 2 // world_size  # accumulation 2
     words = recipe(llama, corpus, run_dir, json_file, STEPS, micro)
     words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
     done = launch(world_size, *words)
     assert done.returncode == 0, done.stdout[-4000:]
-    losses, norms = reference[bf16]
+    curve = reference(bf16, tied)
+    losses = np.array([step.loss for step in curve])
     found = np.array(list(rows(run_dir, "train/loss").values()))
-    found_norms = np.array(list(rows(run_dir, "train/grad_norm").values()))
     assert len(found) == STEPS
     assert losses[0] - losses[-1] > 0.1, "the reference itself must learn"
     np.testing.assert_allclose(found, losses, rtol=5e-3 if bf16 else 1e-5)
-    np.testing.assert_allclose(found_norms, norms, rtol=5e-2 if bf16 else 1e-4)
+    agrees(run_dir, "train/grad_norm", [step.grad_norm for step in curve], 5e-2 if bf16 else 1e-4)
+    check_health(run_dir, curve, micro, bf16)
+
+
+def check_health(run_dir, curve: list[plain_pytorch.Step], micro: int, bf16: bool) -> None:
+    """Compare norms, update ratios, clipping and noise scale with those of the full model."""
+    assert ("lm_head" in curve[0].param_norms) == bool(rows(run_dir, "train/param_norm/lm_head"))
+    for block in curve[0].param_norms:
+        end = f"/{block}" if block else ""
+        norms = [step.param_norms[block] for step in curve]
+        agrees(run_dir, f"train/param_norm{end}", norms, 1e-3 if bf16 else 1e-5)
+        ratios = [step.update_ratios[block] for step in curve]
+        agrees(run_dir, f"train/update_ratio{end}", ratios, 5e-2 if bf16 else 1e-3)
+    clipped = [step.grad_norm > CLIPPING for step in curve]
+    assert list(rows(run_dir, "train/clipped_share").values()) == clipped
+    expected = plain_pytorch.noise_scales(curve, micro, BATCH, SEQ_LEN)
+    assert sum(value is not None for value in expected) > STEPS / 2, "there is a noise scale"
+    agrees(run_dir, "train/noise_scale_tokens", expected, 1e-1 if bf16 else 2e-3)
+
+
+def agrees(run_dir, key: str, expected: list[float | None], tolerance: float) -> None:
+    by_step = {number: value for number, value in enumerate(expected, 1) if value is not None}
+    found = rows(run_dir, key)
+    assert list(found) == list(by_step), key
+    differences = [abs(found[step] / by_step[step] - 1) for step in found]
+    print(f"{key}: at most {max(differences):.1e} from plain PyTorch")
+    assert max(differences) <= tolerance, key

@@ -1,0 +1,177 @@
+"""How healthy training is, measured on the steps that are reported, on the way of the step itself.
+
+Comes between `train_step` and the row of metrics. Only looks: no gradient, weight, state or
+generator is changed. What must outlive a restart is a `Since`, which the run's progress carries, so
+that a resumed run reports the same bits. Must not know files or trackers.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zerolm.loss import IGNORED
+from zerolm.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
+from zerolm.norms import Blocks, UpdateMeter, parameter_norm, weight_squares
+
+Row = dict[str, Any]
+NUM_FIGURES = 5  # of SmallBatchSums
+
+
+@dataclass(frozen=True)
+class Since:
+    """What is remembered from step to step, in the checkpoint as JSON.
+
+    Attributes:
+        steps: taken since the last report.
+        clipped: of these, with a gradient that was clipped.
+        noise, signal: moving averages of `zerolm.noise_scale.Estimate`.
+    """
+
+    steps: int = 0
+    clipped: int = 0
+    noise: float = 0.0
+    signal: float = 0.0
+
+
+class Health:
+    """Measures one rank's part. All ranks make the same calls, in this order in each step:
+    `begin`, `backward` around each backward pass, `before_update`, `end_step`, and `row` if the
+    step is reported.
+
+    Args:
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
+        device: where collectives of this run work.
+        interval: every so many steps are measured.
+        clipping: norm to which gradients are clipped; 0: they are not.
+        norm_is_of_gradient: False for optimizers whose reported norm is that of something else.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        device: torch.device,
+        *,
+        interval: int,
+        clipping: float,
+        norm_is_of_gradient: bool,
+    ):
+        self.blocks = Blocks(engine.module)
+        self._engine, self._device = engine, device
+        self._interval, self._clipping = interval, clipping
+        self._noise = norm_is_of_gradient
+        self._meter = UpdateMeter(engine, self.blocks)
+        self._small = SmallBatches([each for each, _ in self.blocks.parameters], device)
+        self._measuring = self._sampling = False
+        self._loss_scale = 1.0
+
+    def begin(self, step: int, num_micro_batches: int) -> None:
+        """Begin a step, and decide whether it is measured."""
+        self._measuring = step % self._interval == 0
+        # One micro-batch in all has no smaller one beside it.
+        several = num_micro_batches * self._engine.world_size > 1
+        self._sampling = self._measuring and self._noise and several
+        if self._sampling:
+            self._small.begin()
+            self._loss_scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+
+    def backward(self, batch: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Return what the backward pass of a micro-batch is to run in."""
+        if not self._sampling:
+            return nullcontext()
+        targets = batch["targets"]
+        counted = targets.numel()
+        if "document_ids" in batch:  # rows differ in how many targets they have
+            counted = int((targets != IGNORED).sum())
+        return self._small.backward(counted)
+
+    def before_update(self) -> None:
+        """Remember the weights that the optimizer step is about to change."""
+        if self._measuring:
+            self._meter.before()
+
+    def end_step(self, state: dict[str, Any], result: Any) -> dict[str, Any]:
+        """Take note of a step, and return what is remembered from here on.
+
+        Args:
+            state: a `Since` as JSON; empty at the start of a run.
+            result: its `StepResult`.
+        """
+        if not result.applied:
+            self._measuring = self._sampling = False
+            self._meter.drop()
+            return state
+        since = Since(**state)
+        clipped = 0.0 < self._clipping < result.grad_norm
+        return vars(replace(since, steps=since.steps + 1, clipped=since.clipped + clipped))
+
+    def row(self, state: dict[str, Any], result: Any) -> tuple[Row, dict[str, Any]]:
+        """Return the metrics of the last step, and what is remembered from here on.
+
+        Every rank must call: there is one reduction, of all figures.
+
+        Args:
+            state: as `end_step` returned it.
+            result: the `StepResult` of the last step.
+        """
+        since = Since(**state)
+        weights = weight_squares(self.blocks, self._device)
+        changes = self._meter.squares(self._device) if self._measuring else None
+        none = torch.zeros(len(self.blocks.names), dtype=torch.float64, device=self._device)
+        figures = torch.cat(
+            [
+                none if weights is None else weights,
+                none if changes is None else changes,
+                self._small.figures,
+            ]
+        )
+        torch.distributed.all_reduce(figures)
+        found = figures.tolist()
+        count = len(self.blocks.names)
+        row: Row = {}
+        if weights is not None:
+            row |= self._norms("train/param_norm", found[:count])
+            if changes is not None:
+                row |= self._ratios(found[count : 2 * count], found[:count])
+        if self._clipping and since.steps:
+            row["train/clipped_share"] = since.clipped / since.steps
+        averages = Estimate(since.noise, since.signal)
+        new = self._estimate(found[-NUM_FIGURES:], result) if self._sampling else None
+        if new is not None:
+            averages = average(averages, new)
+            if averages.noise_scale_tokens is not None:
+                row["train/noise_scale_tokens"] = averages.noise_scale_tokens
+        return row, vars(Since(noise=averages.noise, signal=averages.signal))
+
+    def parameter_norm(self) -> float | None:
+        """Return the 2-norm of all parameters; None when they are on NVMe. Every rank must call."""
+        return parameter_norm(self.blocks, self._device)
+
+    def _norms(self, key: str, squares: list[float]) -> Row:
+        blocks = zip(self.blocks.names, squares, strict=True)
+        total = math.sqrt(sum(squares)) if math.isfinite(sum(squares)) else math.inf
+        return {key: total, **{f"{key}/{name}": _root(each) for name, each in blocks}}
+
+    def _ratios(self, changes: list[float], weights: list[float]) -> Row:
+        row = {"train/update_ratio": _ratio(sum(changes), sum(weights))}
+        for name, change, weight in zip(self.blocks.names, changes, weights, strict=True):
+            row[f"train/update_ratio/{name}"] = _ratio(change, weight)
+        return {key: value for key, value in row.items() if value is not None}
+
+    def _estimate(self, figures: list[float], result: Any) -> Estimate | None:
+        sums = SmallBatchSums(*figures)
+        if result.auxiliary_loss is not None and not sums.are_equal:
+            return None  # a router's loss counts by micro-batch, the others by token
+        world_size = self._engine.world_size
+        return estimate(sums, result.grad_norm, world_size, self._loss_scale)
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if math.isfinite(square) else math.inf
+
+
+def _ratio(change: float, weight: float) -> float | None:
+    """Return the ratio of two norms, given as squares; None for weights that are all zero."""
+    return math.sqrt(change / weight) if weight > 0.0 and math.isfinite(change + weight) else None
