@@ -9,7 +9,7 @@ BAD = {
 }  # fmt: skip
 NOTABLE = {
     "spike", "step_skipped", "cooldown", "rollback", "changed", "checkpoint_stall",
-    "upload_failed", "upload_unfinished", "tracker_failed",
+    "upload_failed", "upload_unfinished", "tracker_failed", "evaluation_failed",
 }  # fmt: skip
 QUIET = {"checkpoint", "upload"}  # many, and as they should be
 
@@ -67,7 +67,16 @@ def words(event: Event) -> str:
         )
     if kind == "done":
         return f"{event['tokens']:,} tokens" if isinstance(event.get("tokens"), int) else ""
-    known = ("checkpoint", "tracker", "reason", "reasons", "problem", "problems", "error")
+    known = (
+        "checkpoint",
+        "tracker",
+        "evaluation",
+        "reason",
+        "reasons",
+        "problem",
+        "problems",
+        "error",
+    )
     return ": ".join(_list(event[key]) for key in known if event.get(key))
 
 

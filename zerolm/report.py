@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm import run_history
+from zerolm.errors import ConfigError
 from zerolm.event_words import level, merged, words
 from zerolm.files import write_atomically
 from zerolm.panels import TRAIN_LOSS, panels
@@ -50,13 +51,18 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = Non
         The path of the page.
 
     Raises:
-        ConfigError: directories that are not of runs, each one named.
+        ConfigError: directories that are not of runs, each one named; or nothing can be written.
     """
     histories = run_history.read_all(run_dirs)
     output = Path(output) if output is not None else histories[0].run_dir / PAGE
-    output.parent.mkdir(parents=True, exist_ok=True)
     text = page(data_of(histories))
-    write_atomically(output, lambda file: file.write(text.encode()))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise ConfigError(
+            f"{output}: cannot be written: {error.strerror}. Choose another --output."
+        ) from error
     return output
 
 

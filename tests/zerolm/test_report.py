@@ -1,9 +1,9 @@
 """zerolm/report.py: the page is of what the files say, loads nothing, and is never markup."""
 
-import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -184,9 +184,20 @@ def test_the_process_of_a_run_that_is_gone_ends(tmp_path) -> None:
     assert not Path("/proc", done.stdout.strip()).exists() and not (run / "report.html").exists()
 
 
-def test_the_files_of_the_page_are_installed() -> None:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    assert config["options.package_data"]["zerolm"].split() == ["page/*"]
+def test_a_page_that_has_no_place_is_refused(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        report.write_report([write_run(tmp_path / "run")], tmp_path / "file" / "page.html")
+
+
+def test_the_files_of_the_page_are_installed(tmp_path) -> None:
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "pretrain.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    for package in ("zerolm", "data_prep", "launch"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    subprocess.run(
+        [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build"],
+        cwd=tmp_path, check=True, timeout=120, capture_output=True,
+    )  # fmt: skip
     names = {*report.STYLES, *report.SCRIPTS, "page.html"}
-    assert names == {path.name for path in report.PAGE_DIRECTORY.iterdir()}
+    assert {path.name for path in (tmp_path / "build/lib/zerolm/page").iterdir()} == names

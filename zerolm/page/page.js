@@ -54,7 +54,7 @@ function toolbar(data) {
   slider.addEventListener('input', () => { view.smoothing = Number(slider.value) / 100; redraw(); });
   const reset = h('button', { type: 'button', class: 'chip reset' }, 'Show all');
   reset.addEventListener('click', () => zoomTo(null));
-  bar.append(axes, toggle('log', 'Logarithmic horizontal axis', false, (on) => { view.logX = on; zoomTo(null); }),
+  bar.append(axes, toggle('Log axis', 'Logarithmic horizontal axis', false, (on) => { view.logX = on; zoomTo(null); }),
     h('label', {}, 'Smooth ', slider), toggle('Events', 'Show events on the charts', true, (on) => { view.events = on; redraw(); }), reset);
   if (data.runs.length > 1) {
     const runs = h('span', { class: 'runs-legend', role: 'group', 'aria-label': 'runs' });
