@@ -61,19 +61,20 @@ function nearest(values, wanted) {
   return wanted - values[after - 1] < values[after] - wanted ? after - 1 : after;
 }
 
-// The centred running mean; its window shrinks towards both ends and leaves gaps out.
-function smoothed(values, share) {
+// The centred running mean; its window shrinks towards both ends, and what is above `most` has no
+// part in it: one value far off would bend the curve around it.
+function smoothed(values, share, most) {
   const reach = Math.round(values.length * share);
   if (!reach) return values;
   const sums = new Float64Array(values.length + 1), counts = new Int32Array(values.length + 1);
   values.forEach((value, index) => {
-    const there = value !== null;
+    const there = value !== null && value <= most;
     sums[index + 1] = sums[index] + (there ? value : 0);
     counts[index + 1] = counts[index] + (there ? 1 : 0);
   });
   return values.map((value, index) => {
     const width = Math.min(index, values.length - 1 - index, reach);
-    const from = index - width, to = index + width + 1;
-    return value === null ? null : (sums[to] - sums[from]) / (counts[to] - counts[from]);
+    const from = index - width, to = index + width + 1, count = counts[to] - counts[from];
+    return value === null || !count ? null : (sums[to] - sums[from]) / count;
   });
 }

@@ -182,7 +182,8 @@ class Chart {
     const raw = colour(this.element('path', { class: `curve ${one.faint ? 'faint' : smooth ? 'raw' : ''}`, d: this.path(places, one.y, first, last) }, layer), smooth || one.faint ? 0 : one.width);
     if (one.dash) raw.setAttribute('stroke-dasharray', one.dash);
     if (smooth) {
-      if (one.smoothing !== view.smoothing) Object.assign(one, { smooth: smoothed(one.y, view.smoothing), smoothing: view.smoothing });
+      const made = `${view.smoothing} ${high}`;
+      if (one.made !== made) Object.assign(one, { made, smooth: smoothed(one.y, view.smoothing, high) });
       const line = colour(this.element('path', { class: 'curve', d: this.path(places, one.smooth, first, last) }, layer), one.width);
       if (one.dash) line.setAttribute('stroke-dasharray', one.dash);
     }

@@ -2,6 +2,8 @@
 
 const STATES = { running: 'running', done: 'done', stopped: 'stopped, can be resumed', 'gave up': 'gave up', failed: 'failed', silent: 'silent', new: 'not begun' };
 
+const capital = (words) => words.charAt(0).toUpperCase() + words.slice(1).replace('mfu', 'MFU');
+
 function section(title, ...children) {
   return h('section', {}, h('h2', {}, title), ...children);
 }
@@ -72,8 +74,8 @@ function findings(data) {
   if (!found.length && !problems.length) return null;
   const name = (run) => (data.runs.length > 1 ? `${run.name}: ` : '');
   return section('Findings', h('ul', { class: 'findings' },
-    ...found.map((one) => h('li', { class: one.kind }, h('b', {}, name(one.run) + one.kind.replaceAll('_', ' ')), h('button', { type: 'button', class: 'link', 'data-step': one.step, 'data-run': one.run.number }, `step ${one.step.toLocaleString('en')}`), ' ', one.text)),
-    ...problems.map((one) => h('li', { class: 'unread' }, h('b', {}, `${name(one.run)}could not be read`), ' ', one.problem))));
+    ...found.map((one) => h('li', { class: one.kind }, h('b', {}, name(one.run) + capital(one.kind.replaceAll('_', ' '))), h('button', { type: 'button', class: 'link', 'data-step': one.step, 'data-run': one.run.number }, `step ${one.step.toLocaleString('en')}`), ' ', one.text)),
+    ...problems.map((one) => h('li', { class: 'unread' }, h('b', {}, `${name(one.run)}Could not be read`), ' ', one.problem))));
 }
 
 function eventList(data) {
