@@ -14,6 +14,10 @@ from zerolm import report
 
 EVIL = "</script><img src=x onerror=\"window.hacked=1\"><svg onload='window.hacked=1'>&amp;{{7*7}}"
 PANELS = "document.querySelectorAll('.panel')"
+PLACE = """(() => {
+  const box = document.querySelector('.panel svg').getBoundingClientRect();
+  return [box.left, box.top, box.width, box.height];
+})()"""
 # The lowest contrast of words, and of curves, to their ground. WCAG 2.2 asks for 4.5 and 3.
 CONTRAST = """(() => {
   const number = (name) => {
@@ -81,11 +85,7 @@ def test_a_curve_is_where_its_values_are(browser, page) -> None:
 def test_a_reader_hovers_zooms_and_toggles(browser, page) -> None:
     browser.open(page, 1280, 844)
     browser.evaluate("document.querySelector('.panel svg').scrollIntoView({block: 'center'})")
-    box = browser.evaluate(
-        "(() => { const b = document.querySelector('.panel svg').getBoundingClientRect();"
-        "return [b.left, b.top, b.width, b.height]; })()"
-    )
-    left, top, width, height = box
+    left, top, width, height = browser.evaluate(PLACE)
     inside = left + 44, width - 44 - 12  # the axis, from its beginning
     x = inside[0] + inside[1] * 30 / 40
     browser.mouse("mouseMoved", x, top + height / 2)
@@ -106,6 +106,29 @@ def test_a_reader_hovers_zooms_and_toggles(browser, page) -> None:
     assert browser.evaluate(count) < before
     browser.evaluate("[...document.querySelectorAll('.axes button')][2].click()")
     browser.wait("document.querySelector('.panel svg').textContent.includes(' s')")
+
+
+def test_a_finger_taps_pinches_and_scrolls(browser, page) -> None:
+    browser.open(page, 390, 844)
+    browser.evaluate("document.querySelector('.panel svg').scrollIntoView({block: 'center'})")
+    left, top, width, height = browser.evaluate(PLACE)
+    middle = top + height / 2
+
+    def touch(kind: str, *places: float) -> None:
+        points = [{"x": left + x, "y": middle, "id": n} for n, x in enumerate(places)]
+        browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+
+    touch("touchStart", 44 + (width - 56) * 30 / 40)
+    touch("touchEnd")
+    assert "spike" in browser.evaluate("document.querySelector('.panel .tip').textContent")
+    touch("touchStart", width * 0.45, width * 0.55)
+    for share in (0.05, 0.15, 0.25):
+        touch("touchMove", width * (0.45 - share), width * (0.55 + share))
+    touch("touchEnd")
+    browser.wait("document.body.classList.contains('zoomed')")
+    before = browser.evaluate("scrollY")
+    browser.call("Input.synthesizeScrollGesture", x=left + 100, y=middle, yDistance=-200)
+    assert browser.evaluate("scrollY") > before, "a chart does not hold the page"
 
 
 def test_paper_is_light_and_has_no_buttons(browser, page) -> None:

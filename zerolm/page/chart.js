@@ -2,9 +2,9 @@
 
 const MARGIN = { left: 44, right: 12, top: 20, bottom: 26 };
 const CHARACTER_PIXELS = 6.9;
-const NEAR_PIXELS = 7;
+const NEAR_PIXELS = { mouse: 7, pen: 9, touch: 18 };
 // What all panels share. `cursor` is a place on the x-axis, `domain` the part of it that is shown.
-const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, paper: false, hiddenRuns: new Set() };
+const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, pointer: 'mouse', paper: false, hiddenRuns: new Set() };
 const X_UNITS = { tokens: 'tokens', steps: 'steps', seconds: 'time' };
 const charts = [];
 let extents = {};
@@ -307,7 +307,7 @@ class Chart {
 
   showTip(at, rows) {
     const near = rows.reduce((best, row) => (!best || Math.abs(row.at - at) < Math.abs(best.at - at) ? row : best), null);
-    const events = view.events ? this.events.filter((event) => Math.abs(this.x(event[view.x]) - at) <= NEAR_PIXELS && !view.hiddenRuns.has(event.run)) : [];
+    const events = view.events ? this.events.filter((event) => Math.abs(this.x(event[view.x]) - at) <= NEAR_PIXELS[view.pointer] && !view.hiddenRuns.has(event.run)) : [];
     this.tip.hidden = !near && !events.length;
     if (this.tip.hidden) return;
     this.tip.replaceChildren();

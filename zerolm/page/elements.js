@@ -43,6 +43,7 @@ function listen(chart) {
     moveCursor(chart.x.back(place(event)));
   });
   svg.addEventListener('pointerdown', (event) => {
+    view.pointer = event.pointerType in NEAR_PIXELS ? event.pointerType : 'mouse';
     if (event.pointerType === 'mouse') {
       if (event.button !== 0) return;
       chart.dragFrom = place(event);
