@@ -57,8 +57,8 @@ RUNGS = {
             # the object store's parts
             "events", "object_store", "upload_rules",
             # looking at a run
-            "console", "event_words", "panels", "reporting", "run_history", "run_settings",
-            "run_summary", "thinning",
+            "console", "curves", "event_words", "page_data", "panels", "reporting", "run_history",
+            "run_settings", "run_summary", "thinning",
             # the trackers, each in a process of its own
             "alerts", "mirror", "tensorboard_tracker", "tracker", "wandb_files", "wandb_sync",
             "wandb_tracker", "wandb_workspace",
