@@ -23,7 +23,11 @@ from tests.launching import (
 )
 
 STEPS, SAVE, VALIDATE = 160, 15, 20
-COMPARED = ("train/loss", "train/grad_norm", "train/learning_rate", "train/param_norm", "eval/loss")
+HEALTH = ("clipped_share", "param_norm/layers.0", "update_ratio", "update_ratio/embed_tokens")
+COMPARED = (
+    *("train/loss", "train/grad_norm", "train/learning_rate", "train/param_norm", "eval/loss"),
+    *(f"train/{name}" for name in HEALTH),
+)
 
 
 def words(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[object]:
@@ -97,6 +101,8 @@ def test_a_killed_run_continues_in_every_bit(
         expected = rows(whole, key)
         assert len(expected) == (STEPS // VALIDATE if key == "eval/loss" else STEPS)
         assert rows(killed, key) == expected, f"killed at step {step}: {key} differs"
+    noise = rows(whole, "train/noise_scale_tokens")
+    assert len(noise) > STEPS / 2 and rows(killed, "train/noise_scale_tokens") == noise
 
 
 @pytest.fixture(scope="module")
