@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerolm.norms import square
+
 DECAY = 0.95  # of the averages, from one measured step to the next: the last 20 of them count
 
 
@@ -53,13 +55,13 @@ class SmallBatches:
         Args:
             num_targets: that the loss of the micro-batch sums over.
         """
-        norms: dict[int, torch.Tensor] = {}
+        squares: dict[int, torch.Tensor] = {}
         twice: list[int] = []
 
         def look(number: int, gradient: torch.Tensor) -> None:
-            if number in norms:
+            if number in squares:
                 twice.append(number)
-            norms[number] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            squares[number] = square(gradient)
 
         hooks = [
             parameter.register_hook(partial(look, number))
@@ -70,11 +72,11 @@ class SmallBatches:
         finally:
             for hook in hooks:
                 hook.remove()
-        if twice or not norms or num_targets == 0:
+        if twice or not squares or num_targets == 0:
             self.figures[4] += 1
             return
-        found = torch.stack([norms[number] for number in sorted(norms)]).to(self._device)
-        self.figures[0] += found.double().square().sum() / num_targets**2
+        found = torch.stack([squares[number] for number in sorted(squares)])
+        self.figures[0] += found.sum().to(self._device) / num_targets**2
         self.figures[1] += 1.0 / num_targets
         self.figures[2] += num_targets
         self.figures[3] += 1.0
