@@ -43,7 +43,6 @@ class Evaluations:
         self.settings: Any = plan.settings
         self.first = engine.global_rank == 0
         self.run_dir = Path(plan.settings.run_dir or "")
-        self.tasks: dict[str, Any] = {}  # of lm-eval, loaded, on the first rank
         self.rows: list[Row] | None = None  # of HellaSwag
         self.items: list[hellaswag.Item] = []
         self.sampled_tokens = 0  # of the run, when samples were last due
@@ -158,11 +157,8 @@ class Evaluations:
         with harness.quiet(), harness.served(self.compute):
             for name in evaluation_rules.task_names(self.settings):
                 with self._failing(name, progress, log):
-                    if name not in self.tasks:
-                        path = self.settings.eval_task_path
-                        self.tasks[name] = harness.load_tasks([name], path)
-                    limit = self.settings.eval_task_items
-                    found = harness.evaluate(self.compute, self.tasks[name], limit)
+                    task = harness.load_tasks([name], self.settings.eval_task_path)[name]
+                    found = harness.evaluate(self.compute, task, self.settings.eval_task_items)
                     log.metrics({**where, **{f"eval/{key}": v for key, v in found.items()}})
                     self._say_figures(progress, found)
 

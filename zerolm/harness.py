@@ -9,7 +9,7 @@ lm-eval (the extra `lm-eval`) is imported by need only. Knows no run and no trai
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,32 +74,41 @@ class Compute(NamedTuple):
         return texts
 
 
-def load_tasks(names: Sequence[str], task_dir: str | None = None) -> Any:
-    """Load tasks and their data sets: `tasks`, `groups` and `group_map` of lm-eval's TaskManager.
+def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, Any]:
+    """Load tasks and their data sets.
 
     Args:
+        names: of tasks, groups or tags.
         task_dir: with yaml files of further tasks.
+
+    Returns:
+        For each name what lm-eval's TaskManager loads; once in a process, however often it is
+        asked for.
 
     Raises:
         ConfigError: lm-eval is not installed, does not know a name, or cannot load a task.
     """
     manager = _manager(task_dir)
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        raise ConfigError(
-            [
-                f"{name}: lm-eval knows no such task.{did_you_mean(name, manager.all_tasks)} "
-                f"List them with lm-eval ls tasks; --eval_task_path adds a directory of your own."
-                for name in unknown
-            ]
-        )
+    problems = [
+        f"{name}: lm-eval knows no such task.{did_you_mean(name, manager.all_tasks)} List them "
+        f"with lm-eval ls tasks; --eval_task_path adds a directory of your own."
+        for name in names
+        if name not in manager.all_tasks
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return {name: _loaded(name, task_dir) for name in names}
+
+
+@functools.cache
+def _loaded(name: str, task_dir: str | None) -> Any:
     try:
-        return manager.load(list(names))
+        return _manager(task_dir).load([name])
     except Exception as error:  # the hub, the network, a yaml file, its functions: whatever
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
-            f"{', '.join(names)}: lm-eval cannot load it ({reason}). Correct the task, or load its "
-            f"data where there is a network."
+            f"{name}: lm-eval cannot load it ({reason}). Correct the task, or load its data where "
+            f"there is a network."
         ) from error
 
 
@@ -117,11 +126,11 @@ def _manager(task_dir: str | None) -> Any:
 
 
 def evaluate(compute: Compute, tasks: Any, limit: int | None = None) -> dict[str, float]:
-    """Run loaded tasks. The first rank calls it inside of `served`, while the others `serve`.
+    """Run a loaded task. The first rank calls it inside of `served`, while the others `serve`.
 
     Args:
-        tasks: from `load_tasks`; may be run again.
-        limit: documents of each task; None for all.
+        tasks: one of `load_tasks`; may be run again.
+        limit: documents of each; None for all.
 
     Returns:
         `<task>/<metric>` of every task and group.
@@ -139,7 +148,7 @@ def evaluate(compute: Compute, tasks: Any, limit: int | None = None) -> dict[str
 
 
 def evaluate_directory(
-    model: Any, directory: Path, tasks: Any, limit: int | None = None
+    model: Any, directory: Path, tasks: Mapping[str, Any], limit: int | None = None
 ) -> dict[str, float]:
     """Run loaded tasks on an exported model, in one process, with lm-eval's own `hf` model.
 
@@ -153,10 +162,13 @@ def evaluate_directory(
     from lm_eval.models.huggingface import HFLM
 
     theirs = HFLM(pretrained=model, tokenizer=str(directory), batch_size=8)
-    found = lm_eval.evaluate(
-        lm=theirs, task_dict=tasks, limit=limit, bootstrap_iters=0, log_samples=False
-    )
-    return figures(found["results"])
+    row: dict[str, float] = {}
+    for task in tasks.values():
+        found = lm_eval.evaluate(
+            lm=theirs, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
+        )
+        row |= figures(found["results"])
+    return row
 
 
 def figures(results: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.launching import LLAMA
 from tests.texts import items, write_items, write_task, write_tokenizer
-from zerolm import harness, hellaswag
+from zerolm import hellaswag
 from zerolm.__main__ import main
 from zerolm.errors import ConfigError
 from zerolm.evaluate_export import evaluate_export
@@ -39,9 +39,11 @@ def ours(exported):
 def test_items_are_scored_as_lm_eval_scores_them(exported, ours, tmp_path) -> None:
     import lm_eval
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     model, data = exported
-    tasks = harness.load_tasks(["local_hellaswag"], str(write_task(tmp_path / "tasks", data)))
+    manager = TaskManager(include_path=str(write_task(tmp_path / "tasks", data)))
+    tasks = manager.load(["local_hellaswag"])
     theirs = HFLM(pretrained=str(model), batch_size=7, device="cpu")
     found = lm_eval.evaluate(lm=theirs, task_dict=tasks, bootstrap_iters=0)
     samples = sorted(found["samples"]["local_hellaswag"], key=lambda sample: sample["doc_id"])
