@@ -118,6 +118,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
+    from zerolm import chunked_head
     from zerolm import model as models
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -143,6 +144,8 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     say(f"attention: {attention}")
     say(f"{report}; fingerprint {models.weights_fingerprint(model)}")
     buffers = models.float32_buffers(model)
+    if plan.settings.loss_chunk_tokens:
+        chunked_head.install(model, plan.settings.loss_chunk_tokens)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, plan.weight_decay),

@@ -119,6 +119,7 @@ def estimate(
         subject.seq_len,
         subject.precision,
         eager=settings.attn_implementation == "eager",
+        chunk_tokens=settings.loss_chunk_tokens or 0,
     )
     micro = subject.micro_batch_size
     width = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4
@@ -127,8 +128,8 @@ def estimate(
         hardware_flops_per_token=subject.flops_per_token + again,
         memory=device_memory(subject, memory_ratio),
         activations={
-            "with_checkpointing": micro * each.peak(True),
-            "without_checkpointing": micro * each.peak(False),
+            "with_checkpointing": each.peak(True, micro),
+            "without_checkpointing": each.peak(False, micro),
         },
         step=step,
         steps=steps,
@@ -157,10 +158,10 @@ def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
         subject.seq_len,
         subject.precision,
         eager=settings.attn_implementation == "eager",
+        chunk_tokens=settings.loss_chunk_tokens or 0,
     )
-    peak = subject.micro_batch_size * each.peak(settings.gradient_checkpointing)
-    loss = subject.micro_batch_size * (each.loss + each.loss_peak)
-    loss = min(loss, peak)
+    peak = each.peak(settings.gradient_checkpointing, subject.micro_batch_size)
+    loss = min(each.loss_bytes(subject.micro_batch_size), peak)
     held = {
         "weights": states.weights,
         "gradients": states.gradients,

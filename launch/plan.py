@@ -27,6 +27,7 @@ SETTINGS = {
     "batch_tokens": ("TOKENS", "tokens of an optimizer step (default: by compute)"),
     "seq_len": ("TOKENS", "tokens of a sequence (default: 2048, or the model's positions)"),
     "micro_batch_size": ("SEQUENCES|auto", "sequences a device takes at once (default: auto)"),
+    "loss_chunk_tokens": ("N", "tokens whose logits are there at a time (default: by their size)"),
     "attn_implementation": ("NAME", "eager keeps all its scores; others are alike here"),
 }
 FIGURES = {

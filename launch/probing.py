@@ -180,8 +180,14 @@ def _measured(model: Model, directory: Path, ranks: int) -> Probe:
     peaks = [row["memory/peak_bytes"] for row in rows if row.get("memory/peak_bytes")]
     states = memory.model_states(model.shapes, ds, ranks)
     precision, again = ds_config.precision(ds), settings["gradient_checkpointing"]
-    each = memory.activation_bytes(model.config, settings["seq_len"], precision, again)
-    kept = settings["micro_batch_size"] * each
+    kept = memory.activation_bytes(
+        model.config,
+        settings["seq_len"],
+        precision,
+        again,
+        settings["micro_batch_size"],
+        settings.get("loss_chunk_tokens") or 0,
+    )
     files = (path for path in (run / "checkpoints").rglob("*") if path.is_file())
     device = _device_name()
     from zerolm.flops import flops_per_token

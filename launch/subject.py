@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from launch.hardware import Hardware
-from zerolm import budget, defaults, ds_config, memory
+from zerolm import budget, defaults, ds_config, loss_chunks, memory
 from zerolm.architecture import (
     load_model_config,
     num_active_parameters,
@@ -184,8 +184,12 @@ def resolve_subject(
         world_size=devices,
         memory_bytes=int(hardware.memory_bytes),
         checkpointing=settings.gradient_checkpointing,
+        loss_chunk_tokens=settings.loss_chunk_tokens or 0,
     )
-    settings = dataclasses.replace(settings, micro_batch_size=micro)
+    chunk = loss_chunks.chunk_tokens(
+        model.config, micro * settings.seq_len, settings.loss_chunk_tokens
+    )
+    settings = dataclasses.replace(settings, micro_batch_size=micro, loss_chunk_tokens=chunk)
     resolved = resolve(
         raw_ds,
         settings,

@@ -46,6 +46,8 @@ RUNGS = {
             "unpickling", "values", "windows", "zero_files",
             # looking at memory
             "activations", "live_memory",
+            # the loss without all of its logits
+            "chunked_head", "loss_chunks",
             # looking at data
             "excerpts",
             # export's parts

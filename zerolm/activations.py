@@ -7,7 +7,7 @@ a fused attention kernel saves is counted as FlashAttention's. Knows nothing of 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class Activations:
         outside: of embeddings, the last norm and the output head.
         loss: what the cross-entropy keeps, float32 log-probabilities.
         loss_peak: what its backward pass needs beside, before anything else is given back.
+        chunk: of the loss whatever the batch, where its logits come in chunks; it does not grow.
     """
 
     layers: int
@@ -38,19 +39,44 @@ class Activations:
     outside: int
     loss: int
     loss_peak: int
+    chunk: int = 0
 
     def saved(self, checkpointing: bool) -> int:
         """Return what is kept between the forward and the backward pass."""
         return (self.inputs if checkpointing else self.layers) + self.outside + self.loss
 
-    def peak(self, checkpointing: bool) -> int:
+    def peak(self, checkpointing: bool, sequences: int = 1) -> int:
         """Return the most that is there at once: as the backward pass begins, or in a layer.
 
         With checkpointing the layer that is computed again comes after the logits are gone.
+
+        Args:
+            sequences: of a micro-batch.
         """
         base = self.inputs if checkpointing else self.layers
         again = self.largest_layer if checkpointing else 0
-        return base + self.outside + max(self.loss + self.loss_peak, again)
+        kept = sequences * (base + self.outside)
+        return kept + max(self.loss_bytes(sequences), sequences * again)
+
+    def loss_bytes(self, sequences: int) -> int:
+        """Return what the loss of a micro-batch needs at its peak."""
+        return sequences * (self.loss + self.loss_peak) + self.chunk
+
+    def chunked(self, tokens: int, config: "PretrainedConfig", precision: str) -> "Activations":
+        """Return the same with the logits of so many tokens at a time (`chunked_head`).
+
+        Instead of the log-probabilities the loss keeps nothing; its peak is a chunk's logits, with
+        their softmax and, in 16 bits, a copy, beside the float32 sum of the weight's gradient; or
+        then the gradient of a chunk in 16 bits beside that sum.
+        """
+        text = config.get_text_config()
+        weight = text.vocab_size * getattr(text, "hidden_size", 0)
+        logits = tokens * text.vocab_size
+        if precision == "fp32":
+            chunk = 8 * logits + 4 * weight
+        else:
+            chunk = max(10 * logits + 4 * weight, 2 * logits + 6 * weight)
+        return replace(self, loss=0, loss_peak=0, chunk=chunk)
 
 
 def trace(config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bool) -> Activations:
@@ -87,7 +113,7 @@ def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> A
     ids = torch.empty((1, seq_len), dtype=torch.long, device="meta")
     # With a mask of our own transformers does not look at values to make one.
     batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
-    with _kernels(model, eager), _Counter(model) as counter:
+    with fused_kernels(model, eager), _Counter(model) as counter:
         losses, _ = token_losses(model, batch)
     del losses
     vocabulary = model.config.get_text_config().vocab_size
@@ -160,7 +186,7 @@ class _Counter:
 
 
 @contextmanager
-def _kernels(model: "PreTrainedModel", eager: bool) -> Iterator[None]:
+def fused_kernels(model: "PreTrainedModel", eager: bool) -> Iterator[None]:
     """Let fused kernels save on the meta device what they save elsewhere, and compute nothing."""
     import torch
     from transformers.integrations import moe

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from zerolm.chunked_head import head_of
+
 IGNORED = -100  # the target of a position that has no loss; torch's and Hugging Face's convention
 
 
@@ -15,7 +17,7 @@ def token_losses(
 
     Sums of these, divided once by the number of targets in the GLOBAL batch, give the same loss and
     gradient however the batch was cut into ranks and micro-batches. A mean of means does not, as
-    soon as rows differ in how many targets they have.
+    soon as rows differ in how many targets they have. A `ChunkedHead` gives the same losses.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one.
@@ -32,13 +34,18 @@ def token_losses(
     if "document_ids" in batch:
         inputs["attention_mask"] = document_mask(batch["document_ids"], inner)
         inputs["position_ids"] = batch["position_ids"]
-    outputs = model(**inputs)
-    losses = functional.cross_entropy(
-        outputs.logits.float().flatten(0, 1),
-        batch["targets"].flatten(),
-        ignore_index=IGNORED,
-        reduction="none",
-    ).view_as(batch["targets"])
+    if head := head_of(inner):  # the logits of the micro-batch are never there as a whole
+        with head.gives_losses(batch["targets"], IGNORED):
+            outputs = model(**inputs)
+        losses = outputs.logits.squeeze(-1)
+    else:
+        outputs = model(**inputs)
+        losses = functional.cross_entropy(
+            outputs.logits.float().flatten(0, 1),
+            batch["targets"].flatten(),
+            ignore_index=IGNORED,
+            reduction="none",
+        ).view_as(batch["targets"])
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * router_coefficient(inner.config)

@@ -201,18 +201,25 @@ def checkpoint_bytes(num_parameters: int, ds: Mapping[str, Any]) -> int:
 
 
 def activations_of(
-    config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bool = False
+    config: "PretrainedConfig",
+    seq_len: int,
+    precision: str,
+    *,
+    eager: bool = False,
+    chunk_tokens: int = 0,
 ) -> activations.Activations:
     """Return what one sequence keeps for its backward pass: traced, or estimated.
 
     Args:
         precision: of the weights.
         eager: attention that keeps all its scores.
+        chunk_tokens: whose logits are there at a time; 0: all.
     """
     try:
-        return activations.trace(config, seq_len, precision, eager=eager)
+        found = activations.trace(config, seq_len, precision, eager=eager)
     except Exception:  # a class that computes with values cannot be traced: the formula stays
-        return _estimated(config, seq_len, precision)
+        found = _estimated(config, seq_len, precision)
+    return found.chunked(chunk_tokens, config, precision) if chunk_tokens else found
 
 
 def _estimated(config: "PretrainedConfig", seq_len: int, precision: str) -> activations.Activations:
@@ -235,10 +242,21 @@ def _estimated(config: "PretrainedConfig", seq_len: int, precision: str) -> acti
 
 
 def activation_bytes(
-    config: "PretrainedConfig", seq_len: int, precision: str, checkpointing: bool
+    config: "PretrainedConfig",
+    seq_len: int,
+    precision: str,
+    checkpointing: bool,
+    sequences: int = 1,
+    chunk_tokens: int = 0,
 ) -> int:
-    """Return the bytes of activations of one sequence at their peak, logits and loss included."""
-    return activations_of(config, seq_len, precision).peak(checkpointing)
+    """Return the bytes of activations of a micro-batch at their peak, logits and loss included.
+
+    Args:
+        sequences: of a micro-batch.
+        chunk_tokens: whose logits are there at a time; 0: all.
+    """
+    found = activations_of(config, seq_len, precision, chunk_tokens=chunk_tokens)
+    return found.peak(checkpointing, sequences)
 
 
 def fitting_micro_batch(
@@ -251,15 +269,19 @@ def fitting_micro_batch(
     world_size: int,
     memory_bytes: int | None,
     checkpointing: bool,
+    loss_chunk_tokens: int = 0,
 ) -> int:
     """Return the largest power of two that divides `per_rank` sequences and fits the device.
 
     Args:
         memory_bytes: of the device; None on a CPU, where a few thousand tokens fill the cores.
+        loss_chunk_tokens: whose logits are there at a time; 0: all.
     """
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
     free = int(memory_bytes * defaults.MEMORY_SHARE)
     free -= state_bytes(shapes, ds, world_size)[0] + sum(buffer_bytes(shapes, ds))
-    one = activation_bytes(config, seq_len, ds_config.precision(ds), checkpointing)
-    return defaults.micro_batch_size(per_rank, one, free)
+    precision = ds_config.precision(ds)
+    found = activations_of(config, seq_len, precision, chunk_tokens=loss_chunk_tokens)
+    sizes = defaults.micro_batch_candidates(per_rank)
+    return max((size for size in sizes if found.peak(checkpointing, size) <= free), default=1)

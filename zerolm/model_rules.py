@@ -3,6 +3,7 @@
 from inspect import signature
 from typing import TYPE_CHECKING
 
+from zerolm import loss_chunks
 from zerolm.architecture import causal_lm_class
 from zerolm.settings import Settings
 
@@ -48,6 +49,11 @@ def model_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
         problems.append(
             f"{settings.where('gradient_checkpointing')}: true, {model_class.__name__} has none. "
             f"Remove the flag."
+        )
+    if settings.loss_chunk_tokens and (why := loss_chunks.obstacle(config)):
+        problems.append(
+            f"{settings.where('loss_chunk_tokens')}: {settings.loss_chunk_tokens}, but {why} "
+            f"({settings.model_config}). Remove the flag."
         )
     if settings.document_mask and (why := _unmasked(config, model_class, seq_len or 0)):
         problems.append(

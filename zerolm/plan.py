@@ -108,8 +108,14 @@ def figures(plan: Plan) -> dict[str, str]:
     settings, steps = plan.settings, plan.total_steps
     assert settings.seq_len and settings.batch_tokens and settings.total_tokens
     states, host = memory.state_bytes(plan.shapes, plan.ds_config, plan.world_size)
-    kept = plan.micro_batch_size * memory.activation_bytes(
-        plan.model_config, settings.seq_len, plan.precision, settings.gradient_checkpointing
+    chunk = settings.loss_chunk_tokens or 0
+    kept = memory.activation_bytes(
+        plan.model_config,
+        settings.seq_len,
+        plan.precision,
+        settings.gradient_checkpointing,
+        plan.micro_batch_size,
+        chunk,
     )
     offload = ds_config.optimizer_offload(plan.ds_config)
     lines = {
@@ -143,6 +149,8 @@ def figures(plan: Plan) -> dict[str, str]:
             f"{plan.val_sequences:,} sequences every {settings.eval_interval} steps"
         )
     lines |= evaluation_rules.figures(settings)
+    if chunk:
+        lines["loss"] = f"the logits of {chunk:,} tokens at a time"
     if settings.batch_ramp_start:
         lines["batch ramp"] = (
             f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"

@@ -20,6 +20,7 @@ from zerolm import (
     defaults,
     ds_config,
     evaluation_rules,
+    loss_chunks,
     machine,
     memory,
     resources,
@@ -311,8 +312,15 @@ class _Check:
                 world_size=self.world_size,
                 memory_bytes=self.device.memory_bytes,
                 checkpointing=settings.gradient_checkpointing,
+                loss_chunk_tokens=settings.loss_chunk_tokens or 0,
             )
-        self.settings = replace(settings, micro_batch_size=micro or 1)
+        self.settings = replace(
+            settings,
+            micro_batch_size=micro or 1,
+            loss_chunk_tokens=loss_chunks.chunk_tokens(
+                self.model_config, (micro or 1) * settings.seq_len, settings.loss_chunk_tokens
+            ),
+        )
         if accumulation and micro * accumulation * self.world_size != batch:
             self.problems.append(
                 f"{name}: gradient_accumulation_steps: {accumulation}, contradicts "

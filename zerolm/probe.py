@@ -162,6 +162,7 @@ def _made_by(plan: Plan) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "attention": plan.settings.attn_implementation,
         "compile": plan.settings.compile,
+        "loss_chunk_tokens": plan.settings.loss_chunk_tokens,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),

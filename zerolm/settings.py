@@ -142,6 +142,13 @@ class Settings:
         choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"),
     )
     compile: bool = _switch("model", "compile the model with torch.compile")
+    loss_chunk_tokens: int | None = _count(
+        "model",
+        "tokens whose logits are there at a time; 0: all of a micro-batch (default: 0, unless they "
+        "take more than 16 GiB in float32)",
+        "N",
+        minimum=0,
+    )
     seed: int = _flag(
         "model",
         "count",

@@ -1,11 +1,8 @@
 """Activations: what the meta device counts is what torch saves on the CPU."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm import activations, memory
@@ -71,28 +68,6 @@ def test_saved_bytes_are_those_of_torch(family, precision):
             error = traced.saved(checkpointing) / counted - 1
             print(f"{family} {precision} {attention} {checkpointing}: {counted}, {error:+.2%}")
             assert abs(error) < 0.10
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators made and that are still there."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = {one.untyped_storage()._cdata for one in known}
-        self.sizes = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor):
-                storage = one.untyped_storage()
-                key = storage._cdata
-                if key not in self.sizes and key not in self.known:
-                    self.sizes[key] = storage.nbytes()
-                    weakref.finalize(storage, self.sizes.pop, key, None)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return result
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -1,0 +1,53 @@
+"""When the loss comes in chunks: by the size of the logits, and only where the model allows it."""
+
+import pytest
+from transformers import AutoConfig
+
+from tests.launching import write_json
+from zerolm import loss_chunks
+from zerolm.architecture import load_model_config
+from zerolm.model_rules import model_problems
+from zerolm.settings import parse_settings
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+PLAIN = ("llama", "gpt2", "gpt_neox", "mistral", "qwen3", "mixtral", "olmoe", "gemma", "phi")
+CHANGED = ("gemma2", "cohere", "granite")  # by a cap, by a factor, by a divisor
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_models_whose_head_gives_the_logits_can(family) -> None:
+    assert loss_chunks.obstacle(AutoConfig.for_model(family, **SIZES)) is None
+
+
+@pytest.mark.parametrize("family", CHANGED)
+def test_models_that_change_the_logits_of_their_head_cannot(family) -> None:
+    config = AutoConfig.for_model(family, **SIZES)
+    assert "changes the logits" in loss_chunks.obstacle(config)
+    large = loss_chunks.LARGE_LOGIT_BYTES // 1000
+    assert loss_chunks.chunk_tokens(config, large, None) == 0
+
+
+def test_a_cap_that_the_config_turns_off_is_none() -> None:
+    config = AutoConfig.for_model("gemma2", **SIZES, final_logit_softcapping=None)
+    assert loss_chunks.obstacle(config) is None
+
+
+def test_the_default_is_chunks_only_of_large_logits() -> None:
+    config = AutoConfig.for_model("llama", **{**SIZES, "vocab_size": 128_000})
+    limit = loss_chunks.LARGE_LOGIT_BYTES // (4 * 128_000)
+    assert loss_chunks.chunk_tokens(config, limit, None) == 0
+    assert loss_chunks.chunk_tokens(config, limit + 1, None) == 1024
+    assert loss_chunks.chunk_tokens(config, limit + 1, 0) == 0
+    assert loss_chunks.chunk_tokens(config, 8, 300) == 300
+
+
+def test_asking_for_chunks_where_they_cannot_be_is_refused(tmp_path) -> None:
+    file = write_json(tmp_path / "granite.json", {"model_type": "granite", **SIZES})
+    words = ["--model_config", str(file), "--loss_chunk_tokens", "512"]
+    settings, problems = parse_settings(words)
+    assert not problems
+    (problem,) = model_problems(settings, load_model_config(file))
+    assert problem == (
+        "command line: --loss_chunk_tokens: 512, but GraniteForCausalLM changes the logits after "
+        f"its output head ({file}). Remove the flag."
+    )
