@@ -57,13 +57,13 @@ PANELS = (
         about="2-norm before clipping. Above the dashed line the gradient is clipped.",
     ),
     Panel(
-        "Clipped steps", "share", r"train/clipped_share",
+        "Clipped steps", "share", r"train/clipped_share", smooth=True,
         about="Of the steps since the line before.",
     ),
     Panel("Parameter norm", "", r"train/param_norm", about="2-norm of all weights."),
     Panel(
         "Parameter norm by block", "", r"train/param_norm/.+", many=True,
-        about="Of the weights of each block, from the first (dark) to the last (light).",
+        about="Of the weights of each block, from the first (blue) to the last (yellow).",
     ),
     Panel(
         "Update ratio", "", r"train/update_ratio", log=True,
