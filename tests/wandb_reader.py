@@ -28,12 +28,15 @@ def wandb_records(path: Path) -> list[bytes]:
 
 
 def wandb_runs(run_dir: Path) -> dict[str, list[Any]]:
-    """Return {run id: its records}, of all offline directories of a run in their order."""
+    """Return {run id: its records}, of what `wandb sync` would send: one file of each run."""
     from wandb.proto import wandb_internal_pb2
 
     found: dict[str, list[Any]] = {}
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        if path.with_name(f"{path.name}.synced").exists():
+            continue  # sent already, or a later start has all of it
         records = found.setdefault(path.stem.removeprefix("run-"), [])
+        assert not records, f"{path}: wandb sync would send it over another one"
         for data in wandb_records(path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)

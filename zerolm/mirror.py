@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +39,6 @@ class Target(Protocol):
     """What a tracker is: the few lines that `Mirror` calls, all from one thread."""
 
     where: str  # its data are, for the console
-    waits_for_checkpoints: bool  # rows that a resume would take again are not to be sent
 
     def open(self) -> None: ...
     def wants(self, row: Row) -> bool: ...
@@ -84,7 +82,6 @@ class Mirror:
         self.rows = Tail(run_dir / "metrics.jsonl")
         self.events = Tail(run_dir / "events.jsonl")
         self.texts = Tail(run_dir / "samples.jsonl")
-        self.held: deque[Row] = deque()  # until a checkpoint makes them final
         self.work: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.ending = threading.Event()
         self.num_read = self.num_done = 0  # rows
@@ -95,26 +92,17 @@ class Mirror:
 
     def follow(self) -> None:
         """Read what was appended since the last call, and queue it."""
-        room = WAITING_ROWS - self.work.qsize() - len(self.held)
+        room = WAITING_ROWS - self.work.qsize()
         if room > 0 or self.ending.is_set():
             most = sys.maxsize if self.ending.is_set() else room
             for row in self.rows.read(most):
                 self.num_read += 1
-                self.held.append(row)
-        self._release()
+                self.work.put(("row", row))
         for event in self.events.read():
             self.work.put(("event", event))
         texts = self.texts.read()
         if texts:
             self.work.put(("samples", texts))
-
-    def _release(self, everything: bool = False) -> None:
-        if self.target.waits_for_checkpoints and not everything:
-            final = published_step(self.run_dir)
-        else:
-            final = sys.maxsize
-        while self.held and self.held[0]["step"] <= final:
-            self.work.put(("row", self.held.popleft()))
 
     def end(self, how: str) -> None:
         """Read the rest, hand it over, and wait for the tracker, for a bounded time."""
@@ -126,15 +114,12 @@ class Mirror:
                 time.sleep(LOOK_SECONDS)
                 for event in self.events.read():
                     self.work.put(("event", event))
-        self._release(everything=how not in (CRASHED, "failed"))
         self.work.put(("end", 0 if how in ("done", "stopped", "rollback") else 1))
         self.tell(read=True)
         self.sender.join(CONNECT_SECONDS)
         if self.connected:
             self.sender.join(END_SECONDS - CONNECT_SECONDS)
-        if self.complete and self.held:
-            self.tell(says=f"{len(self.held)} rows since the newest checkpoint wait for a resume")
-        elif not self.complete:
+        if not self.complete:
             left = self.num_read - self.num_done
             what = f"{left} of {self.num_read} rows" if left else "the end of what it was sent"
             self.tell(failed=f"lacks {what}; {tracker.repair(self.run_dir, self.name)}")
@@ -183,14 +168,6 @@ class Mirror:
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
             if self.ending.is_set():  # as often as it can before this process ends
                 time.sleep(LOOK_SECONDS)
-
-
-def published_step(run_dir: Path) -> int:
-    """Return the step of the newest whole checkpoint, -1 when there is none yet."""
-    try:
-        return int((run_dir / "checkpoints" / "latest").read_text().strip().rpartition("-")[2])
-    except (OSError, ValueError):
-        return -1
 
 
 # ---- The process

@@ -30,8 +30,6 @@ def scalars(row: Row) -> Scalars:
 class TensorboardTracker:
     """The event files of a run."""
 
-    waits_for_checkpoints = False  # what a resume takes again is dropped from the files
-
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)
         self.directory = self.run_dir / DIRECTORY

@@ -53,8 +53,7 @@ class Trackers:
         """Tell the children that nothing more will be written, and wait until they have read all.
 
         Args:
-            how: `done`, `stopped`, `gave_up`, `rollback`; or `failed`, from which the run is
-                expected to go on again.
+            how: `done`, `stopped`, `rollback`; or `failed`, `gave_up`.
         """
         for child in self._children:
             child.end(how)

@@ -69,11 +69,21 @@ class Contents(NamedTuple):
     artifacts: set[str]
 
 
+def supersede(files: list[Path]) -> None:
+    """Have `wandb sync` pass over offline files: what a later start has written has all of it.
+
+    It sends several files of one run one over the other, each from the first line (0.31).
+    """
+    for path in files:
+        if path.parent.name.startswith("offline-"):
+            path.with_name(f"{path.name}.synced").touch()
+
+
 def contents(run_dir: Path, run_id: str) -> Contents:
     """Read what all starts of a W&B run have written, rows in the order of `_step`, each once.
 
-    A later start takes its numbers from where the server was. Those that an earlier one had given
-    out beyond that have not arrived.
+    A later start takes its numbers from where the server was, an offline one from 0. What an
+    earlier one had numbered beyond that has not arrived.
     """
     rows: dict[int, Row] = {}
     found = Contents([], set(), set())

@@ -14,7 +14,7 @@ from pathlib import Path
 from zerolm.errors import ConfigError
 from zerolm.machine import has_wandb_key
 from zerolm.mirror import Tail
-from zerolm.wandb_tracker import MEMORY, Identity, WandbTracker, close, identity, mode_of
+from zerolm.wandb_tracker import MEMORY, Identity, WandbTracker, identity, mode_of
 
 
 def wandb_sync(
@@ -70,7 +70,6 @@ def wandb_sync(
         parts.append((suffix, path.name, f"{own_id}{suffix}"))
     for suffix, file, run_id in parts:
         _send(run_dir, file, named(suffix), run_id, whole=not suffix, say=say)
-    close()
     return [run_id for _, _, run_id in parts]
 
 

@@ -79,8 +79,9 @@ class WandbTracker:
     keeps what it has got, so the rows of steps that are taken again, on other data, would stand
     between those that were rolled back. The run before keeps those.
 
-    What W&B has already is read from its own files and, online, from the count that its server
-    gives: rows are numbered by W&B's step, one each, over all starts.
+    Online, what W&B has already is read from its own files and from the count that its server
+    gives: rows are numbered by W&B's step, one each, over all starts. Offline, every start writes a
+    file of its own that has everything from the first row, in place of those before.
 
     Args:
         of_process: whose memory and threads W&B is to show among its system metrics.
@@ -106,13 +107,11 @@ class WandbTracker:
         suffix = f"-rollback-{self.rollbacks}" if done else ""
         self.identity = fresh or identity(self.run_dir, self.settings, suffix)
         self.identity = replace(self.identity, mode=mode_of(self.identity.mode))
-        # Rows that are not final yet could not be taken back from an offline file; a reader at a
-        # screen, however, wants to see them now.
-        self.waits_for_checkpoints = self.live and self.identity.mode == "offline"
         self.run_id = fresh_id or uuid.uuid4().hex[:8] if fresh else self._remembered_id()
         self.run: Any = None
         self._sent: dict[int, set[str]] = {}
         self._told: set[str] = set()  # texts of alerts, names of checkpoints
+        self._older: list[Path] = []  # files of earlier starts
         self._table: Any = None
         self._texts: set[tuple[int, int]] = set()
         self._sample_steps: set[int] = set()
@@ -136,12 +135,14 @@ class WandbTracker:
         os.environ["WANDB_SILENT"] = "true"
         import wandb
 
+        mode: Any = self.identity.mode
         known = wandb_files.Contents([], set(), set())
         if self.live:
             write_json(directory / MEMORY, {"id": self.run_id, "rollbacks": self.rollbacks})
-            known = wandb_files.contents(self.run_dir, self.run_id)
+            self._older = wandb_files.files_of(self.run_dir, self.run_id)
+            if mode == "online":
+                known = wandb_files.contents(self.run_dir, self.run_id)
         self._told = known.alerts | known.artifacts
-        mode: Any = self.identity.mode
         close()
         self.run = wandb.init(
             project=self.identity.project,
@@ -239,7 +240,10 @@ class WandbTracker:
             self._alert(alert)
 
     def flush(self) -> None:
-        """Do nothing: W&B's process writes by itself."""
+        """Note that this start has caught up. W&B's process writes by itself."""
+        if self.identity.mode == "offline" and self._older:
+            wandb_files.supersede(self._older)
+        self._older = []
 
     def finish(self, exit_code: int) -> None:
         """Send the rest, and end the W&B run.
@@ -248,6 +252,8 @@ class WandbTracker:
             TimeoutError: W&B did not take all within its time.
         """
         self.run.finish(exit_code=exit_code)
+        self.flush()
+        close()  # offline, its process is still writing the file until it ends
 
     # ---- More than rows
 

@@ -40,14 +40,14 @@ def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
     finally:
         kill_session(process.pid)
         process.wait(timeout=30)
-    assert any(wandb_rows(records) for records in wandb_runs(run_dir).values())
+    assert wandb_runs(run_dir), "there is a file of the killed start"
     done = launch(2, *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
     assert not session_members(process.pid)
 
     rows = own_rows(run_dir)
     assert sum("train/loss" in row for row in rows) == STEPS
-    assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 2, "one of each start"
+    assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 2, "each start has one"
     ((_, records),) = wandb_runs(run_dir).items()
     assert wandb_rows(records) == rows
     run = of_kind(records, "run")[-1]
@@ -59,6 +59,18 @@ def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
     assert {f"step-{step:08d}" for step in range(3 * SAVE, STEPS + 1, SAVE)} <= aliases
     assert not any(entry.local_path for one in artifacts for entry in one.manifest.contents)
     assert any("restarted" in alert.title for alert in of_kind(records, "alert"))
+
+    with WandbServer() as server:
+        sync = ["wandb", "sync", "--yes", str(run_dir / "wandb")]
+        sent = subprocess.run(
+            [sys.executable, "-m", *sync], env=environment(**server.environment()),
+            cwd=tmp_path,
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert sent.returncode == 0 and "ERROR" not in sent.stderr, sent.stderr
+        keys = {"_step", "_timestamp", "_runtime"}
+        arrived = [{key: row[key] for key in row if key not in keys} for row in server.history]
+        assert arrived == rows, "W&B's own tool sends each row once"
 
     accumulator = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0})
     accumulator.Reload()

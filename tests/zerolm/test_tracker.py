@@ -1,14 +1,21 @@
 """Trackers that follow a run directory: real children, real offline files."""
 
+import fcntl
 import json
+import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.endpoints import WandbServer
+from tests.launching import environment
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
-from zerolm import metrics
+from zerolm import events, metrics
 from zerolm.errors import ConfigError
 from zerolm.metrics import RunLog
 from zerolm.wandb_sync import wandb_sync
@@ -26,9 +33,12 @@ def run_dir(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def begin(run_dir: Path, step: int, tensorboard: bool = False) -> RunLog:
+def begin(run_dir: Path, step: int, tensorboard: bool = False, mode: str = "offline") -> RunLog:
+    record = json.loads((run_dir / "run.json").read_text())
+    record["settings"]["wandb"] = mode
+    (run_dir / "run.json").write_text(json.dumps(record))
     log = RunLog(run_dir, step, writes=True)
-    log.track(SimpleNamespace(wandb="offline", tensorboard=tensorboard))
+    log.track(SimpleNamespace(wandb=mode, tensorboard=tensorboard))
     return log
 
 
@@ -61,11 +71,16 @@ def end(log: RunLog, how: str = "done") -> None:
     log.finish_trackers()
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def kill(log: RunLog, run_dir: Path, name: str) -> None:
     """Kill the children once one of them is at work, as a lost host would."""
-    deadline = time.monotonic() + 30
-    while not list(run_dir.glob(name)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: list(run_dir.glob(name)))
     time.sleep(1.5)
     for child in log.trackers._children:
         child.process.kill()
@@ -129,6 +144,31 @@ def test_wandb_and_tensorboard_have_each_row_once_over_kills_and_a_resume(run_di
     assert "wandb: offline in" in output and "tensorboard --logdir" in output
 
 
+def test_a_killed_rank_leaves_a_tracker_that_tells_why(run_dir) -> None:
+    """What others write down then is told, and no row is lacking."""
+    script = (
+        "import sys, time; from pathlib import Path; from types import SimpleNamespace as N\n"
+        "from zerolm.metrics import RunLog\n"
+        "log = RunLog(Path(sys.argv[1]), 0, writes=True)\n"
+        "log.track(N(wandb='offline', tensorboard=False))\n"
+        "log.metrics({'step': 1, 'tokens': 10}); print('ready', flush=True); time.sleep(60)"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", script, str(run_dir)], env=environment(), stdout=subprocess.PIPE
+    )
+    assert rank.stdout is not None and rank.stdout.readline()
+    wait_for(lambda: list(run_dir.glob("wandb/offline-run-*/*.wandb")))
+    rank.kill()
+    rank.wait()
+    events.append(run_dir, "rank_lost", 1, ended="signal 9")
+    with open(run_dir / "wandb" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it has ended
+    ((_, records),) = wandb_runs(run_dir).items()
+    (alert,) = of_kind(records, "alert")
+    assert (alert.level, "signal 9" in alert.text) == ("ERROR", True)
+    assert of_kind(records, "exit")[0].exit_code == 1 and wandb_rows(records) == own_rows(run_dir)
+
+
 def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) -> None:
     """The one before keeps what was gone back over; a restart goes on with the new one."""
     log = begin(run_dir, 0, tensorboard=True)
@@ -162,6 +202,33 @@ def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) 
     assert wandb_rows(made[ids[1]]) == aside
     run = of_kind(made[ids[0]], "run")[0]
     assert (run.project, run.entity) == ("other", "team")
+
+
+def test_wandb_online_has_each_row_once_although_some_never_arrived(run_dir, monkeypatch) -> None:
+    """Killed with rows that its server has not got; then resumed; then from another machine."""
+    with WandbServer() as server:
+        for key, value in server.environment().items():
+            monkeypatch.setenv(key, value)
+        log = begin(run_dir, 0, mode="online")
+        write_steps(log, 1, 2, 3)
+        wait_for(lambda: len(server.history) == 3)
+        server.mode = "500"
+        write_steps(log, 4, 5)
+        kill(log, run_dir, "wandb/run-*/*.wandb")
+        server.mode = "ok"
+        log = begin(run_dir, 2, mode="online")
+        write_steps(log, 3, 4, 5, 6)
+        end(log)
+        assert [row["step"] for row in server.history] == [1, 2, 3, 4, 5, 6]
+        for path in run_dir.glob("wandb/run-*"):
+            shutil.rmtree(path)
+        log = begin(run_dir, 4, mode="online")
+        write_steps(log, 5, 6, 7)
+        end(log)
+        assert [row["step"] for row in server.history] == [1, 2, 3, 4, 5, 6, 7]
+        rows = own_rows(run_dir)
+        for key in ("step", "tokens", "train/loss"):
+            assert [row[key] for row in server.history] == [row[key] for row in rows]
 
 
 def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> None:

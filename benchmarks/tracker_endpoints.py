@@ -1,0 +1,145 @@
+"""What a W&B server that refuses, hangs or answers 500 costs a step: against `--wandb off`.
+
+    python benchmarks/tracker_endpoints.py [--rounds 20] [--output benchmarks/results/...md]
+
+The same run five times at once, without W&B, with W&B offline, and with `--wandb online` against a
+server of this process that does not work. They take turns of a few seconds, forwards and backwards,
+the others being stopped with all their children (SIGSTOP), as in training_speed.py, whose flags
+this has. The time between two lines of a turn counts, and a ratio is taken within a round.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from training_speed import (
+    OURS,
+    ROOT,
+    Contender,
+    command_of,
+    free_port,
+    hardware,
+    parse_arguments,
+    write_shard,
+)
+
+sys.path.insert(0, str(ROOT))
+
+from tests.endpoints import WandbServer
+
+OFF, OFFLINE = "--wandb off", "--wandb offline"
+BROKEN = {"refuses": None, "hangs": "hang", "answers 500": "500"}
+WARM_SECONDS = 20.0  # of training: past the imports and first attempts of each tracker
+LONGEST_CHANGE = 0.02
+
+
+class Run(Contender):
+    """A run, all of whose processes stop and go on together: also W&B's, in its own session."""
+
+    def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace, **more: str):
+        before = dict(os.environ)
+        os.environ.update(more)
+        try:
+            super().__init__(name, words, arguments)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def warm_up(self) -> None:
+        began = time.perf_counter()
+        while self.next_line()[0] < self.arguments.warmup_steps or (
+            time.perf_counter() - began < WARM_SECONDS
+        ):
+            pass
+        self.stop()
+
+    def take_turn(self) -> tuple[float, list[int]]:
+        self._signal(signal.SIGCONT)
+        return super().take_turn()
+
+    def stop(self) -> None:
+        super().stop()
+        self._signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        super().kill()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its runs end with it
+    with tempfile.TemporaryDirectory() as scratch_name, contextlib.ExitStack() as stack:
+        scratch = Path(scratch_name)
+        write_shard(scratch / "shards", arguments.model_config)
+        runs: list[Run] = []
+        seconds: dict[str, list[float]] = {}
+        try:
+            for name in (OFF, OFFLINE, *BROKEN):
+                words = command_of(OURS, arguments, scratch)
+                words[words.index("--run_dir") + 1] = str(scratch / f"run-{len(runs)}")
+                words[words.index("--wandb") + 1] = {OFF: "off", OFFLINE: "offline"}.get(
+                    name, "online"
+                )
+                more = {}
+                if name in BROKEN:
+                    more = stack.enter_context(WandbServer(BROKEN[name] or "ok")).environment()
+                    if BROKEN[name] is None:
+                        more["WANDB_BASE_URL"] = f"http://127.0.0.1:{free_port()}"
+                runs.append(Run(name, words, arguments, **more))
+                seconds[name] = []
+                runs[-1].warm_up()
+                print(f"{name}: warm", flush=True)
+            for number in range(arguments.rounds):
+                for run in runs[:: -1 if number % 2 else 1]:
+                    seconds[run.name].append(run.take_turn()[0])
+                shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
+                print(f"round {number + 1}, seconds a step: {shown}", flush=True)
+            failed = [(scratch / f"run-{number}" / "events.jsonl").read_text().count(
+                "tracker_failed") for number in range(len(runs))]  # fmt: skip
+        finally:
+            for run in runs:
+                run.kill()
+    report = table(seconds, failed)
+    if arguments.output:
+        arguments.output.write_text(report + "\n")
+    print("\n" + report)
+
+
+def table(seconds: dict[str, list[float]], failed: Sequence[int]) -> str:
+    """Return the Markdown table: seconds a step, and how many times those without W&B they are."""
+    lines = [
+        "# A W&B server that does not work",
+        "",
+        f"`python {shlex.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}, {hardware()}. Goal: a step "
+        f"changes by less than {LONGEST_CHANGE:.0%}.",
+        "",
+        "| W&B | s a step, median | times as long as without | failures told |",
+        "|---|---|---|---|",
+    ]
+    for (name, times), failures in zip(seconds.items(), failed, strict=True):
+        ratios = [own / without for own, without in zip(times, seconds[OFF], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        ratio = "1" if name == OFF else f"{middle:.4f} (quartiles {low:.4f} to {high:.4f})"
+        lines.append(f"| {name} | {statistics.median(times):.4f} | {ratio} | {failures} |")
+    lines += ["", f"{len(seconds[OFF])} rounds; ratios are medians over the rounds."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
