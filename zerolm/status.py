@@ -4,6 +4,7 @@ A table with colours on a terminal, plain lines into a pipe, JSON for programs. 
 answers in well under a second, also about a run on machines that cannot be reached.
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -41,13 +42,20 @@ def show(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> None:
         for history in run_history.read_all(run_dirs):
             print(json.dumps(facts(history)))
         return
-    if not sys.stdout.isatty():
-        while True:
-            for history in run_history.read_all(run_dirs):
-                print("\n".join(plain_lines(facts(history))), flush=True)
-            if not watch:
-                return
-            time.sleep(WATCH_SECONDS)
+    with contextlib.suppress(KeyboardInterrupt):
+        (_show_live if sys.stdout.isatty() else _show_plain)(run_dirs, watch)
+
+
+def _show_plain(run_dirs: Sequence[Path], watch: bool) -> None:
+    while True:
+        for history in run_history.read_all(run_dirs):
+            print("\n".join(plain_lines(facts(history))), flush=True)
+        if not watch:
+            return
+        time.sleep(WATCH_SECONDS)
+
+
+def _show_live(run_dirs: Sequence[Path], watch: bool) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -61,11 +69,8 @@ def show(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> None:
         return
     with Live(shown(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            try:
-                time.sleep(WATCH_SECONDS)
-                live.update(shown(), refresh=True)
-            except KeyboardInterrupt:
-                return
+            time.sleep(WATCH_SECONDS)
+            live.update(shown(), refresh=True)
 
 
 def facts(history: History) -> Row:

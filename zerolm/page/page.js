@@ -86,7 +86,8 @@ function build(data) {
   const events = data.runs.flatMap((run) => run.events).filter((event) => event.step >= 0 && (data.runs.length === 1 || event.level === 'bad' || event.level === 'notable'));
   const grid = h('div', { class: 'grid' });
   const page = document.getElementById('page');
-  const parts = [header(data), findings(data)];
+  const many = data.runs.length > 1, found = findings(data);
+  const parts = [header(data), many ? null : found];
   if (data.panels.length) {
     data.panels.forEach((panel, index) => {
       panel.wide = index === 0;
@@ -97,7 +98,7 @@ function build(data) {
     });
     parts.push(toolbar(data), grid);
   }
-  parts.push(eventList(data), evaluations(data), samples(data), settings(data),
+  parts.push(many ? found : null, eventList(data), evaluations(data), samples(data), settings(data),
     h('footer', {}, 'Drag on a chart to enlarge a stretch, pinch on a phone; double-click or “Show all” to go back. Small triangles at the top edge are values beyond it.'));
   page.replaceChildren(...parts.filter(Boolean));
   page.addEventListener('click', (event) => {

@@ -151,5 +151,8 @@ function settings(data) {
   if (keys.length) {
     parts.push(h('details', {}, h('summary', {}, `All ${keys.length} settings`), table(['Setting', ...(names.length > 1 ? names : ['Value'])], keys.map((key) => [key, ...data.settings.map((flat) => flat[key] ?? '–')]), 'settings')));
   }
-  return parts.length ? section(data.runs.length > 1 ? 'Settings that differ' : 'Settings', ...parts) : null;
+  if (!parts.length) return null;
+  const found = section(names.length > 1 ? 'Settings that differ' : 'Settings', ...parts);
+  found.className = names.length > 1 ? '' : 'screen';
+  return found;
 }
