@@ -61,7 +61,7 @@ def evaluate_export(
         ]
         figures = hellaswag.accuracies(outcomes)
         found["figures"] |= {f"hellaswag/{key}": value for key, value in figures.items()}
-        found["hellaswag"] = [outcome._asdict() for outcome in outcomes]
+        found["hellaswag"] = [hellaswag.to_json(outcome) for outcome in outcomes]
     if loaded is not None:
         found["figures"] |= harness.evaluate_directory(model, directory, loaded, task_items)
     for key, value in found["figures"].items():

@@ -139,7 +139,7 @@ class Evaluations:
             found = hellaswag.accuracies(outcomes)
             where = {"step": progress.step, "tokens": progress.tokens}
             log.metrics({**where, **{f"eval/hellaswag/{key}": v for key, v in found.items()}})
-            each = [outcome._asdict() for outcome in outcomes]
+            each = [hellaswag.to_json(outcome) for outcome in outcomes]
             write_json(self.run_dir / LAST_HELLASWAG, {**where, **found, "outcomes": each})
             self._say_figures(progress, {f"hellaswag/{key}": v for key, v in found.items()})
 

@@ -53,14 +53,15 @@ class Compute(NamedTuple):
     def write(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
         """Return the text that follows each prompt, up to its stop texts. Every rank calls."""
         texts: list[str] = [""] * len(prompts)
-        for stops in dict.fromkeys(tuple(stops) for _, stops in prompts):
-            numbers = [n for n, (_, ends) in enumerate(prompts) if tuple(ends) == stops]
+        wanted = [tuple(filter(None, stops)) for _, stops in prompts]
+        for stops in dict.fromkeys(wanted):
+            numbers = [number for number, ends in enumerate(wanted) if ends == stops]
 
             def stop(ids: Sequence[int], stops: tuple[str, ...] = stops) -> bool:
-                if ids[-1] == self.coder.eos_id:
-                    return True
+                if ids[-1] == self.coder.eos_id or not stops:
+                    return ids[-1] == self.coder.eos_id
                 text = self.coder.decode(ids, special_tokens=False)
-                return any(end and end in text for end in stops)
+                return any(end in text for end in stops)
 
             found = generate(
                 self.model, [prompts[n][0] for n in numbers], stop,
@@ -68,7 +69,7 @@ class Compute(NamedTuple):
             )  # fmt: skip
             for number, ids in zip(numbers, found, strict=True):
                 text = self.coder.decode(ids, special_tokens=False)
-                for end in filter(None, stops):
+                for end in stops:
                     text = text.split(end)[0]
                 texts[number] = text
         return texts

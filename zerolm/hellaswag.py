@@ -147,6 +147,12 @@ def outcome(asked: Item, log_likelihoods: Sequence[float]) -> Outcome:
     )
 
 
+def to_json(found: Outcome) -> dict[str, Any]:
+    """Return an outcome for a file; what JSON has no number for is None."""
+    numbers = [x if math.isfinite(x) else None for x in found.log_likelihoods]
+    return {**found._asdict(), "log_likelihoods": numbers}
+
+
 def accuracies(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return `acc`, `acc_norm` and the number of `items`."""
     return {

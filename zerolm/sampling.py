@@ -18,6 +18,7 @@ from zerolm.errors import ConfigError
 from zerolm.likelihood import ALONE, Ranks, eager
 
 AGREE_EVERY = 8  # tokens between two looks at whether all ranks are done
+LOWEST = -1e30  # a logit that nothing can be drawn with, beside others
 SAMPLED_DOUBLINGS = 10  # by default samples begin at a 1024th of the run
 
 Stop = Callable[[Sequence[int]], bool]
@@ -88,7 +89,8 @@ def distribution(logits_V: torch.Tensor, choice: Choice) -> torch.Tensor:
 
     Top-k first, then top-p: the fewest likeliest tokens whose probabilities reach it.
     """
-    logits_V = logits_V.double()
+    # A model that has diverged still writes something: what observes a run must not end it.
+    logits_V = logits_V.double().nan_to_num(nan=LOWEST, posinf=-LOWEST, neginf=LOWEST)
     if choice.temperature == 0:
         best = torch.zeros_like(logits_V)
         best[logits_V.argmax()] = 1.0

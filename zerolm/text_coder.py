@@ -62,14 +62,24 @@ class TextCoder:
         return self.tokenizer.encode(text, **more)
 
     def decode(self, ids: Sequence[int], special_tokens: bool = True) -> str:
-        """Return the text of ids.
+        """Return the text of ids; those that are no token, where a model has more ids, have none.
 
         Args:
             special_tokens: whether they are shown.
         """
-        if self.tokenizer is None:
-            return self._encoding.decode(list(ids))
-        return self.tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
+        if self.tokenizer is not None:
+            known = [token for token in ids if token < len(self.tokenizer)]
+            return self.tokenizer.decode(known, skip_special_tokens=not special_tokens)
+        special = set() if special_tokens else {self.eos_id}
+        return b"".join(map(self._bytes, filter(lambda token: token not in special, ids))).decode(
+            "utf-8", "replace"
+        )
+
+    def _bytes(self, token: int) -> bytes:
+        try:
+            return self._encoding.decode_single_token_bytes(token)
+        except KeyError:
+            return b""
 
     def row(self, context: str, continuation: str) -> Row:
         """Return the ids of a continuation with its context before, as one text is tokenized.

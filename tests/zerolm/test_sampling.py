@@ -35,6 +35,16 @@ def test_tokens_have_the_chances_that_transformers_gives_them(temperature, top_k
     assert distribution(logits, Choice(0.0)).argmax() == logits.argmax()
 
 
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf")])
+def test_a_model_that_has_diverged_still_writes_something(worst) -> None:
+    logits = torch.zeros(9)
+    logits[4] = worst
+    for choice in (Choice(0.8, 3, 0.9), Choice(1.0), Choice(0.0)):
+        for case in (logits, torch.full((9,), worst)):
+            chances = distribution(case, choice)
+            assert chances.isfinite().all() and chances.sum() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -1,0 +1,81 @@
+"""Text becomes ids as lm-eval makes them, whatever kind the tokenizer is of."""
+
+import pytest
+import tiktoken
+from transformers import AutoTokenizer
+
+from data_prep.tokenizers import load_tokenizer
+from tests.texts import VOCABULARY, paragraphs, write_tokenizer
+from zerolm.errors import ConfigError
+from zerolm.likelihood import Row
+from zerolm.text_coder import TextCoder, max_length
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("coder") / "tokenizer")
+
+
+@pytest.fixture
+def with_tiktoken(tmp_path, monkeypatch):
+    """The copy that data_prep keeps of a tiny encoding of tiktoken, with a gap in its ids."""
+    encoding = tiktoken.Encoding(
+        "tiny",
+        pat_str=r"\w+|\W",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<|endoftext|>": 300},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    load_tokenizer("tiktoken:tiny").write_copy(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [("The class", " statement"), ("The class  ", " statement"), ("", "The class"), ("A", "b")],
+)
+def test_rows_are_those_of_lm_eval(directory, context, continuation) -> None:
+    from lm_eval.api.model import TemplateLM
+
+    coder = TextCoder(directory)
+
+    class Theirs(TemplateLM):
+        eot_token_id = coder.eos_id
+        loglikelihood_rolling = generate_until = None
+
+        def tok_encode(self, string, add_special_tokens=None, **_):
+            return AutoTokenizer.from_pretrained(directory).encode(string)
+
+        def _loglikelihood_tokens(self, requests, **_):
+            return requests
+
+    request = type("Request", (), {"args": (context, continuation)})
+    ((_, before, scored),) = Theirs().loglikelihood([request], disable_tqdm=True)
+    assert coder.row(context, continuation) == Row(before + scored, len(scored))
+
+
+def test_decoding_gives_the_text_back_and_knows_no_other_ids(directory, with_tiktoken) -> None:
+    for coder in (TextCoder(directory), TextCoder(with_tiktoken)):
+        for text in (*paragraphs()[:20], "naïve – 雪"):
+            ids = coder.encode(text)
+            assert coder.decode(ids) == text
+            outside = [*ids, VOCABULARY + 100, coder.eos_id]
+            assert coder.decode(outside, special_tokens=False) == text
+            assert coder.decode(outside) == text + "<|endoftext|>"
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="there is no tokenizer"):
+        TextCoder(tmp_path / "none")
+    with pytest.raises(ConfigError, match="not a tokenizer"):
+        TextCoder(tmp_path)
+
+
+def test_the_length_is_that_of_lm_eval(directory) -> None:
+    from lm_eval.models.utils import resolve_max_length
+    from transformers import AutoConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    for kind in ("llama", "gpt2", "mamba", "bloom", "mixtral"):
+        config = AutoConfig.for_model(kind)
+        assert max_length(config, tokenizer) == resolve_max_length(config, tokenizer)
