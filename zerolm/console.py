@@ -64,6 +64,7 @@ class Console:
         """Move the bar on, and draw it if that was not done just now."""
         if self._bar is not None:
             with contextlib.suppress(Exception):
+                self._bar.total = max(self._bar.total, step)  # refused ones come on top
                 self._compose()
                 self._bar.update(step - self._bar.n)
 

@@ -28,6 +28,7 @@ for step in range(1, 31):
         print(f"line {step}", flush=True)
         print(f"error {step}", file=sys.stderr, flush=True)
     time.sleep(0.02)
+console.step(31)
 console.close()
 print("the end")
 """
@@ -71,7 +72,7 @@ def test_the_bar_stays_below_and_loses_no_line(columns) -> None:
     shown = screen(run_in_terminal(columns))
     found = [line for line in shown if line]
     assert found[:-2] == [f"{word} {step}" for step in (10, 20, 30) for word in ("line", "error")]
-    assert found[-2].startswith("step 30/30 100% ") and "1m15s to go" in found[-2]
+    assert found[-2].startswith("step 31/31 100% █") and "1m15s to go" in found[-2]
     assert "loss 3.2500" in found[-2] and len(found[-2]) <= (columns or 80)
     assert ("lr 1.00e-03" in found[-2]) == (columns > 100)
     assert found[-1] == "the end"
