@@ -1,6 +1,6 @@
 // Puts the page together from its data.
 
-const NUM_COLOURS = 8;
+const NUM_COLOURS = 8, MOST_SEAMS = 3;
 const DASHES = [null, '6 3', '2 3', '8 3 2 3', '1 2'];
 const colour = (index) => `var(--c${index % NUM_COLOURS})`;
 
@@ -22,8 +22,8 @@ function seriesOf(data, panel) {
       const own = compared ? run.colour : blocks ? shade(index, panel.keys.length) : colour(index);
       const shared = {
         label, name: label, run: run.number, colour: own, legendColour: compared ? 'var(--ink)' : own,
-        dash: DASHES[(compared ? index : Math.floor(index / NUM_COLOURS)) % DASHES.length],
-        width: compared ? 1.7 + 2 * Math.min(3, data.runs.length - 1 - run.number) : 0,
+        dash: DASHES[((compared ? index : Math.floor(index / NUM_COLOURS)) + Math.floor(run.number / NUM_COLOURS)) % DASHES.length],
+        width: compared && data.runs.length <= MOST_SEAMS ? 1.7 + 2 * (data.runs.length - 1 - run.number) : 0,
         marks: panel.points || key.startsWith('eval/'), full: compared ? (panel.keys.length > 1 ? `${run.name}, ${label}` : run.name) : label,
       };
       const add = (curves, faint) => {
@@ -66,6 +66,7 @@ function toolbar(data) {
       });
       const key = h('i', { class: 'key' });
       key.style.color = run.colour;
+      if (run.number >= NUM_COLOURS) key.style.borderTopStyle = 'dashed';
       chip.prepend(key);
       runs.append(chip);
     }

@@ -63,9 +63,10 @@ function header(data) {
 }
 
 function agreement(data) {
-  return data.agreement.map((one) => h('p', { class: 'agreement' }, h('b', {}, `${data.runs[0].name} and ${one.run}: `),
+  const lines = data.agreement.map((one) => h('p', { class: 'agreement' }, h('b', {}, `${data.runs[0].name} and ${one.run}: `),
     one.largest === 0 ? `training losses are equal to the bit at all ${one.steps.toLocaleString('en')} steps that both have.`
       : `training losses differ by at most ${significant(one.largest, 3)} (${significant(one.relative, 2)} of it, at step ${one.at.toLocaleString('en')}) over ${one.steps.toLocaleString('en')} steps that both have.`));
+  return lines.length > 2 ? [h('details', {}, h('summary', {}, `How far the training losses are from those of ${data.runs[0].name}`), ...lines)] : lines;
 }
 
 function findings(data) {
