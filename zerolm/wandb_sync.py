@@ -4,6 +4,8 @@ One W&B run has `metrics.jsonl`, with checkpoints as references and samples; wha
 back over is a run of its own, in the same group. The run may be going on.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import uuid
@@ -37,7 +39,7 @@ def wandb_sync(
         The ids of the W&B runs.
 
     Raises:
-        ConfigError: this is not a run directory, or online without a key.
+        ConfigError: this is not a run directory; online without a key; the id is in use.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "run.json").is_file():
@@ -53,6 +55,14 @@ def wandb_sync(
         memory = run_dir / "wandb" / MEMORY
         if not memory.is_file():
             raise ConfigError(f"--same_id: {memory} is not there: the run has no W&B run yet.")
+        with contextlib.suppress(FileNotFoundError), open(run_dir / "wandb" / "lock") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"--same_id: {run_dir} is going on and writes to that W&B run. Wait for its "
+                    f"end, or leave --same_id out."
+                ) from error
         own_id = json.loads(memory.read_text())["id"]
 
     def named(suffix: str) -> Identity:

@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,9 @@ class WandbTracker:
 
         mode: Any = self.identity.mode
         known = wandb_files.Contents([], set(), set())
+        self._older = wandb_files.files_of(self.run_dir, self.run_id)
         if self.live:
             write_json(directory / MEMORY, {"id": self.run_id, "rollbacks": self.rollbacks})
-            self._older = wandb_files.files_of(self.run_dir, self.run_id)
             if mode == "online":
                 known = wandb_files.contents(self.run_dir, self.run_id)
         self._told = known.alerts | known.artifacts
@@ -199,7 +200,7 @@ class WandbTracker:
         """Send one row."""
         self._put(row)
         if self.live and (alert := self._mfu.judge(row)):
-            self._alert(alert)
+            self._alert(alert, time.time())
 
     def _put(self, row: Row) -> None:
         self.run.log(row, step=self._next, commit=True)
@@ -237,13 +238,13 @@ class WandbTracker:
             self._reference(event)
         alert = alerts.of_event(event) if self.live else None
         if alert is not None:
-            self._alert(alert)
+            self._alert(alert, _seconds(event))
 
     def flush(self) -> None:
         """Note that this start has caught up. W&B's process writes by itself."""
-        if self.identity.mode == "offline" and self._older:
+        if self._older:
             wandb_files.supersede(self._older)
-        self._older = []
+            self._older = []
 
     def finish(self, exit_code: int) -> None:
         """Send the rest, and end the W&B run.
@@ -257,10 +258,8 @@ class WandbTracker:
 
     # ---- More than rows
 
-    def _alert(self, alert: alerts.Alert) -> None:
-        if alert.text in self._told:
-            return
-        if self._limit.allows(alert, time.monotonic()):
+    def _alert(self, alert: alerts.Alert, when: float) -> None:
+        if alert.text not in self._told and self._limit.allows(alert, when):
             self.run.alert(
                 f"{self.identity.name[:40]}: {alert.title}",
                 alert.text,
@@ -302,3 +301,11 @@ class WandbTracker:
         except Exception:  # W&B wants a library of the store's; the metadata name it
             artifact.add_reference(path.as_uri(), name=name, checksum=False)
         self.run.log_artifact(artifact, aliases=["latest", name])
+
+
+def _seconds(event: Row) -> float:
+    """Return when an event was written, in seconds since the epoch; now, if it does not say."""
+    try:
+        return datetime.strptime(event["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (KeyError, ValueError):
+        return time.time()

@@ -250,3 +250,9 @@ def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir) -> None
         with pytest.raises(ConfigError, match=words) as refused:
             wandb_sync(**arguments)
         assert len(refused.value.problems) == 1
+    (run_dir / "wandb").mkdir()
+    (run_dir / "wandb" / "run.json").write_text('{"id": "first"}')
+    with open(run_dir / "wandb" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the tracker of a run that is going on
+        with pytest.raises(ConfigError, match="is going on and writes to that W&B run"):
+            wandb_sync(run_dir, mode="offline", same_id=True)
