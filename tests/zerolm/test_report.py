@@ -150,6 +150,21 @@ def test_the_run_waits_for_its_page_only_at_the_end(tmp_path) -> None:
     off.finish()
 
 
+def test_a_page_that_hangs_holds_up_nothing(tmp_path, monkeypatch) -> None:
+    run = write_run(tmp_path / "run")
+    os.mkfifo(run / "metrics-rolled-back-0001.jsonl")  # its reader waits forever
+    monkeypatch.setattr(reporting, "FINISH_SECONDS", 1.0)
+    page = reporting.Reporting(run, interval=1e-3, active=True)
+    while page._child is None:
+        page.poke()
+    child = page._child
+    for _ in range(1000):
+        page.poke()
+    assert page._child is child and child.poll() is None, "one at a time, and nobody waits"
+    page.finish()
+    assert child.poll() is not None and page._child is None, "and none stays"
+
+
 def test_a_supervisor_has_the_page_of_a_killed_run_written(tmp_path) -> None:
     for number, interval in enumerate((180.0, 0.0)):
         run = write_run(tmp_path / f"run{number}", report_interval=interval)
