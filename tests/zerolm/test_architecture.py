@@ -41,6 +41,10 @@ def refusal(tmp_path):
 PUBLISHED = {
     "gpt2": 124_439_808,
     "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-70b": 68_976_648_192,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
     "mistral-7b": 7_241_732_096,
     "pythia-160m": 162_322_944,
     "qwen3-0.6b": 596_049_920,
@@ -52,6 +56,25 @@ PUBLISHED = {
 def test_shipped_configs_have_as_many_parameters_as_the_published_models(name):
     config = load_model_config(ROOT / "model_configs" / f"{name}.json")
     assert num_parameters(parameter_shapes(config)) == PUBLISHED[name]
+
+
+# Mixtral 8x7B's card: 12.9 B a token; OLMoE's paper: 1.3 B; the third is a shape of our own.
+ACTIVE = {"mixtral-8x7b": 12.9e9, "olmoe-1b-7b": 1.3e9, "moe-1.6b": 0.64e9}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_shipped_mixtures_use_the_stated_part_and_learn_to_balance_it(name):
+    config = load_model_config(ROOT / "model_configs" / f"{name}.json")
+    shapes = parameter_shapes(config)
+    assert num_active_parameters(config, shapes) == pytest.approx(ACTIVE[name], rel=0.02)
+    assert config.output_router_logits and config.router_aux_loss_coef > 0
+
+
+def test_the_mixture_of_1_6_billion_has_that_many():
+    config = load_model_config(ROOT / "model_configs" / "moe-1.6b.json")
+    assert num_parameters(parameter_shapes(config)) == pytest.approx(1.6e9, rel=0.02)
+    sizes = (config.num_hidden_layers, config.hidden_size, config.num_local_experts)
+    assert (*sizes, config.num_experts_per_tok) == (24, 1024, 6, 2)
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)

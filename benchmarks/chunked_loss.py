@@ -1,0 +1,183 @@
+"""Memory and time of the loss with --loss_chunk_tokens, against all logits at once.
+
+    python benchmarks/chunked_loss.py [--vocabulary 128000] [--tokens 4096] [--chunks 256 1024]
+
+A Llama of two layers with a large vocabulary runs forward and backward through
+`zerolm.loss.token_losses`, each time in a process of its own: with its logits at once, and in
+chunks of each size. Reported, each as a ratio to all at once: the most memory that the step takes
+beside weights and gradients (VmHWM, reset before it; on a CUDA device what torch allocates), and
+its seconds (on a CPU those of the process, which others on the machine hardly change). Losses and
+the gradients of all parameters are compared too: largest difference of a loss, and of a gradient
+by the norm of the difference over its norm.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LAYERS, HIDDEN, SEQ_LEN = 2, 512, 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocabulary", type=int, default=128_000)
+    parser.add_argument("--tokens", type=int, default=4096, help=f"a multiple of {SEQ_LEN}")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--turns", type=int, default=2, help="measurements of each")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(**json.loads(arguments.one))))
+        return
+    table = compare(arguments)
+    print(table)
+    if arguments.output:
+        arguments.output.write_text(table)
+
+
+def compare(arguments: argparse.Namespace) -> str:
+    """Run all contenders in turn, and return the table."""
+    lines = []
+    with tempfile.TemporaryDirectory() as work:
+        for precision in arguments.precisions:
+            turns = [
+                {
+                    chunk: _in_a_process(
+                        chunk=chunk,
+                        precision=precision,
+                        vocabulary=arguments.vocabulary,
+                        tokens=arguments.tokens,
+                        device=arguments.device,
+                        reference=f"{work}/{precision}.pt",
+                    )
+                    for chunk in (0, *arguments.chunks)
+                }
+                for _ in range(arguments.turns)
+            ]
+            lines += [_row(precision, chunk, turns) for chunk in turns[0]]
+    flags = f"--vocabulary {arguments.vocabulary} --tokens {arguments.tokens}"
+    words = f"python benchmarks/chunked_loss.py {flags} --device {arguments.device}"
+    threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
+    return "\n".join(
+        [
+            "# Memory and time of the loss in chunks",
+            "",
+            f"`{words}`, {date.today()}, {platform.machine()}, {threads} thread(s). A Llama of "
+            f"{LAYERS} layers, {HIDDEN} wide, {arguments.vocabulary:,} tokens in its vocabulary, "
+            f"{arguments.tokens:,} in the micro-batch.",
+            "",
+            "| weights | tokens in a chunk | step's memory (MB) | ratio | seconds | ratio | "
+            "largest difference of a loss | of a gradient |",
+            "|---|---|---|---|---|---|---|---|",
+            *lines,
+            "",
+            "Ratios are to all logits at once, taken within a turn; of the turns, the median.",
+            "",
+        ]
+    )
+
+
+def _row(precision: str, chunk: int, turns: list[dict[int, dict[str, float]]]) -> str:
+    def median(values: list[float]) -> float:
+        return sorted(values)[len(values) // 2]
+
+    own = [turn[chunk] for turn in turns]
+    cells = [precision, f"{chunk:,}" if chunk else "all"]
+    for key, shown in (("bytes", "{:,.0f}"), ("seconds", "{:.1f}")):
+        value = median([one[key] for one in own]) / (1e6 if key == "bytes" else 1)
+        ratio = median([turn[chunk][key] / turn[0][key] for turn in turns])
+        cells += [shown.format(value), f"{ratio:.2f}"]
+    for key in ("loss", "gradient"):
+        cells.append(f"{max(one[key] for one in own):.1e}" if chunk else "")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _in_a_process(**what: Any) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", json.dumps(what)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(
+    chunk: int, precision: str, vocabulary: int, tokens: int, device: str, reference: str
+) -> dict[str, float]:
+    """Take one step in this process; the one with all logits writes what others compare with."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from zerolm import chunked_head
+    from zerolm.loss import token_losses
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS, num_attention_heads=8, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter).fill_(0)  # touched, so that it is resident
+    ids = torch.randint(0, vocabulary, (tokens // SEQ_LEN, SEQ_LEN + 1)).to(device)
+    batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
+    if chunk:
+        chunked_head.install(model, chunk)
+    token_losses(model, {name: rows[:1, :8] for name, rows in batch.items()})[0].sum().backward()
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    before = _memory(device, reset=True)
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    started = clock()
+    losses, _ = token_losses(model, batch)
+    losses.mean().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = clock() - started
+    figures = {"seconds": seconds, "bytes": _memory(device, reset=False) - before}
+    gradients = [parameter.grad.cpu() for parameter in model.parameters()]
+    if not chunk:
+        torch.save((losses.detach().cpu(), gradients), reference)
+        return figures | {"loss": 0.0, "gradient": 0.0}
+    expected, others = torch.load(reference, mmap=True)
+    figures["loss"] = float((losses.detach().cpu() - expected).abs().max())
+    figures["gradient"] = max(
+        float((one - other).float().norm() / other.float().norm())
+        for one, other in zip(gradients, others, strict=True)
+    )
+    return figures
+
+
+def _memory(device: str, reset: bool) -> int:
+    """Return the most bytes so far; with `reset`, what there is now, from which it counts on."""
+    import torch
+
+    if device == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM becomes VmRSS
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
