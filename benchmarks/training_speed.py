@@ -47,6 +47,8 @@ STEPS = 1_000_000  # more than a benchmark takes: it ends by killing its contend
 class Contender:
     """A running `deepspeed` command that prints `step=N ... loss=L`, going on or stopped."""
 
+    pattern = STEP_LINE
+
     def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace):
         self.name, self.arguments, self.port = name, arguments, free_port()
         command = [
@@ -69,7 +71,7 @@ class Contender:
         for line in self.process.stdout or ():
             now = time.perf_counter()
             self.lines.append(line)
-            if match := STEP_LINE.match(line):
+            if match := self.pattern.match(line):
                 self.steps.put((int(match[1]), now))
         self.steps.put((-1, 0.0))
 
