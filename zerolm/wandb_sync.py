@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zerolm.errors import ConfigError
+from zerolm.errors import ConfigError, ZerolmError
 from zerolm.machine import has_wandb_key
 from zerolm.mirror import Tail
-from zerolm.wandb_tracker import MEMORY, Identity, WandbTracker, identity, mode_of
+from zerolm.wandb_tracker import MEMORY, Identity, WandbTracker, close, identity, mode_of
 
 
 def wandb_sync(
@@ -40,6 +40,7 @@ def wandb_sync(
 
     Raises:
         ConfigError: this is not a run directory; online without a key; the id is in use.
+        ZerolmError: W&B failed.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "run.json").is_file():
@@ -79,7 +80,15 @@ def wandb_sync(
         suffix = path.stem.removeprefix("metrics")
         parts.append((suffix, path.name, f"{own_id}{suffix}"))
     for suffix, file, run_id in parts:
-        _send(run_dir, file, named(suffix), run_id, whole=not suffix, say=say)
+        try:
+            _send(run_dir, file, named(suffix), run_id, whole=not suffix, say=say)
+        except Exception as error:  # whatever of network, key or disk W&B finds wanting
+            close()
+            reason = " ".join(str(error).split())[:300]
+            raise ZerolmError(
+                f"{run_dir / file}: W&B did not take it: {reason}. Try again, or write it into "
+                f"the run directory with --mode offline."
+            ) from error
     return [run_id for _, _, run_id in parts]
 
 

@@ -62,7 +62,7 @@ def make(run_dir: Path, project: str | None, entity: str | None, print_only: boo
     if not print_only:
         if not has_wandb_key():
             raise ConfigError(
-                "wandb-workspace: no W&B key is configured. Run wandb login or set WANDB_API_KEY, "
+                "no W&B key is configured. Run wandb login or set WANDB_API_KEY, "
                 "or see what it would make with --print."
             )
         if not entity:
@@ -77,7 +77,7 @@ def make(run_dir: Path, project: str | None, entity: str | None, print_only: boo
         return workspace.save().url
     except Exception as error:  # whatever of network, key or permission W&B finds wanting
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"wandb-workspace: W&B did not take it: {reason}") from error
+        raise ConfigError(f"W&B did not take it: {reason}") from error
 
 
 def layout(keys: set[str], project: str, entity: str, title: str) -> Any:
@@ -91,7 +91,7 @@ def layout(keys: set[str], project: str, entity: str, title: str) -> Any:
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise ConfigError(
-            "wandb-workspace: needs the package wandb-workspaces. Install it with "
+            "needs the package wandb-workspaces. Install it with "
             "pip install 'zerolm[wandb-workspaces]'."
         ) from error
     sections: list[Any] = []

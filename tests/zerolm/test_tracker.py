@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.endpoints import WandbServer
-from tests.launching import environment
+from tests.launching import environment, free_port
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
-from zerolm import events, metrics
-from zerolm.errors import ConfigError
+from zerolm import events, metrics, wandb_tracker
+from zerolm.errors import ConfigError, ZerolmError
 from zerolm.metrics import RunLog
 from zerolm.wandb_sync import wandb_sync
 
@@ -204,11 +204,13 @@ def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) 
     assert (run.project, run.entity) == ("other", "team")
 
 
+@pytest.mark.soak
 def test_wandb_online_has_each_row_once_although_some_never_arrived(run_dir, monkeypatch) -> None:
     """Killed with rows that its server has not got; then resumed; then from another machine."""
     with WandbServer() as server:
         for key, value in server.environment().items():
             monkeypatch.setenv(key, value)
+        monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "0.2")  # else it takes its time
         log = begin(run_dir, 0, mode="online")
         write_steps(log, 1, 2, 3)
         wait_for(lambda: len(server.history) == 3)
@@ -241,7 +243,7 @@ def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> No
     assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
 
 
-def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir) -> None:
+def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeypatch) -> None:
     for arguments, words in (
         ({"run_dir": tmp_path}, "no run.json"),
         ({"run_dir": run_dir, "mode": "online"}, "no key is configured"),
@@ -256,3 +258,8 @@ def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir) -> None
         fcntl.flock(lock, fcntl.LOCK_EX)  # as the tracker of a run that is going on
         with pytest.raises(ConfigError, match="is going on and writes to that W&B run"):
             wandb_sync(run_dir, mode="offline", same_id=True)
+    monkeypatch.setattr(wandb_tracker, "INIT_SECONDS", 1)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ZerolmError, match=r"W&B did not take it: .*refused"):
+        wandb_sync(run_dir, mode="online")

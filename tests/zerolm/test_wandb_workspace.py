@@ -6,6 +6,7 @@ from zerolm.errors import ConfigError
 from zerolm.wandb_workspace import make
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of that package's use of pydantic
 def test_a_workspace_has_panels_for_what_the_run_measures(tmp_path, monkeypatch) -> None:
     pytest.importorskip("wandb_workspaces")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
