@@ -9,9 +9,10 @@ from typing import Any
 
 from zerolm import harness, hellaswag
 from zerolm.errors import ConfigError
+from zerolm.likelihood import fitting_tokens
 from zerolm.text_coder import TextCoder, max_length
 
-BATCH_TOKENS = 8192  # of a forward pass: 1 GiB of logits with 32k ids in float32
+BATCH_TOKENS = 8192  # of a forward pass, or fewer
 
 
 def evaluate_export(
@@ -52,7 +53,11 @@ def evaluate_export(
     if items:
         coder = TextCoder(directory)
         compute = harness.Compute(
-            model, coder, device, max_length(model.config, coder.tokenizer), BATCH_TOKENS
+            model,
+            coder,
+            device,
+            max_length(model.config, coder.tokenizer),
+            fitting_tokens(BATCH_TOKENS, model.config),
         )
         asked = [item.requests for item in items]
         likelihoods = iter(x for x, _ in compute.score(coder.rows(asked, compute.max_length)))

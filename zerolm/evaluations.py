@@ -20,7 +20,7 @@ from zerolm import data, evaluate, evaluation_rules, harness, hellaswag, pulse, 
 from zerolm.distributed import broadcast_object
 from zerolm.faults import fault_point
 from zerolm.files import write_json
-from zerolm.likelihood import Ranks, Row
+from zerolm.likelihood import Ranks, Row, fitting_tokens
 from zerolm.plan import Plan
 from zerolm.text_coder import TextCoder, max_length, prompt_ids
 
@@ -55,7 +55,7 @@ class Evaluations:
             coder,
             device,
             max_length(plan.model_config, coder.tokenizer),
-            plan.micro_batch_size * self.cut["seq_len"],
+            fitting_tokens(plan.micro_batch_size * self.cut["seq_len"], plan.model_config),
             Ranks(engine.global_rank, engine.world_size),
             lambda: pulse.beat("evaluate"),
         )

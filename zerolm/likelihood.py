@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from zerolm.distributed import sum_over_ranks
 
+LOGIT_BYTES = 1 << 30  # of a forward pass: a run may never have all logits of a micro-batch
 PAD_TO = 8  # columns: fewer shapes for the allocator and for kernels that are tuned by shape
 
 
@@ -32,6 +33,16 @@ class Ranks(NamedTuple):
 
 
 ALONE = Ranks()
+
+
+def fitting_tokens(wanted: int, config: Any) -> int:
+    """Return how many tokens a forward pass may have, so that float32 logits fit.
+
+    Args:
+        wanted: at most so many.
+        config: of the model.
+    """
+    return min(wanted, max(1, LOGIT_BYTES // (4 * config.get_text_config().vocab_size)))
 
 
 def problem_of(row: Row, max_length: int) -> str | None:
