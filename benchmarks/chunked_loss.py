@@ -71,6 +71,7 @@ def compare(arguments: argparse.Namespace) -> str:
             ]
             lines += [_row(precision, chunk, turns) for chunk in turns[0]]
     flags = f"--vocabulary {arguments.vocabulary} --tokens {arguments.tokens}"
+    flags += f" --chunks {' '.join(map(str, arguments.chunks))} --turns {arguments.turns}"
     words = f"python benchmarks/chunked_loss.py {flags} --device {arguments.device}"
     threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
     return "\n".join(

@@ -7,7 +7,7 @@ from launch.reliability import Interruptions, interruptions
 from launch.step_time import StepTime, step_time
 from launch.subject import Subject
 from zerolm import defaults, ds_config, memory
-from zerolm.flops import recomputed_flops_per_token
+from zerolm.flops import head_flops_per_token, recomputed_flops_per_token
 
 UINT16_TOKENS = 1 << 16  # a larger vocabulary takes four bytes a token (docs/formats.md)
 
@@ -114,6 +114,8 @@ def estimate(
     again = 0.0
     if settings.gradient_checkpointing:
         again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
+    if settings.loss_chunk_tokens:
+        again += head_flops_per_token(model.config, model.shapes)
     each = memory.activations_of(
         model.config,
         subject.seq_len,

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 from launch.subject import Subject
 from zerolm import ds_config, memory
-from zerolm.flops import BACKWARD_AND_FORWARD, recomputed_flops_per_token
+from zerolm.flops import (
+    BACKWARD_AND_FORWARD,
+    head_flops_per_token,
+    recomputed_flops_per_token,
+)
 
 # Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).
 COLLECTIVE_EFFICIENCY = 0.8
@@ -84,6 +88,8 @@ def step_time(
         again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
         flops += again * RECOMPUTATION_COST
         moved *= 1 + RECOMPUTATION_COST / BACKWARD_AND_FORWARD
+    if subject.settings.loss_chunk_tokens:
+        flops += head_flops_per_token(subject.model.config, subject.model.shapes)
     compute = tokens * flops / (peak * hardware.attained)
     elementwise = tokens * moved * PASSES / hardware.memory_bandwidth
     each, once = _exchanged(subject)

@@ -56,16 +56,27 @@ def recomputed_flops_per_token(
     Args:
         shapes: of every parameter, tied ones once.
     """
+    forward = flops_per_token(config, shapes, seq_len) / BACKWARD_AND_FORWARD
+    return forward - head_flops_per_token(config, shapes)
+
+
+def head_flops_per_token(
+    config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Return the operations of the output head forward, which a loss in chunks repeats.
+
+    Args:
+        shapes: of every parameter, tied ones once.
+    """
     text_config = config.get_text_config()
     heads = [
         shape
         for name, shape in shapes.items()
         if len(shape) == 2 and shape[0] == text_config.vocab_size and not LOOKUP.search(name)
     ]
-    head = 2 * math.prod(heads[0]) if heads else 0.0
     if getattr(config, "tie_word_embeddings", False):
-        head = 2 * text_config.vocab_size * _output_width(text_config, shapes)
-    return flops_per_token(config, shapes, seq_len) / BACKWARD_AND_FORWARD - head
+        return 2 * text_config.vocab_size * _output_width(text_config, shapes)
+    return 2 * math.prod(heads[0]) if heads else 0.0
 
 
 def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -85,6 +85,19 @@ def test_offload_moves_memory_to_the_host_and_takes_time(capsys):
     assert there["step_seconds"]["offload"] > 0 and there["days"] > here["days"]
 
 
+def test_a_loss_in_chunks_takes_less_memory_and_the_heads_product_once_more(capsys):
+    words = golden_words(ROOT / "model_configs" / "qwen3-0.6b.json", "8 x H100")
+    whole = plan_json(capsys, *words, "--micro_batch_size", 8)
+    chunked = plan_json(capsys, *words, "--micro_batch_size", 8, "--loss_chunk_tokens", 1024)
+    head = 151936 * 1024
+    assert whole["memory"]["loss"] == 12 * 8 * 2048 * 151936
+    assert chunked["memory"]["loss"] == 10 * 1024 * 151936 + 4 * head
+    more = chunked["hardware_flops_per_token"] - whole["hardware_flops_per_token"]
+    assert (
+        more == 2 * head and chunked["step_seconds"]["compute"] > whole["step_seconds"]["compute"]
+    )
+
+
 def test_only_active_experts_cost_operations(capsys):
     found = plan_json(
         capsys, *golden_words(ROOT / "model_configs" / "mixtral-tiny.json", "8 x H100")
