@@ -87,8 +87,10 @@ def noise_scales(curve: list[Step], sequences: int, batch: int, seq_len: int) ->
 
 def initial_model(config: dict, seed: int) -> torch.nn.Module:
     settings = dict(config)
+    tied = settings.pop("tie_word_embeddings")
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(settings.pop("model_type"), **settings), dtype=torch.float32
+        AutoConfig.for_model(settings.pop("model_type"), **settings, tie_word_embeddings=False),
+        dtype=torch.float32,
     )
 
     def initialize(module: torch.nn.Module, name: str) -> None:
@@ -102,6 +104,8 @@ def initial_model(config: dict, seed: int) -> torch.nn.Module:
             model._init_weights(module)
 
     initialize(model, "")
+    model.config.tie_word_embeddings = tied  # drawn untied, then tied: docs/initialization.md
+    model.tie_weights()
     return model
 
 

@@ -71,6 +71,26 @@ def test_curve_and_health_equal_plain_pytorch(
     check_health(run_dir, curve, micro, bf16)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_learned_is_the_same_in_every_bit_however_often_it_is_measured(
+    tmp_path, corpus, llama, stage
+) -> None:
+    json_file = profile(tmp_path / "ds.json", stage, bf16=False)
+    found = {}
+    for interval in (1, 10):
+        run_dir = tmp_path / str(interval)
+        words = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
+        words += ["--log_interval", interval, "--wandb", "off"]
+        done = launch(2, *words)
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[interval] = [
+            [rows(run_dir, f"train/{key}")[step] for step in (10, 20)]
+            for key in ("loss", "grad_norm", "param_norm", "update_ratio")
+        ]
+    assert found[1] == found[10]
+
+
 def check_health(run_dir, curve: list[plain_pytorch.Step], micro: int, bf16: bool) -> None:
     """Compare norms, update ratios, clipping and noise scale with those of the full model."""
     assert ("lm_head" in curve[0].param_norms) == bool(rows(run_dir, "train/param_norm/lm_head"))
@@ -79,12 +99,12 @@ def check_health(run_dir, curve: list[plain_pytorch.Step], micro: int, bf16: boo
         norms = [step.param_norms[block] for step in curve]
         agrees(run_dir, f"train/param_norm{end}", norms, 1e-3 if bf16 else 1e-5)
         ratios = [step.update_ratios[block] for step in curve]
-        agrees(run_dir, f"train/update_ratio{end}", ratios, 5e-2 if bf16 else 1e-3)
+        agrees(run_dir, f"train/update_ratio{end}", ratios, 1e-2 if bf16 else 1e-4)
     clipped = [step.grad_norm > CLIPPING for step in curve]
     assert list(rows(run_dir, "train/clipped_share").values()) == clipped
     expected = plain_pytorch.noise_scales(curve, micro, BATCH, SEQ_LEN)
     assert sum(value is not None for value in expected) > STEPS / 2, "there is a noise scale"
-    agrees(run_dir, "train/noise_scale_tokens", expected, 1e-1 if bf16 else 2e-3)
+    agrees(run_dir, "train/noise_scale_tokens", expected, 5e-2 if bf16 else 2e-3)
 
 
 def agrees(run_dir, key: str, expected: list[float | None], tolerance: float) -> None:
