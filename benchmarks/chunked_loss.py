@@ -1,6 +1,6 @@
 """Memory and time of the loss with --loss_chunk_tokens, against all logits at once.
 
-    python benchmarks/chunked_loss.py [--vocabulary 128000] [--tokens 4096] [--chunks 256 1024]
+    python benchmarks/chunked_loss.py [--vocabulary 128000] [--tokens 4096] [--chunks 512 ...]
 
 A Llama of two layers with a large vocabulary runs forward and backward through
 `zerolm.loss.token_losses`, each time in a process of its own: with its logits at once, and in
@@ -34,7 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--vocabulary", type=int, default=128_000)
     parser.add_argument("--tokens", type=int, default=4096, help=f"a multiple of {SEQ_LEN}")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[512])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--turns", type=int, default=2, help="measurements of each")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
