@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class Observed(Contender):
 
 def main() -> None:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end with it
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         write_shard(scratch / "shards", arguments.model_config)
