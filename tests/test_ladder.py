@@ -51,7 +51,7 @@ RUNGS = {
             # looking at data
             "excerpts",
             # export's parts
-            "hub", "model_card", "weight_files",
+            "hub", "line_file", "model_card", "weight_files",
             # the evaluations' parts
             "evaluation_rules", "harness", "hellaswag", "likelihood", "sampling", "text_coder",
             # looking at a run's health

@@ -267,7 +267,9 @@ def write_export(found: Checkpoint, arguments: argparse.Namespace) -> None:
         files = {}
         # No metrics beside the checkpoint, no picture.
         with tempfile.TemporaryDirectory() as directory, suppress(ConfigError):
-            files[PICTURE] = plot_losses([run_dir], Path(directory) / PICTURE).read_bytes()
+            picture = Path(directory) / PICTURE
+            last_step = found.progress.step
+            files[PICTURE] = plot_losses([run_dir], picture, last_step).read_bytes()
         name = arguments.push or output.absolute().name
         text = model_card(run_dir, found.manifest, name, num_parameters, bool(files))
         return {**files, "README.md": text.encode()}

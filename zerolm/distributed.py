@@ -198,11 +198,16 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def tell(*words: object) -> None:
+    """Print. Whoever reads it, or its terminal or disk, may be gone; that is not the run's end."""
+    with contextlib.suppress(OSError):
+        print(*words, flush=True)
+
+
 def say(rank: int, *words: object) -> None:
-    """Print on rank 0. Whoever reads it may be gone; that is not the run's end."""
+    """Print on rank 0."""
     if rank == 0:
-        with contextlib.suppress(BrokenPipeError):
-            print(*words, flush=True)
+        tell(*words)
 
 
 def barrier() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from zerolm.ds_config import block, offload_device, precision, zero_stage
 from zerolm.ds_optimizers import optimizer_problems, scheduler_problems
 from zerolm.errors import did_you_mean
+from zerolm.run_settings import SECRET_KEY
 from zerolm.values import shown
 
 # How deepspeed.runtime.config.DtypeEnum writes it.
@@ -231,6 +232,20 @@ def _unsupported_problems(ds_config: Mapping[str, Any]) -> list[str]:
         problems.append("compile.deepcompile: true, is not supported. Use --compile instead.")
     if block(ds_config, "wandb").get("enabled") is True:
         problems.append("wandb.enabled: true, would start a second W&B run. Use --wandb instead.")
+    return [*problems, *_secrets(ds_config)]
+
+
+def _secrets(value: Mapping[str, Any], where: str = "") -> list[str]:
+    """Refuse secrets, since the whole config stands in run.json, on the run's page and in W&B."""
+    problems = []
+    for key, part in value.items():
+        if isinstance(part, Mapping):
+            problems += _secrets(part, f"{where}{key}.")
+        elif isinstance(part, str) and part and SECRET_KEY.search(key):
+            problems.append(
+                f"{where}{key}: a secret, which everybody would see who sees the run. Remove it, "
+                f"and set it in the environment (for Comet: COMET_API_KEY)."
+            )
     return problems
 
 

@@ -73,10 +73,10 @@ def export(
     skeleton.config.dtype = dtype
     skeleton.config.architectures = [type(skeleton).__name__]
     check_room(output, skeleton.num_parameters() * dtype.itemsize)
-    temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
     try:
-        temporary.mkdir(parents=True)
         skeleton.config.save_pretrained(temporary)
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(temporary)

@@ -62,6 +62,23 @@ def read_all(path: Path) -> list[Row]:
     return rows
 
 
+def rows_with(path: Path, key: str) -> Iterator[Row]:
+    """Yield the rows that have a key, up to the first line that is not whole; parses no other."""
+    if not path.is_file():
+        return
+    quoted = json.dumps(key)
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if quoted not in line:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                return
+            if key in row:
+                yield row
+
+
 def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (where it begins, the line) from the last line to the first."""
     with open(path, "rb") as file:

@@ -4,15 +4,18 @@ The files are the truth. A tracker may be down, slow or misconfigured; that is a
 end of a run. Only rank 0 has a `RunLog` that writes.
 """
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from zerolm import events, jsonl, skipped
+from zerolm.distributed import tell
 from zerolm.files import write_atomically
+from zerolm.line_file import LineFile
 from zerolm.tracker import Trackers
 from zerolm.values import count, duration
 
@@ -36,8 +39,9 @@ class RunLog:
     def __init__(self, run_dir: Path, resumed_step: int, writes: bool):
         self.run_dir, self.writes = Path(run_dir), writes
         self.trackers: Trackers | None = None
-        self._metrics: TextIO | None = None
-        self._events: TextIO | None = None
+        self._metrics: LineFile | None = None
+        self._events: LineFile | None = None
+        self._values: dict[str, dict[int, float]] = {}  # of keys that were asked for, by step
         self._newest: tuple[int, set[str]] = (-1, set())  # the last step, and the keys it has
         if not writes:
             return
@@ -47,15 +51,15 @@ class RunLog:
         for row in written:
             if row["step"] == resumed_step:
                 self._note(row)
-        self._metrics = open(path, "a", buffering=1)
+        self._metrics = LineFile(path, tell)
         path = self.run_dir / SAMPLES
         if path.is_file():
             jsonl.cut_end(path, jsonl.read_end(path, resumed_step)[1])
         path = self.run_dir / EVENTS
         half = path.is_file() and not path.read_bytes().endswith(b"\n")
-        self._events = open(path, "a", buffering=1)
+        self._events = LineFile(path, tell)
         if half and path.stat().st_size:
-            self._events.write("\n")  # a writer was killed in its line: the next one is its own
+            self._events.write("")  # a writer was killed in its line: the next one is its own
 
     def has(self, step: int, key: str) -> bool:
         """Tell whether the newest step is `step` and has `key`. Rank 0 only.
@@ -71,8 +75,10 @@ class RunLog:
         """Return the `count` steps with the lowest values of `key`. Empty but on rank 0."""
         if not self.writes or not count:
             return []
-        rows = jsonl.read_all(self.run_dir / METRICS)
-        values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+        if key not in self._values:  # read once: a run may have a million lines
+            rows = jsonl.rows_with(self.run_dir / METRICS, key)
+            self._values[key] = {row["step"]: row[key] for row in rows if row[key] is not None}
+        values = self._values[key]
         return sorted(values, key=lambda step: (values[step], step))[:count]
 
     def metrics(self, row: Row) -> None:
@@ -80,8 +86,11 @@ class RunLog:
         if self._metrics is None:
             return
         row = {key: _json_value(value) for key, value in row.items()}
-        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
+        self._metrics.write(json.dumps(row, allow_nan=False))
         self._note(row)
+        for key, values in self._values.items():
+            if row.get(key) is not None:
+                values[row["step"]] = row[key]
         if self.trackers is not None:
             self.trackers.poke()
 
@@ -106,14 +115,17 @@ class RunLog:
     def event(self, event: str, step: int, **what: Any) -> None:
         """Append what happened and why."""
         if self._events is not None:
-            self._events.write(events.line(event, step, **what) + "\n")
+            self._events.write(events.line(event, step, **what))
 
     def sync(self) -> None:
-        """Make the lines durable: no checkpoint is ahead of its metrics after a power cut."""
+        """Make the lines durable: no checkpoint is ahead of its metrics after a power cut.
+
+        On a full disk they wait in memory; what becomes of the checkpoint is another matter.
+        """
         for file in (self._metrics, self._events):
             if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
+                with contextlib.suppress(OSError):  # the file has said so
+                    file.sync()
 
     def track(self, settings: Any) -> None:
         """Start the trackers that the settings name. They read run.json; no call waits for them."""

@@ -12,6 +12,7 @@ from typing import Any
 from zerolm import jsonl
 
 PICTURE = "loss.png"
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: where they write
 LAST_LINES = 10  # whose mean loss is given: one step's is noisy
 SETTINGS = {
     "seq_len": "sequence length (tokens)",
@@ -48,12 +49,18 @@ def model_card(
         row for row in jsonl.read_all(run_dir / "metrics.jsonl") if row["step"] <= progress["step"]
     ]
     newest: dict[str, Any] = {}
+    measured: dict[str, int] = {}  # at which step
     for row in rows:
-        newest.update({key: value for key, value in row.items() if value is not None})
+        found = {key: value for key, value in row.items() if value is not None}
+        newest |= found
+        measured.update(dict.fromkeys(found, row["step"]))
     model_type = manifest["model_config"]["model_type"]
     evaluations = {key: value for key, value in newest.items() if key.startswith("eval/")}
     sections = [
-        front_matter(name, evaluations),
+        front_matter(
+            name,
+            {key: v for key, v in evaluations.items() if measured[key] == progress["step"]},
+        ),
         f"# {name}",
         f"A `{model_type}` causal language model with {num_parameters:,} parameters, pretrained "
         f"from random weights on {progress['tokens']:,} tokens with zerolm (DeepSpeed "
@@ -62,13 +69,13 @@ def model_card(
         "## Training",
         _table(("", ""), _training(run, manifest)),
         *_data(newest),
-        *_results(rows, evaluations),
+        *_results(rows, evaluations, measured),
         *([f"![loss over tokens]({PICTURE})"] if picture else []),
         "## Made with",
         _table(("", ""), _made_with(run, manifest)),
     ]
     if "ds_config" in run:
-        text = json.dumps(run["ds_config"], indent=2)
+        text = json.dumps(_published(run["ds_config"]), indent=2)
         sections.append(
             f"<details><summary>ds_config</summary>\n\n```json\n{text}\n```\n\n</details>"
         )
@@ -145,11 +152,27 @@ def _data(newest: Mapping[str, Any]) -> list[str]:
     return ["## Data", _table(("source", "tokens", "share", "epochs"), rows)]
 
 
-def _results(rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, float]) -> list[str]:
+def _results(
+    rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, float], measured: Mapping[str, int]
+) -> list[str]:
     losses = [row["train/loss"] for row in rows if row.get("train/loss") is not None][-LAST_LINES:]
-    results = [("train/loss, last lines", f"{sum(losses) / len(losses):.4f}")] if losses else []
-    results += [(key, f"{value:.4f}") for key, value in evaluations.items()]
-    return ["## Results", _table(("metric", "value"), results)] if results else []
+    results = []
+    if losses:
+        mean = f"{sum(losses) / len(losses):.4f}"
+        results.append(("train/loss, last lines", mean, f"{measured['train/loss']:,}"))
+    results += [(key, f"{value:.4f}", f"{measured[key]:,}") for key, value in evaluations.items()]
+    return ["## Results", _table(("metric", "value", "at step"), results)] if results else []
+
+
+def _published(value: Any) -> Any:
+    """Return what of a ds config may be seen by everybody: no paths, nothing of monitors."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _published(part)
+        for key, part in value.items()
+        if key not in MONITORS and not (isinstance(part, str) and ("/" in part or "\\" in part))
+    }
 
 
 def _made_with(run: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

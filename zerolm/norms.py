@@ -96,8 +96,10 @@ def _pieces(values: torch.Tensor) -> list[torch.Tensor]:
 
 def _squares(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of squares of each piece, (pieces,) float64 on `device`."""
-    norms = torch._foreach_norm(pieces, 2, torch.float32)
-    return torch.stack([norm.to(device) for norm in norms]).double().square()
+    norms = list(torch._foreach_norm(pieces, 2, torch.float32))
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.to(device) for norm in norms]
+    return torch.stack(norms).to(device).double().square()  # one copy, not one for each piece
 
 
 def weight_squares(blocks: Blocks, device: torch.device) -> torch.Tensor | None:

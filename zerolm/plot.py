@@ -5,6 +5,7 @@ files of a run directory (docs/run_directory.md); must not know torch, or how th
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return (sums[at + widths + 1] - sums[at - widths]) / (2 * widths + 1)
 
 
-def plot_losses(run_dirs: Sequence[str | Path], output_png: str | Path) -> Path:
+def plot_losses(
+    run_dirs: Sequence[str | Path], output_png: str | Path, last_step: float = math.inf
+) -> Path:
     """Draw `train/loss` and `eval/loss` over tokens, a colour a run, with what happened on the way.
+
+    Args:
+        last_step: nothing after it is drawn.
 
     Returns:
         The path of the picture, whose directory is created if it is absent.
@@ -58,7 +64,11 @@ def plot_losses(run_dirs: Sequence[str | Path], output_png: str | Path) -> Path:
     Raises:
         ConfigError: a directory without a `train/loss` to draw, each one named.
     """
-    runs = [(Path(run_dir), read_rows(Path(run_dir) / "metrics.jsonl")) for run_dir in run_dirs]
+
+    def until(path: Path) -> list[dict[str, Any]]:
+        return [row for row in read_rows(path) if row["step"] <= last_step]
+
+    runs = [(Path(run_dir), until(Path(run_dir) / "metrics.jsonl")) for run_dir in run_dirs]
     problems = [
         f"{run_dir}/metrics.jsonl: no train/loss in it. Name the --run_dir of a run that has begun."
         for run_dir, rows in runs
@@ -71,7 +81,7 @@ def plot_losses(run_dirs: Sequence[str | Path], output_png: str | Path) -> Path:
     for number, (run_dir, rows) in enumerate(runs):
         name = "" if len(runs) == 1 else f"{run_dir.name} "
         _draw_run(axes, rows, name, f"C{number}")
-        _draw_events(axes, rows, read_rows(run_dir / "events.jsonl"), f"C{number}")
+        _draw_events(axes, rows, until(run_dir / "events.jsonl"), f"C{number}")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(", ".join(run_dir.resolve().name for run_dir, _ in runs))

@@ -2,7 +2,7 @@
 
 The first rank starts `python -m zerolm report RUN_DIR` with the lowest priority (zerolm/report.py),
 one at a time. All that can be slow or broken is over there; nothing of it ends a run. A supervisor
-has it written after a failed attempt. Standard library only.
+has it written after a failed attempt.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from zerolm.distributed import tell
 
 FIRST_SECONDS = 30.0  # after the start, so that there is a page to look at soon
 FINISH_SECONDS = 20.0  # the end of a run waits no longer for its page
@@ -82,7 +84,7 @@ class Reporting:
 
     def _warn(self, why: str) -> None:
         if not self._warned:
-            print(f"report: {self.run_dir}/report.html was not written: {why}", flush=True)
+            tell(f"report: {self.run_dir}/report.html was not written: {why}")
         self._warned = True
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zerolm import events, pulse
 from zerolm.checkpoint_directory import MANIFEST, by_step
+from zerolm.distributed import tell
 from zerolm.object_store import OFF
 
 LOOK_SECONDS = 1.0
@@ -73,10 +74,9 @@ class Uploads:
                 events.append(
                     self.run_dir, "upload_unfinished", step, url=self.url, checkpoints=left
                 )
-            print(
+            tell(
                 f"upload: not in {self.url} at the end: {', '.join(left)}. The next start of this "
-                f"run sends what is missing, or: python -m zerolm upload {self.run_dir} {self.url}",
-                flush=True,
+                f"run sends what is missing, or: python -m zerolm upload {self.run_dir} {self.url}"
             )
 
     def _published(self) -> set[tuple[str, int]]:
@@ -102,7 +102,7 @@ class Uploads:
                 words, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL
             )
         except OSError as error:  # no memory for a process: training goes on
-            print(f"upload: cannot start its process, training goes on: {error}", flush=True)
+            tell(f"upload: cannot start its process, training goes on: {error}")
             self._start_at = time.monotonic() + LONGEST_PAUSE_SECONDS
         self._sending = published
 

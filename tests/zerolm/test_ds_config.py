@@ -394,6 +394,7 @@ BAD = {
         "not supported",
     ),
     "data efficiency": ({"data_efficiency": {"enabled": True}}, "data_efficiency", "--data"),
+    "a secret": ({"comet": {"api_key": "abc"}}, "comet.api_key: a secret", "COMET_API_KEY"),
     "sums of gradients": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: sum", "mean"),
     "quantized weights on a CPU": (
         zero(3, zero_quantized_weights=True),
