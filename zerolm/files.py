@@ -34,10 +34,18 @@ def sync_file(path: str | Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that it is either absent (or as before) or whole, also after a power cut."""
+def write_atomically(
+    path: str | Path, write: Callable[[BinaryIO], object], many_writers: bool = False
+) -> None:
+    """Write a file so that it is either absent (or as before) or whole, also after a power cut.
+
+    Args:
+        many_writers: other processes may write it at the same time; one that is killed then leaves
+            a file that nobody overwrites.
+    """
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    suffix = f".{os.getpid()}.tmp" if many_writers else ".tmp"
+    temporary = path.with_name(path.name + suffix)
     try:
         with open(temporary, "wb") as file:
             write(file)

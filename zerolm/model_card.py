@@ -53,7 +53,8 @@ def model_card(
     for row in rows:
         found = {key: value for key, value in row.items() if value is not None}
         newest |= found
-        measured.update(dict.fromkeys(found, row["step"]))
+        for key in found:
+            measured[key] = row["step"]
     model_type = manifest["model_config"]["model_type"]
     evaluations = {key: value for key, value in newest.items() if key.startswith("eval/")}
     sections = [

@@ -47,7 +47,7 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = Non
     text = page(data_of(histories))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, lambda file: file.write(text.encode()))
+        write_atomically(output, lambda file: file.write(text.encode()), many_writers=True)
     except OSError as error:
         raise ConfigError(
             f"{output}: cannot be written: {error.strerror}. Choose another --output."

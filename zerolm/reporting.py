@@ -13,10 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+from zerolm import pulse
 from zerolm.distributed import tell
 
 FIRST_SECONDS = 30.0  # after the start, so that there is a page to look at soon
-FINISH_SECONDS = 20.0  # the end of a run waits no longer for its page
+# The end of a run waits so long for its page, or for three times what the last one took, up to the
+# second: that of a run of a million lines takes a minute.
+FINISH_SECONDS, MOST_FINISH_SECONDS = 20.0, 180.0
 BUSY_SHARE = 20.0  # a page that took a second is not written again for so many
 
 
@@ -35,6 +38,7 @@ class Reporting:
         self._began = time.monotonic()
         self._write_at = self._began + min(interval, FIRST_SECONDS)
         self._warned = False
+        self._took = 0.0  # seconds, for the last page
 
     def poke(self) -> None:
         """Start a process if the page is old and none is at it. Takes microseconds."""
@@ -50,12 +54,14 @@ class Reporting:
         """Write the page of the end of a run, and wait for it a little."""
         if not self.active:
             return
-        deadline = time.monotonic() + FINISH_SECONDS
+        seconds = min(max(FINISH_SECONDS, 3 * self._took), MOST_FINISH_SECONDS)
+        deadline = time.monotonic() + seconds
         for again in (True, False):  # what is being written now lacks the end
             if self._child is not None:
-                try:
-                    self._child.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
+                while self._child.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    pulse.beat("end")  # to wait here is not to hang
+                if self._child.poll() is None:
                     self._child.kill()
                     self._child.wait()
                 self._reap()
@@ -78,13 +84,18 @@ class Reporting:
             return
         seconds = time.monotonic() - self._began
         self._write_at = max(self._write_at, time.monotonic() + BUSY_SHARE * min(seconds, 600.0))
-        if self._child.returncode != 0:
+        if self._child.returncode == 0:
+            self._took = seconds
+        else:
             self._warn(f"exit code {self._child.returncode}")
         self._child = None
 
     def _warn(self, why: str) -> None:
         if not self._warned:
-            tell(f"report: {self.run_dir}/report.html was not written: {why}")
+            tell(
+                f"report: {self.run_dir}/report.html was not written anew: {why}. By hand: "
+                f"python -m zerolm report {self.run_dir}"
+            )
         self._warned = True
 
 

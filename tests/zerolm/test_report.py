@@ -176,7 +176,7 @@ def test_a_supervisor_has_the_page_of_a_killed_run_written(tmp_path) -> None:
 def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, capfd) -> None:
     page = reporting.Reporting(tmp_path / "absent", interval=600.0, active=True)
     page.finish()
-    assert "was not written" in capfd.readouterr().out
+    assert "was not written anew" in capfd.readouterr().out
 
 
 def test_the_process_of_a_run_that_is_gone_ends(tmp_path) -> None:
