@@ -6,7 +6,7 @@ rank is only read by it. Whatever takes long to import waits until a setting nee
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerolm import hellaswag
 from zerolm.errors import ConfigError
@@ -41,6 +41,22 @@ def task_names(settings: Settings) -> list[str]:
 def tokenizer_dir(sources: Sequence[Source]) -> Path:
     """Return where the tokenizer that made the training data is."""
     return sources[0].directory / "tokenizer"
+
+
+def tokens_at_once(settings: Settings, model_config: "PretrainedConfig", tokenizer: Any) -> int:
+    """Return how many tokens a text may have in a forward pass beside training.
+
+    No more than a sequence of training: the model has learned no place behind it, and the memory
+    that is free has room for no more.
+
+    Args:
+        settings: resolved as far as possible.
+        tokenizer: of transformers; None for one of tiktoken.
+    """
+    from zerolm.text_coder import max_length
+
+    positions = max_length(model_config, tokenizer)
+    return positions if settings.seq_len is None else min(positions, settings.seq_len)
 
 
 def problems(
@@ -98,14 +114,13 @@ def problems(
 def _check_hellaswag(
     settings: Settings, coder: "TextCoder", model_config: "PretrainedConfig | None"
 ) -> None:
-    from zerolm.text_coder import max_length
-
     name = settings.hellaswag or ""
     items = hellaswag.read_items(name, settings.hellaswag_items)
     if model_config is None:
         return
     try:
-        coder.rows([item.requests for item in items], max_length(model_config, coder.tokenizer))
+        longest = tokens_at_once(settings, model_config, coder.tokenizer)
+        coder.rows([item.requests for item in items], longest)
     except ConfigError as error:
         raise ConfigError([f"{name}: {problem}" for problem in error.problems]) from None
 
@@ -123,20 +138,20 @@ def _check_prompts(
     settings: Settings, coder: "TextCoder", model_config: "PretrainedConfig | None"
 ) -> None:
     from zerolm.sampling import read_prompts
-    from zerolm.text_coder import max_length, prompt_ids
+    from zerolm.text_coder import prompt_ids
 
     path = Path(settings.prompts or "")
     prompts = read_prompts(path)
     if model_config is None:
         return
-    positions = max_length(model_config, coder.tokenizer)
+    longest = tokens_at_once(settings, model_config, coder.tokenizer)
     for number, prompt in enumerate(prompts, 1):
         tokens = len(prompt_ids(coder, prompt))
-        if tokens + settings.sample_length > positions:
+        if tokens + settings.sample_length > longest:
             raise ConfigError(
                 f"{path}: prompt {number} has {tokens} tokens, with --sample_length "
-                f"{settings.sample_length} they must not exceed the model's {positions}. Shorten "
-                f"one of them."
+                f"{settings.sample_length} they must not exceed the {longest} of --seq_len and of "
+                f"the model. Shorten one of them."
             )
 
 

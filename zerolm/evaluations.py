@@ -22,7 +22,7 @@ from zerolm.faults import fault_point
 from zerolm.files import write_json
 from zerolm.likelihood import Ranks, Row, fitting_tokens
 from zerolm.plan import Plan
-from zerolm.text_coder import TextCoder, max_length, prompt_ids
+from zerolm.text_coder import TextCoder, prompt_ids
 
 LAST_HELLASWAG = "hellaswag.json"
 
@@ -54,7 +54,7 @@ class Evaluations:
             engine,
             coder,
             device,
-            max_length(plan.model_config, coder.tokenizer),
+            evaluation_rules.tokens_at_once(settings, plan.model_config, coder.tokenizer),
             fitting_tokens(plan.micro_batch_size * self.cut["seq_len"], plan.model_config),
             Ranks(engine.global_rank, engine.world_size),
             lambda: pulse.beat("evaluate"),

@@ -32,7 +32,7 @@ class Compute(NamedTuple):
     model: Any
     coder: TextCoder
     device: Any
-    max_length: int
+    max_length: int  # tokens of a text at once
     batch_tokens: int
     ranks: Ranks = ALONE
     beat: Callable[[], None] = lambda: None
@@ -275,7 +275,7 @@ def _lm_class() -> Any:
                 asked = normalize_gen_kwargs(given, MAX_NEW_TOKENS)
                 most = asked["max_gen_toks"]
                 room = self.compute.max_length - most
-                assert room > 0, f"{most} new tokens, the model takes {self.compute.max_length}"
+                assert room > 0, f"{most} new tokens, of at most {self.compute.max_length} in all"
                 stops = asked.get("until") or []
                 choice = Choice(
                     float(asked.get("temperature") or 0),

@@ -52,7 +52,7 @@ def problem_of(row: Row, max_length: int) -> str | None:
     if len(row.ids) <= row.num_scored:
         return "has no token of context"
     if row.num_scored > max_length:
-        return f"has {row.num_scored} tokens to score, the model takes {max_length}"
+        return f"has {row.num_scored} tokens to score, which may be at most {max_length}"
     return None
 
 
@@ -64,13 +64,14 @@ def cut(row: Row, max_length: int) -> Row:
     return Row(row.ids[-(max_length + 1) :], row.num_scored)
 
 
-def batches(rows: Sequence[Row], batch_tokens: int) -> list[list[int]]:
+def batches(rows: Sequence[Row], batch_tokens: int, max_length: int) -> list[list[int]]:
     """Return the numbers of the rows of each batch, longest rows first.
 
     The same for any number of ranks, and so is the shape of each forward pass.
 
     Args:
         batch_tokens: of a batch, padding included; a row that has more is a batch of its own.
+        max_length: no row is padded beyond it.
     """
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     found: list[list[int]] = []
@@ -78,14 +79,14 @@ def batches(rows: Sequence[Row], batch_tokens: int) -> list[list[int]]:
     for number in order:
         if room == 0:
             found.append([])
-            room = max(1, batch_tokens // _columns(rows[number]))
+            room = max(1, batch_tokens // _columns(rows[number], max_length))
         found[-1].append(number)
         room -= 1
     return found
 
 
-def _columns(row: Row) -> int:
-    return -(-(len(row.ids) - 1) // PAD_TO) * PAD_TO
+def _columns(row: Row, max_length: int) -> int:
+    return min(-(-(len(row.ids) - 1) // PAD_TO) * PAD_TO, max_length)
 
 
 def log_likelihoods(
@@ -106,7 +107,7 @@ def log_likelihoods(
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
         rows: none with a problem (`problem_of`); those that are too long are cut.
         batch_tokens: of a forward pass.
-        max_length: positions of the model.
+        max_length: tokens of a row in a forward pass, at most the positions of the model.
         beat: called before each forward pass.
 
     Returns:
@@ -117,7 +118,7 @@ def log_likelihoods(
     """
     rows = [cut(row, max_length) for row in rows]
     sums = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
-    mine = batches(rows, batch_tokens)
+    mine = batches(rows, batch_tokens, max_length)
     rounds = -(-len(mine) // ranks.world_size)
     nothing = Row([0, 0], 1)
     with torch.no_grad(), eager():
@@ -125,7 +126,9 @@ def log_likelihoods(
             beat()
             place = number * ranks.world_size + ranks.rank
             numbers = mine[place] if place < len(mine) else []
-            scored, likeliest = _score(model, [rows[n] for n in numbers] or [nothing], device)
+            batch = [rows[n] for n in numbers] or [nothing]
+            columns = max(_columns(row, max_length) for row in batch)
+            scored, likeliest = _score(model, batch, columns, device)
             if numbers:
                 where = torch.tensor(numbers, device=device)
                 sums[0, where], sums[1, where] = scored, likeliest.double()
@@ -135,9 +138,10 @@ def log_likelihoods(
     return sums[0], sums[1] > 0.5
 
 
-def _score(model: Any, rows: Sequence[Row], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one batch, padded on the right, where a causal model does not look."""
-    columns = max(map(_columns, rows))
+def _score(
+    model: Any, rows: Sequence[Row], columns: int, device: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one batch, padded on the right to `columns`, where a causal model does not look."""
     inputs_BT = torch.zeros(len(rows), columns, dtype=torch.int64)
     targets_BT = torch.zeros(len(rows), columns, dtype=torch.int64)
     scored_BT = torch.zeros(len(rows), columns, dtype=torch.bool)

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from recipe import STEP_TOKENS, profile, recipe
+from recipe import BATCH, profile, recipe
 
 from tests.launching import LLAMA, launch, rows, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
 
 STEPS, ITEMS, POSITIONS, NEW_TOKENS = 4, 200, 96, 12
+SEQ_LEN = 64  # below the positions: no text may have more tokens at once
+STEP_TOKENS = BATCH * SEQ_LEN
 PROMPTS = ("The class statement", "An exception is", "", "x = [1,")
 GENERATING = """\
 task: local_generation
@@ -63,7 +65,8 @@ def train(texts: Path, run_dir: Path, stage: int, num_ranks: int, evaluated: boo
     """Train four steps, with evaluations after each or with none; lm-eval's tasks with ZeRO-3."""
     json_file = profile(run_dir.with_suffix(".json"), stage, bf16=False)
     words = recipe(texts / "model.json", texts / "shards", run_dir, json_file, STEPS, micro=2)
-    words += ["--wandb", "off", "--checkpoint_interval", 2]
+    words += ["--wandb", "off", "--checkpoint_interval", 2, "--seq_len", SEQ_LEN]
+    words += ["--batch_tokens", STEP_TOKENS, "--total_tokens", STEPS * STEP_TOKENS]
     if evaluated:
         words += [
             "--hellaswag", texts / "items.jsonl", "--downstream_interval", 1,
@@ -99,7 +102,9 @@ def by_lm_eval(texts: Path, run_dir: Path, names: tuple[str, ...]):
     exported = run_dir.with_name(f"{run_dir.name}-exported")
     assert main(["export", str(run_dir), str(exported), "--precision", "fp32"]) == 0
     tasks = TaskManager(include_path=str(texts / "tasks")).load(list(names))
-    theirs = HFLM(pretrained=str(exported), batch_size=8, device="cpu", dtype="float32")
+    theirs = HFLM(
+        pretrained=str(exported), batch_size=8, device="cpu", dtype="float32", max_length=SEQ_LEN
+    )
     return exported, lm_eval.evaluate(lm=theirs, task_dict=tasks, bootstrap_iters=0)
 
 

@@ -25,7 +25,7 @@ def base(tmp_path_factory):
 def check(base, *words):
     required = ["--data", base / "shards", "--model_config", base / "model.json"]
     required += ["--deepspeed_config", base / "ds.json", "--run_dir", base / "run"]
-    required += ["--seq_len", 32, "--batch_tokens", 256, "--total_tokens", 2560]
+    required += ["--seq_len", 48, "--batch_tokens", 384, "--total_tokens", 3840]
     return preflight.check([str(word) for word in [*required, *words]], {})
 
 
@@ -67,9 +67,9 @@ def test_what_a_model_is_too_short_for_is_refused(base, tmp_path) -> None:
     item["endings"][3] = "too long " * 40
     (tmp_path / "long.jsonl").write_text(json.dumps(item) + "\n")
     (problem,) = refused(base, "--hellaswag", tmp_path / "long.jsonl")
-    assert "long.jsonl: item 1 has" in problem and "the model takes 64" in problem
-    (problem,) = refused(base, "--prompts", base / "prompts.txt", "--sample_length", 63)
-    assert "prompt 1 has" in problem and "exceed the model's 64" in problem
+    assert "long.jsonl: item 1 has" in problem and "at most 48" in problem
+    (problem,) = refused(base, "--prompts", base / "prompts.txt", "--sample_length", 47)
+    assert "prompt 1 has" in problem and "exceed the 48 of --seq_len" in problem
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,27 @@ def test_the_cut_into_batches_changes_no_item(exported, ours) -> None:
             model, rows, device="cpu", batch_tokens=batch_tokens, max_length=POSITIONS
         )
         assert sums.tolist() == pytest.approx(expected, abs=1e-4)
-        numbers = sorted(number for batch in batches(rows, batch_tokens) for number in batch)
+        numbers = sorted(number for batch in batches(rows, batch_tokens, 96) for number in batch)
         assert numbers == list(range(len(rows)))
 
 
 def test_a_batch_has_no_more_tokens_than_it_may() -> None:
     rows = [Row(list(range(length)), 1) for length in range(2, 200, 3)]
-    for batch in batches(rows, 512):
+    for batch in batches(rows, 512, 200):
         columns = -(-(max(len(rows[number].ids) for number in batch) - 1) // 8) * 8
         assert len(batch) == 1 or len(batch) * columns <= 512
+
+
+def test_no_row_is_padded_beyond_the_learned_positions() -> None:
+    sizes = {"n_positions": 100, "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 128}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    rows = [Row([number % 128 for number in range(length)], 5) for length in (101, 99, 300)]
+    sums, _ = log_likelihoods(model, rows, device="cpu", batch_tokens=1000, max_length=100)
+    for row, found in zip(rows, sums.tolist(), strict=True):
+        ids = torch.tensor([row.ids[-101:]])
+        with torch.no_grad():
+            chances = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)[0, -5:]
+        assert found == pytest.approx(float(chances.gather(1, ids[0, -5:, None]).sum()), abs=1e-4)
 
 
 @pytest.mark.parametrize(
