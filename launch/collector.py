@@ -20,8 +20,9 @@ from typing import Any, TextIO
 
 from zerolm import machine, resources
 from zerolm.errors import ConfigError
+from zerolm.flags import parse_settings
 from zerolm.provenance import git_commit, versions
-from zerolm.settings import Settings, parse_settings
+from zerolm.settings import Settings
 from zerolm.shards import Source, verify
 from zerolm.sources import open_sources
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolm.errors import ConfigError
-from zerolm.settings import Settings, parse_settings
+from zerolm.flags import parse_settings
+from zerolm.settings import Settings
 
 SCRIPT = "pretrain.py"
 

@@ -21,8 +21,9 @@ from launch.forwarded import environment_files, looks_secret
 from launch.host_session import HostError, Session
 from launch.hosts import Host, read_hostfile
 from zerolm.errors import EXIT_REFUSED, ConfigError
+from zerolm.flags import parse_settings
 from zerolm.machine import DEFAULT_HOSTFILE
-from zerolm.settings import Settings, parse_settings
+from zerolm.settings import Settings
 from zerolm.values import shown_bytes
 
 DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py

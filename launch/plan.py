@@ -173,7 +173,7 @@ def _subject(arguments: argparse.Namespace) -> Any:
 
 def settings_of(arguments: argparse.Namespace) -> Any:
     """Read the flags that pretrain.py has too, with its own rules."""
-    from zerolm.settings import parse_settings
+    from zerolm.flags import parse_settings
 
     words = []
     for name in SETTINGS:

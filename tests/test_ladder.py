@@ -39,8 +39,8 @@ RUNGS = {
         *("zerolm." + name for name in (
             "architecture", "budget", "checkpoint_directory", "defaults", "distributed",
             "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors",
-            "faults", "files", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
-            "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
+            "faults", "files", "flags", "flops", "initialization", "jsonl", "ledger", "loss",
+            "machine", "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
             "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
             "unpickling", "values", "windows", "zero_files",

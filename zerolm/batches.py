@@ -15,8 +15,9 @@ from zerolm.budget import batch_schedule
 from zerolm.checkpoint_directory import by_step, read
 from zerolm.errors import CheckpointError, ConfigError
 from zerolm.excerpts import Decoder, load_decoder, read_window, render
+from zerolm.flags import parse_settings
 from zerolm.order import MAX_SEQUENCES, Order, num_windows
-from zerolm.settings import Settings, parse_settings
+from zerolm.settings import Settings
 from zerolm.shards import TOKENIZER_DIRECTORY
 from zerolm.skipped import Windows, sequence_ids
 from zerolm.sources import Sources, open_sources, source_names

@@ -38,6 +38,7 @@ from zerolm.ds_resolve import resolve
 from zerolm.ds_rules import rule_notices, rule_problems
 from zerolm.ds_schema import schema_problems
 from zerolm.errors import CheckpointError, ConfigError
+from zerolm.flags import parse_settings
 from zerolm.flops import flops_per_token
 from zerolm.model_rules import (
     attention_problems,
@@ -50,7 +51,7 @@ from zerolm.model_rules import (
 from zerolm.order import num_windows
 from zerolm.plan import Plan, figures
 from zerolm.schedule import BatchSchedule
-from zerolm.settings import FLAGS, parse_settings
+from zerolm.settings import FLAGS
 from zerolm.sources import open_sources, source_names, source_problems
 from zerolm.upload_rules import stored_record, upload_problems
 from zerolm.values import read_json, shown_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from launch import __main__ as command_line
 from tests.launching import ROOT, environment, write_shards
-from zerolm.settings import parse_settings
+from zerolm.flags import parse_settings
 
 LLAMA_7B = ROOT / "model_configs" / "llama-7b.json"
 

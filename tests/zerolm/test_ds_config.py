@@ -24,7 +24,8 @@ from zerolm.ds_resolve import resolve
 from zerolm.ds_rules import rule_notices, rule_problems
 from zerolm.ds_schema import BLOCKS, known_keys, schema_problems
 from zerolm.errors import ConfigError
-from zerolm.settings import Settings, parse_settings
+from zerolm.flags import parse_settings
+from zerolm.settings import Settings
 
 PROFILES = sorted((Path(__file__).parent.parent.parent / "ds_configs").glob("*.json"))
 # The file of a user that must work as it is.

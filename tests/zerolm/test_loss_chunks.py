@@ -6,8 +6,8 @@ from transformers import AutoConfig
 from tests.launching import write_json
 from zerolm import loss_chunks
 from zerolm.architecture import load_model_config
+from zerolm.flags import parse_settings
 from zerolm.model_rules import model_problems
-from zerolm.settings import parse_settings
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 PLAIN = ("llama", "gpt2", "gpt_neox", "mistral", "qwen3", "mixtral", "olmoe", "gemma", "phi")

@@ -18,8 +18,8 @@ from transformers import CONFIG_MAPPING
 from tests.launching import LLAMA, ROOT, environment, free_port, kill_session, write_json
 from zerolm import preflight, run_directory
 from zerolm.errors import ConfigError
+from zerolm.flags import parse_settings
 from zerolm.model_rules import model_problems
-from zerolm.settings import parse_settings
 from zerolm.shards import ShardWriter
 
 PROFILES = ROOT / "ds_configs"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zerolm.settings import FLAGS, help_text, parse_settings, split_weight
+from zerolm.flags import help_text, parse_settings
+from zerolm.settings import FLAGS, split_weight
 from zerolm.values import parse_number
 
 ROOT = Path(__file__).parent.parent.parent
@@ -132,7 +133,7 @@ def test_run_json_replays_to_equal_settings(tmp_path):
 
 def test_help_explains_every_flag_and_exits_0():
     done = subprocess.run(
-        [sys.executable, "-c", "from zerolm.settings import *; parse_settings(['--help'])"],
+        [sys.executable, "-c", "from zerolm.flags import *; parse_settings(['--help'])"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -8,7 +8,8 @@ import pytest
 from tests.launching import ROOT
 from zerolm import stability
 from zerolm.errors import EXIT_GAVE_UP, GaveUp
-from zerolm.settings import Settings, parse_settings
+from zerolm.flags import parse_settings
+from zerolm.settings import Settings
 from zerolm.spike import Policy
 
 ASK = """

@@ -4,8 +4,9 @@ from pathlib import Path
 from published import publish
 
 from zerolm import uploader
+from zerolm.flags import parse_settings
 from zerolm.object_store import Store, StoreError
-from zerolm.settings import Settings, parse_settings
+from zerolm.settings import Settings
 from zerolm.upload_rules import is_lost, stored_record, upload_problems
 
 
