@@ -38,11 +38,11 @@ RUNGS = {
     0: {
         *("zerolm." + name for name in (
             "architecture", "budget", "checkpoint_directory", "defaults", "distributed",
-            "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors",
-            "faults", "files", "flags", "flops", "initialization", "jsonl", "ledger", "loss",
-            "machine", "manifest", "memory", "model_rules", "order", "partitions", "plan",
-            "provenance", "refusal", "resources", "rollback", "run_record", "schedule",
-            "self_check", "settings", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
+            "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors", "faults",
+            "files", "flags", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
+            "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
+            "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
+            "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
             "unpickling", "values", "windows", "zero_files",
             # looking at memory
             "activations", "live_memory",
