@@ -25,7 +25,7 @@ from typing import Any
 from zerolm import processes, pulse
 from zerolm.errors import EXIT_BUG, EXIT_DONE, EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 
-VARIABLE = "ZEROLM_SUPERVISOR"
+VARIABLE = processes.SUPERVISOR
 POLL_SECONDS = 0.2
 LEFT_OVER_SECONDS = 30.0  # for what a launch left behind to end by itself
 RANKS_GONE_SECONDS = 60.0  # for the launcher to notice that its ranks are gone

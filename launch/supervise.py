@@ -85,6 +85,8 @@ class Supervisor:
         self.checkpoint_at_failure = -1
         self.signals: list[int] = []
         self.stop_reason: str | None = None
+        self.page: subprocess.Popen[bytes] | None = None  # being written, of the last failure
+        self.signals_before_page = 0
         self.began = time.monotonic()
         self.created = not self.run_dir.exists()
         self.lock = _claim(self.run_dir)
@@ -93,6 +95,7 @@ class Supervisor:
         """Supervise until the end; return the exit code of the run."""
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: self.signals.append(number))
+        code = EXIT_BUG
         try:
             code = self._run()
         except StopAsked:
@@ -102,6 +105,7 @@ class Supervisor:
             self.say(str(error))
             code = EXIT_STOPPED if self._requeue() else error.exit_code
         finally:
+            self._end_page(reporting.FINISH_SECONDS if code == EXIT_BUG else 0.0)
             self.lock.close()
             if self.created:
                 self._leave_nothing()
@@ -199,7 +203,21 @@ class Supervisor:
         for reason in ending.reasons:
             self.say(f"  {reason}")
         self._event("attempt_failed", ending, reasons=ending.reasons)
-        reporting.write_for(self.run_dir)
+        self._end_page(0.0)  # one of the failure before is stuck
+        self.page, self.signals_before_page = reporting.begin_for(self.run_dir), len(self.signals)
+
+    def _end_page(self, seconds: float) -> None:
+        """Wait so long for the page of a failure, if nobody asks for an end meanwhile."""
+        deadline = time.monotonic() + seconds
+        while self.page is not None:
+            asked = len(self.signals) > self.signals_before_page
+            if self.page.poll() is None and (asked or time.monotonic() > deadline):
+                self.page.kill()
+                self.page.wait()
+            if self.page.poll() is not None:
+                self.page = None
+            else:
+                time.sleep(POLL_SECONDS)
 
     def _hopeless(self, ending: Ending) -> str | None:
         """Return why a restart would not help, with what is known and what to try; else None."""

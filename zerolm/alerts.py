@@ -3,6 +3,7 @@
 Knows no tracker: it gives titles, texts and levels, in the terms that W&B has for them.
 """
 
+import math
 import statistics
 from collections import deque
 from typing import Any, NamedTuple
@@ -54,8 +55,11 @@ def of_event(event: Row) -> Alert | None:
 
 
 def _finite(event: Row) -> bool:
-    values = [event.get("loss", 0.0), event.get("grad_norm", 0.0)]
-    return all(value is not None and value - value == 0 for value in values)
+    """Tell whether both numbers are; events.jsonl has them as words, as JSON has no infinity."""
+    try:
+        return all(math.isfinite(float(event.get(key, 0.0))) for key in ("loss", "grad_norm"))
+    except (TypeError, ValueError):
+        return False
 
 
 class LowMfu:

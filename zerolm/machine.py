@@ -203,3 +203,10 @@ def has_wandb_key(environment: Mapping[str, str] = os.environ) -> bool:
         return any("wandb" in host for host in netrc.netrc(environment.get("NETRC")).hosts)
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def told_wandb_mode(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what `WANDB_MODE` says, as W&B reads it: online, offline, disabled; empty: nothing."""
+    word = environment.get("WANDB_MODE", "").strip()
+    word = {"dryrun": "offline", "run": "online"}.get(word, word)
+    return word if word in ("online", "offline", "disabled") else ""

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm import events, jsonl, skipped
+from zerolm import events, jsonl, skipped, tracker
 from zerolm.distributed import tell
 from zerolm.files import write_atomically
 from zerolm.line_file import LineFile
-from zerolm.tracker import Trackers
 from zerolm.values import count, duration
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -38,7 +37,7 @@ class RunLog:
 
     def __init__(self, run_dir: Path, resumed_step: int, writes: bool):
         self.run_dir, self.writes = Path(run_dir), writes
-        self.trackers: Trackers | None = None
+        self.trackers: tracker.Trackers | None = None
         self._metrics: LineFile | None = None
         self._events: LineFile | None = None
         self._values: dict[str, dict[int, float]] = {}  # of keys that were asked for, by step
@@ -127,12 +126,15 @@ class RunLog:
                 with contextlib.suppress(OSError):  # the file has said so
                     file.sync()
 
-    def track(self, settings: Any) -> None:
-        """Start the trackers that the settings name. They read run.json; no call waits for them."""
-        names = [] if settings.wandb == "off" else ["wandb"]
-        names += ["tensorboard"] if settings.tensorboard else []
+    def track(self, settings: Any, before: tracker.Trackers | None = None) -> None:
+        """Start the trackers that the settings name. They read run.json; no call waits for them.
+
+        Args:
+            before: those of the log before a rollback, which have still something to say.
+        """
+        names = tracker.names(settings)
         if self.writes and names:
-            self.trackers = Trackers(self.run_dir, names, self._note_of_tracker)
+            self.trackers = tracker.Trackers(self.run_dir, names, self._note_of_tracker, before)
 
     def _note_of_tracker(self, event: str, **what: Any) -> None:
         step = self._newest[0]

@@ -30,6 +30,7 @@ ORPHAN_SECONDS = 3.0  # that watchdogs of a killed run may need to write down wh
 END_SECONDS = 22.0  # to send what is left: less than what the run, and a supervisor, wait
 CONNECT_SECONDS = 6.0  # of these, for a tracker that has not answered at all yet
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 300.0
+MOST_PASSED_OVER = 5  # of these are told; mirror.log has all
 CRASHED = "crashed"
 
 Row = dict[str, Any]
@@ -43,7 +44,7 @@ class Target(Protocol):
     def open(self) -> None: ...
     def wants(self, row: Row) -> bool: ...
     def log(self, row: Row) -> None: ...
-    def samples(self, rows: list[Row]) -> None: ...
+    def samples(self, rows: list[Row]) -> None: ...  # before the first row of a later step
     def event(self, event: Row) -> None: ...
     def flush(self) -> None: ...
     def finish(self, exit_code: int) -> None: ...
@@ -86,23 +87,23 @@ class Mirror:
         self.ending = threading.Event()
         self.num_read = self.num_done = 0  # rows
         self.connected = self.complete = False
+        self.passed_over: set[str] = set()
         self.sender = threading.Thread(target=self._send, daemon=True)
 
     # ---- Following the files
 
     def follow(self) -> None:
         """Read what was appended since the last call, and queue it."""
-        room = WAITING_ROWS - self.work.qsize()
-        if room > 0 or self.ending.is_set():
-            most = sys.maxsize if self.ending.is_set() else room
-            for row in self.rows.read(most):
-                self.num_read += 1
-                self.work.put(("row", row))
-        for event in self.events.read():
-            self.work.put(("event", event))
-        texts = self.texts.read()
+        room = sys.maxsize if self.ending.is_set() else WAITING_ROWS - self.work.qsize()
+        rows = self.rows.read(room) if room > 0 else []
+        texts = self.texts.read()  # after the rows: what was written before one of them is here
         if texts:
             self.work.put(("samples", texts))
+        for row in rows:
+            self.num_read += 1
+            self.work.put(("row", row))
+        for event in self.events.read():
+            self.work.put(("event", event))
 
     def end(self, how: str) -> None:
         """Read the rest, hand it over, and wait for the tracker, for a bounded time."""
@@ -145,10 +146,21 @@ class Mirror:
                         self.target.log(what[0])
                     self.num_done += 1
                 else:
-                    getattr(self.target, kind)(*what)
+                    self._try(kind, *what)
         except Exception as error:
             traceback.print_exc()
             self.tell(failed=" ".join(repr(error).split())[:300])
+
+    def _try(self, kind: str, what: Any) -> None:
+        """Hand over one event or the samples; what is wrong with one of them stops no other."""
+        try:
+            getattr(self.target, kind)(what)
+        except Exception as error:
+            traceback.print_exc()
+            text = f"passed over {kind}: {' '.join(repr(error).split())}"[:300]
+            if text not in self.passed_over and len(self.passed_over) < MOST_PASSED_OVER:
+                self.passed_over.add(text)
+                self.tell(failed=text)
 
     def _connect(self) -> None:
         """Open the tracker, for as long as it takes; only what is new is told."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+SUPERVISOR = "ZEROLM_SUPERVISOR"  # the supervisor's mark on what it waits for, in the environment
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,18 @@ def send_to(process: Process, number: int) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def observer_environment() -> dict[str, str]:
+    """Return the environment of a process of `zerolm` that only observes a run.
+
+    Without the supervisor's mark: no restart waits for an observer, which ends by itself.
+    """
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop(SUPERVISOR, None)
+    return environment
 
 
 def be_quiet() -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from zerolm import pulse
+from zerolm import processes, pulse
 from zerolm.distributed import tell
 
 FIRST_SECONDS = 30.0  # after the start, so that there is a page to look at soon
@@ -73,7 +73,9 @@ class Reporting:
         try:
             serving = ["--of_process", str(os.getpid())]
             self._child = subprocess.Popen(
-                [*_command(self.run_dir), *serving], env=_environment(), stdin=subprocess.DEVNULL
+                [*_command(self.run_dir), *serving],
+                env=processes.observer_environment(),
+                stdin=subprocess.DEVNULL,
             )
         except OSError as error:  # no memory for a process: training goes on
             self._warn(str(error))
@@ -99,25 +101,24 @@ class Reporting:
         self._warned = True
 
 
-def write_for(run_dir: Path) -> None:
-    """Write the page of a run that was killed, for whoever sees to the run. Waits for it a little.
+def begin_for(run_dir: Path) -> "subprocess.Popen[bytes] | None":
+    """Begin to write the page of a run that was killed, for whoever sees to the run.
 
-    Nothing is written if the run was to have none, or never began.
+    The process is of low priority, and ends with the one that has called.
+
+    Returns:
+        The process; None if the run was to have no page, or never began.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads((Path(run_dir) / "run.json").read_text())
         if record["settings"]["report_interval"]:
-            subprocess.run(
-                _command(run_dir), env=_environment(), timeout=FINISH_SECONDS,
+            return subprocess.Popen(
+                [*_command(run_dir), "--of_process", str(os.getpid())],
+                env=processes.observer_environment(),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
+    return None
 
 
 def _command(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "zerolm", "report", str(run_dir)]
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).parent.parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}

@@ -27,6 +27,7 @@ from zerolm import (
     stability,
     throughput,
     topology,
+    tracker,
     train_step,
     uploads,
 )
@@ -87,6 +88,7 @@ class Run:
             norm_is_of_gradient=self.ladder.policy.watch_norm,
         )
         self.changed = plan.changed
+        self.trackers: tracker.Trackers | None = None  # of the log, until the next one has them
         self.rung: str | None = None  # of the ladder, that the last step led to
 
     def say(self, *words: object) -> None:
@@ -158,7 +160,8 @@ class Run:
         if self.changed:
             self.log.event("changed", step, changes=self.changed)
             self.changed = {}  # a rollback begins again, with nothing changed since
-        self.log.track(self.settings)
+        self.log.track(self.settings, before=self.trackers)
+        self.trackers = self.log.trackers
         self.console.begin(step, self.plan.total_steps)
         return found is not None
 

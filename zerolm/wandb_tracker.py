@@ -17,7 +17,7 @@ from typing import Any
 
 from zerolm import alerts, wandb_files
 from zerolm.files import write_json
-from zerolm.machine import has_wandb_key
+from zerolm.machine import has_wandb_key, told_wandb_mode
 
 INIT_SECONDS, FINISH_SECONDS = 30, 15
 MEMORY = "run.json"  # below wandb/: the id of the W&B run
@@ -57,11 +57,17 @@ def identity(run_dir: Path, settings: Row, suffix: str = "") -> Identity:
 
 
 def mode_of(mode: str) -> str:
-    """Return `online` or `offline` for `auto`: as W&B was told, else by whether it has a key."""
+    """Return `online` or `offline` for `auto`: as W&B was told, else by whether it has a key.
+
+    Where W&B was told `disabled`, nothing is sent: a run has no W&B tracker then, `wandb-sync`
+    writes files.
+    """
     if mode != "auto":
         return mode
-    told = os.environ.get("WANDB_MODE", "")
-    return told if told in ("online", "offline") else "online" if has_wandb_key() else "offline"
+    told = told_wandb_mode()
+    if told:
+        return "online" if told == "online" else "offline"
+    return "online" if has_wandb_key() else "offline"
 
 
 def close() -> None:

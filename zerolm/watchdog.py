@@ -32,7 +32,6 @@ SUSPENDED_SECONDS = 6.0  # a look that came so late: this process did not run, s
 LINGER_SECONDS = 3.0  # so that the launcher, which looks every second, finds the dead rank first
 EXPLAIN_SECONDS = 8.0  # how long a collective's error waits for its cause to be found
 EXIT_SECONDS = 30.0  # for the interpreter to end after an error
-SUPERVISOR = "ZEROLM_SUPERVISOR"  # the supervisor's mark on its processes
 RUNNER_GONE = "deepspeed has ended"
 ENDED_WELL = ("done", "stopped", "gave up")
 
@@ -213,7 +212,7 @@ class Watchdog:
         return {
             "rank": self.rank, "host": self.host, "machine": self.machine, "pid": self.me.pid,
             "start_ticks": self.me.start_ticks, "launcher_pid": self.launcher,
-            "supervisor": os.environ.get(SUPERVISOR),
+            "supervisor": os.environ.get(processes.SUPERVISOR),
         }  # fmt: skip
 
     def _status(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from launch.command_words import option, run_directory_of, with_option
 from tests.launching import ROOT
-from zerolm import processes
+from zerolm import processes, reporting
 from zerolm.errors import ConfigError
 
 SECONDS = 60
@@ -251,3 +251,14 @@ def test_only_the_launchers_own_options_are_read_and_replaced() -> None:
     assert with_option(command, "--num_nodes", "1")[3] == "1"
     assert with_option(command, "--num_nodes", "1")[-1] == "9"
     assert with_option(command, "--hostfile", "g")[1] == "--hostfile=g"
+
+
+def test_a_page_that_hangs_delays_no_restart_and_no_end(place) -> None:
+    place.run_dir.mkdir()
+    (place.run_dir / "run.json").write_text(json.dumps({"settings": {"report_interval": 180}}))
+    os.mkfifo(place.run_dir / "metrics-rolled-back-0001.jsonl")  # its reader waits forever
+    began = time.monotonic()
+    code, output = place.supervise("crash crash done")
+    assert (code, place.num_starts()) == (0, 3), output
+    assert time.monotonic() - began < reporting.FINISH_SECONDS
+    assert not place.left(), "the page's process neither"

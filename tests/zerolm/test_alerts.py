@@ -1,6 +1,17 @@
+import json
+from types import SimpleNamespace
+
 import pytest
 
 from zerolm.alerts import ERROR, INFO, WARN, Alert, Limit, LowMfu, of_event
+from zerolm.checkpoint_directory import Progress
+from zerolm.settings import Settings
+from zerolm.stability import ladder, what_was_seen
+
+# What a run writes of a spike: zerolm/stability.py.
+LADDER = ladder(Settings(spike_threshold=4.0), "AdamW", "bf16")
+RESULT = SimpleNamespace(loss=9.25, grad_norm=2.0)
+SEEN = json.loads(json.dumps(what_was_seen(LADDER, Progress(position=8), RESULT, 8)))
 
 
 @pytest.mark.parametrize(
@@ -10,6 +21,8 @@ from zerolm.alerts import ERROR, INFO, WARN, Alert, Limit, LowMfu, of_event
         ({"event": "spike", "loss": 9.0, "grad_norm": 2.0}, "loss spike", WARN),
         ({"event": "spike", "loss": float("nan"), "grad_norm": 2.0}, "not a finite number", ERROR),
         ({"event": "spike", "loss": None, "grad_norm": 2.0}, "not a finite number", ERROR),
+        ({"event": "spike", **SEEN}, "loss spike", WARN),
+        ({"event": "spike", **SEEN, "grad_norm": "inf"}, "not a finite number", ERROR),
         ({"event": "rollback", "reason": "high"}, "rolled back", WARN),
         ({"event": "hang"}, "hang", ERROR),
         ({"event": "gave_up", "reason": "high"}, "gave up", ERROR),

@@ -168,9 +168,11 @@ def test_a_page_that_hangs_holds_up_nothing(tmp_path, monkeypatch) -> None:
 def test_a_supervisor_has_the_page_of_a_killed_run_written(tmp_path) -> None:
     for number, interval in enumerate((180.0, 0.0)):
         run = write_run(tmp_path / f"run{number}", report_interval=interval)
-        reporting.write_for(run)
+        page = reporting.begin_for(run)
+        assert (page is not None) == bool(interval)
+        assert page is None or page.wait(60) == 0
         assert (run / "report.html").exists() == bool(interval)
-    reporting.write_for(tmp_path / "absent")
+    assert reporting.begin_for(tmp_path / "absent") is None
 
 
 def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, capfd) -> None:

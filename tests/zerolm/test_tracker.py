@@ -15,9 +15,10 @@ import pytest
 from tests.endpoints import WandbServer
 from tests.launching import environment, free_port
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
-from zerolm import events, metrics, wandb_tracker
+from zerolm import events, metrics, tracker, wandb_tracker
 from zerolm.errors import ConfigError, ZerolmError
 from zerolm.metrics import RunLog
+from zerolm.mirror import Mirror
 from zerolm.wandb_sync import wandb_sync
 
 
@@ -238,9 +239,107 @@ def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> No
     log = begin(run_dir, 0)
     write_steps(log, 1)
     end(log)
-    (event,) = own_rows(run_dir, "events.jsonl")
-    assert event["event"] == "tracker_failed" and event["tracker"] == "wandb"
+    found = own_rows(run_dir, "events.jsonl")
+    assert [(one["event"], one["tracker"]) for one in found] == [("tracker_failed", "wandb")] * 2
+    assert "cannot start" in found[0]["error"]
+    assert f"python -m zerolm wandb-sync {run_dir}" in found[1]["error"]
     assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
+
+
+class Broken:
+    """A target that fails at one event, and then at every row."""
+
+    where = "nowhere"
+
+    def __init__(self) -> None:
+        self.got: list[object] = []
+
+    def event(self, event: dict[str, object]) -> None:
+        if event.get("bad"):
+            raise TypeError("unsupported operand")
+        self.got.append(event["step"])
+
+    def log(self, row: dict[str, object]) -> None:
+        self.got.append(row["step"])
+
+    def finish(self, exit_code: int) -> None:
+        self.got.append("end")
+
+    def wants(self, row: dict[str, object]) -> bool:
+        return True
+
+    def open(self) -> None: ...
+    def flush(self) -> None: ...
+    def samples(self, rows: list[dict[str, object]]) -> None: ...
+
+
+def test_what_is_wrong_with_one_event_is_told_once_and_stops_nothing_else(run_dir) -> None:
+    with open(run_dir / "events.jsonl", "w") as file:
+        for bad in (False, True, True, False):
+            file.write(json.dumps({"event": "spike", "step": 1, "bad": bad}) + "\n")
+    (run_dir / "metrics.jsonl").write_text('{"step": 2}\n')
+    told: list[dict[str, object]] = []
+    target = Broken()
+    mirror = Mirror(run_dir, "wandb", target, lambda **what: told.append(what))
+    mirror.sender.start()
+    mirror.end("done")
+    assert target.got == [2, 1, 1, "end"] and mirror.complete
+    (failure,) = [what["failed"] for what in told if "failed" in what]
+    assert "passed over event: TypeError" in failure
+
+
+def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
+    run_dir, monkeypatch
+) -> None:
+    """Offline each of them would write every row once more."""
+    monkeypatch.setattr(tracker, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(tracker, "LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(tracker, "LOOK_SECONDS", 0.0)
+    monkeypatch.setenv("ZEROLM_SUPERVISOR", "somebody-1")
+    seen = run_dir / "seen"
+    script = (
+        "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('ZEROLM_SUPERVISOR', '-'))"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        tracker.subprocess, "Popen",
+        lambda words, **more: popen([sys.executable, "-c", script, str(seen)], **more),
+    )  # fmt: skip
+    log = begin(run_dir, 0)
+    trackers = log.trackers
+    assert trackers is not None
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        trackers.poke()
+        time.sleep(0.01)
+    assert seen.read_text() == "-" * tracker.MOST_DEATHS, "and none has the supervisor's mark"
+    end(log)
+    errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
+    assert len(errors) == tracker.MOST_DEATHS + 1
+    assert all("python -m zerolm wandb-sync" in error for error in errors[-2:])
+
+
+def test_what_a_child_says_after_a_rollback_is_heard(run_dir, monkeypatch) -> None:
+    (run_dir / "wandb").write_text("in the way")
+    first = begin(run_dir, 0)
+    first.close("rollback")
+    second = RunLog(run_dir, 0, writes=True)
+    second.track(SimpleNamespace(wandb="offline", tensorboard=False), before=first.trackers)
+    end(second)
+    errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
+    assert sum("may lack rows" in error for error in errors) == 2, "of both"
+
+
+def test_wandb_is_told_by_its_own_variable_whether_there_is_a_tracker(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    for told, mode, found in (
+        ("disabled", "offline", []), ("dryrun", "offline", ["wandb"]), ("run", "online", ["wandb"]),
+        ("offline", "offline", ["wandb"]), ("", "online", ["wandb"]),
+    ):  # fmt: skip
+        monkeypatch.setenv("WANDB_MODE", told)
+        assert wandb_tracker.mode_of("auto") == mode
+        assert tracker.names(SimpleNamespace(wandb="auto", tensorboard=False)) == found
+        assert tracker.names(SimpleNamespace(wandb="online", tensorboard=False)) == ["wandb"]
 
 
 def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeypatch) -> None:
