@@ -33,5 +33,6 @@ ruff format --check
 echo "== mypy"
 mypy
 echo "== pytest"
-# Two processes, a file to each: half of the time the tests wait for timeouts and starts.
-exec python -m pytest --numprocesses 2 --dist loadfile "$@"
+# Two processes, a file to each: half of the time the tests wait for timeouts and starts. In order of
+# the files, so that those with the long tests come first and the short ones fill up.
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
