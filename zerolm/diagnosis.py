@@ -172,7 +172,7 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
         groups[-1].append(seen[step])
     try_this = (
         "If they come back: a lower --learning_rate, a longer warm-up, beta2 0.95, stronger "
-        "gradient_clipping; look at the data of the step with `data_prep inspect`."
+        "gradient_clipping. `python -m zerolm decode-batch RUN --step N` shows what the step read."
     )
     worst = [max(group, key=lambda point: point.value) for group in groups]
     if len(worst) > MOST_SPIKES_APART:

@@ -80,10 +80,11 @@ class History:
 
     @property
     def total_steps(self) -> int | None:
+        """As planned, or as many as were taken: a refused step brings another one."""
         derived = self.record.get("derived")
         words = derived.get("steps", "") if isinstance(derived, dict) else ""
         found = re.match(r"[\d,]+", str(words))
-        return int(found[0].replace(",", "")) if found else None
+        return max(int(found[0].replace(",", "")), self.step) if found else None
 
     @property
     def step(self) -> int:
