@@ -100,7 +100,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
                 run.save()
             run.uploads.poke()
             run.page.poke()
-            if not run.stopping:
+            if run.finished or not run.stopping:  # asked to stop in its last step, it ends
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError) as error:
         run.fail(error)

@@ -1,0 +1,38 @@
+"""The order of a run's sentences, where no launch can come to a step at the right moment."""
+
+from types import SimpleNamespace
+
+import pretrain
+
+
+def test_a_run_that_is_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) -> None:
+    told: list[str] = []
+
+    class Run:
+        """A run of one step, in which it is asked to stop."""
+
+        def __init__(self, *_) -> None:
+            self.finished = self.stopping = False
+            self.rung = None
+            self.settings = SimpleNamespace(log_interval=1, checkpoint_interval=1)
+            self.uploads = self.page = SimpleNamespace(poke=lambda: None)
+
+        def step(self, batches) -> None:
+            self.finished = self.stopping = True
+
+        def begin(self) -> bool:
+            return False
+
+        def due(self, interval) -> bool:
+            return True
+
+        def __getattr__(self, name):
+            return lambda *_: told.append(name)
+
+    monkeypatch.setattr(pretrain, "Run", Run)
+    monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
+    monkeypatch.setattr(pretrain.distributed, "start", lambda: (0, 1, "cpu"))
+    monkeypatch.setattr(pretrain.distributed, "must_be_same", lambda *_: None)
+    plan = SimpleNamespace(summary=lambda: "", fingerprint=lambda: "")
+    pretrain.train(plan, None, SimpleNamespace(meet=lambda world_size: None))
+    assert told == ["batches", "report", "save", "evaluate_if_due", "end"]
