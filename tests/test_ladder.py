@@ -53,7 +53,8 @@ RUNGS = {
             # export's parts
             "hub", "line_file", "model_card", "weight_files",
             # the evaluations' parts
-            "evaluation_rules", "harness", "hellaswag", "likelihood", "sampling", "text_coder",
+            "begun", "evaluation_rules", "harness", "hellaswag", "likelihood", "patience",
+            "sampling", "text_coder",
             # looking at a run's health
             "diagnosis", "noise_scale", "norms",
             # the object store's parts

@@ -50,15 +50,15 @@ def evaluate_export(
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     model = model.to(device).eval()
     found: dict[str, Any] = {"model": str(directory), "figures": {}}
+    coder = TextCoder(directory)
+    compute = harness.Compute(
+        model,
+        coder,
+        device,
+        max_length(model.config, coder.tokenizer),
+        fitting_tokens(BATCH_TOKENS, model.config),
+    )
     if items:
-        coder = TextCoder(directory)
-        compute = harness.Compute(
-            model,
-            coder,
-            device,
-            max_length(model.config, coder.tokenizer),
-            fitting_tokens(BATCH_TOKENS, model.config),
-        )
         asked = [item.requests for item in items]
         likelihoods = iter(x for x, _ in compute.score(coder.rows(asked, compute.max_length)))
         outcomes = [
@@ -67,8 +67,11 @@ def evaluate_export(
         figures = hellaswag.accuracies(outcomes)
         found["figures"] |= {f"hellaswag/{key}": value for key, value in figures.items()}
         found["hellaswag"] = [hellaswag.to_json(outcome) for outcome in outcomes]
-    if loaded is not None:
+    if loaded is not None and coder.tokenizer is not None:
         found["figures"] |= harness.evaluate_directory(model, directory, loaded, task_items)
+    elif loaded is not None:  # a tokenizer of tiktoken, which lm-eval's own model cannot load
+        for task in loaded.values():
+            found["figures"] |= harness.evaluate(compute, task, task_items)
     for key, value in found["figures"].items():
         say(f"{key}={value:.6g}")
     return found

@@ -2,14 +2,15 @@
 
 A run calls it between two steps, on every rank, when the checkpoint of the step is safe. Whatever
 is measured leaves the engine and every random generator as they were. What the first rank prepares
-and concludes may fail: that is an event, and the run goes on. A forward pass that fails is one of
-the run, since the other ranks are in it too.
+and concludes may fail: that is an event, and the run goes on. A forward pass that fails ends the
+run where other ranks may be in it, once: what is begun is noted first (begun.py), and the next
+start leaves out, on all ranks, what the last one ended in.
 """
 
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,23 @@ import numpy as np
 import torch
 
 from zerolm import data, evaluate, evaluation_rules, harness, hellaswag, pulse, sampling
-from zerolm.distributed import broadcast_object
+from zerolm.begun import Begun
+from zerolm.distributed import broadcast_object, gather_objects
+from zerolm.errors import ConfigError
 from zerolm.faults import fault_point
 from zerolm.files import write_json
 from zerolm.likelihood import Ranks, Row, fitting_tokens
+from zerolm.patience import hear
 from zerolm.plan import Plan
 from zerolm.text_coder import TextCoder, prompt_ids
 
 LAST_HELLASWAG = "hellaswag.json"
 
+# What is measured, beside the tasks by their names.
+LOSS, HELLASWAG, TASKS, SAMPLES = "loss", "hellaswag", "tasks", "samples"
+
 Due = Callable[[int], bool]
+Measure = Callable[[Any, Any], None]
 
 
 class Evaluations:
@@ -46,10 +54,22 @@ class Evaluations:
         self.rows: list[Row] | None = None  # of HellaSwag
         self.items: list[hellaswag.Item] = []
         self.sampled_tokens = 0  # of the run, when samples were last due
+        self.begun = Begun(self.run_dir)
+        self.failed: dict[tuple[int, str], int] = {}  # what starts ended in: (step, what): tokens
+        # ZeRO-3 would be left with weights half gathered.
+        self.survives = engine.world_size == 1 and plan.zero_stage < 3
+        self.unusable: str | None = None  # why texts cannot be used
         settings = plan.settings
         if not (settings.hellaswag or settings.eval_tasks or settings.prompts):
             return
-        coder = TextCoder(evaluation_rules.tokenizer_dir(plan.sources), plan.sources[0].eos_id)
+        try:
+            coder = TextCoder(evaluation_rules.tokenizer_dir(plan.sources), plan.sources[0].eos_id)
+        except ConfigError as error:
+            self.unusable = str(error)
+        # A new run was refused for it: one that goes on does so without.
+        self.unusable = next(filter(None, gather_objects(self.unusable)), None)
+        if self.unusable:
+            return
         self.compute = harness.Compute(
             engine,
             coder,
@@ -60,9 +80,22 @@ class Evaluations:
             lambda: pulse.beat("evaluate"),
         )
 
-    def begin(self, log: Any) -> None:
-        """Find out from the log what was sampled. Every rank calls, after each load."""
-        self.sampled_tokens = broadcast_object(log.sampled_tokens() if self.first else 0)
+    def begin(self, log: Any, step: int) -> None:
+        """Find out what was sampled, and what has ended the run. Every rank calls, after each load.
+
+        Args:
+            step: at which the run is now.
+        """
+        sampled = 0
+        if self.first:
+            entry = self.begun.settle()
+            if entry is not None:
+                self._failed(entry["what"], entry["step"], log, "the run ended in it")
+            sampled = log.sampled_tokens()
+        sampled, failed = broadcast_object((sampled, self.begun.failed))
+        self.failed = {(each["step"], each["what"]): each["tokens"] for each in failed}
+        places = [t for (at, what), t in self.failed.items() if what == SAMPLES and at <= step]
+        self.sampled_tokens = max([sampled, *places])
 
     def if_due(self, progress: Any, log: Any, due: Due, make_safe: Callable[[], None]) -> None:
         """Measure whatever this step is to be measured by, and has not been. Every rank calls.
@@ -73,30 +106,56 @@ class Evaluations:
             due: tells whether something done every so many steps is done now.
             make_safe: called before the first one: waits for the checkpoint of this step.
         """
-        wanted: list[tuple[str, Callable[[Any, Any], None]]] = []
+        wanted: list[tuple[str, str, Measure]] = []
         settings = self.settings
         if self.plan.val_sources and due(settings.eval_interval):
-            wanted.append(("eval/loss", self.validate))
+            wanted.append((LOSS, "eval/loss", self.validate))
         if settings.downstream_interval and due(settings.downstream_interval):
             if settings.hellaswag:
-                wanted.append(("eval/hellaswag/acc", self.run_hellaswag))
-            if settings.eval_tasks:
-                last = evaluation_rules.task_names(settings)[-1]
-                wanted.append((f"eval/{last}/", self.run_tasks))
+                wanted.append((HELLASWAG, "eval/hellaswag/acc", self.run_hellaswag))
+            names = self._tasks(progress.step)
+            if names:
+                wanted.append((TASKS, f"eval/{names[-1]}/", self.run_tasks))
         if wanted:
-            has = broadcast_object([log.has(progress.step, key) for key, _ in wanted])
+            has = broadcast_object([log.has(progress.step, key) for _, key, _ in wanted])
             wanted = [each for each, there in zip(wanted, has, strict=True) if not there]
         if self.samples_due(progress.tokens):
-            wanted.append(("samples", self.sample))
+            wanted.append((SAMPLES, "", self.sample))
             self.sampled_tokens = progress.tokens
+        wanted = [each for each in wanted if (progress.step, each[0]) not in self.failed]
         if not wanted:
             return
         make_safe()
         fault_point("evaluation.begin", progress.step)
         with undisturbed(self.engine):
-            for _, measure in wanted:
-                pulse.beat("evaluate")
+            for what, _, measure in wanted:
+                self._measure(what, measure, progress, log)
+
+    def _measure(self, what: str, measure: Measure, progress: Any, log: Any) -> None:
+        """Measure one thing, which is noted as begun before any rank computes."""
+        pulse.beat("evaluate")
+        if self.unusable and what != LOSS:
+            self._failed(what, progress.step, log, self.unusable)
+            return
+        with nullcontext() if what == TASKS else self._noted(what, progress):
+            broadcast_object(None)  # it is on disk
+            with self._failing(what, progress, log) if self.survives else nullcontext():
+                if what != TASKS:
+                    fault_point("evaluation.measure", progress.step)
                 measure(progress, log)
+
+    @contextmanager
+    def _noted(self, what: str, progress: Any) -> Iterator[None]:
+        if self.first:
+            self.begun.begin(progress.step, progress.tokens, what)
+        yield
+        if self.first:
+            self.begun.end()
+
+    def _tasks(self, step: int) -> list[str]:
+        """Return the names of the tasks that no start of the run has ended in at this step."""
+        names = evaluation_rules.task_names(self.settings)
+        return [name for name in names if (step, name) not in self.failed]
 
     def samples_due(self, tokens: int) -> bool:
         """Tell whether the run has passed a place where samples are due since it last had them."""
@@ -126,11 +185,11 @@ class Evaluations:
     def run_hellaswag(self, progress: Any, log: Any) -> None:
         """Measure HellaSwag's two accuracies; the file keeps the newest, item by item."""
         if self.rows is None:
-            self.rows = self._prepared("hellaswag", progress, log, self._hellaswag_rows)
+            self.rows = self._prepared(HELLASWAG, progress, log, self._hellaswag_rows)
         if self.rows is None:
             return
         scores = self.compute.score(self.rows)
-        with self._failing("hellaswag", progress, log):
+        with self._failing(HELLASWAG, progress, log):
             likelihoods = iter(likelihood for likelihood, _ in scores)
             outcomes = [
                 hellaswag.outcome(item, [next(likelihoods) for _ in item.endings])
@@ -154,17 +213,21 @@ class Evaluations:
             harness.serve(self.compute)
             return
         where = {"step": progress.step, "tokens": progress.tokens}
-        with harness.quiet(), harness.served(self.compute):
-            for name in evaluation_rules.task_names(self.settings):
-                with self._failing(name, progress, log):
+        with harness.quiet(), harness.served(self.compute) as patience:
+            for name in self._tasks(progress.step):
+                if log.has(progress.step, f"eval/{name}/"):
+                    continue  # before a kill
+                with self._noted(name, progress), self._failing(name, progress, log):
+                    fault_point("evaluation.measure", progress.step)
                     task = harness.load_tasks([name], self.settings.eval_task_path)[name]
-                    found = harness.evaluate(self.compute, task, self.settings.eval_task_items)
+                    items = self.settings.eval_task_items
+                    found = harness.evaluate(self.compute, task, items, patience)
                     log.metrics({**where, **{f"eval/{key}": v for key, v in found.items()}})
                     self._say_figures(progress, found)
 
     def sample(self, progress: Any, log: Any) -> None:
         """Write on from each prompt."""
-        prepared = self._prepared("samples", progress, log, self._prompts)
+        prepared = self._prepared(SAMPLES, progress, log, self._prompts)
         if prepared is None:
             return
         settings = self.settings
@@ -191,7 +254,7 @@ class Evaluations:
             }
             for number, (text, _) in enumerate(prepared)
         ]
-        with self._failing("samples", progress, log):
+        with self._failing(SAMPLES, progress, log):
             log.samples(rows)
             for row in rows:
                 shown = " ".join(f"{key}={json.dumps(row[key])}" for key in ("prompt", "text"))
@@ -201,17 +264,19 @@ class Evaluations:
         texts = sampling.read_prompts(Path(self.settings.prompts))
         prompts = [(text, prompt_ids(self.compute.coder, text)) for text in texts]
         longest = max(len(ids) for _, ids in prompts) + self.settings.sample_length
-        assert longest <= self.compute.max_length, "preflight saw shorter prompts"
+        if longest > self.compute.max_length:  # of a run that goes on: a new one was refused
+            raise ConfigError(f"{longest} tokens, of at most {self.compute.max_length}")
         return prompts
 
     # ---- What may fail
 
     def _prepared(self, what: str, progress: Any, log: Any, prepare: Callable[[], Any]) -> Any:
         """Return what the first rank prepares, on every rank; None if it failed."""
+        if not self.first:
+            return hear(self.compute.beat)
         found = None
-        if self.first:
-            with self._failing(what, progress, log):
-                found = prepare()
+        with self._failing(what, progress, log), harness.patience(self.compute):
+            found = prepare()
         return broadcast_object(found)
 
     @contextmanager
@@ -219,12 +284,15 @@ class Evaluations:
         """Write down what fails on this rank, where no other rank waits for it, and go on."""
         try:
             yield
-        except harness.ForwardError:
-            raise
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            self.say(f"step={progress.step} {what} FAILED, training goes on: {reason}")
-            log.event("evaluation_failed", progress.step, evaluation=what, error=reason)
+            if isinstance(error, harness.ForwardError) and not self.survives:
+                raise
+            self._failed(what, progress.step, log, f"{type(error).__name__}: {error}")
+
+    def _failed(self, what: str, step: int, log: Any, error: str) -> None:
+        reason = " ".join(error.split())[:500]
+        self.say(f"step={step} {what} FAILED, training goes on: {reason}")
+        log.event("evaluation_failed", step, evaluation=what, error=reason)
 
     def _say_figures(self, progress: Any, found: dict[str, float]) -> None:
         shown = " ".join(f"{key}={value:.4g}" for key, value in found.items())

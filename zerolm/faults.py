@@ -34,6 +34,7 @@ POINTS = {
     "checkpoint.rotate": "in the publisher, before an old checkpoint is removed",
     "checkpoint.rotated": "in the publisher, half-way through a removal",
     "evaluation.begin": "when the checkpoint of the step is whole, before anything is measured",
+    "evaluation.measure": "when an evaluation is noted as begun, before it computes",
     "rollback.recorded": "in rank 0, after a rollback is written down; its step is the one left",
     "rollback.aside": "in rank 0, before a checkpoint is set aside; its step is the checkpoint's",
     "rollback.load": "before the checkpoint is loaded that a rollback goes back to",

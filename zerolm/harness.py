@@ -2,7 +2,8 @@
 
 The first rank alone runs lm-eval: it loads tasks, builds requests and scores them, and whatever
 goes wrong there is its own affair. For each list of requests it sends every rank the token ids, and
-all compute them in lock step. The other ranks wait in `serve` for the next list, or for the end.
+all compute them in lock step. The other ranks wait in `serve` for the next list, or for the end,
+however long lm-eval takes (patience.py).
 
 lm-eval (the extra `lm-eval`) is imported by need only. Knows no run and no training.
 """
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from zerolm.distributed import broadcast_object
 from zerolm.errors import ConfigError, did_you_mean
 from zerolm.likelihood import ALONE, Ranks, Row, log_likelihoods, problem_of
+from zerolm.patience import Patience, hear
 from zerolm.sampling import Choice, Prompt, generate
 from zerolm.text_coder import TextCoder
 
@@ -126,12 +128,15 @@ def _manager(task_dir: str | None) -> Any:
     return TaskManager(include_path=task_dir)
 
 
-def evaluate(compute: Compute, tasks: Any, limit: int | None = None) -> dict[str, float]:
-    """Run a loaded task. The first rank calls it inside of `served`, while the others `serve`.
+def evaluate(
+    compute: Compute, tasks: Any, limit: int | None = None, patience: Patience | None = None
+) -> dict[str, float]:
+    """Run a loaded task. Where there are ranks the first one calls, and the others `serve`.
 
     Args:
         tasks: one of `load_tasks`; may be run again.
         limit: documents of each; None for all.
+        patience: that of `served`; None for a process on its own.
 
     Returns:
         `<task>/<metric>` of every task and group.
@@ -141,7 +146,7 @@ def evaluate(compute: Compute, tasks: Any, limit: int | None = None) -> dict[str
     """
     import lm_eval
 
-    model = _lm_class()(compute)
+    model = _lm_class()(compute, patience)
     found = lm_eval.evaluate(
         lm=model, task_dict=tasks, limit=limit, bootstrap_iters=0, log_samples=False
     )
@@ -185,16 +190,22 @@ def figures(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def served(compute: Compute) -> Iterator[None]:
-    """Let the other ranks return from `serve` at the end. The first rank calls."""
+def served(compute: Compute) -> Iterator[Patience]:
+    """Let the other ranks wait, and return from `serve` at the end. The first rank calls."""
     try:
-        yield
+        with patience(compute) as patient:
+            yield patient
     except ForwardError:
         raise  # the others are not waiting there
     except BaseException:
         _release(compute)
         raise
     _release(compute)
+
+
+def patience(compute: Compute) -> Patience:
+    """Return the context in which the first rank may take its time, while the others wait."""
+    return Patience(compute.beat, compute.ranks.world_size > 1, compute.device)
 
 
 def _release(compute: Compute) -> None:
@@ -204,7 +215,7 @@ def _release(compute: Compute) -> None:
 
 def serve(compute: Compute) -> None:
     """Compute what the first rank asks for, until it has no more. Every other rank calls."""
-    while (asked := broadcast_object(None)) is not None:
+    while (asked := hear(compute.beat)) is not None:
         kind, requests = asked
         getattr(compute, kind)(requests)
 
@@ -218,8 +229,9 @@ def _lm_class() -> Any:
     class EngineLM(TemplateLM):
         """A model of lm-eval's that is one process to it, and all ranks in truth."""
 
-        def __init__(self, compute: Compute):
+        def __init__(self, compute: Compute, patience: Patience | None):
             super().__init__()
+            self.patience = patience
             self.compute, self.coder = compute, compute.coder
             self.tokenizer = compute.coder.tokenizer
 
@@ -238,9 +250,10 @@ def _lm_class() -> Any:
             if not requests:
                 return []
             try:
-                if self.compute.ranks.world_size > 1:
-                    broadcast_object((kind, requests))
-                return getattr(self.compute, kind)(requests)
+                with contextlib.nullcontext() if self.patience is None else self.patience.paused():
+                    if self.compute.ranks.world_size > 1:
+                        broadcast_object((kind, requests))
+                    return getattr(self.compute, kind)(requests)
             except Exception as error:
                 raise ForwardError(f"{type(error).__name__}: {error}") from error
 
@@ -292,15 +305,18 @@ def _lm_class() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lm-eval's progress bars and warnings out of a run's log."""
-    import io
+    """Keep lm-eval's progress bars and warnings out of a run's log, and nothing else."""
     import logging
 
+    from tqdm import tqdm
+
     logger = logging.getLogger("lm_eval")
-    before = logger.level
+    level, init = logger.level, tqdm.__init__
     logger.setLevel(logging.ERROR)
+    # lm-eval makes bars that no argument of its own switches off.
+    tqdm.__init__ = functools.partialmethod(init, disable=True)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
+        yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        tqdm.__init__ = init

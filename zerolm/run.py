@@ -145,7 +145,7 @@ class Run:
         )
         step = self.progress.step
         self.log = metrics.RunLog(self.run_dir, step, writes=self.rank == 0)
-        self.evaluations.begin(self.log)
+        self.evaluations.begin(self.log, step)
         for damaged in damage:
             aside = str(damaged.set_aside)
             self.log.event("damaged", step, checkpoint=aside, problems=damaged.problems)

@@ -219,3 +219,18 @@ def test_a_kill_before_an_evaluation_loses_and_doubles_nothing(tmp_path, texts, 
     for key in ("train/loss", "eval/hellaswag/acc", "eval/hellaswag/acc_norm"):
         assert rows(killed, key) == rows(whole, key), key
     assert outcomes(killed) == outcomes(whole)
+
+
+@pytest.mark.soak
+def test_an_evaluation_that_ends_a_run_does_so_once(tmp_path, texts) -> None:
+    run_dir, fault = tmp_path / "failing", {"FAULT": "evaluation.measure:1:2:raise"}
+    ends = [train(texts, run_dir, 2, 2, evaluated=True, **fault) for _ in range(3)]
+    assert [done.returncode == 0 for done in ends] == [False, False, True], ends[-1].stdout[-4000:]
+    failed = [each for each in events(run_dir) if each["event"] == "evaluation_failed"]
+    assert [(each["step"], each["evaluation"]) for each in failed] == [
+        (2, "hellaswag"),
+        (2, "samples"),
+    ]
+    assert all(each["error"] == "the run ended in it" for each in failed)
+    assert set(rows(run_dir, "eval/hellaswag/acc")) == {1, 3, 4}
+    assert {each["step"] for each in samples(run_dir)} == {1, 3, 4}

@@ -1,0 +1,49 @@
+"""lm-eval in a run says nothing of its own, and silences nobody else; tasks with any tokenizer."""
+
+import json
+import sys
+import threading
+
+import tiktoken
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data_prep.tokenizers import load_tokenizer
+from tests.launching import LLAMA
+from tests.texts import write_items, write_task
+from zerolm.__main__ import main
+from zerolm.harness import quiet
+
+
+def test_only_progress_bars_are_kept_out_of_a_log(capsys) -> None:
+    with quiet():
+        other = threading.Thread(target=lambda: print("rank 1 is lost", file=sys.stderr))
+        other.start()
+        other.join()
+        list(tqdm(range(3), desc="hidden"))
+    list(tqdm(range(3), desc="shown"))
+    said = capsys.readouterr().err
+    assert "rank 1 is lost" in said and "shown" in said and "hidden" not in said
+
+
+def test_tasks_run_on_an_export_with_a_tokenizer_of_tiktoken(tmp_path, monkeypatch) -> None:
+    encoding = tiktoken.Encoding(
+        "tiny",
+        pat_str=r"\w+|\W",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<|endoftext|>": 300},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    exported = tmp_path / "exported"
+    load_tokenizer("tiktoken:tiny").write_copy(exported)
+    torch.manual_seed(0)
+    settings = LLAMA | {"max_position_embeddings": 512, "initializer_range": 0.2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(exported)
+    items = write_items(tmp_path / "items.jsonl", 12)
+    words = ["evaluate", exported, "--tasks", "local_hellaswag", "--hellaswag", items]
+    words += ["--eval_task_path", write_task(tmp_path / "tasks", items)]
+    assert main([str(word) for word in [*words, "--output", tmp_path / "found.json"]]) == 0
+    figures = json.loads((tmp_path / "found.json").read_text())["figures"]
+    assert figures["local_hellaswag/acc"] == figures["hellaswag/acc"]
+    assert figures["local_hellaswag/acc_norm"] == figures["hellaswag/acc_norm"]
