@@ -59,19 +59,8 @@ def tokens_at_once(settings: Settings, model_config: "PretrainedConfig", tokeniz
     return positions if settings.seq_len is None else min(positions, settings.seq_len)
 
 
-def problems(
-    settings: Settings,
-    sources: Sequence[Source],
-    model_config: "PretrainedConfig | None",
-    environment: Mapping[str, str],
-) -> list[str]:
-    """Return what is wrong with the settings of evaluations and samples, a line each.
-
-    Args:
-        sources: of training; empty when none could be opened.
-        model_config: None when it could not be read.
-        environment: of the launcher.
-    """
+def problems(settings: Settings) -> list[str]:
+    """Return what is wrong with the settings of evaluations and samples, a line each."""
     found = []
     for name, needed in NEEDED.items():
         changed = name in settings.explicit and getattr(settings, name) != DEFAULTS[name]
@@ -86,6 +75,26 @@ def problems(
             f"{settings.where('top_p')}: {settings.top_p}, must be above 0 and at most 1. Use 1 "
             f"to draw from all tokens."
         )
+    return found
+
+
+def missing(
+    settings: Settings,
+    sources: Sequence[Source],
+    model_config: "PretrainedConfig | None",
+    environment: Mapping[str, str],
+) -> list[str]:
+    """Return why what is asked for cannot be done with what there is, a line each.
+
+    A file may have been moved since the run began, a hub may not answer: what has trained for days
+    goes on all the same, only a new run is refused.
+
+    Args:
+        sources: of training; empty when none could be opened.
+        model_config: None when it could not be read.
+        environment: of the launcher.
+    """
+    found: list[str] = []
     asked = [name for name in ("hellaswag", "eval_tasks", "prompts") if getattr(settings, name)]
     if not asked or not sources:
         return found

@@ -116,10 +116,16 @@ class _Check:
             self.sources, self.settings, vocab_size, self.settings.seq_len
         )
         self._check_model()
-        self.problems += evaluation_rules.problems(
+        self.problems += evaluation_rules.problems(self.settings)
+        self.resumes = False
+        self._check_run_dir()
+        missing = evaluation_rules.missing(
             self.settings, self.sources.training, self.model_config, self.environment
         )
-        self._check_run_dir()
+        if self.resumes:  # what only observes a run does not keep it from going on
+            self.notices += [f"the run goes on without: {line}" for line in missing]
+        else:
+            self.problems += missing
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
         return self._plan()
@@ -360,6 +366,8 @@ class _Check:
         path = Path(settings.run_dir) / "run.json"
         first = self.environment.get("RANK", "0") == "0"
         stored = stored_record(settings, self.problems) if first else None
+        checkpoints = Path(settings.run_dir, "checkpoints")
+        self.resumes = stored is not None or any(checkpoints.glob("step-*"))
         if stored is not None:
             where, record = stored
         elif path.is_file():

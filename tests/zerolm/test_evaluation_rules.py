@@ -62,6 +62,17 @@ def test_every_problem_is_named_at_once(base, tmp_path) -> None:
         assert any(problem.startswith(start) and end in problem for problem in problems), start
 
 
+def test_a_run_that_has_trained_goes_on_without_what_is_missing(base, tmp_path) -> None:
+    words = ["--prompts", base / "none.txt", "--hellaswag", base / "none.jsonl"]
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    plan = check(base, *words, "--run_dir", tmp_path / "run")
+    without = [notice for notice in plan.notices if "the run goes on without" in notice]
+    assert len(without) == 2 and "none.txt" in without[1], plan.notices
+    with pytest.raises(ConfigError, match=r"--top_p: 0\.0"):
+        check(base, *words, "--run_dir", tmp_path / "run", "--top_p", 0)
+    assert len(refused(base, *words)) == 2
+
+
 def test_what_a_model_is_too_short_for_is_refused(base, tmp_path) -> None:
     item = json.loads((base / "items.jsonl").read_text().splitlines()[0])
     item["endings"][3] = "too long " * 40
