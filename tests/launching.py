@@ -62,7 +62,7 @@ def free_port() -> int:
 def environment(**more: str) -> dict[str, str]:
     quiet = {
         "OMP_NUM_THREADS": "1",
-        "WANDB_MODE": "offline",
+        "WANDB_MODE": "disabled",  # a test of trackers says --wandb offline
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": str(ROOT),
