@@ -24,7 +24,10 @@ from zerolm.checkpoint_directory import MANIFEST, PREFIX
 
 RECORD_DIRECTORY = "record"  # run.json and the logs, as they were when the checkpoint was sent
 CHECKSUMS = f"{RECORD_DIRECTORY}/CHECKSUMS.json"
-RECORD_FILES = ("run.json", "rollbacks.json", "metrics.jsonl", "events.jsonl", "wandb/run.json")
+RECORD_FILES = (
+    "run.json", "rollbacks.json", "metrics.jsonl", "events.jsonl", "samples.jsonl",
+    "hellaswag.json", "wandb/run.json",
+)  # fmt: skip
 RECORD_PATTERN = "metrics-rolled-back-*.jsonl"
 # Pieces of a multipart upload: S3 takes 10,000 of at least 5 MiB. A few of them are in memory for
 # each file that is being sent.

@@ -6,15 +6,12 @@ Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK_BYTES, HEADER_BYTES = 32768, 7
 WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-
-Row = dict[str, Any]
 
 
 def files_of(run_dir: Path, run_id: str) -> list[Path]:
@@ -25,22 +22,23 @@ def files_of(run_dir: Path, run_id: str) -> list[Path]:
 
 def raw_records(path: Path) -> Iterator[bytes]:
     """Yield the records of a file that are whole."""
-    content = path.read_bytes()
-    position, parts = HEADER_BYTES, b""
-    while position + HEADER_BYTES <= len(content):
-        left = BLOCK_BYTES - position % BLOCK_BYTES
-        if left < HEADER_BYTES:  # the rest of a block that no header fits into
-            position += left
-            continue
-        size = int.from_bytes(content[position + 4 : position + 6], "little")
-        kind = content[position + 6]
-        end = position + HEADER_BYTES + size
-        if kind not in (WHOLE, FIRST, MIDDLE, LAST) or end > len(content):
-            return
-        parts = (b"" if kind in (WHOLE, FIRST) else parts) + content[position + HEADER_BYTES : end]
-        if kind in (WHOLE, LAST):
-            yield parts
-        position = end
+    position, parts, size_bytes = HEADER_BYTES, b"", path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(position)
+        while position + HEADER_BYTES <= size_bytes:
+            left = BLOCK_BYTES - position % BLOCK_BYTES
+            if left < HEADER_BYTES:  # the rest of a block that no header fits into
+                position += len(file.read(left))
+                continue
+            header = file.read(HEADER_BYTES)
+            size, kind = int.from_bytes(header[4:6], "little"), header[6]
+            data = file.read(size)
+            if kind not in (WHOLE, FIRST, MIDDLE, LAST) or len(data) < size:
+                return
+            parts = (b"" if kind in (WHOLE, FIRST) else parts) + data
+            if kind in (WHOLE, LAST):
+                yield parts
+            position += HEADER_BYTES + size
 
 
 def records(path: Path) -> Iterator[Any]:
@@ -55,16 +53,14 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
-class Contents(NamedTuple):
-    """What a W&B run has.
+class Told(NamedTuple):
+    """What else than rows a W&B run has.
 
     Attributes:
-        rows: what was logged, with W&B's own `_step`, `_timestamp` and `_runtime`.
         alerts: their texts.
         artifacts: their aliases.
     """
 
-    rows: list[Row]
     alerts: set[str]
     artifacts: set[str]
 
@@ -79,38 +75,14 @@ def supersede(files: list[Path]) -> None:
             path.with_name(f"{path.name}.synced").touch()
 
 
-def contents(run_dir: Path, run_id: str) -> Contents:
-    """Read what all starts of a W&B run have written, rows in the order of `_step`, each once.
-
-    A later start takes its numbers from where the server was, an offline one from 0. What an
-    earlier one had numbered beyond that has not arrived.
-    """
-    rows: dict[int, Row] = {}
-    found = Contents([], set(), set())
+def told(run_dir: Path, run_id: str) -> Told:
+    """Read what all starts of a W&B run have written here."""
+    found = Told(set(), set())
     for path in files_of(run_dir, run_id):
-        first = None
         for record in records(path):
             kind = record.WhichOneof("record_type")
             if kind == "alert":
                 found.alerts.add(record.alert.text)
             elif kind == "artifact":
                 found.artifacts.update(record.artifact.aliases)
-            elif kind == "history":
-                step = record.history.step.num
-                if first is None:
-                    first = step
-                    rows = {number: row for number, row in rows.items() if number < first}
-                rows[step] = {**_row(record.history), "_step": step}
-    found.rows.extend(rows[step] for step in sorted(rows))
     return found
-
-
-def _row(history: Any) -> Row:
-    row: Row = {}
-    for item in history.item:
-        path = list(item.nested_key) or [item.key]
-        inner = row
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = json.loads(item.value_json)
-    return row

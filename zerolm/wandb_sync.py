@@ -4,7 +4,6 @@ One W&B run has `metrics.jsonl`, with checkpoints as references and samples; wha
 back over is a run of its own, in the same group. The run may be going on.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -56,7 +55,7 @@ def wandb_sync(
         memory = run_dir / "wandb" / MEMORY
         if not memory.is_file():
             raise ConfigError(f"--same_id: {memory} is not there: the run has no W&B run yet.")
-        with contextlib.suppress(FileNotFoundError), open(run_dir / "wandb" / "lock") as lock:
+        with open(run_dir / "wandb" / "lock", "a") as lock:  # NFS locks only what may be written
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -64,6 +63,8 @@ def wandb_sync(
                     f"--same_id: {run_dir} is going on and writes to that W&B run. Wait for its "
                     f"end, or leave --same_id out."
                 ) from error
+            except OSError:  # a file system without locks
+                pass
         own_id = json.loads(memory.read_text())["id"]
 
     def named(suffix: str) -> Identity:
@@ -100,13 +101,13 @@ def _send(
     target = WandbTracker(run_dir, fresh=name, fresh_id=run_id)
     target.open()
     rows = Tail(run_dir / file).read()
+    if whole:
+        target.samples(Tail(run_dir / "samples.jsonl").read())
     for row in rows:
-        target.log(row)
+        if target.wants(row):
+            target.log(row)
     if whole:
         for event in Tail(run_dir / "events.jsonl").read():
             target.event(event)
-        samples = Tail(run_dir / "samples.jsonl").read()
-        if samples:
-            target.samples(samples)
     target.finish(0)
     say(f"{name.name} ({run_id}): {len(rows)} rows of {file}, {target.where}")

@@ -20,6 +20,7 @@ from zerolm.files import write_json
 from zerolm.machine import has_wandb_key, told_wandb_mode
 
 INIT_SECONDS, FINISH_SECONDS = 30, 15
+NUMBERS = 100  # of W&B's steps for each step of training: its rows from 0, its samples the last
 MEMORY = "run.json"  # below wandb/: the id of the W&B run
 SAMPLE_COLUMNS = ("step", "tokens", "prompt_number", "prompt", "text", "seed", "temperature")
 
@@ -86,9 +87,10 @@ class WandbTracker:
     keeps what it has got, so the rows of steps that are taken again, on other data, would stand
     between those that were rolled back. The run before keeps those.
 
-    Online, what W&B has already is read from its own files and from the count that its server
-    gives: rows are numbered by W&B's step, one each, over all starts. Offline, every start writes a
-    file of its own that has everything from the first row, in place of those before.
+    Rows are numbered by W&B's step, which follows from the training step alone and grows from row
+    to row: a step that is taken again has the same numbers, on any machine. So the newest number of
+    W&B's server says which rows it has. Offline, every start writes a file of its own that has
+    everything from the first row, in place of those before.
 
     Args:
         of_process: whose memory and threads W&B is to show among its system metrics.
@@ -116,12 +118,13 @@ class WandbTracker:
         self.identity = replace(self.identity, mode=mode_of(self.identity.mode))
         self.run_id = fresh_id or uuid.uuid4().hex[:8] if fresh else self._remembered_id()
         self.run: Any = None
-        self._sent: dict[int, set[str]] = {}
+        self._first = 0  # number that W&B's server has not
+        self._number = -1  # of the newest row
         self._told: set[str] = set()  # texts of alerts, names of checkpoints
         self._older: list[Path] = []  # files of earlier starts
         self._table: Any = None
         self._texts: set[tuple[int, int]] = set()
-        self._sample_steps: set[int] = set()
+        self._waiting: list[Row] = []  # samples, until a row of a later step comes
         self._mfu, self._limit = alerts.LowMfu(), alerts.Limit()
 
     def _remembered_id(self) -> str:
@@ -143,12 +146,12 @@ class WandbTracker:
         import wandb
 
         mode: Any = self.identity.mode
-        known = wandb_files.Contents([], set(), set())
+        known = wandb_files.Told(set(), set())
         self._older = wandb_files.files_of(self.run_dir, self.run_id)
         if self.live:
             write_json(directory / MEMORY, {"id": self.run_id, "rollbacks": self.rollbacks})
             if mode == "online":
-                known = wandb_files.contents(self.run_dir, self.run_id)
+                known = wandb_files.told(self.run_dir, self.run_id)
         self._told = known.alerts | known.artifacts
         close()
         self.run = wandb.init(
@@ -174,62 +177,51 @@ class WandbTracker:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="tokens")
         self.run.define_metric("eval/loss", step_metric="tokens", summary="min,last")
-        self._count(known.rows, online=mode == "online")
+        if mode == "online" and self.live:
+            self._first = self.run.starting_step
         if mode == "online":
             self.where = self.run.url or f"online, run {self.run.id}"
         else:
             self.where = f"offline in {directory} (send with: wandb sync {directory})"
 
-    def _count(self, known: list[Row], online: bool) -> None:
-        """Find out which rows W&B has, and under which number the next one goes."""
-        self._next, self._unknown = len(known), 0
-        if online and self.live:
-            arrived = self.run.starting_step
-            known, self._unknown = known[:arrived], max(0, arrived - len(known))
-            self._next = arrived
-        for row in known:
-            if "samples" in row:
-                self._sample_steps.add(row["step"])
-            else:
-                self._sent.setdefault(row["step"], set()).update(row)
-
     def wants(self, row: Row) -> bool:
-        """Tell whether W&B lacks a row."""
-        if self._sent.get(row["step"], set()).issuperset(row):
-            return False
-        if self._unknown:  # sent from another machine: the same rows, in the same order
-            self._unknown -= 1
-            return False
-        return True
+        """Tell whether W&B lacks a row; called once for each of all, in their order."""
+        if self._waiting and self._waiting[0]["step"] < row["step"]:
+            self._put_samples(row["step"])
+        self._number = max(row["step"] * NUMBERS, self._number + 1)
+        return self._number >= self._first
 
     def log(self, row: Row) -> None:
         """Send one row."""
-        self._put(row)
+        self.run.log(row, step=self._number, commit=True)
         if self.live and (alert := self._mfu.judge(row)):
             self._alert(alert, time.time())
 
-    def _put(self, row: Row) -> None:
-        self.run.log(row, step=self._next, commit=True)
-        self._next += 1
-
     def samples(self, rows: list[Row]) -> None:
-        """Add rows to the table of samples, which a start sends from its beginning."""
-        import wandb
+        """Take in samples, to send those of each step after its rows.
 
-        if self._table is None:
-            self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
+        They must come before the first row of a later step: W&B takes no number after a higher one.
+        """
         for row in rows:
             key = row["step"], row["prompt_number"]
             if key not in self._texts:  # not generated again after a resume
                 self._texts.add(key)
+                if _samples_number(row["step"]) >= self._first:  # else W&B's table has it
+                    self._waiting.append(row)
+
+    def _put_samples(self, step: int | None = None) -> None:
+        """Send the samples of the steps before `step`, of all without one, as one growing table."""
+        import wandb
+
+        while self._waiting and (step is None or self._waiting[0]["step"] < step):
+            first = self._waiting[0]
+            if self._table is None:
+                self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
+            while self._waiting and self._waiting[0]["step"] == first["step"]:
+                row = self._waiting.pop(0)
                 self._table.add_data(*(row.get(name) for name in SAMPLE_COLUMNS))
-        newest = rows[-1]
-        if newest["step"] in self._sample_steps:
-            return  # sent by an earlier start
-        if self._unknown:
-            self._unknown -= 1
-            return
-        self._put({"step": newest["step"], "tokens": newest["tokens"], "samples": self._table})
+            content = {"step": first["step"], "tokens": first["tokens"], "samples": self._table}
+            self.run.log(content, step=_samples_number(first["step"]), commit=True)
 
     def event(self, event: Row) -> None:
         """Tell of an event what is to be told, unless an earlier start has.
@@ -258,6 +250,7 @@ class WandbTracker:
         Raises:
             TimeoutError: W&B did not take all within its time.
         """
+        self._put_samples()
         self.run.finish(exit_code=exit_code)
         self.flush()
         close()  # offline, its process is still writing the file until it ends
@@ -307,6 +300,10 @@ class WandbTracker:
         except Exception:  # W&B wants a library of the store's; the metadata name it
             artifact.add_reference(path.as_uri(), name=name, checksum=False)
         self.run.log_artifact(artifact, aliases=["latest", name])
+
+
+def _samples_number(step: int) -> int:
+    return step * NUMBERS + NUMBERS - 1
 
 
 def _seconds(event: Row) -> float:

@@ -1,14 +1,16 @@
 """Trackers that follow a run directory: real children, real offline files."""
 
+import errno
 import fcntl
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.endpoints import WandbServer
 from tests.launching import environment, free_port
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
 from zerolm import events, metrics, tracker, wandb_tracker
+from zerolm import wandb_sync as wandb_sync_module
 from zerolm.errors import ConfigError, ZerolmError
 from zerolm.metrics import RunLog
 from zerolm.mirror import Mirror
@@ -127,7 +130,7 @@ def test_wandb_and_tensorboard_have_each_row_once_over_kills_and_a_resume(run_di
                for one in checkpoint.manifest.contents)  # fmt: skip
     tables = list(run_dir.glob("wandb/offline-run-*/files/media/table/samples*.json"))
     texts = [json.loads(path.read_text())["data"] for path in sorted(tables)]
-    assert len(texts) >= 2 and [row[0] for row in texts[-1]] == [2, 5]
+    assert [[row[0] for row in each] for each in texts[-2:]] == [[2], [5]], "growing"
 
     run = of_kind(records, "run")[0]
     assert (run.project, run.run_group, list(run.tags)) == ("mine", "first", ["tiny", "fast"])
@@ -246,6 +249,41 @@ def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> No
     assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
 
 
+def test_what_a_server_has_follows_from_its_newest_number_on_any_machine(run_dir, monkeypatch):
+    """A restored directory has no files of W&B's; rows and samples are sent once all the same."""
+    sent: dict[int, dict[str, Any]] = {}
+    tables: list[Any] = []
+
+    class Run:
+        starting_step = 0
+
+        def log(self, row: dict[str, Any], step: int, commit: bool) -> None:
+            assert step > max(sent, default=-1), "W&B would not take it"
+            sent[step] = row
+            if "samples" in row:
+                tables.append(list(row["samples"].data))
+
+    def begin_again(first: int, rows: Sequence[int], samples: Sequence[int]) -> None:
+        target = wandb_tracker.WandbTracker(run_dir)
+        target.run, target._first = Run(), first
+        target.samples(
+            [{"step": step, "tokens": 10 * step, "prompt_number": 0} for step in samples]
+        )
+        for step in rows:
+            row = {"step": step, "tokens": 10 * step, "train/loss": 1.0}
+            for more in ({}, {"eval/loss": 2.0}) if step in samples else ({},):
+                if target.wants({**row, **more}):
+                    target.log({**row, **more})
+        target._put_samples()
+
+    begin_again(0, [1, 2, 3, 4, 5], [2, 4])
+    assert sorted(sent) == [100, 200, 201, 299, 300, 400, 401, 499, 500]
+    begin_again(501, [1, 2, 3, 4, 5, 6, 7], [2, 4, 6])  # the run was killed in step 5
+    assert sorted(sent)[-4:] == [600, 601, 699, 700]
+    begin_again(600, [], [])
+    assert [[row[0] for row in table] for table in tables] == [[2], [2, 4], [6]], "none twice"
+
+
 class Broken:
     """A target that fails at one event, and then at every row."""
 
@@ -342,6 +380,11 @@ def test_wandb_is_told_by_its_own_variable_whether_there_is_a_tracker(monkeypatc
         assert tracker.names(SimpleNamespace(wandb="online", tensorboard=False)) == ["wandb"]
 
 
+def without_locks(file: Any, operation: int) -> None:
+    assert file.writable(), "NFS locks a file exclusively only if it may be written"
+    raise OSError(errno.ENOLCK, "no locks available")
+
+
 def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeypatch) -> None:
     for arguments, words in (
         ({"run_dir": tmp_path}, "no run.json"),
@@ -357,6 +400,10 @@ def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeyp
         fcntl.flock(lock, fcntl.LOCK_EX)  # as the tracker of a run that is going on
         with pytest.raises(ConfigError, match="is going on and writes to that W&B run"):
             wandb_sync(run_dir, mode="offline", same_id=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(wandb_sync_module.fcntl, "flock", without_locks)
+        patched.setattr(wandb_sync_module, "_send", lambda *what, **more: None)
+        assert wandb_sync(run_dir, mode="offline", same_id=True) == ["first"]
     monkeypatch.setattr(wandb_tracker, "INIT_SECONDS", 1)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")

@@ -44,14 +44,16 @@ def test_a_run_comes_back_from_its_store_in_every_byte(run_dir, store, tmp_path)
     for step in (5, 10):
         publish(run_dir, step)
     (run_dir / "rollbacks.json").write_text("{}")
-    (run_dir / "metrics-rolled-back-0001.jsonl").write_text("{}\n")
+    logs = ["metrics-rolled-back-0001.jsonl", "samples.jsonl", "hellaswag.json"]
+    for file in logs:
+        (run_dir / file).write_text('{"step": 5}\n')
     assert uploader.upload(run_dir, store, keep=0) == ["step-00000010", "step-00000005"]
     assert not list((run_dir / "uploads").glob("step-*")), "no link and no note is left"
     again = tmp_path / "again"
     found = restore(store, again)
     assert found is not None and found.progress.step == 10 and problems_of(found) == []
     assert contents(found.directory) == contents(run_dir / "checkpoints" / "step-00000010")
-    for file in ("run.json", "metrics.jsonl", "rollbacks.json", "metrics-rolled-back-0001.jsonl"):
+    for file in ("run.json", "metrics.jsonl", "rollbacks.json", *logs):
         assert (again / file).read_bytes() == (run_dir / file).read_bytes()
     (event,) = events(again, "restored")
     assert event["checkpoint"] == "step-00000010" and event["url"] == store
