@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from zerolm import tracker
 
 LOOK_SECONDS = 0.5
-WAITING_ROWS = 10_000  # read ahead of a tracker that takes nothing; the rest waits in the file
+WAITING_ROWS = 1000  # read ahead of a tracker that takes nothing; the rest waits in the file
 ORPHAN_SECONDS = 3.0  # that watchdogs of a killed run may need to write down why
 END_SECONDS = 22.0  # to send what is left: less than what the run, and a supervisor, wait
 CONNECT_SECONDS = 6.0  # of these, for a tracker that has not answered at all yet

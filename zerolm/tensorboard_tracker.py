@@ -6,7 +6,9 @@ What a rollback went back over becomes a TensorBoard run of its own.
 """
 
 import json
+import shutil
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +45,22 @@ class TensorboardTracker:
         """
         for path in sorted(self.run_dir.glob("metrics-rolled-back-*.jsonl")):
             aside = self.directory / path.stem.removeprefix("metrics-")
-            if not list(aside.glob("events.*")):
+            if not aside.is_dir():
                 write_all(aside, _rows(path))
-        rows, (written, texts) = _rows(self.run_dir / "metrics.jsonl"), read_back(self.directory)
-        wanted = [(row["tokens"], scalars(row)) for row in rows]
+        written, texts = read_back(self.directory)
+        purge = None  # where they differ, if they do
         same = 0
-        while same < min(len(wanted), len(written)) and wanted[same] == written[same]:
+        for row in _rows(self.run_dir / "metrics.jsonl"):
+            if same == len(written):
+                break
+            if (row["tokens"], fingerprint(scalars(row))) != written[same]:
+                purge = min(row["tokens"], written[same][0])
+                break
             same += 1
-        purge = None
-        if same < len(written):  # from here on they differ
-            purge = written[same][0]
-            if same < len(wanted):
-                purge = min(purge, wanted[same][0])
-            while same and wanted[same - 1][0] >= purge:
+        else:
+            purge = written[same][0] if same < len(written) else None
+        if purge is not None:
+            while same and written[same - 1][0] >= purge:
                 same -= 1
             texts = {key for key in texts if key[0] < purge}
         self._skipped, self._texts = same, texts
@@ -91,24 +96,32 @@ class TensorboardTracker:
         self.writer.close()
 
 
-def write_all(directory: Path, rows: list[Row]) -> None:
-    """Write rows into a directory of their own."""
-    writer = _writer(directory, None)
+def write_all(directory: Path, rows: Iterable[Row]) -> None:
+    """Write rows into a directory of their own, which appears when it has all of them."""
+    unfinished = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    writer = _writer(unfinished, None)
     for row in rows:
         _add(writer, row)
     writer.close()
+    unfinished.rename(directory)
 
 
-def read_back(directory: Path) -> tuple[list[tuple[int, Scalars]], set[tuple[int, str]]]:
-    """Read what the files have that no later start has taken back.
+def fingerprint(row: Scalars) -> int:
+    """Return a number that is equal for equal scalars in this process, and for no others."""
+    return hash(tuple(sorted((key, value.tobytes()) for key, value in row.items())))
+
+
+def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, str]]]:
+    """Read what the files have that no later start has taken back, row by row: they may be long.
 
     Returns:
-        (tokens, scalars) of every row; (tokens, tag) of every text.
+        (tokens, fingerprint of the scalars) of every row; (tokens, tag) of every text.
     """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 
-    found: list[tuple[int, Scalars]] = []
+    found: list[tuple[int, int]] = []
     texts: set[tuple[int, str]] = set()
     for path in _files(directory):
         for data in RawEventFileLoader(str(path)).Load():
@@ -123,7 +136,7 @@ def read_back(directory: Path) -> tuple[list[tuple[int, Scalars]], set[tuple[int
             if not tags:
                 values = event.summary.value
                 row = {value.tag: np.float32(value.simple_value) for value in values}
-                found.append((event.step, row))
+                found.append((event.step, fingerprint(row)))
     return found, texts
 
 
@@ -131,11 +144,13 @@ def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("events.out.tfevents.*"), key=lambda path: path.name)
 
 
-def _rows(path: Path) -> list[Row]:
-    if not path.is_file():
-        return []
-    with open(path, "rb") as file:
-        return [json.loads(line) for line in file if line.endswith(b"\n")]
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file that are whole."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
 
 
 def _writer(directory: Path, purge_tokens: int | None) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from tests.endpoints import WandbServer
 from tests.launching import environment, free_port
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
-from zerolm import events, metrics, tracker, wandb_tracker
+from zerolm import events, metrics, tensorboard_tracker, tracker, wandb_tracker
 from zerolm import wandb_sync as wandb_sync_module
 from zerolm.errors import ConfigError, ZerolmError
 from zerolm.metrics import RunLog
@@ -247,6 +247,40 @@ def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> No
     assert "cannot start" in found[0]["error"]
     assert f"python -m zerolm wandb-sync {run_dir}" in found[1]["error"]
     assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
+
+
+def test_tensorboard_goes_on_after_the_rows_it_has_and_mends_what_was_written_in_part(run_dir):
+    def row(step: int, loss: float = 1 / 3) -> dict[str, Any]:
+        return {"step": step, "tokens": 10 * step, "train/loss": loss / step, "null": None}
+
+    def write(name: str, *rows: dict[str, Any]) -> None:
+        (run_dir / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+    def wanted() -> list[int]:
+        target = tensorboard_tracker.TensorboardTracker(run_dir)
+        target.open()
+        found = [each["step"] for each in own_rows(run_dir) if target.wants(each)]
+        target.finish(0)
+        return found
+
+    aside = run_dir / "tensorboard" / "rolled-back-0001"
+    half = aside.with_name(".rolled-back-0001.tmp")  # as a killed process leaves it
+    half.mkdir(parents=True)
+    (half / "events.out.tfevents.1.half").write_bytes(b"half")
+    write("metrics-rolled-back-0001.jsonl", row(3), row(4))
+    write("metrics.jsonl", row(1), row(2))
+    target = tensorboard_tracker.TensorboardTracker(run_dir)
+    target.open()
+    for each in own_rows(run_dir):
+        target.log(each)
+    target.finish(0)
+    assert not half.exists() and len(tensorboard_tracker.read_back(aside)[0]) == 2
+    write("metrics.jsonl", row(1), row(2), row(3))
+    assert wanted() == [3]
+    write("metrics.jsonl", row(1))
+    assert wanted() == [], "what is gone is taken back"
+    write("metrics.jsonl", row(1, loss=2.0), row(2))
+    assert wanted() == [1, 2], "from the first difference on"
 
 
 def test_what_a_server_has_follows_from_its_newest_number_on_any_machine(run_dir, monkeypatch):
