@@ -1,6 +1,7 @@
 """HellaSwag, lm-eval's tasks and samples in the loop: right, and beside training."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,35 @@ def test_an_evaluation_that_ends_a_run_does_so_once(tmp_path, texts) -> None:
     assert all(each["error"] == "the run ended in it" for each in failed)
     assert set(rows(run_dir, "eval/hellaswag/acc")) == {1, 3, 4}
     assert {each["step"] for each in samples(run_dir)} == {1, 3, 4}
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_without_a_tokenizer_prompts_and_items_that_are_gone(tmp_path, texts) -> None:
+    base = shutil.copytree(texts, tmp_path / "texts")
+    run_dir, fault = tmp_path / "run", {"FAULT": "step.begin:0:4:kill"}
+    assert train(base, run_dir, 2, 2, evaluated=True, **fault).returncode != 0
+    shutil.rmtree(base / "shards" / "tokenizer")
+    (base / "items.jsonl").unlink()
+    done = train(base, run_dir, 2, 2, evaluated=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    failed = [each for each in events(run_dir) if each["event"] == "evaluation_failed"]
+    assert {each["evaluation"] for each in failed} == {"hellaswag", "samples"}
+    assert all("there is no tokenizer" in each["error"] for each in failed)
+
+
+@pytest.mark.soak
+def test_a_task_that_takes_its_time_is_no_hang(tmp_path, texts) -> None:
+    base = shutil.copytree(texts, tmp_path / "texts")
+    (base / "tasks" / "broken.py").write_text(
+        "import time\n\ndef process_results(doc, results):\n"
+        "    time.sleep(1)\n    return {'acc': 1}\n"
+    )
+    run_dir = tmp_path / "slow"
+    words = recipe(base / "model.json", base / "shards", run_dir,
+                   profile(tmp_path / "ds.json", 3, bf16=False), 1, micro=2)  # fmt: skip
+    words += ["--seq_len", SEQ_LEN, "--batch_tokens", STEP_TOKENS, "--total_tokens", STEP_TOKENS]
+    words += ["--wandb", "off", "--eval_tasks", "broken", "--eval_task_path", base / "tasks"]
+    words += ["--eval_task_items", 30, "--hang_timeout", 12, "--downstream_interval", 1]
+    done = launch(2, *words)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert rows(run_dir, "eval/broken/acc") == {1: 1.0}
