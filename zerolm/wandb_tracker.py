@@ -203,6 +203,7 @@ class WandbTracker:
         They must come before the first row of a later step: W&B takes no number after a higher one.
         """
         for row in rows:
+            _ = row["tokens"]  # what lacks it is told here, and ends nothing later
             key = row["step"], row["prompt_number"]
             if key not in self._texts:  # not generated again after a resume
                 self._texts.add(key)
@@ -216,7 +217,9 @@ class WandbTracker:
         while self._waiting and (step is None or self._waiting[0]["step"] < step):
             first = self._waiting[0]
             if self._table is None:
-                self._table = wandb.Table(columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL")
+                self._table = wandb.Table(
+                    columns=list(SAMPLE_COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True
+                )
             while self._waiting and self._waiting[0]["step"] == first["step"]:
                 row = self._waiting.pop(0)
                 self._table.add_data(*(row.get(name) for name in SAMPLE_COLUMNS))

@@ -300,9 +300,10 @@ def test_what_a_server_has_follows_from_its_newest_number_on_any_machine(run_dir
     def begin_again(first: int, rows: Sequence[int], samples: Sequence[int]) -> None:
         target = wandb_tracker.WandbTracker(run_dir)
         target.run, target._first = Run(), first
-        target.samples(
-            [{"step": step, "tokens": 10 * step, "prompt_number": 0} for step in samples]
-        )
+        keys = {"prompt_number": 0, "top_k": 0}
+        for step in samples:  # what is odd in a column ends nothing
+            seed = 1 if step % 4 else "none"
+            target.samples([{"step": step, "tokens": 10 * step, "seed": seed, **keys}])
         for step in rows:
             row = {"step": step, "tokens": 10 * step, "train/loss": 1.0}
             for more in ({}, {"eval/loss": 2.0}) if step in samples else ({},):
