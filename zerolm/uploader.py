@@ -73,7 +73,8 @@ def upload(run_dir: Path, url: str, keep: int, of_process: int | None = None) ->
 
     with _only_one(run_dir / DIRECTORY / "lock"):
         _drop_links(run_dir)
-        store = Store(url, Pulse(of_process, failed))
+        pulse = Pulse(of_process, failed)
+        store = Store(url, pulse)
         try:
             _drop_halves(run_dir, store)
             while sending := _newest_missing(checkpoints, store, keep, set(damaged)):
@@ -88,6 +89,7 @@ def upload(run_dir: Path, url: str, keep: int, of_process: int | None = None) ->
             failed(error)
             raise
         finally:
+            pulse.close()
             _drop_links(run_dir)
     if damaged:
         raise CheckpointError(damaged.values())
@@ -98,11 +100,12 @@ class Pulse:
     """Ends this process when nothing moves any more, or when the run that it serves is gone.
 
     A library that hangs in a call cannot be interrupted from inside. To end is safe here at any
-    time.
+    time, until `close`.
     """
 
     def __init__(self, of_process: int | None, failed: Callable[[str], None]):
         self._moved, self._of_process, self._failed = time.monotonic(), of_process, failed
+        self._closed = threading.Event()
         if of_process is not None:
             processes.be_quiet()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -110,9 +113,11 @@ class Pulse:
     def __call__(self) -> None:
         self._moved = time.monotonic()
 
+    def close(self) -> None:
+        self._closed.set()
+
     def _watch(self) -> None:
-        while True:
-            time.sleep(0.5)
+        while not self._closed.wait(0.5):
             if self._of_process is not None and os.getppid() != self._of_process:
                 os._exit(1)
             if time.monotonic() - self._moved > STALLED_SECONDS:

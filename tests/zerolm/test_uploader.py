@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def test_a_run_comes_back_from_its_store_in_every_byte(run_dir, store, tmp_path)
     assert older is not None and older.progress.step == 5
     with pytest.raises(CheckpointError, match=r"no whole step-00000007; it has step-00000005, "):
         restore(store, tmp_path / "none", step=7)
+
+
+def test_nothing_that_could_end_the_process_outlives_an_upload(run_dir, store) -> None:
+    before = set(threading.enumerate())
+    uploader.upload(run_dir, store, keep=0)
+    deadline = time.monotonic() + 30
+    while left := {
+        thread.name for thread in set(threading.enumerate()) - before if "_watch" in thread.name
+    }:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_what_is_there_already_is_not_sent_again(run_dir, store, monkeypatch) -> None:
