@@ -65,6 +65,7 @@ def test_a_run_comes_back_from_its_store_in_every_byte(run_dir, store, tmp_path)
 
 
 def test_nothing_that_could_end_the_process_outlives_an_upload(run_dir, store) -> None:
+    publish(run_dir, 5)
     before = set(threading.enumerate())
     uploader.upload(run_dir, store, keep=0)
     deadline = time.monotonic() + 30
