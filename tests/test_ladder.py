@@ -56,7 +56,7 @@ RUNGS = {
             "begun", "evaluation_rules", "harness", "hellaswag", "likelihood", "patience",
             "sampling", "text_coder",
             # looking at a run's health
-            "diagnosis", "noise_scale", "norms",
+            "diagnosis", "diagnosis_of_speed", "observations", "noise_scale", "norms",
             # the object store's parts
             "events", "object_store", "upload_rules",
             # looking at a run

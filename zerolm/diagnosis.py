@@ -7,16 +7,21 @@ findings: every rule asks that noise be excluded before it speaks, and looks at 
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from zerolm.spike import MAD_TO_DEVIATION, robust_z
+from zerolm.diagnosis_of_speed import checkpoint_stalls, mfu, slow_data, slow_rank
+from zerolm.observations import (
+    RECENT_ROWS,
+    Finding,
+    Point,
+    Row,
+    finding_at,
+    median_of,
+    noise_of,
+    points_of,
+)
+from zerolm.spike import robust_z
 
-Row = Mapping[str, Any]
-
-RECENT_ROWS = 20  # that speed and update sizes are judged by
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 32, 8.0  # reported losses before, and how far above them
 SPIKE_FLOOR = 0.02  # least scale of a deviation, as a share of the loss
 MOST_SPIKES_APART = 3  # more of them are one finding
@@ -26,39 +31,10 @@ NOISE_DEVIATIONS = 3.2  # of Student's t with 10 degrees of freedom: 1 in 200, o
 DIVERGED_SHARE, DIVERGED_ROWS = 0.05, 20
 CLIPPED_SHARE = 0.5
 USUAL_UPDATE_RATIO = (1e-5, 3e-2)  # of a step at the full learning rate; about 1e-3 is typical
-DATA_SHARE = 0.1
-LOW_MFU, FALLEN_MFU = 0.1, 0.75
-SLOW_RANK_RATIO, SLOW_RANK_ROWS = 1.25, 0.7
-STALL_SHARE = 0.05
 OVERFITTED_SHARE, OVERFITTED_EVALUATIONS = 0.01, 3
 # "Up to 4 epochs of repeated data are almost as good as new": Muennighoff et al. (2023),
 # "Scaling Data-Constrained Language Models".
 MOST_EPOCHS = 4.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing to know about a run.
-
-    Attributes:
-        kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
-            "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank" or
-            "checkpoint_stalls".
-        step, tokens: where it is in the run.
-        text: one or two sentences: what is seen, and what to try.
-    """
-
-    kind: str
-    step: int
-    tokens: int
-    text: str
-
-
-@dataclass(frozen=True)
-class _Point:
-    step: int
-    tokens: int
-    value: float
 
 
 def findings(rows: Sequence[Row], events: Sequence[Row] = ()) -> list[Finding]:
@@ -78,41 +54,9 @@ def findings(rows: Sequence[Row], events: Sequence[Row] = ()) -> list[Finding]:
     return found
 
 
-def _points(rows: Iterable[Row], key: str) -> list[_Point]:
-    """Return the finite values of a key."""
-    return [
-        _Point(row["step"], row["tokens"], float(row[key]))
-        for row in rows
-        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
-    ]
-
-
-def _recent(rows: Iterable[Row], key: str) -> list[_Point]:
-    """Return the last `RECENT_ROWS` values of a key; empty when there are fewer."""
-    points = _points(rows, key)[-RECENT_ROWS:]
-    return points if len(points) == RECENT_ROWS else []
-
-
-def _median(points: Iterable[_Point]) -> float:
-    return statistics.median(point.value for point in points)
-
-
-def _noise(points: Sequence[_Point]) -> float:
-    """Return the standard deviation of what a smooth curve does not explain, robustly."""
-    steps = [abs(b.value - a.value) for a, b in pairwise(points)]
-    return MAD_TO_DEVIATION * statistics.median(steps) / math.sqrt(2) if steps else 0.0
-
-
-def _finding(kind: str, at: _Point, text: str) -> Finding:
-    return Finding(kind, at.step, at.tokens, text)
-
-
-# ---- What is learned
-
-
 def _divergence(rows: Sequence[Row]) -> list[Finding]:
     reported = [row for row in rows if "train/loss" in row]
-    points = _points(reported, "train/loss")
+    points = points_of(reported, "train/loss")
     try_this = (
         "Go back to a checkpoint of before (the run does so by itself with --rollback_after), and "
         "try a lower --learning_rate, a longer warm-up or stronger gradient_clipping."
@@ -125,11 +69,11 @@ def _divergence(rows: Sequence[Row]) -> list[Finding]:
     if len(points) < DIVERGED_ROWS + 2 * reach:
         return []
     smoothed = [
-        _Point(points[at].step, points[at].tokens, _median(points[at - 2 * reach : at + 1]))
+        Point(points[at].step, points[at].tokens, median_of(points[at - 2 * reach : at + 1]))
         for at in range(2 * reach, len(points))
     ]
     best = min(smoothed, key=lambda point: point.value)
-    limit = best.value + max(DIVERGED_SHARE * abs(best.value), 3 * _noise(points))
+    limit = best.value + max(DIVERGED_SHARE * abs(best.value), 3 * noise_of(points))
     above = 0
     while above < len(smoothed) and smoothed[-1 - above].value > limit:
         above += 1
@@ -139,12 +83,12 @@ def _divergence(rows: Sequence[Row]) -> list[Finding]:
         f"The loss has stayed above its best since step {smoothed[-above].step}: "
         f"{smoothed[-1].value:.3f}, it was {best.value:.3f} at step {best.step}. {try_this}"
     )
-    return [_finding("divergence", smoothed[-above], text)]
+    return [finding_at("divergence", smoothed[-above], text)]
 
 
 def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
-    points = _points(rows, "train/loss")
-    seen: dict[int, _Point] = {}
+    points = points_of(rows, "train/loss")
+    seen: dict[int, Point] = {}
     usual: list[float] = []  # the values before, without those that stand out
     for point in points:
         window = usual[-SPIKE_WINDOW:]
@@ -163,8 +107,8 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
             loss = event.get("loss")
             value = loss if isinstance(loss, int | float) else math.inf
             before = [tokens[each] for each in tokens if each <= step]
-            seen[step] = _Point(step, max(before, default=0), value)
-    groups: list[list[_Point]] = []
+            seen[step] = Point(step, max(before, default=0), value)
+    groups: list[list[Point]] = []
     interval = points[1].step - points[0].step if len(points) > 1 else 1
     for step in sorted(seen):
         if not groups or step - groups[-1][-1].step > 8 * max(interval, 1):
@@ -178,9 +122,9 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
     if len(worst) > MOST_SPIKES_APART:
         steps = ", ".join(str(point.step) for point in worst[-8:])
         text = f"{len(worst)} loss spikes, the last ones at steps {steps}. {try_this}"
-        return [_finding("spike", worst[-1], text)]
+        return [finding_at("spike", worst[-1], text)]
     return [
-        _finding(
+        finding_at(
             "spike", point, f"The loss jumped to {point.value:.3f} at step {point.step}. {try_this}"
         )
         for point in worst
@@ -195,8 +139,8 @@ def _plateau(rows: Sequence[Row]) -> list[Finding]:
     age loses more per doubling than `PLATEAU_SHARE` of the loss until it is within that of
     its floor, where there is nothing more to learn from this data.
     """
-    points = [point for point in _points(rows, "train/loss") if point.tokens > 0]
-    rates = {point.step: point.value for point in _points(rows, "train/learning_rate")}
+    points = [point for point in points_of(rows, "train/loss") if point.tokens > 0]
+    rates = {point.step: point.value for point in points_of(rows, "train/learning_rate")}
     peak = max(rates.values(), default=0.0)
     if not points or peak <= 0.0:
         return []
@@ -208,7 +152,7 @@ def _plateau(rows: Sequence[Row]) -> list[Finding]:
     if len(last) < enough or low or half < 2 * warm:
         return []
     change, error = _trend(last)
-    level = _median(last)
+    level = median_of(last)
     if -change + NOISE_DEVIATIONS * error >= PLATEAU_SHARE * level:
         return []
     text = (
@@ -218,10 +162,10 @@ def _plateau(rows: Sequence[Row]) -> list[Finding]:
         f"is shuffled and the weights change (train/update_ratio); else the model has learned what "
         f"this data has for its size."
     )
-    return [_finding("plateau", last[0], text)]
+    return [finding_at("plateau", last[0], text)]
 
 
-def _trend(points: Sequence[_Point]) -> tuple[float, float]:
+def _trend(points: Sequence[Point]) -> tuple[float, float]:
     """Return the change of the value from the first to the last point, and its standard error."""
     size = len(points) / PLATEAU_BLOCKS
     blocks = [
@@ -229,7 +173,7 @@ def _trend(points: Sequence[_Point]) -> tuple[float, float]:
         for number in range(PLATEAU_BLOCKS)
     ]
     x = [statistics.fmean(math.log(point.tokens) for point in block) for block in blocks]
-    y = [_median(block) for block in blocks]
+    y = [median_of(block) for block in blocks]
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
     spread = sum((each - mean_x) ** 2 for each in x)
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
@@ -240,19 +184,19 @@ def _trend(points: Sequence[_Point]) -> tuple[float, float]:
 
 
 def _validation(rows: Sequence[Row]) -> list[Finding]:
-    points = _points(rows, "eval/loss")
+    points = points_of(rows, "eval/loss")
     if len(points) <= OVERFITTED_EVALUATIONS:
         return []
     best = min(points, key=lambda point: point.value)
     since = [point for point in points if point.step > best.step]
-    limit = best.value + max(OVERFITTED_SHARE * best.value, 3 * _noise(points))
-    training = _points(rows, "train/loss")
+    limit = best.value + max(OVERFITTED_SHARE * best.value, 3 * noise_of(points))
+    training = points_of(rows, "train/loss")
     then = [point for point in training if point.step <= best.step][-RECENT_ROWS:]
     now = training[-RECENT_ROWS:]
     late = since[-OVERFITTED_EVALUATIONS:]
     if len(late) < OVERFITTED_EVALUATIONS or any(point.value <= limit for point in late):
         return []
-    if not then or _median(now) >= _median(then):
+    if not then or median_of(now) >= median_of(then):
         return []  # both rise: that is no gap
     seen = (
         f"eval/loss has risen from {best.value:.3f} at step {best.step} to {late[-1].value:.3f}, "
@@ -265,16 +209,16 @@ def _validation(rows: Sequence[Row]) -> list[Finding]:
             f"{seen}: the model learns its data by heart (read {names}). Stop at that step, or "
             f"bring more data, more --weight_decay or a smaller model."
         )
-        return [_finding("overfitting", best, text)]
+        return [finding_at("overfitting", best, text)]
     text = (
         f"{seen}, on data that it has not yet seen twice: compare eval/<source>/loss, and look for "
         f"training data that has become unlike --val_data, or holds duplicates."
     )
-    return [_finding("validation", best, text)]
+    return [finding_at("validation", best, text)]
 
 
 def _clipping(rows: Sequence[Row]) -> list[Finding]:
-    points = _points(rows, "train/clipped_share")
+    points = points_of(rows, "train/clipped_share")
     recent = points[-max(RECENT_ROWS, len(points) // 4) :]
     if len(recent) < RECENT_ROWS or statistics.fmean(p.value for p in recent) <= CLIPPED_SHARE:
         return []
@@ -284,21 +228,21 @@ def _clipping(rows: Sequence[Row]) -> list[Finding]:
         f"that decides how long a step is. Lower --learning_rate, or raise gradient_clipping above "
         f"the usual train/grad_norm."
     )
-    return [_finding("clipping", recent[0], text)]
+    return [finding_at("clipping", recent[0], text)]
 
 
 def _update_ratio(rows: Sequence[Row]) -> list[Finding]:
-    rates = {point.step: point.value for point in _points(rows, "train/learning_rate")}
+    rates = {point.step: point.value for point in points_of(rows, "train/learning_rate")}
     peak = max(rates.values(), default=0.0)
     full = [
         point
-        for point in _points(rows, "train/update_ratio")
+        for point in points_of(rows, "train/update_ratio")
         if rates.get(point.step, 0.0) >= 0.5 * peak
     ]
     recent = full[-RECENT_ROWS:]
     if len(recent) < RECENT_ROWS:
         return []
-    ratio, (least, most) = _median(recent), USUAL_UPDATE_RATIO
+    ratio, (least, most) = median_of(recent), USUAL_UPDATE_RATIO
     if least <= ratio <= most:
         return []
     text = (
@@ -311,7 +255,7 @@ def _update_ratio(rows: Sequence[Row]) -> list[Finding]:
             "is clipped to almost nothing."
         )
     )
-    return [_finding("update_ratio", recent[0], text)]
+    return [finding_at("update_ratio", recent[0], text)]
 
 
 def _epochs(rows: Sequence[Row]) -> dict[str, float]:
@@ -332,101 +276,14 @@ def _repeated_data(rows: Sequence[Row]) -> list[Finding]:
     for name, epochs in _epochs(rows).items():
         if epochs <= MOST_EPOCHS:
             continue
-        points = _points(rows, f"data/{name}/epochs")
+        points = points_of(rows, f"data/{name}/epochs")
         at = next(point for point in points if point.value > MOST_EPOCHS)
         text = (
             f"Source {name} has been read {epochs:.1f} times; beyond {MOST_EPOCHS:.0f} another "
             f"time brings little. Lower its weight, or bring more data."
         )
-        found.append(_finding("repeated_data", at, text))
+        found.append(finding_at("repeated_data", at, text))
     return found
-
-
-# ---- How fast
-
-
-def _slow_data(rows: Sequence[Row]) -> list[Finding]:
-    waited = _recent(rows, "throughput/data_seconds")
-    steps = _recent(rows, "throughput/step_seconds")
-    if not waited or not steps:
-        return []
-    share = sum(point.value for point in waited) / max(sum(point.value for point in steps), 1e-9)
-    if share <= DATA_SHARE:
-        return []
-    text = (
-        f"{share:.0%} of a step waits for data. Raise --num_workers, or bring the shards to a "
-        f"faster disk."
-    )
-    return [_finding("slow_data", waited[0], text)]
-
-
-def _mfu(rows: Sequence[Row]) -> list[Finding]:
-    points, recent = _points(rows, "throughput/mfu"), _recent(rows, "throughput/mfu")
-    if not recent:
-        return []
-    now = _median(recent)
-    earlier = points[:-RECENT_ROWS]
-    if len(earlier) >= RECENT_ROWS:
-        usual = _median(earlier)
-        if now < FALLEN_MFU * usual:
-            text = (
-                f"MFU has fallen to {now:.1%}, it was {usual:.1%}. Look at data_seconds, the "
-                f"slowest rank, memory near its limit, other users of the machines, and hot "
-                f"devices that lower their clock."
-            )
-            return [_finding("falling_mfu", recent[0], text)]
-    if now >= LOW_MFU:
-        return []
-    text = (
-        f"MFU is {now:.1%}. Try a larger --micro_batch_size, a lower ZeRO stage or no offload if "
-        f"memory allows, --compile; `python -m launch plan` compares."
-    )
-    return [_finding("low_mfu", recent[0], text)]
-
-
-def _slow_rank(rows: Sequence[Row]) -> list[Finding]:
-    ranks = _recent(rows, "throughput/slowest_rank")
-    seconds = _recent(rows, "throughput/slowest_rank_seconds")
-    means = _recent(rows, "throughput/mean_rank_seconds")
-    if not ranks or not seconds or not means:
-        return []
-    rank = statistics.mode(point.value for point in ranks)
-    times = [
-        slow.value / mean.value
-        for which, slow, mean in zip(ranks, seconds, means, strict=True)
-        if which.value == rank and mean.value > 0.0 and slow.value > SLOW_RANK_RATIO * mean.value
-    ]
-    if len(times) < SLOW_RANK_ROWS * RECENT_ROWS:
-        return []
-    text = (
-        f"Rank {rank:.0f} needs {statistics.median(times):.1f} times as long as the mean of all, "
-        f"and all wait for it. Look at its host, device and disk (ranks/ names the host; "
-        f"`python -m launch doctor` compares hosts)."
-    )
-    return [_finding("slow_rank", ranks[0], text)]
-
-
-def _checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
-    stalls = _points(rows, "checkpoint/stall_seconds")
-    if len(stalls) < 3:
-        return []
-    seconds, before = 0.0, 0
-    for point in _points(rows, "throughput/step_seconds"):
-        seconds += point.value * (point.step - before)
-        before = point.step
-    stalled = sum(point.value for point in stalls)
-    if stalled <= STALL_SHARE * (seconds + stalled):
-        return []
-    waited = sum(point.value for point in _points(rows, "checkpoint/wait_seconds"))
-    cause = (
-        "mostly for the checkpoint before, which was still being written: raise "
-        "--checkpoint_interval, or write to a faster disk."
-        if waited > stalled / 2
-        else "mostly for the copy to host memory: raise --checkpoint_interval."
-    )
-    share = stalled / (seconds + stalled)
-    text = f"Training stood still for checkpoints {share:.0%} of the time, {cause}"
-    return [_finding("checkpoint_stalls", stalls[0], text)]
 
 
 _RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
@@ -434,8 +291,8 @@ _RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     _clipping,
     _update_ratio,
     _repeated_data,
-    _slow_data,
-    _mfu,
-    _slow_rank,
-    _checkpoint_stalls,
+    slow_data,
+    mfu,
+    slow_rank,
+    checkpoint_stalls,
 )

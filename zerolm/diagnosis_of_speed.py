@@ -1,0 +1,106 @@
+"""What a run's metrics say of its speed: data, devices, ranks, checkpoints. Pure.
+
+A part of diagnosis.py.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+from zerolm.observations import (
+    RECENT_ROWS,
+    Finding,
+    Row,
+    finding_at,
+    median_of,
+    points_of,
+    recent_of,
+)
+
+DATA_SHARE = 0.1
+LOW_MFU, FALLEN_MFU = 0.1, 0.75
+SLOW_RANK_RATIO, SLOW_RANK_ROWS = 1.25, 0.7
+STALL_SHARE = 0.05
+
+
+def slow_data(rows: Sequence[Row]) -> list[Finding]:
+    waited = recent_of(rows, "throughput/data_seconds")
+    steps = recent_of(rows, "throughput/step_seconds")
+    if not waited or not steps:
+        return []
+    share = sum(point.value for point in waited) / max(sum(point.value for point in steps), 1e-9)
+    if share <= DATA_SHARE:
+        return []
+    text = (
+        f"{share:.0%} of a step waits for data. Raise --num_workers, or bring the shards to a "
+        f"faster disk."
+    )
+    return [finding_at("slow_data", waited[0], text)]
+
+
+def mfu(rows: Sequence[Row]) -> list[Finding]:
+    points, recent = points_of(rows, "throughput/mfu"), recent_of(rows, "throughput/mfu")
+    if not recent:
+        return []
+    now = median_of(recent)
+    earlier = points[:-RECENT_ROWS]
+    if len(earlier) >= RECENT_ROWS:
+        usual = median_of(earlier)
+        if now < FALLEN_MFU * usual:
+            text = (
+                f"MFU has fallen to {now:.1%}, it was {usual:.1%}. Look at data_seconds, the "
+                f"slowest rank, memory near its limit, other users of the machines, and hot "
+                f"devices that lower their clock."
+            )
+            return [finding_at("falling_mfu", recent[0], text)]
+    if now >= LOW_MFU:
+        return []
+    text = (
+        f"MFU is {now:.1%}. Try a larger --micro_batch_size, a lower ZeRO stage or no offload if "
+        f"memory allows, --compile; `python -m launch plan` compares."
+    )
+    return [finding_at("low_mfu", recent[0], text)]
+
+
+def slow_rank(rows: Sequence[Row]) -> list[Finding]:
+    ranks = recent_of(rows, "throughput/slowest_rank")
+    seconds = recent_of(rows, "throughput/slowest_rank_seconds")
+    means = recent_of(rows, "throughput/mean_rank_seconds")
+    if not ranks or not seconds or not means:
+        return []
+    rank = statistics.mode(point.value for point in ranks)
+    times = [
+        slow.value / mean.value
+        for which, slow, mean in zip(ranks, seconds, means, strict=True)
+        if which.value == rank and mean.value > 0.0 and slow.value > SLOW_RANK_RATIO * mean.value
+    ]
+    if len(times) < SLOW_RANK_ROWS * RECENT_ROWS:
+        return []
+    text = (
+        f"Rank {rank:.0f} needs {statistics.median(times):.1f} times as long as the mean of all, "
+        f"and all wait for it. Look at its host, device and disk (ranks/ names the host; "
+        f"`python -m launch doctor` compares hosts)."
+    )
+    return [finding_at("slow_rank", ranks[0], text)]
+
+
+def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
+    stalls = points_of(rows, "checkpoint/stall_seconds")
+    if len(stalls) < 3:
+        return []
+    seconds, before = 0.0, 0
+    for point in points_of(rows, "throughput/step_seconds"):
+        seconds += point.value * (point.step - before)
+        before = point.step
+    stalled = sum(point.value for point in stalls)
+    if stalled <= STALL_SHARE * (seconds + stalled):
+        return []
+    waited = sum(point.value for point in points_of(rows, "checkpoint/wait_seconds"))
+    cause = (
+        "mostly for the checkpoint before, which was still being written: raise "
+        "--checkpoint_interval, or write to a faster disk."
+        if waited > stalled / 2
+        else "mostly for the copy to host memory: raise --checkpoint_interval."
+    )
+    share = stalled / (seconds + stalled)
+    text = f"Training stood still for checkpoints {share:.0%} of the time, {cause}"
+    return [finding_at("checkpoint_stalls", stalls[0], text)]

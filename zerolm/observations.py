@@ -1,0 +1,71 @@
+"""What a run's rows say of one key: points, their median and noise, and what a finding is. Pure.
+
+Below diagnosis.py, which concludes from them.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from zerolm.spike import MAD_TO_DEVIATION
+
+Row = Mapping[str, Any]
+
+RECENT_ROWS = 20  # that speed and update sizes are judged by
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know about a run.
+
+    Attributes:
+        kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
+            "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank" or
+            "checkpoint_stalls".
+        step, tokens: where it is in the run.
+        text: one or two sentences: what is seen, and what to try.
+    """
+
+    kind: str
+    step: int
+    tokens: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Point:
+    step: int
+    tokens: int
+    value: float
+
+
+def points_of(rows: Iterable[Row], key: str) -> list[Point]:
+    """Return the finite values of a key."""
+    return [
+        Point(row["step"], row["tokens"], float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    ]
+
+
+def recent_of(rows: Iterable[Row], key: str) -> list[Point]:
+    """Return the last `RECENT_ROWS` values of a key; empty when there are fewer."""
+    points = points_of(rows, key)[-RECENT_ROWS:]
+    return points if len(points) == RECENT_ROWS else []
+
+
+def median_of(points: Iterable[Point]) -> float:
+    return statistics.median(point.value for point in points)
+
+
+def noise_of(points: Sequence[Point]) -> float:
+    """Return the standard deviation of what a smooth curve does not explain, robustly."""
+    steps = [abs(b.value - a.value) for a, b in pairwise(points)]
+    return MAD_TO_DEVIATION * statistics.median(steps) / math.sqrt(2) if steps else 0.0
+
+
+def finding_at(kind: str, at: Point, text: str) -> Finding:
+    return Finding(kind, at.step, at.tokens, text)
