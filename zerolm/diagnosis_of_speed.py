@@ -23,6 +23,7 @@ STALL_SHARE = 0.05
 
 
 def slow_data(rows: Sequence[Row]) -> list[Finding]:
+    """Tell of steps that wait for data."""
     waited = recent_of(rows, "throughput/data_seconds")
     steps = recent_of(rows, "throughput/step_seconds")
     if not waited or not steps:
@@ -38,6 +39,7 @@ def slow_data(rows: Sequence[Row]) -> list[Finding]:
 
 
 def mfu(rows: Sequence[Row]) -> list[Finding]:
+    """Tell of a low utilisation of the devices, or one that has fallen."""
     points, recent = points_of(rows, "throughput/mfu"), recent_of(rows, "throughput/mfu")
     if not recent:
         return []
@@ -62,6 +64,7 @@ def mfu(rows: Sequence[Row]) -> list[Finding]:
 
 
 def slow_rank(rows: Sequence[Row]) -> list[Finding]:
+    """Tell of a rank that holds up the others."""
     ranks = recent_of(rows, "throughput/slowest_rank")
     seconds = recent_of(rows, "throughput/slowest_rank_seconds")
     means = recent_of(rows, "throughput/mean_rank_seconds")
@@ -84,6 +87,7 @@ def slow_rank(rows: Sequence[Row]) -> list[Finding]:
 
 
 def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
+    """Tell of time in which training stood still for checkpoints."""
     stalls = points_of(rows, "checkpoint/stall_seconds")
     if len(stalls) < 3:
         return []

@@ -37,6 +37,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Point:
+    """A value of one key, and where in the run it was."""
+
     step: int
     tokens: int
     value: float
@@ -58,6 +60,7 @@ def recent_of(rows: Iterable[Row], key: str) -> list[Point]:
 
 
 def median_of(points: Iterable[Point]) -> float:
+    """Return the median of the values."""
     return statistics.median(point.value for point in points)
 
 
@@ -68,4 +71,5 @@ def noise_of(points: Sequence[Point]) -> float:
 
 
 def finding_at(kind: str, at: Point, text: str) -> Finding:
+    """Return a finding of where a point is."""
     return Finding(kind, at.step, at.tokens, text)
