@@ -130,7 +130,7 @@ def assert_equal_to_lm_eval(run_dir: Path, found) -> float:
     return worst
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_what_is_measured_is_right_and_changes_nothing(tmp_path, texts, stage) -> None:
     plain, run_dir = tmp_path / "plain", tmp_path / "evaluated"
     done = train(texts, plain, stage, 2, evaluated=False)

@@ -73,7 +73,7 @@ def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(False, 2, id="fp32-2", marks=pytest.mark.soak),
         pytest.param(False, 3, id="fp32-3"),
-        pytest.param(True, 2, id="bf16-2"),
+        pytest.param(True, 2, id="bf16-2", marks=pytest.mark.soak),
         pytest.param(True, 3, id="bf16-3", marks=pytest.mark.soak),
     ],
 )

@@ -43,7 +43,7 @@ def assert_no_nan(run_dir: Path) -> None:
                 stack += value.values() if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_refused_steps_are_as_if_their_batches_had_never_been_drawn(
     tmp_path, llama, corpus, stage
 ) -> None:

@@ -37,7 +37,8 @@ def measured(world_size, directory):
     return json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_model_states_are_predicted_within_one_percent(world_size, tmp_path):
     found = measured(world_size, tmp_path)
     wrong, shapes = [], {name: parameter_shapes(one) for name, one in MODELS.items()}
