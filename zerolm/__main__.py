@@ -166,7 +166,11 @@ def main(argv: list[str]) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_DONE
         found = whole_checkpoint(arguments.checkpoint)
-        print(f"{found.directory}: whole, {len(found.manifest['files'])} files, {found.progress}")
+        progress = found.progress
+        print(
+            f"{found.directory}: whole, {len(found.manifest['files'])} files, step "
+            f"{progress.step:,}, {progress.tokens:,} tokens"
+        )
         if arguments.command == "export":
             write_export(found, arguments)
     except ZerolmError as error:

@@ -130,7 +130,9 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype="auto", output_loading_info=True
     )
