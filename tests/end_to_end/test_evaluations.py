@@ -209,7 +209,8 @@ def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
 def test_a_kill_before_an_evaluation_loses_and_doubles_nothing(tmp_path, texts, stage) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(texts, whole, stage, 2, evaluated=True).returncode == 0
-    fault = {"FAULT": "evaluation.begin:1:2:kill,evaluation.begin:0:3:kill"}
+    # The first rank, before it notes what is begun: what is noted and not ended is left out.
+    fault = {"FAULT": "evaluation.begin:0:2:kill,evaluation.begin:0:3:kill"}
     fault["FAULT_ONCE"] = str(tmp_path)
     for _ in range(2):
         assert train(texts, killed, stage, 2, evaluated=True, **fault).returncode != 0
