@@ -82,7 +82,10 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 1 and (out / "model.safetensors.index.json").is_file()
     card = ModelCard.load(out / "README.md")
-    assert card.data.library_name == "transformers" and f"{6 * STEP_TOKENS:,} tokens" in card.text
+    assert (
+        card.data.to_dict()["library_name"] == "transformers"
+        and f"{6 * STEP_TOKENS:,} tokens" in card.text
+    )
     assert (out / "loss.png").is_file()
     assert not list(tmp_path.glob("*.tmp"))
 

@@ -79,7 +79,9 @@ def test_a_card_is_filled_up_to_its_checkpoint_and_names_no_path(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(text)
     data = ModelCard.load(path).data
-    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
+    assert (
+        data.to_dict()["library_name"] == "transformers" and data.pipeline_tag == "text-generation"
+    )
     results = [
         (each.dataset_name, each.metric_type, each.metric_value) for each in data.eval_results
     ]
