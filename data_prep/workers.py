@@ -28,12 +28,18 @@ Result = TypeVar("Result")
 
 
 def ordered_map(
-    prepare: Callable[[], Callable[[Item], Result]], items: Iterable[Item], num_workers: int
+    prepare: Callable[[], Callable[[Item], Result]],
+    items: Iterable[Item],
+    num_workers: int,
+    *,
+    ahead_per_worker: int = AHEAD_PER_WORKER,
+    given_per_worker: int = GIVEN_PER_WORKER,
 ) -> Generator[Result, None, None]:
     """Yield `prepare()(item)` for every item, in the order of the items.
 
-    `prepare` is sent to every worker and called once there. At most `AHEAD_PER_WORKER` items for
-    each worker exist at a time, whether as items or as results.
+    `prepare` is sent to every worker and called once there. At most `ahead_per_worker` items for
+    each worker exist at a time, whether as items or as results. Items that take minutes want a
+    `given_per_worker` of 1, so that no worker keeps one waiting that another is free for.
 
     Raises:
         ConfigError: as raised in a worker.
@@ -44,14 +50,18 @@ def ordered_map(
     try:
         for index in range(num_workers):
             workers.append(_Worker(prepare, index))
-        yield from _feed(workers, enumerate(items), AHEAD_PER_WORKER * num_workers)
+        max_ahead = ahead_per_worker * num_workers
+        yield from _feed(workers, enumerate(items), max_ahead, given_per_worker)
     finally:
         for worker in workers:
             worker.stop()
 
 
 def _feed(
-    workers: list["_Worker"], items: Iterator[tuple[int, Any]], max_ahead: int
+    workers: list["_Worker"],
+    items: Iterator[tuple[int, Any]],
+    max_ahead: int,
+    given_per_worker: int,
 ) -> Iterator[Any]:
     ready: deque[tuple[int, Any]] = deque()  # read, and not given to a worker yet
     results: dict[int, Any] = {}
@@ -59,7 +69,7 @@ def _feed(
     more = True
     while True:
         least = min(workers, key=lambda worker: len(worker.given))
-        while ready and len(least.given) < GIVEN_PER_WORKER:
+        while ready and len(least.given) < given_per_worker:
             least.give(*ready.popleft())
             least = min(workers, key=lambda worker: len(worker.given))
         reading = more and len(ready) < len(workers) and num_read - next_result < max_ahead

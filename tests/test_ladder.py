@@ -68,7 +68,9 @@ RUNGS = {
             # the watchdog's parts
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),
-        *("data_prep." + name for name in ("command_line", "documents", "progress", "workers")),
+        *("data_prep." + name for name in (
+            "command_line", "documents", "phases", "progress", "workers",
+        )),
         *("launch." + name for name in (
             "all_reduce", "attempt", "collector", "command_words", "findings", "flag_types",
             "forwarded", "host_session", "hosts", "templates",
