@@ -42,7 +42,7 @@ RUNGS = {
             "files", "flags", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
             "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
-            "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
+            "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
             "unpickling", "values", "windows", "zero_files",
             # looking at memory
             "activations", "live_memory",

@@ -5,64 +5,19 @@ killed writer leaves nothing that could be taken for data. It leaves `.unfinishe
 next writer that what lies there may be removed.
 """
 
-import errno
-import fcntl
 import hashlib
 import os
-import re
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from zerolm.errors import ShardError
-from zerolm.files import sync_directory, write_atomically, write_json
-from zerolm.manifest import (
-    FORMAT,
-    MANIFEST,
-    TOKENIZER_DIRECTORY,
-    VERSION,
-    token_dtype,
-)
+from zerolm.files import write_atomically
+from zerolm.manifest import FORMAT, VERSION, token_dtype
+from zerolm.shard_directory import ShardDirectory
 
 DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, still quick to copy and to verify
-UNFINISHED = ".unfinished"
-
-_OUR_FILE = re.compile(r"shard-\d{5,}\.(bin|idx)(\.tmp)?|manifest\.json\.tmp")
-
-
-def output_problems(directory: str | Path) -> list[str]:
-    """Say why a new shard directory cannot be written there; an empty list when it can.
-
-    Absent, empty, and left by a killed writer are all fine. Leaves nothing behind.
-    """
-    directory = Path(directory)
-    if (directory / MANIFEST).exists():
-        return [
-            f"{directory}: already holds token shards. Choose another directory, or remove this "
-            f"one to make them again."
-        ]
-    existing = directory
-    while not os.path.lexists(existing):
-        existing = existing.parent
-    if not existing.is_dir():
-        return [f"{directory}: {existing} is not a directory. Choose another directory."]
-    try:  # os.access says yes to root, and on read-only mounts of some kinds
-        Path(tempfile.mkdtemp(prefix=".zerolm-", dir=existing)).rmdir()
-    except OSError as error:
-        return [
-            f"{directory}: {existing} is not writable ({error.strerror}). Choose another directory."
-        ]
-    if existing == directory and not (directory / UNFINISHED).exists():
-        others = sorted(path.name for path in directory.iterdir())
-        if others:
-            return [
-                f"{directory}: is not empty (it holds {others[0]!r}), and shards need a directory "
-                f"of their own. Choose another directory."
-            ]
-    return []
 
 
 class ShardWriter:
@@ -101,16 +56,15 @@ class ShardWriter:
         self.dtype = token_dtype(vocab_size)
         self.num_tokens = self.num_documents = 0
         self.shards: list[dict[str, Any]] = []
-        self.published = False
         self._file: BinaryIO | None = None
         self._shard_tokens = 0
-        if problems := output_problems(self.directory):
-            raise ShardError(problems)
-        ladder = [self.directory, *self.directory.parents]
-        self._created = [path for path in ladder if not path.exists()]
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.directory)
-        self._remove_unpublished()
+        self._claim = ShardDirectory(self.directory)
+        self._claim.clear()
+
+    @property
+    def published(self) -> bool:
+        """Whether the manifest is there."""
+        return self._claim.published
 
     def add(self, token_ids: np.ndarray, document_ends: np.ndarray | None = None) -> None:
         """Append documents.
@@ -220,33 +174,15 @@ class ShardWriter:
             "shards": self.shards,
             **provenance,
         }
-        sync_directory(self.directory)
-        write_json(self.directory / MANIFEST, manifest)
-        self.published = True
-        (self.directory / UNFINISHED).unlink()
-        self._lock.close()
+        self._claim.publish(manifest)
         return manifest
 
     def abort(self) -> None:
         """Remove everything that was written, unless the manifest is published."""
-        if self.published or self._lock.closed:
-            return
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._remove_unpublished()
-        (self.directory / UNFINISHED).unlink(missing_ok=True)
-        self._lock.close()
-        for path in self._created:
-            if any(path.iterdir()):  # somebody else's by now
-                break
-            path.rmdir()
-
-    def _remove_unpublished(self) -> None:
-        for path in self.directory.iterdir():
-            if _OUR_FILE.fullmatch(path.name) and not path.is_dir():
-                path.unlink()
-        shutil.rmtree(self.directory / TOKENIZER_DIRECTORY, ignore_errors=True)
+        self._claim.remove()
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -257,21 +193,3 @@ class ShardWriter:
                 self.close()
         finally:
             self.abort()
-
-
-def _lock(directory: Path) -> BinaryIO:
-    """Mark a directory as unfinished and lock the mark; the kernel unlocks it if we are killed."""
-    mark = open(directory / UNFINISHED, "ab")
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        mark.close()
-        raise ShardError(
-            f"{directory}: another process is writing shards there now. Wait for it, stop it, or "
-            f"choose another directory."
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
-        # A file system without locks: nothing keeps a second writer out, as on most of them.
-    return mark

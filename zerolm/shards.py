@@ -8,7 +8,8 @@ A shard directory is one data source:
     tokenizer/           the files of the tokenizer that made the ids
 
 docs/formats.md describes each key. zerolm/manifest.py checks the manifest, zerolm/shard_writer.py
-writes; what both of them offer to other modules can be imported from here.
+writes, zerolm/shard_directory.py keeps others out meanwhile; what they offer to other modules can
+be imported from here.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ import numpy as np
 from zerolm.errors import ShardError
 from zerolm.files import sha256_file
 from zerolm.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, read_manifest, token_dtype
-from zerolm.shard_writer import DEFAULT_SHARD_TOKENS, ShardWriter, output_problems
+from zerolm.shard_directory import output_problems
+from zerolm.shard_writer import DEFAULT_SHARD_TOKENS, ShardWriter
 
 __all__ = [
     "DEFAULT_SHARD_TOKENS",

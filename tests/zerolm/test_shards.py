@@ -123,7 +123,7 @@ def test_a_killed_writer_leaves_no_data_and_is_no_obstacle(tmp_path):
         open_source(tmp_path / "s")
     with pytest.raises(ShardError, match="another process"):
         writer(tmp_path / "s")
-    killed._lock.close()  # what the kernel does for the dead
+    killed._claim.leave()  # what the kernel does for the dead
     write(tmp_path / "s", [[9, EOS]])
     assert open_source(tmp_path / "s").num_tokens == 2
     names = {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
