@@ -69,7 +69,8 @@ RUNGS = {
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),
         *("data_prep." + name for name in (
-            "command_line", "documents", "phases", "progress", "workers",
+            "command_line", "documents", "phases", "progress", "stage_counts", "stage_files",
+            "workers",
         )),
         *("launch." + name for name in (
             "all_reduce", "attempt", "collector", "command_words", "findings", "flag_types",

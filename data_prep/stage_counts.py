@@ -1,0 +1,87 @@
+"""What a stage's tasks count: documents and bytes in and out, what was dropped by reason, examples.
+
+Part of each task's record, and added up into `stage.json` and the report. Standard library only.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAX_EXAMPLES = 3  # of each reason, in a record and in stage.json
+SHOWN_CHARACTERS = 200
+SUMMED = ("documents_in", "documents_out", "text_bytes_in", "text_bytes_out")
+SUMMED_BY_KEY = ("dropped", "dropped_bytes", "changed", "lengths_in", "lengths_out")
+
+Json = dict[str, Any]
+
+
+class Counts:
+    """What went into a task, what came out, and what became of the rest."""
+
+    def __init__(self) -> None:
+        self.sums = dict.fromkeys(SUMMED, 0)
+        self.by_key: dict[str, dict[str, int]] = {name: {} for name in SUMMED_BY_KEY}
+        self.examples: dict[str, list[Json]] = {}
+
+    def came_in(self, text_bytes: int) -> None:
+        """Count a document that was read; `text_bytes` of UTF-8."""
+        self.sums["documents_in"] += 1
+        self.sums["text_bytes_in"] += text_bytes
+        self._add("lengths_in", _length_bin(text_bytes))
+
+    def went_out(self, text_bytes: int) -> None:
+        """Count a document that was written."""
+        self.sums["documents_out"] += 1
+        self.sums["text_bytes_out"] += text_bytes
+        self._add("lengths_out", _length_bin(text_bytes))
+
+    def dropped(self, reason: str, text_bytes: int, document: Any = None, text: str = "") -> None:
+        """Count a document that was left out, and keep the first ones of each reason to show.
+
+        Args:
+            document: its id.
+            text: its text, or the part of it that decided.
+        """
+        self._add("dropped", reason)
+        self._add("dropped_bytes", reason, text_bytes)
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < MAX_EXAMPLES:
+            shown.append({"id": document, "text": text[:SHOWN_CHARACTERS]})
+
+    def changed(self, what: str, number: int = 1) -> None:
+        """Count something that was changed in documents that were kept."""
+        self._add("changed", what, number)
+
+    def record(self) -> Json:
+        """Return the counts as a part of a task's record."""
+        return {**self.sums, **self.by_key, "examples": self.examples}
+
+    def _add(self, name: str, key: str, number: int = 1) -> None:
+        self.by_key[name][key] = self.by_key[name].get(key, 0) + number
+
+
+def _length_bin(text_bytes: int) -> str:
+    """Return the power of two at or below a length: the histograms' bins."""
+    return str(1 << (text_bytes.bit_length() - 1) if text_bytes else 0)
+
+
+def merge_counts(records: Iterable[Mapping[str, Any]]) -> Json:
+    """Add the counts of tasks up; of the examples, keep the first."""
+    merged: Json = {
+        **dict.fromkeys(SUMMED, 0),
+        **{name: {} for name in SUMMED_BY_KEY},
+        "examples": {},
+    }
+    for record in records:
+        for name in SUMMED:
+            merged[name] += record.get(name, 0)
+        for name in SUMMED_BY_KEY:
+            for key, number in record.get(name, {}).items():
+                merged[name][key] = merged[name].get(key, 0) + number
+        for reason, examples in record.get("examples", {}).items():
+            shown = merged["examples"].setdefault(reason, [])
+            shown += examples[: MAX_EXAMPLES - len(shown)]
+    for name in ("dropped", "dropped_bytes", "changed", "examples"):
+        merged[name] = dict(sorted(merged[name].items()))
+    for name in ("lengths_in", "lengths_out"):
+        merged[name] = dict(sorted(merged[name].items(), key=lambda item: int(item[0])))
+    return merged

@@ -1,0 +1,228 @@
+"""The files between the stages of a pipeline: clean -> dedup -> decontaminate -> tokenize.
+
+A stage is a directory of `00000.jsonl.zst`, one a task and with the same names through the stages;
+each line is an object with the text, an `id` and the other keys of the input. `stage.json` is
+published last: counts, options, files with sizes and checksums, and the stage before. A directory
+without it is not data. Knows nothing of what stages do.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerolm.errors import ConfigError
+from zerolm.files import sha256_file, sync_directory, sync_file, write_json
+
+STAGE = "stage.json"
+FORMAT, VERSION = "zerolm-stage", 1
+SUFFIX = ".jsonl.zst"
+BLOCK_BYTES = 1 << 20
+
+Json = dict[str, Any]
+
+
+def stage_file(task: int) -> str:
+    """Return the name of the file that a task reads or writes."""
+    return f"{task:05d}{SUFFIX}"
+
+
+class StageWriter:
+    """Writes one file of a stage: whole or not at all; the same lines give the same bytes.
+
+    As a context manager it removes the file when left by an exception, and otherwise needs `close`.
+    """
+
+    def __init__(self, path: Path):
+        import pyarrow as pa
+
+        self.path = path
+        self.temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.temporary, "wb")
+        self.stream = pa.CompressedOutputStream(pa.PythonFile(self.file, mode="w"), "zstd")
+        self.lines: list[bytes] = []
+        self.pending_bytes = self.num_documents = self.text_bytes = 0
+
+    def write(self, record: Mapping[str, Any], text_bytes: int) -> None:
+        """Write a document; `text_bytes` is the size of its text in UTF-8."""
+        import orjson
+
+        self.write_line(orjson.dumps(record), text_bytes)
+
+    def write_line(self, line: bytes, text_bytes: int) -> None:
+        """Write a document that is a line of JSON already, without its newline."""
+        self.lines.append(line)
+        self.num_documents += 1
+        self.text_bytes += text_bytes
+        self.pending_bytes += len(line) + 1
+        if self.pending_bytes >= BLOCK_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.lines:
+            self.lines.append(b"")
+            self.stream.write(b"\n".join(self.lines))
+        self.lines, self.pending_bytes = [], 0
+
+    def close(self) -> Json:
+        """Publish the file, and return its entry in `stage.json`."""
+        self._flush()
+        self.stream.close()  # closes the file too
+        sync_file(self.temporary)
+        sha256 = sha256_file(self.temporary)
+        size_bytes = self.temporary.stat().st_size
+        os.replace(self.temporary, self.path)
+        sync_directory(self.path.parent)
+        return {
+            "file": self.path.name,
+            "size_bytes": size_bytes,
+            "sha256": sha256,
+            "num_documents": self.num_documents,
+            "text_bytes": self.text_bytes,
+        }
+
+    def abort(self) -> None:
+        """Remove what was written, unless it is published."""
+        self.lines = []
+        if not self.file.closed:
+            self.stream.close()
+        self.temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> "StageWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A published stage."""
+
+    directory: Path
+    manifest: Json
+    paths: list[Path] = field(default_factory=list)  # of its files, in order
+
+    @property
+    def text_field(self) -> str:
+        """The key of the text."""
+        return self.manifest["text_field"]
+
+
+def is_stage(directory: str | Path) -> bool:
+    """Say whether a directory is a published stage."""
+    return Path(directory, STAGE).is_file()
+
+
+def read_stage(directory: str | Path) -> Stage:
+    """Open a published stage, and compare the sizes of its files.
+
+    Raises:
+        ConfigError: it is not published, of another version, or files are missing or cut.
+    """
+    directory = Path(directory)
+    path = directory / STAGE
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}). The stage has not ended: run it again."
+        ) from error
+    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
+        raise ConfigError(
+            f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, and not "
+            f"{FORMAT!r} version {VERSION}. Write it again with this release."
+        )
+    problems = []
+    for entry in manifest["files"]:
+        file = directory / entry["file"]
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["size_bytes"]:
+            has = "is not there" if size is None else f"has {size:,} bytes"
+            problems.append(
+                f"{file}: {has}; {STAGE} says {entry['size_bytes']:,} bytes. Run the stage again."
+            )
+    if problems:
+        raise ConfigError(problems)
+    return Stage(directory, manifest, [directory / entry["file"] for entry in manifest["files"]])
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a stage's file, without their newlines.
+
+    Raises:
+        ConfigError: the file is cut or damaged.
+    """
+    import pyarrow as pa
+
+    try:
+        with open(path, "rb") as raw:
+            stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+            rest = b""
+            while block := stream.read(BLOCK_BYTES):
+                *lines, rest = (rest + block).split(b"\n")
+                yield from lines
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}). It is cut or damaged: run the stage again."
+        ) from error
+    if rest:
+        raise ConfigError(f"{path}: ends in the middle of a line. Run the stage again.")
+
+
+def read_records(path: Path) -> Iterator[Json]:
+    """Yield the documents of a stage's file, as the objects that they are."""
+    import orjson
+
+    for line in read_lines(path):
+        yield orjson.loads(line)
+
+
+def publish_stage(
+    directory: Path,
+    stage: str,
+    files: Sequence[Mapping[str, Any]],
+    *,
+    inputs: str,
+    text_field: str,
+    counts: Mapping[str, Any],
+    options: Mapping[str, Any],
+    before: Mapping[str, Any],
+    **more: Any,
+) -> Json:
+    """Write `stage.json`, which makes the directory a stage, and return it.
+
+    Args:
+        files: what `StageWriter.close` returned, in order.
+        inputs: fingerprint of what the stage was made from, and how.
+        counts: of all tasks: `stage_counts.merge_counts`.
+        before: `provenance_of` the stage before, or what the first stage has read.
+    """
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "stage": stage,
+        "inputs": inputs,
+        "text_field": text_field,
+        **counts,
+        "options": options,
+        **more,
+        "before": before,
+        "files": list(files),
+    }
+    write_json(directory / STAGE, manifest)
+    return manifest
+
+
+def provenance_of(stage: Stage) -> Json:
+    """Return what later stages and the shards' manifest say about a stage: all but its files."""
+    left_out = ("files", "examples", "lengths_in", "lengths_out")
+    kept = {key: value for key, value in stage.manifest.items() if key not in left_out}
+    return {
+        **kept,
+        "num_files": len(stage.paths),
+        "stage_json_sha256": sha256_file(stage.directory / STAGE),
+    }

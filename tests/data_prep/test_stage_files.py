@@ -1,0 +1,120 @@
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from data_prep.stage_counts import MAX_EXAMPLES, Counts, merge_counts
+from data_prep.stage_files import (
+    StageWriter,
+    is_stage,
+    provenance_of,
+    publish_stage,
+    read_records,
+    read_stage,
+    stage_file,
+)
+from zerolm.errors import ConfigError
+
+RECORDS = [
+    {"text": "first\nline", "id": "a", "score": 0.1, "nested": {"é": [1, None, True]}},
+    {"text": "日本 \u2028 text", "id": "b"},
+    *({"text": f"document {n} " * 50, "id": n} for n in range(3000)),
+]
+
+
+def write(directory: Path, records=RECORDS, task: int = 0) -> dict:
+    with StageWriter(directory / stage_file(task)) as writer:
+        for record in records:
+            writer.write(record, len(record["text"].encode()))
+        return writer.close()
+
+
+def publish(directory: Path) -> dict:
+    entries = [write(directory), write(directory, [], 1)]
+    counts = merge_counts([])
+    return publish_stage(
+        directory, "clean", entries, inputs="f", text_field="text",
+        counts=counts, options={"filters": []}, before={"inputs": ["raw"]},
+    )  # fmt: skip
+
+
+def test_a_stage_is_read_as_it_was_written_also_by_zstd_itself(tmp_path):
+    publish(tmp_path)
+    stage = read_stage(tmp_path)
+    assert [path.name for path in stage.paths] == ["00000.jsonl.zst", "00001.jsonl.zst"]
+    assert list(read_records(stage.paths[0])) == RECORDS
+    assert list(read_records(stage.paths[1])) == []
+    entry = stage.manifest["files"][0]
+    assert entry["num_documents"] == len(RECORDS)
+    assert entry["text_bytes"] == sum(len(record["text"].encode()) for record in RECORDS)
+    zstandard = pytest.importorskip("zstandard")
+    with zstandard.open(stage.paths[0], "rt", encoding="utf-8", newline="\n") as file:
+        assert [json.loads(line) for line in file] == RECORDS
+    sums = subprocess.run(
+        ["sha256sum", stage.paths[0]], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert sums.stdout.split()[0] == entry["sha256"]
+
+
+def test_the_same_documents_give_the_same_bytes(tmp_path):
+    assert write(tmp_path / "one") == write(tmp_path / "two")
+
+
+def test_an_exception_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), StageWriter(tmp_path / "00000.jsonl.zst") as writer:
+        writer.write(RECORDS[0], 1)
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_that_is_not_whole_is_refused_with_every_file(tmp_path):
+    with pytest.raises(ConfigError, match="has not ended"):
+        read_stage(tmp_path)
+    publish(tmp_path)
+    assert is_stage(tmp_path)
+    (tmp_path / "00000.jsonl.zst").write_bytes(b"cut")
+    (tmp_path / "00001.jsonl.zst").unlink()
+    with pytest.raises(ConfigError) as refused:
+        read_stage(tmp_path)
+    assert len(refused.value.problems) == 2
+    with pytest.raises(ConfigError, match="cut or damaged"):
+        list(read_records(tmp_path / "00000.jsonl.zst"))
+
+
+def test_a_file_that_is_cut_is_refused(tmp_path):
+    write(tmp_path)
+    path = tmp_path / "00000.jsonl.zst"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match=r"00000\.jsonl\.zst"):
+        list(read_records(path))
+
+
+def test_provenance_is_everything_but_the_files(tmp_path):
+    publish(tmp_path)
+    before = provenance_of(read_stage(tmp_path))
+    assert before["stage"] == "clean"
+    assert before["before"] == {"inputs": ["raw"]}
+    assert before["num_files"] == 2
+    assert "files" not in before
+
+
+def test_counts_of_tasks_add_up(tmp_path):
+    records = []
+    for task in range(3):
+        counts = Counts()
+        for number in range(4):
+            counts.came_in(100)
+            counts.dropped("short", 100, f"{task}-{number}", "x" * 500)
+        counts.came_in(3)
+        counts.went_out(3)
+        records.append(counts.record())
+    merged = merge_counts(json.loads(json.dumps(records)))
+    assert merged["documents_in"] == 15
+    assert merged["documents_out"] == 3
+    assert merged["dropped"] == {"short": 12}
+    assert merged["dropped_bytes"] == {"short": 1200}
+    assert merged["lengths_in"] == {"2": 3, "64": 12}
+    assert [example["id"] for example in merged["examples"]["short"]] == ["0-0", "0-1", "0-2"]
+    assert len(merged["examples"]["short"]) == MAX_EXAMPLES
+    assert len(merged["examples"]["short"][0]["text"]) == 200
