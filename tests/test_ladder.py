@@ -44,6 +44,8 @@ RUNGS = {
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
             "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
             "unpickling", "values", "windows", "zero_files",
+            # blocks of shards, and shards that are elsewhere
+            "block_sums",
             # looking at memory
             "activations", "live_memory",
             # the loss without all of its logits

@@ -1,6 +1,6 @@
 """The manifest of a token shard directory: its keys, and the checks that a reader makes of them.
 
-`zerolm/shards.py` writes and reads the shards themselves. Standard library and numpy.
+`zerolm/shards.py` writes and reads the shards themselves. Knows no file but the manifest.
 """
 
 import json
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from zerolm.block_sums import SUM_BYTES, num_blocks
 from zerolm.errors import ShardError
 
 FORMAT = "zerolm-shards"
@@ -37,6 +38,8 @@ _SHARD_KEYS: dict[str, type] = {
     "index_size_bytes": int,
     "index_sha256": str,
 }
+# Files beside a shard that older releases did not write: key of the file's name -> what it has.
+SIDECARS = {"sums": "sums of the blocks", "origins": "origins of the documents"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # nothing outside of the directory
 
 
@@ -72,11 +75,33 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     problems = _wrong_keys(manifest, _KEYS, "")
     if not problems:
         for number, shard in enumerate(manifest["shards"]):
-            problems += _wrong_keys(shard, _SHARD_KEYS, f"shards[{number}].")
+            keys = _SHARD_KEYS | _sidecar_keys(shard)
+            problems += _wrong_keys(shard, keys, f"shards[{number}].")
     problems = problems or _contradictions(manifest)
     if problems:
         raise ShardError([f"{path}: {problem} Tokenize again." for problem in problems])
     return manifest
+
+
+def files_of(shard: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """Return (name, size in bytes, SHA-256) of each file of a shard, the tokens' first."""
+    files = [
+        (shard["file"], shard["size_bytes"], shard["sha256"]),
+        (shard["index"], shard["index_size_bytes"], shard["index_sha256"]),
+    ]
+    present = [key for key in SIDECARS if key in shard]
+    return files + [
+        (shard[key], shard[f"{key}_size_bytes"], shard[f"{key}_sha256"]) for key in present
+    ]
+
+
+def _sidecar_keys(shard: Any) -> dict[str, type]:
+    present = [key for key in SIDECARS if isinstance(shard, dict) and key in shard]
+    return {
+        name: kind
+        for key in present
+        for name, kind in ((key, str), (f"{key}_size_bytes", int), (f"{key}_sha256", str))
+    }
 
 
 def _wrong_keys(value: Any, keys: dict[str, type], prefix: str) -> list[str]:
@@ -90,7 +115,7 @@ def _wrong_keys(value: Any, keys: dict[str, type], prefix: str) -> list[str]:
             problems.append(f"{prefix}{key} is {value[key]!r}, not of type {kind.__name__}.")
         elif kind is int and value[key] < 0:
             problems.append(f"{prefix}{key} is {value[key]}, below zero.")
-        elif key in ("file", "index") and not _FILE_NAME.fullmatch(value[key]):
+        elif key in ("file", "index", *SIDECARS) and not _FILE_NAME.fullmatch(value[key]):
             problems.append(f"{prefix}{key} is {value[key]!r}, not a plain file name.")
     return problems
 
@@ -123,6 +148,18 @@ def _contradictions(manifest: dict[str, Any]) -> list[str]:
         if shard["index_size_bytes"] != shard["num_documents"] * 8:
             problems.append(
                 f"{shard['index']}: index_size_bytes {shard['index_size_bytes']} is not "
+                f"{shard['num_documents']} documents of 8 bytes."
+            )
+        if "sums" in shard and shard["sums_size_bytes"] != SUM_BYTES * num_blocks(
+            shard["size_bytes"]
+        ):
+            problems.append(
+                f"{shard['sums']}: sums_size_bytes {shard['sums_size_bytes']} is not "
+                f"{num_blocks(shard['size_bytes'])} blocks of {SUM_BYTES} bytes."
+            )
+        if "origins" in shard and shard["origins_size_bytes"] != shard["num_documents"] * 8:
+            problems.append(
+                f"{shard['origins']}: origins_size_bytes {shard['origins_size_bytes']} is not "
                 f"{shard['num_documents']} documents of 8 bytes."
             )
         if shard["num_documents"] == 0 or shard["num_tokens"] == 0:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from zerolm.block_sums import SUMS_SUFFIX, BlockSums
 from zerolm.errors import ShardError
 from zerolm.files import write_atomically
 from zerolm.manifest import FORMAT, VERSION, token_dtype
@@ -108,6 +109,7 @@ class ShardWriter:
         self._name = f"shard-{len(self.shards):05d}"
         self._file = open(self.directory / f"{self._name}.bin.tmp", "wb")
         self._digest = hashlib.sha256()
+        self._sums = BlockSums()
         self._shard_tokens = 0
         self._ends: list[np.ndarray] = []
 
@@ -116,6 +118,7 @@ class ShardWriter:
         data = tokens.tobytes()
         self._file.write(data)
         self._digest.update(data)
+        self._sums.update(data)
         self._ends.append(ends + self._shard_tokens)
         self._shard_tokens += len(tokens)
         self.num_tokens += len(tokens)
@@ -147,6 +150,7 @@ class ShardWriter:
                 "index": index.name,
                 "index_size_bytes": len(ends),
                 "index_sha256": hashlib.sha256(ends).hexdigest(),
+                **self._sums.write(self.directory / f"{self._name}{SUMS_SUFFIX}"),
             }
         )
 

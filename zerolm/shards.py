@@ -5,6 +5,7 @@ A shard directory is one data source:
     manifest.json        published last; a directory without one is not data
     shard-00000.bin      little-endian token ids, uint16 when the vocabulary fits in it, else uint32
     shard-00000.idx      little-endian uint64: the end of each document in the shard, in tokens
+    shard-00000.sums     little-endian uint64: of each block of 64 KiB, see zerolm/block_sums.py
     tokenizer/           the files of the tokenizer that made the ids
 
 docs/formats.md describes each key. zerolm/manifest.py checks the manifest, zerolm/shard_writer.py
@@ -21,7 +22,14 @@ import numpy as np
 
 from zerolm.errors import ShardError
 from zerolm.files import sha256_file
-from zerolm.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, read_manifest, token_dtype
+from zerolm.manifest import (
+    DTYPES,
+    MANIFEST,
+    TOKENIZER_DIRECTORY,
+    files_of,
+    read_manifest,
+    token_dtype,
+)
 from zerolm.shard_directory import output_problems
 from zerolm.shard_writer import DEFAULT_SHARD_TOKENS, ShardWriter
 
@@ -127,10 +135,7 @@ def open_source(directory: str | Path) -> Source:
     manifest = read_manifest(directory)
     problems = []
     for shard in manifest["shards"]:
-        for name, size in (
-            (shard["file"], shard["size_bytes"]),
-            (shard["index"], shard["index_size_bytes"]),
-        ):
+        for name, size, _ in files_of(shard):
             path = directory / name
             if not path.is_file():
                 problems.append(
@@ -158,9 +163,9 @@ def verify(directory: str | Path) -> dict[str, Any]:
     source = open_source(directory)
     problems = []
     expected = [
-        pair
+        (name, checksum)
         for shard in source.manifest["shards"]
-        for pair in ((shard["file"], shard["sha256"]), (shard["index"], shard["index_sha256"]))
+        for name, _, checksum in files_of(shard)
     ]
     expected += [
         (f"{TOKENIZER_DIRECTORY}/{entry['file']}", entry["sha256"])

@@ -15,6 +15,7 @@ from zerolm.errors import ShardError
 from zerolm.shards import ShardWriter, open_source, output_problems, token_dtype, verify
 
 EOS = 0
+ENDINGS = ("bin", "idx", "sums")
 TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
 
 
@@ -77,9 +78,11 @@ def test_files_are_what_the_format_says(tmp_path):
     assert [shard["num_documents"] for shard in manifest["shards"]] == [2, 1]
     assert np.fromfile(directory / "shard-00000.idx", "<u8").tolist() == [3, 5]
     for shard in manifest["shards"]:
-        for name, key in ((shard["file"], "sha256"), (shard["index"], "index_sha256")):
-            assert hashlib.sha256((directory / name).read_bytes()).hexdigest() == shard[key]
-    names = {"manifest.json", *(f"shard-0000{n}.{end}" for n in (0, 1) for end in ("bin", "idx"))}
+        for key, prefix in (("file", ""), ("index", "index_"), ("sums", "sums_")):
+            content = (directory / shard[key]).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == shard[f"{prefix}sha256"]
+            assert len(content) == shard[f"{prefix}size_bytes"]
+    names = {"manifest.json", *(f"shard-0000{n}.{end}" for n in (0, 1) for end in ENDINGS)}
     assert {path.name for path in directory.iterdir()} == names
 
 
@@ -126,7 +129,7 @@ def test_a_killed_writer_leaves_no_data_and_is_no_obstacle(tmp_path):
     killed._claim.leave()  # what the kernel does for the dead
     write(tmp_path / "s", [[9, EOS]])
     assert open_source(tmp_path / "s").num_tokens == 2
-    names = {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
+    names = {"manifest.json", *(f"shard-00000.{end}" for end in ENDINGS)}
     assert {path.name for path in (tmp_path / "s").iterdir()} == names
 
 
