@@ -31,6 +31,7 @@ RUNGS = {
             "throughput", "train_step", "uploader", "uploads", "watchdog", "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
+        "data_prep.encoders",
         *("launch." + name for name in (
             "demo_corpus", "demo_summary", "doctor", "node", "plan", "render", "supervise",
         )),
@@ -81,6 +82,8 @@ RUNGS = {
             "estimate", "hardware", "plan_text", "probing", "published", "reliability", "scaling",
             "search", "step_time", "subject",
         )),
+        # the encoders' parts
+        "data_prep.backends",
     },
 }  # fmt: skip
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
