@@ -28,9 +28,9 @@ SUMMARY_NAMES = {
 
 def train_tokenizer(options: argparse.Namespace) -> None:
     from data_prep import sources, tokenizers
-    from data_prep.documents import read_documents
+    from data_prep.documents import InputRules
     from data_prep.progress import Progress
-    from data_prep.tokenize import BATCH_BYTES
+    from data_prep.units import Tally, plan_units, read_batches
     from zerolm.shards import output_problems
 
     for number in (signal.SIGINT, signal.SIGTERM):  # while Rust computes, Python hears nothing;
@@ -46,13 +46,12 @@ def train_tokenizer(options: argparse.Namespace) -> None:
 
     def texts():
         nonlocal num_bytes
-        for chunk in sources.read_chunks(inputs, options.text_field, BATCH_BYTES):
-            documents, _, wrong = read_documents([chunk], options.text_field)
-            if wrong:
-                raise ConfigError(wrong)
-            num_bytes += sum(len(document.utf8) for document in documents)
-            progress.add(chunk.input_bytes, len(documents))
-            yield from (document.text for document in documents)
+        rules = InputRules(options.text_field)
+        for unit in plan_units(inputs):
+            for batch in read_batches(inputs, unit, rules, Tally()):
+                num_bytes += sum(len(document.utf8) for document in batch.documents)
+                progress.add(batch.input_bytes, len(batch.documents))
+                yield from (document.text for document in batch.documents)
         progress.close()
         if not progress.num_documents:
             raise ConfigError("--input: no documents to train on.")
@@ -70,9 +69,11 @@ def train_tokenizer(options: argparse.Namespace) -> None:
 
 def tokenize(options: argparse.Namespace) -> None:
     from data_prep import sources, tokenizers
+    from data_prep.documents import InputRules
     from data_prep.progress import Progress
     from data_prep.tokenize import BATCH_BYTES, BatchEncoder
     from data_prep.tokenize import tokenize as run
+    from data_prep.units import plan_units, read_unit
     from zerolm.shards import DEFAULT_SHARD_TOKENS, TOKENIZER_DIRECTORY, ShardWriter
 
     problems = Problems()
@@ -87,6 +88,7 @@ def tokenize(options: argparse.Namespace) -> None:
     tokenizer = problems.of(tokenizers.load_tokenizer, options.tokenizer)
     problems.refuse()
     inputs = _show_notes(*found)
+    rules = InputRules(options.text_field)
     writers: list[ShardWriter] = []
     progress = Progress("tokenize", _total_bytes(inputs))
     try:
@@ -104,11 +106,16 @@ def tokenize(options: argparse.Namespace) -> None:
             partial(tokenizers.load_encoder, outputs[0] / TOKENIZER_DIRECTORY),
             tokenizer.eos_id,
             tokenizer.vocab_size,
-            options.text_field,
+            inputs,
+            rules,
             fraction,
         )
         summary = run(
-            sources.read_chunks(inputs, options.text_field, BATCH_BYTES),
+            (
+                chunk
+                for unit in plan_units(inputs)
+                for chunk in read_unit(inputs, unit, rules, BATCH_BYTES)
+            ),
             writers,
             encoder,
             num_workers=workers,

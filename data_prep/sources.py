@@ -1,75 +1,71 @@
-"""Inputs: which files or hub data sets are meant, and reading them in order, in bounded memory.
+"""Inputs: which files or hub data sets the --input flags mean, and in which order.
 
 Local files are read directly, and hub data sets through `datasets` streaming. docs/formats.md says
-why: direct reading is faster, and it can name the line of a broken document.
+why: direct reading is faster, and it can name the line of a broken document. `units` reads them.
 Knows nothing of tokenizers and shards.
 """
 
 import glob
-import gzip
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from data_prep.documents import Chunk
-from zerolm.errors import ConfigError, ZerolmError
+from data_prep.readers import HubId, Input, open_hub, reading_errors
+from data_prep.stage_files import STAGE, read_stage
+from data_prep.streams import Failure
+from zerolm.errors import ConfigError
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+SUFFIXES = (*(".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet"),)
 HUB_ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"
 )
-HUB_ROWS = 64  # a batch of the streaming iterator
 
 
-@dataclass(frozen=True)
-class Input:
-    """One file or hub data set."""
-
-    argument: str  # the --input that named it
-    name: str  # a path or a hub id
-    suffix: str  # one of SUFFIXES, or "hub"
-    size_bytes: int | None
-    data: Any = None  # the opened data set of a hub id
-
-
-def find_inputs(arguments: Sequence[str], text_field: str) -> tuple[list[Input], list[str]]:
+def find_inputs(
+    arguments: Sequence[str], text_field: str, skip_bad: bool = False
+) -> tuple[list[Input], list[str]]:
     """Return the inputs in reading order, and notes on what was left aside.
 
     An argument is a file, a directory (all below it, sorted by path), a glob (sorted; `**` goes
     down directories), or a hub id `namespace/name[:config][@split]` that is no local path.
 
+    Args:
+        skip_bad: whether a file that cannot be read is returned with its `problem`, for its task to
+            count, instead of refused.
+
     Raises:
-        ConfigError: every argument and file that cannot be read, and each file that is named twice.
+        ConfigError: every argument that means nothing, each file that is named twice, and without
+            `skip_bad` every file that cannot be read.
     """
-    inputs: list[Input] = []
+    found: list[Input] = []
     notes: list[str] = []
     problems: list[str] = []
     for argument in arguments:
-        inputs += _expand(argument, text_field, notes, problems)
+        found += _expand(argument, notes, problems)
+    inputs: list[Input] = []
     seen: dict[str, str] = {}
-    for each in inputs:
+    for each in found:
         key = os.path.realpath(each.name) if each.suffix != "hub" else each.name
         if key in seen:
             problems.append(
                 f"--input {each.argument}: {each.name} is named already by --input {seen[key]}. "
                 f"Its documents would be there twice: remove one."
             )
-        elif each.suffix == ".parquet":
-            problems += _parquet_problems(each.name, text_field)
+        elif each.suffix == ".parquet" and each.problem is None:
+            each = _check_table(each, text_field)
         seen.setdefault(key, each.argument)
+        if each.problem is not None and not skip_bad:
+            given = f"--input {each.argument}: " if each.argument != each.name else ""
+            problems.append(f"{given}{each.name}: {each.problem.detail}")
+        inputs.append(each)
     if problems:
         raise ConfigError(problems)
     return inputs, notes
 
 
-def _expand(
-    argument: str, text_field: str, notes: list[str], problems: list[str]
-) -> Iterator[Input]:
+def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
     if os.path.lexists(argument):
         paths = [argument]
     elif glob.has_magic(argument):
@@ -79,7 +75,7 @@ def _expand(
         if not paths:
             problems.append(f"--input {argument}: the glob matches nothing. Check the path.")
     elif (match := HUB_ID.fullmatch(argument)) and _suffix(argument) is None:
-        yield from _open_hub(argument, match, text_field, problems)
+        yield from _find_hub(argument, match, problems)
         return
     else:
         problems.append(
@@ -88,70 +84,143 @@ def _expand(
         )
         return
     for path in paths:
-        if Path(path).is_dir():
+        if Path(path, STAGE).is_file():
+            yield from _stage(argument, path, problems)
+        elif Path(path).is_dir():
             yield from _walk(argument, path, notes, problems)
         elif (suffix := _suffix(path)) is None:
             problems.append(
                 f"--input {argument}: {path} is not one of {', '.join(SUFFIXES)}. "
                 f"Convert or rename it."
             )
-        elif not (Path(path).is_file() and os.access(path, os.R_OK)):
-            problems.append(f"--input {argument}: {path} is not a readable file.")
         else:
-            yield Input(argument, path, suffix, Path(path).stat().st_size)
+            yield _file(argument, path, suffix)
+
+
+def _stage(argument: str, path: str, problems: list[str]) -> Iterator[Input]:
+    """Yield the files of a stage, without what else lies in its directory."""
+    try:
+        files = read_stage(Path(path)).paths
+    except ConfigError as error:
+        problems += error.problems
+        return
+    for file in files:
+        yield _file(argument, str(file), _suffix(file.name) or "")
 
 
 def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
     """Yield the files below a directory, sorted by path."""
     paths: list[str] = []
-    for directory, _, names in os.walk(top, onerror=lambda error: problems.append(f"{error}")):
+    links: list[str] = []
+    unreadable: dict[str, Failure] = {}
+
+    def note(error: OSError) -> None:
+        unreadable[str(error.filename)] = Failure(
+            "unreadable", f"the directory cannot be read ({error.strerror}). Check its permissions."
+        )
+
+    for directory, directories, names in os.walk(top, onerror=note):
         paths += [os.path.join(directory, name) for name in names]  # noqa: PTH118
-    known = sorted(path for path in paths if _suffix(path) is not None)
+        below = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
+        links += [path for path in below if Path(path).is_symlink()]
     others = sorted(path for path in paths if _suffix(path) is None)
+    known = sorted([path for path in paths if _suffix(path) is not None] + [*unreadable])
     if others:
         notes.append(
             f"--input {argument}: left aside {len(others):,} of {len(paths):,} files, which are "
             f"not {', '.join(SUFFIXES)}; the first is {others[0]}"
         )
+    if links:
+        notes.append(
+            f"--input {argument}: left aside {len(links):,} directories that are symbolic links; "
+            f"the first is {min(links)}. Give those that are meant as --input."
+        )
     if not known:
         problems.append(f"--input {argument}: no {', '.join(SUFFIXES)} file below {top}.")
     for path in known:
-        if Path(path).is_file() and os.access(path, os.R_OK):
-            yield Input(argument, path, _suffix(path) or "", Path(path).stat().st_size)
+        if path in unreadable:
+            yield Input(argument, path, "directory", 0, problem=unreadable[path])
         else:
-            problems.append(f"--input {argument}: {path} is not a readable file.")
+            yield _file(argument, path, _suffix(path) or "")
+
+
+def _file(argument: str, path: str, suffix: str) -> Input:
+    detail = None
+    try:
+        status = Path(path).stat()
+        if not Path(path).is_file():  # a pipe, a socket or a device
+            detail = "is not a readable file: it is neither a file nor a directory."
+        elif not os.access(path, os.R_OK):
+            detail = "is not a readable file. Check its permissions."
+    except OSError as error:
+        what = "a link to nothing" if Path(path).is_symlink() else error.strerror
+        detail = f"is not a readable file ({what})."
+    if detail is not None:
+        return Input(argument, path, suffix, 0, problem=Failure("unreadable", detail))
+    return Input(argument, path, suffix, status.st_size, status.st_mtime_ns)
 
 
 def _suffix(path: str) -> str | None:
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), None)
 
 
-def _parquet_problems(path: str, text_field: str) -> list[str]:
+def _check_table(each: Input, text_field: str) -> Input:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        schema = pq.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
-        return [f"{path}: cannot be read as Parquet ({error}). Restore or remove the file."]
-    if text_field not in schema.names:
-        return [
-            f"{path}: no column {text_field!r}; it has {', '.join(schema.names)}. "
-            f"Choose one with --text_field."
-        ]
-    kind = schema.field(text_field).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        return [f"{path}: column {text_field!r} has type {kind}, not string. Choose --text_field."]
-    return []
+        metadata = pq.read_metadata(each.name)
+        schema = metadata.schema.to_arrow_schema()
+    except reading_errors() as error:
+        reason = " ".join(str(error).split())[:200]
+        detail = f"cannot be read as Parquet ({reason}). Restore or remove the file."
+        return replace(each, problem=Failure("damaged", detail))
+    kind = _column_type(schema, text_field)
+    failure = None
+    if kind is None:
+        failure = Failure(
+            "no_text_field",
+            f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
+            f"--text_field.",
+        )
+    elif not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        failure = Failure(
+            "not_a_string",
+            f"column {text_field!r} has type {kind}, not string. Choose --text_field.",
+        )
+    return replace(each, problem=failure, num_rows=metadata.num_rows if failure else 0)
 
 
-def _open_hub(
-    argument: str, match: re.Match[str], text_field: str, problems: list[str]
-) -> Iterator[Input]:
+def _column_type(schema: object, text_field: str) -> object | None:
+    """Return the type of a column, or of a field in a column of objects; see find_text."""
+    import pyarrow as pa
+
+    assert isinstance(schema, pa.Schema | pa.StructType)
+    parts = text_field.split(".")
+    for count in range(len(parts), 0, -1):
+        head, tail = ".".join(parts[:count]), ".".join(parts[count:])
+        names = schema.names if isinstance(schema, pa.Schema) else [each.name for each in schema]
+        if head not in names:
+            continue
+        kind = schema.field(head).type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not tail:
+            return kind
+        if pa.types.is_struct(kind) and (inner := _column_type(kind, tail)) is not None:
+            return inner
+    return None
+
+
+def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Iterator[Input]:
+    name = match["name"]
+    hub = HubId(name, match["config"], match["split"] or "train")
     try:
-        yield open_hub(argument, match["name"], match["config"], match["split"] or "train")
+        from huggingface_hub import HfApi
+
+        hub = replace(hub, revision=HfApi().dataset_info(name).sha)
+        open_hub(hub)
+        yield Input(argument, argument, "hub", None, hub=hub)
     except Exception as error:  # datasets, huggingface_hub and the network raise what they like
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         problems.append(
@@ -159,132 +228,3 @@ def _open_hub(
             f"({reason}). Check the path, or the id (namespace/name[:config][@split]) and the "
             f"network."
         )
-
-
-def open_hub(argument: str, name: str, config: str | None, split: str) -> Input:
-    """Open a data set for streaming; `name` is what `datasets.load_dataset` takes."""
-    import datasets
-
-    data = datasets.load_dataset(name, config, split=split, streaming=True)
-    return Input(argument, argument, "hub", None, data)
-
-
-def read_chunks(inputs: Sequence[Input], text_field: str, chunk_bytes: int) -> Iterator[Chunk]:
-    """Yield the content of all inputs in order, in chunks of about `chunk_bytes`.
-
-    A chunk holds whole documents, so one long document makes a larger chunk.
-
-    Raises:
-        ConfigError: a file that ends in the middle of compressed data, or is damaged.
-        ZerolmError: a hub data set that stopped to answer.
-    """
-    for each in inputs:
-        if each.suffix == ".txt":
-            with _refusing(each.name, 1):
-                data = Path(each.name).read_bytes()
-            yield Chunk(each.name, "text", 1, data, len(data))
-        elif each.suffix == ".parquet":
-            yield from _read_parquet(each, text_field, chunk_bytes)
-        elif each.suffix == "hub":
-            yield from _read_hub(each, text_field)
-        else:
-            yield from _read_lines(each, chunk_bytes)
-
-
-@contextmanager
-def _refusing(name: str, position: int, unit: str = "line") -> Iterator[None]:
-    """Turn what reading raises into a refusal that names the file and how far it was read.
-
-    gzip raises OSError, EOFError and zlib.error; pyarrow subclasses of OSError and ValueError.
-    """
-    try:
-        yield
-    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-        raise ConfigError(
-            f"{name}:{position}: cannot be read past this {unit} ({error}). The file is cut or "
-            f"damaged: restore it, or remove it."
-        ) from error
-
-
-def _read_lines(each: Input, chunk_bytes: int) -> Iterator[Chunk]:
-    position, line = 0, 1
-    with _refusing(each.name, line):
-        raw = open(each.name, "rb")
-    with raw:
-        file = _decompress(raw, each.suffix)
-        rest: list[bytes] = []  # the beginning of a line whose end is not read yet
-        while True:
-            with _refusing(each.name, line):
-                block = file.read(chunk_bytes)
-            cut = block.rfind(b"\n") + 1
-            if block and not cut:
-                rest.append(block)
-                continue
-            data = b"".join([*rest, block[:cut]])
-            rest = [block[cut:]] if cut < len(block) else []
-            if data:
-                now = raw.tell()
-                yield Chunk(each.name, "lines", line, data, now - position)
-                position, line = now, line + data.count(b"\n")
-            if not block:
-                return
-
-
-def _decompress(raw: BinaryIO, suffix: str) -> Any:
-    if suffix.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if suffix.endswith(".zst"):
-        import pyarrow as pa
-
-        return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
-    return raw
-
-
-def _read_parquet(each: Input, text_field: str, chunk_bytes: int) -> Iterator[Chunk]:
-    import pyarrow.parquet as pq
-
-    assert each.size_bytes is not None
-    with _refusing(each.name, 1, "row"):
-        file = pq.ParquetFile(each.name, buffer_size=1 << 20)
-    with file:
-        metadata = file.metadata
-        column = file.schema_arrow.names.index(text_field)
-        stored = sum(
-            metadata.row_group(group).column(column).total_uncompressed_size
-            for group in range(metadata.num_row_groups)
-        )
-        rows = min(max(1, chunk_bytes * metadata.num_rows // max(stored, 1)), 8192)
-        done = 0
-        batches = file.iter_batches(rows, columns=[text_field])
-        while True:
-            with _refusing(each.name, done + 1, "row"):
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                values = batch.column(0).to_pylist()
-            before = each.size_bytes * done // metadata.num_rows
-            now = each.size_bytes * (done + len(values)) // metadata.num_rows
-            yield Chunk(each.name, "rows", done + 1, values, now - before)
-            done += len(values)
-
-
-def _read_hub(each: Input, text_field: str) -> Iterator[Chunk]:
-    done = 0
-    batches = iter(each.data.iter(batch_size=HUB_ROWS))
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:  # the network, or a damaged file behind it
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ZerolmError(
-                f"{each.name}: reading stopped after row {done} ({reason})."
-            ) from error
-        if batch is None:
-            return
-        if text_field not in batch:
-            raise ConfigError(
-                f"{each.name}:{done + 1}: no column {text_field!r}; it has {', '.join(batch)}. "
-                f"Choose one with --text_field."
-            )
-        yield Chunk(each.name, "rows", done + 1, batch[text_field], 0)
-        done += len(batch[text_field])

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.documents import Chunk, read_documents
+from data_prep.documents import Chunk, InputRules, read_documents
 from data_prep.progress import Progress
+from data_prep.readers import Input
+from data_prep.units import MAX_PROBLEMS, describe
 from data_prep.workers import ordered_map
 from zerolm.errors import ConfigError, ZerolmError
 from zerolm.shards import ShardWriter, token_dtype
@@ -52,7 +54,8 @@ class BatchEncoder:
     load_encoder: Callable[[], Encoder]
     eos_id: int
     vocab_size: int
-    text_field: str
+    inputs: Sequence[Input]
+    rules: InputRules
     val_fraction: float | None
 
     def __call__(self) -> Callable[[Sequence[Chunk]], Encoded]:
@@ -65,9 +68,13 @@ class BatchEncoder:
         Raises:
             ConfigError: documents that cannot be read.
         """
-        documents, skipped, problems = read_documents(chunks, self.text_field)
-        if problems:
-            raise ConfigError(problems)
+        documents, skipped = [], Counter[str]()
+        for chunk in chunks:
+            found, harmless, problems = read_documents(chunk, self.rules)
+            if problems:
+                raise ConfigError(describe(self.inputs, problems[:MAX_PROBLEMS], self.rules))
+            documents += found
+            skipped += harmless
         dtype = token_dtype(self.vocab_size)
         eos = np.array([self.eos_id], dtype)
         parts: list[list[np.ndarray]] = [[], []]

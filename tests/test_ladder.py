@@ -43,7 +43,8 @@ RUNGS = {
             "files", "flags", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
             "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
-            "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike", "topology",
+            "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike",
+            "topology",
             "unpickling", "values", "windows", "zero_files",
             # blocks of shards, and shards that are elsewhere
             "block_sums",
@@ -74,6 +75,8 @@ RUNGS = {
         *("data_prep." + name for name in (
             "command_line", "documents", "phases", "progress", "stage_counts", "stage_files",
             "workers",
+            # reading inputs
+            "readers", "streams", "units",
         )),
         *("launch." + name for name in (
             "all_reduce", "attempt", "collector", "command_words", "findings", "flag_types",

@@ -8,7 +8,18 @@ import json
 import random
 from pathlib import Path
 
-WORDS = ["the", " lazy", " dog", "\n", "žluť", "日本", "\U0001f600", " don't", " 12", "<|endoftext|>"]
+WORDS = [
+    "the",
+    " lazy",
+    " dog",
+    "\n",
+    "žluť",
+    "日本",
+    "\U0001f600",
+    " don't",
+    " 12",
+    "<|endoftext|>",
+]
 MERGES = ["t h", "th e", "Ġ d", "o g", "Ġd og", "Ġ l", "a z", "Ġl az", "Å ¾"]
 
 

@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.documents import read_documents
-from data_prep.sources import find_inputs, open_hub, read_chunks
+from data_prep.documents import InputRules
+from data_prep.readers import HubId, Input
+from data_prep.sources import find_inputs
+from data_prep.units import Tally, plan_units, read_batches
 from zerolm.errors import ConfigError
 
 TEXTS = [f"document {number} " + "word " * (number % 7) * 9 for number in range(60)]
@@ -55,40 +57,60 @@ def write_parquet(path: Path) -> str:
 WRITERS = [write_txt, write_jsonl, write_gz, write_zst, write_parquet]
 
 
-def read(arguments, text_field="text", chunk_bytes=1 << 18) -> list[str]:
+def read(arguments, text_field="text", chunk_bytes=1 << 18, unit_bytes=None) -> list[str]:
     inputs, _ = find_inputs(arguments, text_field)
-    chunks = list(read_chunks(inputs, text_field, chunk_bytes))
-    documents, _, problems = read_documents(chunks, text_field)
-    assert not problems
-    assert sum(chunk.input_bytes for chunk in chunks) == sum(each.size_bytes for each in inputs)
-    return [document.text for document in documents]
+    tally = Tally()
+    batches = [
+        batch
+        for unit in plan_units(inputs, unit_bytes)
+        for batch in read_batches(inputs, unit, InputRules(text_field), tally, chunk_bytes)
+    ]
+    texts = [document.text for batch in batches for document in batch.documents]
+    assert tally.num_documents == len(texts) and not tally.bad
+    assert tally.input_bytes == sum(each.size_bytes for each in inputs)
+    return texts
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 18])
-def test_every_format_gives_all_documents_in_order(tmp_path, write, chunk_bytes):
-    assert read([write(tmp_path / "corpus")], chunk_bytes=chunk_bytes) == TEXTS
+@pytest.mark.parametrize("unit_bytes", [1, 77, None])
+def test_every_format_gives_all_documents_in_order(tmp_path, write, chunk_bytes, unit_bytes):
+    path = write(tmp_path / "corpus")
+    assert read([path], chunk_bytes=chunk_bytes, unit_bytes=unit_bytes) == TEXTS
 
 
-def test_a_hub_data_set_is_streamed(tmp_path):
+def test_a_hub_data_set_is_streamed_and_gone_on_with(tmp_path):
     """`datasets` opens a local folder of data files as it opens a repository of the hub."""
     write_parquet(tmp_path / "train")
-    each = open_hub("namespace/name", str(tmp_path), None, "train")
-    chunks = list(read_chunks([each], "text", 1 << 18))
-    assert [text for chunk in chunks for text in chunk.data] == TEXTS
-    assert chunks[1].first == 1 + len(chunks[0].data) if len(chunks) > 1 else True
+    hub = HubId(str(tmp_path), None, "train")
+    inputs = [Input("namespace/name", "namespace/name", "hub", None, hub=hub)]
+    (unit,) = plan_units(inputs)
+    tally = Tally()
+    assert [
+        document.text
+        for batch in read_batches(inputs, unit, InputRules(), tally)
+        for document in batch.documents
+    ] == TEXTS
+    (late,) = read_batches(inputs, unit, InputRules(keep_records=True), tally, start=(0, 57))
+    assert [document.record for document in late.documents] == [
+        {"n": n, "text": TEXTS[n]} for n in (57, 58, 59)
+    ]
     with pytest.raises(ConfigError, match="no column 'body'; it has"):
-        list(read_chunks([each], "body", 1 << 18))
+        list(read_batches(inputs, unit, InputRules("body"), tally))
 
 
 def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(jsonl() + b"broken\n")
-    inputs, _ = find_inputs([str(path)], "text")
-    for chunk_bytes in (1, 333, 1 << 18):
-        chunks = list(read_chunks(inputs, "text", chunk_bytes))
-        problems = read_documents(chunks, "text")[2]
-        assert problems[0].startswith(f"{path}:{len(TEXTS) + 1}: not valid JSON")
+    """Also in a unit that begins in the middle, and in compressed files."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl() + b"broken\n" + jsonl())
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        for chunk_bytes in (1, 333, 1 << 18):
+            with pytest.raises(ConfigError) as caught:
+                read([str(tmp_path / name)], chunk_bytes=chunk_bytes, unit_bytes=999)
+            assert str(caught.value).startswith(
+                f"{tmp_path / name}:{len(TEXTS) + 1}: not valid JSON"
+            )
+            assert len(caught.value.problems) == 1
 
 
 def test_inputs_are_read_in_the_order_given_and_directories_by_path(tmp_path):
@@ -115,12 +137,11 @@ def test_inputs_are_read_in_the_order_given_and_directories_by_path(tmp_path):
 def test_a_truncated_compressed_file_is_refused_with_its_line(tmp_path, write):
     path = Path(write(tmp_path / "corpus"))
     path.write_bytes(path.read_bytes()[:-9])
-    inputs, _ = find_inputs([str(path)], "text")
     with pytest.raises(ConfigError) as caught:
-        list(read_chunks(inputs, "text", 200))
+        read([str(path)], chunk_bytes=200)
     name, line, _ = str(caught.value).split(":", 2)
     assert name == str(path) and 1 < int(line) <= len(TEXTS) + 1
-    assert "The file is cut or damaged" in str(caught.value)
+    assert "the compressed data ends too early. The file is cut" in str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
@@ -128,8 +149,7 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(b"This is text, not anything compressed." * 9)
     with pytest.raises(ConfigError, match=f"a{suffix}"):
-        inputs, _ = find_inputs([str(path)], "text")
-        list(read_chunks(inputs, "text", 1 << 18))
+        read([str(path)])
 
 
 def test_every_wrong_input_is_listed(tmp_path):
