@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.command_line import Problems, parse
+from data_prep.commands_pack import pack_shards
 from zerolm.errors import EXIT_DONE, ConfigError, ZerolmError
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -265,6 +266,7 @@ COMMANDS = {
     "tokenize": tokenize,
     "verify": verify,
     "inspect": inspect,
+    "pack": pack_shards,
 }
 
 

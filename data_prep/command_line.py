@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--seed", metavar="S", help="take N as a sequence of a run with this seed on these shards"
     )
+    _add_pack(commands)
     return parser
 
 
@@ -102,6 +103,13 @@ def _add_tokenize(commands: Any) -> None:
     tokenize.add_argument(
         "--shard_tokens", metavar="N", help="largest shard, in tokens (default: 134217728)"
     )
+
+
+def _add_pack(commands: Any) -> None:
+    what = "index which whole documents share a training row, for --packing best_fit"
+    pack = _add(commands, "pack", what)
+    pack.add_argument("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
+    pack.add_argument("--seq_len", required=True, metavar="T", help="tokens of a sequence")
 
 
 class Problems:

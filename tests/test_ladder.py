@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
     4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
-    3: {"zerolm.run"},
+    3: {"zerolm.run", "data_prep.commands_pack"},
     2: {"zerolm.evaluations"},
     1: {
         *("zerolm." + name for name in (
@@ -32,6 +32,7 @@ RUNGS = {
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         "data_prep.encoders",
+        "data_prep.pack",
         *("launch." + name for name in (
             "demo_corpus", "demo_summary", "doctor", "node", "plan", "render", "supervise",
         )),
@@ -41,7 +42,8 @@ RUNGS = {
             "architecture", "budget", "checkpoint_directory", "defaults", "distributed",
             "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors", "faults",
             "files", "flags", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
-            "manifest", "memory", "model_rules", "order", "partitions", "plan", "provenance",
+            "manifest", "memory", "model_rules", "order", "packing", "partitions", "plan",
+            "provenance",
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
             "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike",
             "topology",
@@ -77,6 +79,8 @@ RUNGS = {
             "workers",
             # reading inputs
             "readers", "streams", "units",
+            # packing
+            "best_fit",
         )),
         *("launch." + name for name in (
             "all_reduce", "attempt", "collector", "command_words", "findings", "flag_types",

@@ -4,7 +4,6 @@ Comes after training, or beside it. Everything is worked out again from `run.jso
 manifests and the token shards (docs/data_order.md); nothing of a batch is stored. No torch.
 """
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,11 @@ from zerolm import rollback
 from zerolm.budget import batch_schedule
 from zerolm.checkpoint_directory import by_step, read
 from zerolm.errors import CheckpointError, ConfigError
-from zerolm.excerpts import Decoder, load_decoder, read_window, render
+from zerolm.excerpts import Decoder, load_decoder, read_row, read_window, render
 from zerolm.flags import parse_settings
-from zerolm.order import MAX_SEQUENCES, Order, num_windows
-from zerolm.settings import Settings
+from zerolm.order import MAX_SEQUENCES, Order
+from zerolm.packing import data_fingerprint, num_rows, open_packing
+from zerolm.settings import BEST_FIT, Settings
 from zerolm.shards import TOKENIZER_DIRECTORY
 from zerolm.skipped import Windows, sequence_ids
 from zerolm.sources import Sources, open_sources, source_names
@@ -46,35 +46,41 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
         raise ConfigError(
             [f"{problem} Start this where the run was started." for problem in problems]
         )
-    if _fingerprint(sources) != record.get("data_fingerprint"):
+    assert settings.seq_len is not None
+    prints = data_fingerprint(sources.training, settings.seq_len, settings.packing)
+    if prints != record.get("data_fingerprint"):
         raise ConfigError(
             f"{path}: data_fingerprint: the token shards have changed since the run began. Restore "
             f"them: other tokens would be shown."
         )
-    assert settings.seq_len is not None
     notes: list[str] = []
     if step is not None:
         ids, notes = _ids_of_step(run_dir, settings, step, record.get("skipped_windows", []))
     else:
         ids = _ids_of_range(str(sequences))
     decoders = [_decoder(source.directory) for source in sources.training]
-    return _lines(sources, settings.seq_len, settings.seed, ids, notes, decoders)
+    return _lines(sources, settings, ids, notes, decoders)
 
 
 def _lines(
     sources: Sources,
-    seq_len: int,
-    seed: int,
+    settings: Settings,
     ids: np.ndarray,
     notes: list[str],
     decoders: list[Decoder],
 ) -> Iterator[str]:
-    counts = [num_windows(source.num_tokens, seq_len) for source in sources.training]
-    placed = Order(counts, sources.weights, seed)(ids)
+    seq_len, packing = settings.seq_len, settings.packing
+    assert seq_len is not None
+    counts = [num_rows(source, seq_len, packing) for source in sources.training]
+    placed = Order(counts, sources.weights, settings.seed)(ids)
     names = source_names(sources.training)
     yield from notes
     for number, where, window, epoch in zip(ids.tolist(), *placed, strict=True):
-        parts = read_window(sources.training[where], int(window), seq_len)
+        source = sources.training[where]
+        if packing == BEST_FIT:
+            parts = read_row(source, open_packing(source, seq_len), int(window))
+        else:
+            parts = read_window(source, int(window), seq_len)
         yield (
             f"=== sequence {number}: source {names[where]}, epoch {epoch}, window {window}, "
             f"documents {parts[0].document} to {parts[-1].document} ==="
@@ -136,8 +142,3 @@ def _decoder(shards: Path) -> Decoder:
             f"that made the shards."
         )
     return load_decoder(copy)
-
-
-def _fingerprint(sources: Sources) -> str:
-    prints = [source.fingerprint for source in sources.training]
-    return hashlib.sha256("\n".join(prints).encode()).hexdigest()

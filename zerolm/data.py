@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zerolm import skipped
 from zerolm.order import Order
+from zerolm.settings import CONCAT
 from zerolm.shards import Source
 from zerolm.skipped import Windows
 from zerolm.windows import READ_BYTES, Batch, Rows, Tokens, WindowStream
@@ -44,7 +45,7 @@ class TokenStream(WindowStream):
         micro_batch_size: rows of a batch (M).
         position: where to start: at the start of a global batch.
         end_position: no global batch starts there or later.
-        document_mask: see `WindowStream`.
+        document_mask, packing: see `WindowStream`.
         skipped_windows: sequence numbers [start, end) that are left out, see `zerolm.skipped`.
 
     Raises:
@@ -66,6 +67,7 @@ class TokenStream(WindowStream):
         position: int,
         end_position: int,
         document_mask: bool = False,
+        packing: str = CONCAT,
         skipped_windows: Windows = (),
     ):
         super().__init__(
@@ -75,6 +77,7 @@ class TokenStream(WindowStream):
             rank=rank,
             world_size=world_size,
             document_mask=document_mask,
+            packing=packing,
         )
         self.order = Order(self.reader.num_windows.tolist(), weights, seed)
         self.batch_schedule = batch_schedule
@@ -122,6 +125,7 @@ class ValidationStream(WindowStream):
         rank: int,
         world_size: int,
         document_mask: bool = False,
+        packing: str = CONCAT,
     ):
         super().__init__(
             sources,
@@ -130,6 +134,7 @@ class ValidationStream(WindowStream):
             rank=rank,
             world_size=world_size,
             document_mask=document_mask,
+            packing=packing,
         )
         assert num_sequences > 0
         used = split_evenly(num_sequences, self.reader.num_windows.tolist())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerolm.errors import ConfigError
+from zerolm.packing import Packing
 from zerolm.shards import Source
 
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
@@ -32,8 +33,20 @@ class Part(NamedTuple):
 
 def read_window(source: Source, window: int, seq_len: int) -> list[Part]:
     """Return the `seq_len` + 1 tokens of a window, document by document."""
-    start = window * seq_len
-    stop = start + seq_len + 1
+    return _read_parts(source, window * seq_len, (window + 1) * seq_len + 1)
+
+
+def read_row(source: Source, packing: Packing, row: int) -> list[Part]:
+    """Return the tokens of a packed row, document by document, without what fills it up."""
+    starts, lengths = packing.pieces(row)
+    return [
+        part
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        for part in _read_parts(source, start, start + length)
+    ]
+
+
+def _read_parts(source: Source, start: int, stop: int) -> list[Part]:
     return [
         part
         for number in range(len(source.manifest["shards"]))

@@ -18,6 +18,7 @@ from zerolm.distributed import agree, must_be_same
 from zerolm.errors import ConfigError
 from zerolm.initialization import InitialWeights
 from zerolm.self_check import InitializationReport, check_initialization, gathered
+from zerolm.settings import ATTENTION_IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -32,7 +33,6 @@ __all__ = [
     "weights_fingerprint",
 ]
 
-ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")
 FINGERPRINT_CHUNK = 1 << 21  # values at once: bounds the int64 copies to 16 MiB each
 ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads the positions
 

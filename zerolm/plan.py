@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zerolm import ds_config, evaluation_rules, memory, topology
-from zerolm.order import num_windows
+from zerolm.packing import num_rows
 from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
 from zerolm.settings import Settings
@@ -180,6 +180,6 @@ def _epochs(plan: Plan) -> list[float]:
         plan.total_sequences
         * weight
         / sum(plan.weights)
-        / num_windows(source.num_tokens, plan.settings.seq_len)
+        / num_rows(source, plan.settings.seq_len, plan.settings.packing)
         for source, weight in zip(plan.sources, plan.weights, strict=True)
     ]

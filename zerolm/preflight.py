@@ -5,7 +5,6 @@ files, the data's manifests and the machine; it writes nothing. All ranks see th
 come to the same plan.
 """
 
-import hashlib
 import importlib.util
 import math
 import os
@@ -48,7 +47,7 @@ from zerolm.model_rules import (
     model_problems,
     router_notices,
 )
-from zerolm.order import num_windows
+from zerolm.packing import data_fingerprint, num_rows
 from zerolm.plan import Plan, figures
 from zerolm.schedule import BatchSchedule
 from zerolm.settings import FLAGS
@@ -440,8 +439,8 @@ class _Check:
     # ---- The plan
 
     def _data_fingerprint(self) -> str:
-        prints = [source.fingerprint for source in self.sources.training]
-        return hashlib.sha256("\n".join(prints).encode()).hexdigest()
+        settings = self.settings
+        return data_fingerprint(self.sources.training, settings.seq_len, settings.packing)
 
     def _steps(self, tokens: int) -> int:
         assert self.settings.seq_len is not None
@@ -473,7 +472,8 @@ class _Check:
         schedule: BatchSchedule = budget.batch_schedule(settings)
         steps = self._steps(settings.total_tokens)
         windows = sum(
-            num_windows(source.num_tokens, settings.seq_len) for source in self.sources.validation
+            num_rows(source, settings.seq_len, settings.packing)
+            for source in self.sources.validation
         )
         resolved = self._resolved_ds()
         plan = Plan(

@@ -19,6 +19,7 @@ from zerolm.errors import CheckpointError
 from zerolm.faults import fault_point
 from zerolm.loss import IGNORED, token_losses
 from zerolm.plan import Plan
+from zerolm.settings import CONCAT
 
 MOST_SEQUENCES = 8  # of as many sources; a micro-batch costs the same anyway
 LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # at most: they are numbers in a JSON file
@@ -152,6 +153,7 @@ def _data(plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.data_fingerprint,
         "seq_len": plan.settings.seq_len,
         "document_mask": plan.settings.document_mask,
+        **({"packing": plan.settings.packing} if plan.settings.packing != CONCAT else {}),
         "sequences": num_sequences(plan),
     }
 

@@ -63,6 +63,7 @@ class Run:
             "rank": self.rank,
             "world_size": self.world_size,
             "document_mask": self.settings.document_mask,
+            "packing": self.settings.packing,
         }
         retention = Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens)
         writer = CheckpointWriter(engine, self.run_dir, retention)

@@ -13,13 +13,14 @@ from typing import Any
 
 from zerolm.checkpoint_directory import Progress
 from zerolm.ds_config import block, compute_precision, precision
-from zerolm.settings import Settings, split_weight
+from zerolm.settings import CONCAT, Settings, split_weight
 from zerolm.values import shown
 
 CURVE_SETTINGS = (
     "seed",
     "seq_len",
     "document_mask",
+    "packing",
     "batch_tokens",
     "batch_ramp_start",
     "batch_ramp_tokens",
@@ -33,6 +34,8 @@ CURVE_SETTINGS = (
     "beta1",
     "beta2",
 )
+# What runs had that were begun before there was a choice.
+ONCE = {"packing": CONCAT}
 # Written by transformers, without effect on what is learned.
 CASUAL_MODEL_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
@@ -113,6 +116,7 @@ def order_of(plan: Any) -> dict[str, Any]:
     """
     return {
         "seq_len": plan.settings.seq_len,
+        "packing": plan.settings.packing,
         "seed": plan.settings.seed,
         "weights": [float(weight) for weight in plan.weights],
         "data_fingerprint": plan.data_fingerprint,
@@ -129,7 +133,7 @@ def carried(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) 
     Args:
         old, new: `order_of` the checkpoint and of this run.
     """
-    if _same(old, new):
+    if _same({**ONCE, **old}, {**ONCE, **new}):
         return progress
     position = -(-progress.position * old["seq_len"] // new["seq_len"])
     return replace(progress, position=position, skipped_windows=[], history={})
@@ -161,7 +165,7 @@ def differences(
         constant = settings.schedule == old_settings.get("schedule") == "constant"
         if constant and name == "total_tokens":
             continue  # a constant rate does not look ahead: the run may be made longer
-        old, new = old_settings.get(name), getattr(settings, name)
+        old, new = old_settings.get(name, ONCE.get(name)), getattr(settings, name)
         where = settings.where(name)
         if name == "total_tokens":
             where += f"; a {settings.schedule} schedule looks ahead to it, a constant one would not"

@@ -15,6 +15,11 @@ from zerolm.schedule import SCHEDULES
 from zerolm.values import parse_number
 
 COMMAND_LINE = "command line"
+CONCAT, BEST_FIT = "concat", "best_fit"  # --packing: cut from all the text, or whole documents
+ATTENTION_IMPLEMENTATIONS = (
+    *("auto", "eager", "sdpa", "flex_attention"),
+    *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+)
 WANDB_MODES = ("auto", "online", "offline", "off")
 GROUPS = {
     "data": "data",
@@ -86,6 +91,14 @@ class Settings:
         "data", "tokens of a sequence (default: 2048, or the model's positions if less)", "TOKENS"
     )
     document_mask: bool = _switch("data", "tokens attend only to tokens of their own document")
+    packing: str = _flag(
+        "data",
+        "text",
+        "rows are cut from all the text, or hold whole documents by the index of data_prep pack "
+        "(default: concat)",
+        default=CONCAT,
+        choices=(CONCAT, BEST_FIT),
+    )
     num_workers: int = _count(
         "data", "loader processes per rank (default: 0)", "N", minimum=0, default=0
     )
@@ -137,7 +150,7 @@ class Settings:
         "text",
         "attention kernel (default: auto)",
         default="auto",
-        choices=("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"),
+        choices=ATTENTION_IMPLEMENTATIONS,
     )
     compile: bool = _switch("model", "compile the model with torch.compile")
     loss_chunk_tokens: int | None = _count(

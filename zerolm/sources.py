@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from zerolm.errors import ConfigError, ShardError
 from zerolm.order import exact_shares, num_windows
-from zerolm.settings import Settings, split_weight
+from zerolm.packing import open_packing
+from zerolm.settings import BEST_FIT, Settings, split_weight
 from zerolm.shards import MANIFEST, Source, open_source
 
 
@@ -97,7 +98,12 @@ def source_problems(
                 f"vocab_size {vocab_size} ({settings.model_config}). Raise that, or tokenize with "
                 f"the model's tokenizer."
             )
-        if seq_len and num_windows(source.num_tokens, seq_len) < 1:
+        if seq_len and settings.packing == BEST_FIT:
+            try:
+                open_packing(source, seq_len)
+            except ShardError as error:
+                problems += [f"{problem} (--{flag})" for problem in error.problems]
+        elif seq_len and num_windows(source.num_tokens, seq_len) < 1:
             problems.append(
                 f"{manifest}: num_tokens: {source.num_tokens}, must be at least --seq_len + 1 = "
                 f"{seq_len + 1} for one sequence. Lower --seq_len, or add data."

@@ -1,6 +1,7 @@
 """Windows of token ids become micro-batches. Knows nothing of the order that they come in.
 
-A window is `seq_len` + 1 ids of one source; `zerolm.order.num_windows` says how many there are, a
+A window is `seq_len` + 1 ids of one source: cut from all of its text, or the documents that a line
+of its packing names, filled up with EOS ids. `zerolm.packing.num_rows` says how many there are, a
 subclass of `WindowStream` which ones come when (zerolm/data.py has two).
 
 Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
@@ -17,6 +18,8 @@ from zerolm.errors import ShardError
 from zerolm.faults import fault_point
 from zerolm.loss import IGNORED
 from zerolm.order import num_windows
+from zerolm.packing import Packing, open_packing
+from zerolm.settings import BEST_FIT, CONCAT
 from zerolm.shards import Source
 
 PLACED_SEQUENCES = 8192  # found at once, which takes the cost of one from 30 us to 0.2 us
@@ -53,8 +56,9 @@ class WindowStream(IterableDataset):
         position_ids  (M, T) int64, only with document_mask: restarts at 0 with each document
         document_ids  (M, T) int64, only with document_mask: numbers a row's documents from 0
 
-    A document ends with the EOS id of its source. With document_mask that id has no target, since
-    what follows is another document. The tensors are contiguous and share no memory.
+    A document ends with the EOS id of its source. With document_mask, and in a packed row, that id
+    has no target, since what follows is another document. So has what fills a packed row up, which
+    is EOS ids, each a document of its own. The tensors are contiguous and share no memory.
     """
 
     def __init__(
@@ -66,9 +70,15 @@ class WindowStream(IterableDataset):
         rank: int,
         world_size: int,
         document_mask: bool,
+        packing: str = CONCAT,
     ):
         assert seq_len > 0 and micro_batch_size > 0 and 0 <= rank < world_size
-        self.reader = WindowReader(sources, seq_len)
+        self.packed = packing == BEST_FIT
+        self.reader: WindowReader | PackedReader = (
+            PackedReader(sources, [open_packing(source, seq_len) for source in sources])
+            if self.packed
+            else WindowReader(sources, seq_len)
+        )
         self.micro_batch_size = micro_batch_size
         self.rank, self.world_size = rank, world_size
         self.document_mask = document_mask
@@ -135,9 +145,10 @@ class WindowStream(IterableDataset):
             "sources": make(sources),
             "sequence_ids": make(sequence_ids),
         }
-        if self.document_mask:
+        if self.document_mask or self.packed:
             last = tokens[:, :-1] == self.reader.eos_ids[sources][:, None]
             batch["targets"].numpy()[last] = IGNORED
+        if self.document_mask:
             places, documents = number_documents(last)
             batch["position_ids"] = make(places)
             batch["document_ids"] = make(documents)
@@ -208,6 +219,41 @@ class WindowReader:
             else:  # it goes on in the next shard
                 source.read(int(source.starts[number]) + offset, row)
         return tokens.reshape(*shards.shape, length)
+
+
+class PackedReader:
+    """Reads rows of packed documents of several sources; the same face as `WindowReader`.
+
+    Args:
+        sources: opened shard directories.
+        packings: the index of each, all of one `seq_len`.
+    """
+
+    def __init__(self, sources: Sequence[Source], packings: Sequence[Packing]):
+        self.sources, self.packings = list(sources), list(packings)
+        self.seq_len = packings[0].seq_len
+        self.num_windows = np.array([packing.num_rows for packing in packings], np.int64)
+        self.dtype = np.result_type(*(source.dtype for source in sources))
+        self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
+
+    def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `read` takes. Any shape, int64."""
+        assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such row"
+        return sources, windows
+
+    def read(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the ids of rows, (..., seq_len + 1) of `dtype`, filled up with EOS ids."""
+        tokens = np.empty((rows.size, self.seq_len + 1), self.dtype)
+        for out, number, row in zip(
+            tokens, sources.ravel().tolist(), rows.ravel().tolist(), strict=True
+        ):
+            filled = 0
+            starts, lengths = self.packings[number].pieces(row)
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                self.sources[number].read(start, out[filled : filled + length])
+                filled += length
+            out[filled:] = self.eos_ids[number]
+        return tokens.reshape(*rows.shape, self.seq_len + 1)
 
 
 def number_documents(last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

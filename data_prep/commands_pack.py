@@ -1,0 +1,30 @@
+"""`python -m data_prep pack`: what it does and says."""
+
+import argparse
+
+from data_prep.command_line import Problems
+from zerolm.errors import ConfigError
+
+
+def pack_shards(options: argparse.Namespace) -> None:
+    """Pack each directory; print how full the rows are beside windows cut from all the text."""
+    from data_prep.pack import HEADER, Efficiency, pack
+    from zerolm.packing import index_file
+    from zerolm.shards import open_source
+
+    problems = Problems()
+    seq_len = problems.number("seq_len", options.seq_len, 1, (1 << 24) - 1)
+    sources = [problems.of(open_source, directory) for directory in options.shards]
+    problems.refuse()
+    for source in sources:
+        try:
+            manifest = pack(source, seq_len)
+        except ConfigError as error:
+            problems.lines += error.problems
+            continue
+        print(f"{index_file(source.directory, seq_len)}: {manifest['num_rows']:,} rows")
+        print(HEADER)
+        for entry in manifest["efficiency"]:
+            row = Efficiency(**entry)
+            print(row.line(source.num_documents, source.num_tokens, seq_len))
+    problems.refuse()

@@ -1,0 +1,144 @@
+"""`python -m data_prep pack`: the index, from what the shards hold."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.pack import efficiency, pack
+from tests.launching import write_shards
+from zerolm.errors import ShardError
+from zerolm.packing import index_file, open_packing, verify_packings
+from zerolm.shards import open_source
+
+SEQ_LEN = 64
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return write_shards(tmp_path / "shards", 400, seed=5)
+
+
+def documents(source):
+    """Every document as (start, end), from the files."""
+    found, start = [], 0
+    for file in sorted(source.directory.glob("*.idx")):
+        base = start
+        for end in np.fromfile(file, "<u8").astype(int).tolist():
+            found.append((start, base + end))
+            start = base + end
+    return found
+
+
+def rows_of(source, packing):
+    found = []
+    for row in range(packing.num_rows):
+        starts, lengths = packing.pieces(row)
+        found.append(list(zip(starts.tolist(), lengths.tolist(), strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("block_pieces", [1 << 20, 57])
+def test_an_index_holds_every_document_once_and_cuts_only_long_ones(shards, block_pieces):
+    source = open_source(shards)
+    assert len(source.manifest["shards"]) > 1
+    pack(source, SEQ_LEN, block_pieces)
+    rows = rows_of(source, open_packing(source, SEQ_LEN))
+    assert all(0 < sum(length for _, length in row) <= SEQ_LEN + 1 for row in rows)
+    pieces = sorted(piece for row in rows for piece in row)
+    expected = []
+    for start, end in documents(source):
+        while end - start > SEQ_LEN + 1:
+            expected.append((start, SEQ_LEN + 1))
+            start += SEQ_LEN
+        expected.append((start, end - start))
+    assert pieces == expected
+
+
+def test_the_command_says_how_full_the_rows_are(shards, capsys):
+    assert main(["pack", str(shards), "--seq_len", str(SEQ_LEN)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    source = open_source(shards)
+    concat, best = json.loads(index_file(shards, SEQ_LEN).read_text())["efficiency"]
+    ends = [end for _, end in documents(source)]
+    windows = (ends[-1] - 1) // SEQ_LEN
+    spans = [(w * SEQ_LEN, w * SEQ_LEN + SEQ_LEN + 1) for w in range(windows)]
+    cut = [
+        end - start
+        for start, end in documents(source)
+        if not any(first <= start and end <= last for first, last in spans)
+    ]
+    assert (concat["rows"], concat["cut_documents"]) == (windows, len(cut))
+    assert concat["cut_tokens"] == sum(cut)
+    long = [end - start for start, end in documents(source) if end - start > SEQ_LEN + 1]
+    assert (best["cut_documents"], best["cut_tokens"]) == (len(long), sum(long))
+    rows = rows_of(source, open_packing(source, SEQ_LEN))
+    held = sum(length for row in rows for _, length in row)
+    assert best["padding"] == len(rows) * (SEQ_LEN + 1) - held
+    assert printed[0].endswith(f"{len(rows):,} rows") and len(printed) == 4
+    assert efficiency(source, SEQ_LEN, {"num_rows": 1, "num_padding": 0})[0].rows == windows
+
+
+def test_the_same_index_comes_out_again_and_is_not_made_twice(shards, tmp_path):
+    source = open_source(shards)
+    pack(source, SEQ_LEN)
+    before = {path.name: path.read_bytes() for path in shards.glob("packing-*")}
+    assert len(before) == 3
+    stamp = index_file(shards, SEQ_LEN).stat().st_mtime_ns
+    pack(source, SEQ_LEN)
+    assert index_file(shards, SEQ_LEN).stat().st_mtime_ns == stamp
+    for path in shards.glob("packing-*"):
+        path.unlink()
+    pack(source, SEQ_LEN)
+    assert {path.name: path.read_bytes() for path in shards.glob("packing-*")} == before
+
+
+def test_a_stale_index_is_refused_and_made_anew(shards, tmp_path):
+    source = open_source(shards)
+    pack(source, SEQ_LEN)
+    other = open_source(write_shards(tmp_path / "other", 300, seed=6))
+    for path in shards.glob("packing-*"):
+        os.replace(path, other.directory / path.name)
+    with pytest.raises(ShardError, match=r"made of other ones\. Run: python -m data_prep pack"):
+        open_packing(other, SEQ_LEN)
+    with pytest.raises(ShardError, match=r"no such file.*--seq_len 64 needs it"):
+        open_packing(source, SEQ_LEN)
+    pack(other, SEQ_LEN)
+    assert open_packing(other, SEQ_LEN).manifest["source_fingerprint"] == other.fingerprint
+
+
+def test_a_damaged_index_is_named(shards):
+    source = open_source(shards)
+    pack(source, SEQ_LEN)
+    assert verify_packings(source) == []
+    file = index_file(shards, SEQ_LEN, "pieces")
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+    assert "SHA-256 differs" in verify_packings(source)[0]
+    file.write_bytes(data[:-12])
+    with pytest.raises(ShardError, match=f"has {len(data) - 12} bytes, its manifest says"):
+        open_packing(source, SEQ_LEN)
+
+
+def test_a_crash_publishes_no_index(shards, monkeypatch):
+    source = open_source(shards)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.pack.order_rows", full)
+        with pytest.raises(ShardError, match="No space left on device"):
+            pack(source, SEQ_LEN)
+    assert not list(shards.glob("packing-*"))
+
+
+def test_wrong_words_are_refused_together(shards, tmp_path, capsys):
+    words = ["pack", str(tmp_path / "absent"), str(shards), "--seq_len", "0"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "--seq_len 0" in said and "absent" in said
+    assert not list(shards.glob("packing-*"))

@@ -1,0 +1,152 @@
+"""Packed rows as batches: what they hold, against a plain reading of the index and the shards."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.pack import pack
+from tests.launching import EOS, write_shards
+from zerolm.data import TokenStream, ValidationStream, make_loader
+from zerolm.errors import ShardError
+from zerolm.excerpts import read_row
+from zerolm.order import Order
+from zerolm.packing import PIECE, ROW_END, data_fingerprint, num_rows, open_packing
+from zerolm.schedule import BatchSchedule
+from zerolm.shards import open_source
+
+SEQ_LEN = 48
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("packed")
+    found = [open_source(write_shards(root / str(seed), 300, seed=seed)) for seed in (1, 2)]
+    assert all(len(source.manifest["shards"]) > 1 for source in found)
+    for source in found:
+        pack(source, SEQ_LEN)
+    return found
+
+
+def stream(sources, **changes):
+    settings = {
+        "weights": [0.6, 0.4],
+        "seq_len": SEQ_LEN,
+        "seed": 3,
+        "batch_schedule": BatchSchedule(8),
+        "micro_batch_size": 4,
+        "rank": 0,
+        "world_size": 1,
+        "position": 0,
+        "end_position": 96,
+        "packing": "best_fit",
+    }
+    return TokenStream(sources, **{**settings, **changes})
+
+
+def plain_row(source, row):
+    """Return the documents of a row, read as docs/formats.md says."""
+    base = source.directory / f"packing-{SEQ_LEN}"
+    ends = np.fromfile(f"{base}.rows", ROW_END).astype(int)
+    first = ends[row - 1] if row else 0
+    tokens = np.concatenate(
+        [np.fromfile(file, source.dtype) for file in sorted(source.directory.glob("*.bin"))]
+    ).astype(np.int64)
+    pieces = np.fromfile(f"{base}.pieces", PIECE)[first : ends[row]]
+    return [tokens[start : start + length] for start, length in pieces.tolist()]
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_row_holds_its_documents_and_what_fills_it_up_has_no_loss(
+    sources, document_mask, num_workers
+):
+    placed = Order([num_rows(source, SEQ_LEN, "best_fit") for source in sources], [0.6, 0.4], 3)
+    loader = make_loader(stream(sources, document_mask=document_mask), num_workers, False)
+    filled = 0
+    for batch in loader:
+        where = placed(batch["sequence_ids"].numpy())
+        for row, (source, window) in enumerate(zip(where.source, where.window, strict=True)):
+            pieces = plain_row(sources[source], int(window))
+            held = np.concatenate(pieces)
+            ids = np.concatenate([held, np.full(SEQ_LEN + 1 - len(held), EOS)])
+            assert batch["input_ids"][row].tolist() == ids[:-1].tolist()
+            targets = ids[1:].copy()
+            targets[ids[:-1] == EOS] = -100
+            assert batch["targets"][row].tolist() == targets.tolist()
+            counted = int((batch["targets"][row] != -100).sum())
+            assert counted == sum(len(piece) - 1 for piece in pieces), "all but each first id"
+            filled += SEQ_LEN + 1 - len(held)
+            if document_mask:
+                places = np.concatenate([np.arange(len(piece)) for piece in pieces])[:SEQ_LEN]
+                assert batch["position_ids"][row][: len(places)].tolist() == places.tolist()
+                assert (batch["position_ids"][row][len(held) :] == 0).all()
+                numbers = batch["document_ids"][row].tolist()
+                changes = np.flatnonzero(np.diff(numbers)) + 1
+                begins = np.cumsum([len(piece) for piece in pieces])
+                assert changes[: len(pieces) - 1].tolist() == begins[:-1].tolist()
+        assert ("document_ids" in batch) == document_mask
+    assert filled
+
+
+def test_an_epoch_shows_every_target_once(sources):
+    source = sources[0]
+    rows = num_rows(source, SEQ_LEN, "best_fit")
+    seen = 0
+    for batch in stream([source], weights=[1], end_position=rows // 8 * 8):
+        seen += int((batch["targets"] != -100).sum())
+    rest = [plain_row(source, int(row)) for row in _last_rows(source, rows)]
+    seen += sum(len(piece) - 1 for row in rest for piece in row)
+    assert seen == source.num_tokens - source.num_documents
+
+
+def _last_rows(source, rows):
+    left = np.arange(rows // 8 * 8, rows)
+    return Order([rows], [1.0], 3)(left).window
+
+
+def test_ranks_and_positions_do_not_change_the_rows(sources):
+    whole = {
+        int(number): ids
+        for batch in stream(sources)
+        for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True)
+    }
+    for rank in range(2):
+        for batch in stream(sources, rank=rank, world_size=2, position=32):
+            for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True):
+                assert torch.equal(ids, whole[int(number)])
+
+
+def test_validation_reads_the_first_rows(sources):
+    settings = {"seq_len": SEQ_LEN, "num_sequences": 6, "micro_batch_size": 4, "rank": 0}
+    batches = list(ValidationStream(sources, world_size=1, packing="best_fit", **settings))
+    ids = torch.cat([batch["input_ids"] for batch in batches])
+    for number in range(6):
+        held = np.concatenate(plain_row(sources[number // 3], number % 3))[:SEQ_LEN]
+        assert ids[number][: len(held)].tolist() == held.tolist()
+
+
+def test_a_row_is_shown_document_by_document(sources):
+    source = sources[0]
+    parts = read_row(source, open_packing(source, SEQ_LEN), 5)
+    for part, piece in zip(parts, plain_row(source, 5), strict=True):
+        assert part.token_ids.tolist() == piece.tolist()
+        assert part.stop - part.start == len(piece) <= part.length
+
+
+def test_a_pickled_stream_carries_no_index(sources):
+    used = stream(sources)
+    next(iter(used))
+    assert len(pickle.dumps(used)) < 20_000
+
+
+def test_the_rows_are_part_of_what_the_data_is(sources, tmp_path):
+    assert data_fingerprint(sources, SEQ_LEN, "concat") == data_fingerprint(sources, 7, "concat")
+    assert data_fingerprint(sources, SEQ_LEN, "concat") != data_fingerprint(
+        sources, SEQ_LEN, "best_fit"
+    )
+    with pytest.raises(ShardError, match="no such file"):
+        data_fingerprint(sources, SEQ_LEN + 1, "best_fit")
+    with pytest.raises(ShardError, match="data_prep pack"):
+        stream(sources, seq_len=SEQ_LEN + 1)

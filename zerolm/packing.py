@@ -1,0 +1,168 @@
+"""Best-fit packing: the index of which documents share a row, on disk, and its reader.
+
+Without it a row is a window cut from the documents laid end to end (zerolm/order.py). With it a row
+is a line of an index beside the shards, which `python -m data_prep pack` makes for one `seq_len`:
+
+    packing-2048.json    published last; an index without it is none
+    packing-2048.rows    little-endian uint64: where each row ends, in pieces
+    packing-2048.pieces  12 bytes each: start (uint64, token of the source) and length (uint32)
+
+A piece is a document, or a part of one that is longer than a row. docs/formats.md has the keys.
+Knows numpy, not torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerolm.errors import ShardError
+from zerolm.files import sha256_file
+from zerolm.order import num_windows
+from zerolm.settings import BEST_FIT
+from zerolm.shards import Source
+
+FORMAT, VERSION = "zerolm-packing", 1
+PIECE = np.dtype([("start", "<u8"), ("length", "<u4")])
+ROW_END = np.dtype("<u8")
+PARTS = ("rows", "pieces")
+
+
+def index_file(directory: Path, seq_len: int, part: str = "json") -> Path:
+    """Return the path of a part of an index: `json`, `rows` or `pieces`."""
+    return directory / f"packing-{seq_len}.{part}"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The index of one source, opened for reading. Pickled without what it has read."""
+
+    directory: Path
+    manifest: dict[str, Any]
+    _maps: dict[str, np.ndarray]
+
+    @property
+    def seq_len(self) -> int:
+        return self.manifest["seq_len"]
+
+    @property
+    def num_rows(self) -> int:
+        return self.manifest["num_rows"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of what the rows are."""
+        sums = [self.manifest[part]["sha256"] for part in PARTS]
+        return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+    def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where a row's pieces start in the source, and their lengths; in reading order."""
+        ends = self._map("rows", ROW_END)
+        first = int(ends[row - 1]) if row else 0
+        found = self._map("pieces", PIECE)[first : int(ends[row])]
+        return found["start"], found["length"]
+
+    def _map(self, part: str, dtype: np.dtype) -> np.ndarray:
+        if part not in self._maps:
+            path = index_file(self.directory, self.seq_len, part)
+            self._maps[part] = np.memmap(path, dtype, mode="r").view(np.ndarray)
+        return self._maps[part]
+
+    def __getstate__(self):  # maps are not sent to loader workers; each opens its own
+        return {"directory": self.directory, "manifest": self.manifest}
+
+    def __setstate__(self, state):
+        for name, value in {**state, "_maps": {}}.items():
+            object.__setattr__(self, name, value)
+
+
+def open_packing(source: Source, seq_len: int) -> Packing:
+    """Open a source's index after checking that it is whole, and of these very tokens.
+
+    Raises:
+        ShardError: there is none for this `seq_len`, it was made of other tokens, or a file of it
+            is missing or of another size.
+    """
+    path = index_file(source.directory, seq_len)
+    command = f"Run: python -m data_prep pack {source.directory} --seq_len {seq_len}"
+    if not path.is_file():
+        raise ShardError(
+            f"{path}: no such file, and --packing {BEST_FIT} with --seq_len {seq_len} needs it. "
+            f"{command}"
+        )
+    try:
+        manifest = json.loads(path.read_bytes())
+        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
+        whole = known and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0
+        sizes = {part: int(manifest[part]["size_bytes"]) for part in PARTS}
+        made_of = manifest["source_fingerprint"]
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ShardError(f"{path}: is no {FORMAT} {VERSION} of --seq_len {seq_len}. {command}")
+    if made_of != source.fingerprint:
+        raise ShardError(
+            f"{path}: source_fingerprint: {made_of[:16]}, but the tokens here are "
+            f"{source.fingerprint[:16]}: it was made of other ones. {command}"
+        )
+    problems = []
+    for part, size in sizes.items():
+        file = index_file(source.directory, seq_len, part)
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            has = "is missing" if actual is None else f"has {actual} bytes"
+            problems.append(f"{file}: {has}, its manifest says {size} bytes. {command}")
+    if problems:
+        raise ShardError(problems)
+    return Packing(source.directory, manifest, {})
+
+
+def verify_packings(source: Source) -> list[str]:
+    """Say what is wrong with the checksums of the indices that lie beside a source.
+
+    Returns:
+        A line for each index that is damaged or was made of other tokens.
+    """
+    problems: list[str] = []
+    for path in sorted(source.directory.glob("packing-*.json")):
+        number = path.stem.removeprefix("packing-")
+        if not number.isdigit():
+            continue
+        try:
+            packing = open_packing(source, int(number))
+        except ShardError as error:
+            problems += error.problems
+            continue
+        for part in PARTS:
+            file, known = index_file(source.directory, int(number), part), packing.manifest[part]
+            if sha256_file(file) != known["sha256"]:
+                problems.append(f"{file}: is damaged: its SHA-256 differs. Pack again.")
+    return problems
+
+
+def num_rows(source: Source, seq_len: int, packing: str) -> int:
+    """Return how many rows of `seq_len` targets a source has, by either way of packing.
+
+    Raises:
+        ShardError: see `open_packing`.
+    """
+    if packing == BEST_FIT:
+        return open_packing(source, seq_len).num_rows
+    return num_windows(source.num_tokens, seq_len)
+
+
+def data_fingerprint(sources: Sequence[Source], seq_len: int | None, packing: str) -> str:
+    """Return the hex SHA-256 of the rows that a run reads: the tokens, and how they are packed.
+
+    Raises:
+        ShardError: see `open_packing`.
+    """
+    prints = [source.fingerprint for source in sources]
+    if packing == BEST_FIT:
+        assert seq_len is not None
+        prints += [open_packing(source, seq_len).fingerprint for source in sources]
+    return hashlib.sha256("\n".join(prints).encode()).hexdigest()
