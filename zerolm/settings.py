@@ -148,7 +148,8 @@ class Settings:
     attn_implementation: str = _flag(
         "model",
         "text",
-        "attention kernel (default: auto)",
+        f"attention kernel: {', '.join(ATTENTION_IMPLEMENTATIONS)} (default: auto)",
+        shows="KERNEL",
         default="auto",
         choices=ATTENTION_IMPLEMENTATIONS,
     )
