@@ -33,6 +33,7 @@ RUNGS = {
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         "data_prep.encoders",
         "data_prep.pack",
+        "data_prep.dedup",
         *("launch." + name for name in (
             "demo_corpus", "demo_summary", "doctor", "node", "plan", "render", "supervise",
         )),
@@ -88,6 +89,11 @@ RUNGS = {
             # the plan's parts
             "estimate", "hardware", "plan_text", "probing", "published", "reliability", "scaling",
             "search", "step_time", "subject",
+        )),
+        # deduplication's and decontamination's parts
+        *("data_prep." + name for name in (
+            "dedup_candidates", "dedup_clusters", "dedup_files", "minhash", "stage_documents",
+            "stage_options", "words",
         )),
         # the encoders' parts
         "data_prep.backends",
