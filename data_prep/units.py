@@ -25,7 +25,7 @@ from data_prep.readers import END, Input, read_input, reading_errors
 from data_prep.streams import Stream, count_lines
 from zerolm.errors import ConfigError
 
-CHUNK_BYTES = 1 << 18  # of text, to parse and encode at a time
+CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 20, 1 << 28
 UNITS_OF_A_CORPUS = 128  # enough for many workers, and for an even end, where it is small
 FILE_BYTES = 1 << 12  # what a file costs beside its content: a million empty ones are not one unit

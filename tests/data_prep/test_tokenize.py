@@ -194,7 +194,10 @@ BROKEN = {
     "field.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', ":2: no key 'text'"),
     "utf8.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', ":2: not UTF-8"),
     "latin.txt": (b"one\ntwo \xe9\n", ":2: not UTF-8"),
-    "cut.jsonl.gz": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xabV*I\xad", ":1: the compressed data ends too early"),
+    "cut.jsonl.gz": (
+        b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xabV*I\xad",
+        ":1: the compressed data ends too early",
+    ),
     "empty.jsonl": (b'\n{"text": ""}\n', "would have no documents, of 0 read and 2 skipped"),
 }
 
