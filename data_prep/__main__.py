@@ -29,31 +29,35 @@ SUMMARY_NAMES = {
 
 def train_tokenizer(options: argparse.Namespace) -> None:
     from data_prep import sources, tokenizers
-    from data_prep.documents import InputRules
+    from data_prep.bad_input import Tally, check_bad_fraction, summary_lines
+    from data_prep.input_flags import input_rules
     from data_prep.progress import Progress
-    from data_prep.units import Tally, plan_units, read_batches
+    from data_prep.units import plan_units, read_batches
     from zerolm.shards import output_problems
 
     for number in (signal.SIGINT, signal.SIGTERM):  # while Rust computes, Python hears nothing;
         signal.signal(number, signal.SIG_DFL)  # nothing is written before the end
     problems = Problems()
     vocab_size = problems.number("vocab_size", options.vocab_size, MIN_VOCAB_SIZE, MAX_VOCAB_SIZE)
-    found = problems.of(sources.find_inputs, options.input, options.text_field)
+    rules = input_rules(options, problems)
+    skip = rules.on_bad_input == "skip"
+    found = problems.of(sources.find_inputs, options.input, options.text_field, skip)
     problems.lines += [f"--output {line}" for line in output_problems(options.output)]
     problems.refuse()
     inputs = _show_notes(*found)
     progress = Progress("train-tokenizer", _total_bytes(inputs))
+    tally = Tally()
     num_bytes = 0
 
     def texts():
         nonlocal num_bytes
-        rules = InputRules(options.text_field)
         for unit in plan_units(inputs):
-            for batch in read_batches(inputs, unit, rules, Tally()):
+            for batch in read_batches(inputs, unit, rules, tally):
                 num_bytes += sum(len(document.utf8) for document in batch.documents)
                 progress.add(batch.input_bytes, len(batch.documents))
                 yield from (document.text for document in batch.documents)
         progress.close()
+        check_bad_fraction(inputs, tally, rules)
         if not progress.num_documents:
             raise ConfigError("--input: no documents to train on.")
 
@@ -61,6 +65,8 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     print(f"tokenizer   {options.output}: {reached:,} ids")
     print(f"trained on  {progress.num_documents:,} documents, {num_bytes / 1e6:,.1f} MB of text")
     print(f"seconds     {progress.seconds:,.1f}")
+    for line in summary_lines(inputs, tally, rules):
+        print(line)
     if reached < vocab_size:
         print(
             f"note        --vocab_size {vocab_size:,} was not reached: the text has no more pairs "

@@ -7,13 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.input_flags import add_input_flags
 from zerolm.errors import ConfigError, did_you_mean
-
-INPUT_HELP = (
-    "a .txt file (one document), .jsonl, .jsonl.gz, .jsonl.zst or .parquet, a directory of them "
-    "(all below it, sorted by path), a quoted glob, or a hub id namespace/name[:config][@split] "
-    "(split: train); several and repeated, read in the order given"
-)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,17 +63,16 @@ def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 
 def _add_train_tokenizer(commands: Any) -> None:
     train = _add(commands, "train-tokenizer", "train a byte-level BPE tokenizer")
-    train.add_argument("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
+    add_input_flags(train)
     train.add_argument(
         "--vocab_size", required=True, metavar="N", help="ids in all: bytes, EOS and merges"
     )
     train.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new directory")
-    train.add_argument("--text_field", default="text", help="key or column (default: text)")
 
 
 def _add_tokenize(commands: Any) -> None:
     tokenize = _add(commands, "tokenize", "encode documents into token shards")
-    tokenize.add_argument("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
+    add_input_flags(tokenize)
     tokenize.add_argument(
         "--tokenizer",
         required=True,
@@ -99,7 +93,6 @@ def _add_tokenize(commands: Any) -> None:
     tokenize.add_argument(
         "--val_output", type=Path, metavar="SHARDS", help="where the held-out documents go"
     )
-    tokenize.add_argument("--text_field", default="text", help="key or column (default: text)")
     tokenize.add_argument(
         "--shard_tokens", metavar="N", help="largest shard, in tokens (default: 134217728)"
     )

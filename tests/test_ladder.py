@@ -79,7 +79,7 @@ RUNGS = {
             "command_line", "documents", "phases", "progress", "stage_counts", "stage_files",
             "workers",
             # reading inputs
-            "readers", "streams", "units",
+            "bad_input", "input_flags", "readers", "streams", "units",
             # packing
             "best_fit",
         )),
