@@ -1,18 +1,21 @@
-"""What a run has begun to measure: what has ended a run once is not begun again at that step.
+"""What a run has begun to measure: where that has ended a run twice, it is not begun a third time.
 
-A forward pass that runs out of memory, or a text that hangs, would do so after each restart. So
-rank 0 writes down in `evaluation_begun.json` what is begun, before any rank computes, and removes
-it at the end. Knows no evaluation.
+A forward pass that runs out of memory, or a text that hangs, would do so after each restart; a kill
+would not. So rank 0 writes down in `evaluation_begun.json` what is begun, before any rank computes,
+and removes it at the end. A step at which two starts have ended in an evaluation, whichever, is
+given up: the supervisor gives a run up that ends three times at one step. Knows no evaluation.
 """
 
 import contextlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from zerolm.files import write_json
 
 FILE = "evaluation_begun.json"
+MAX_ENDS = 2  # of starts, in evaluations of one step
 
 Entry = dict[str, Any]  # step, tokens, what
 
@@ -40,6 +43,15 @@ class Begun:
             self.failed = [*self.failed, entry]
             self._write(None)
         return entry
+
+    def given_up(self) -> dict[int, int]:
+        """Return the steps at which nothing is begun any more, with the tokens of each."""
+        ends = Counter(entry["step"] for entry in self.failed)
+        return {
+            entry["step"]: entry["tokens"]
+            for entry in self.failed
+            if ends[entry["step"]] >= MAX_ENDS
+        }
 
     def begin(self, step: int, tokens: int, what: str) -> None:
         """Make durable that something begins."""

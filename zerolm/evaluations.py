@@ -3,8 +3,9 @@
 A run calls it between two steps, on every rank, when the checkpoint of the step is safe. Whatever
 is measured leaves the engine and every random generator as they were. What the first rank prepares
 and concludes may fail: that is an event, and the run goes on. A forward pass that fails ends the
-run where other ranks may be in it, once: what is begun is noted first (begun.py), and the next
-start leaves out, on all ranks, what the last one ended in.
+run where other ranks may be in it. What is begun is noted first (begun.py): the next start tries
+it once more, since the last one may have been killed, and where that ends the run again, nothing
+more is measured at that step, on any rank.
 """
 
 import json
@@ -55,7 +56,7 @@ class Evaluations:
         self.items: list[hellaswag.Item] = []
         self.sampled_tokens = 0  # of the run, when samples were last due
         self.begun = Begun(self.run_dir)
-        self.failed: dict[tuple[int, str], int] = {}  # what starts ended in: (step, what): tokens
+        self.given_up: dict[int, int] = {}  # steps at which nothing is measured any more: tokens
         # ZeRO-3 would be left with weights half gathered.
         self.survives = engine.world_size == 1 and plan.zero_stage < 3
         self.unusable: str | None = None  # why texts cannot be used
@@ -90,11 +91,10 @@ class Evaluations:
         if self.first:
             entry = self.begun.settle()
             if entry is not None:
-                self._failed(entry["what"], entry["step"], log, "the run ended in it")
+                self._ended_in(entry, log)
             sampled = log.sampled_tokens()
-        sampled, failed = broadcast_object((sampled, self.begun.failed))
-        self.failed = {(each["step"], each["what"]): each["tokens"] for each in failed}
-        places = [t for (at, what), t in self.failed.items() if what == SAMPLES and at <= step]
+        sampled, self.given_up = broadcast_object((sampled, self.begun.given_up()))
+        places = [tokens for at, tokens in self.given_up.items() if at <= step]
         self.sampled_tokens = max([sampled, *places])
 
     def if_due(self, progress: Any, log: Any, due: Due, make_safe: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ class Evaluations:
         if settings.downstream_interval and due(settings.downstream_interval):
             if settings.hellaswag:
                 wanted.append((HELLASWAG, "eval/hellaswag/acc", self.run_hellaswag))
-            names = self._tasks(progress.step)
+            names = evaluation_rules.task_names(settings)
             if names:
                 wanted.append((TASKS, f"eval/{names[-1]}/", self.run_tasks))
         if wanted:
@@ -122,8 +122,7 @@ class Evaluations:
         if self.samples_due(progress.tokens):
             wanted.append((SAMPLES, "", self.sample))
             self.sampled_tokens = progress.tokens
-        wanted = [each for each in wanted if (progress.step, each[0]) not in self.failed]
-        if not wanted:
+        if not wanted or progress.step in self.given_up:
             return
         make_safe()
         fault_point("evaluation.begin", progress.step)
@@ -151,11 +150,6 @@ class Evaluations:
         yield
         if self.first:
             self.begun.end()
-
-    def _tasks(self, step: int) -> list[str]:
-        """Return the names of the tasks that no start of the run has ended in at this step."""
-        names = evaluation_rules.task_names(self.settings)
-        return [name for name in names if (step, name) not in self.failed]
 
     def samples_due(self, tokens: int) -> bool:
         """Tell whether the run has passed a place where samples are due since it last had them."""
@@ -214,7 +208,7 @@ class Evaluations:
             return
         where = {"step": progress.step, "tokens": progress.tokens}
         with harness.quiet(), harness.served(self.compute) as patience:
-            for name in self._tasks(progress.step):
+            for name in evaluation_rules.task_names(self.settings):
                 if log.has(progress.step, f"eval/{name}/"):
                     continue  # before a kill
                 with self._noted(name, progress), self._failing(name, progress, log):
@@ -293,6 +287,14 @@ class Evaluations:
         reason = " ".join(error.split())[:500]
         self.say(f"step={step} {what} FAILED, training goes on: {reason}")
         log.event("evaluation_failed", step, evaluation=what, error=reason)
+
+    def _ended_in(self, entry: dict[str, Any], log: Any) -> None:
+        step, what = entry["step"], entry["what"]
+        if step in self.begun.given_up():
+            self._failed(what, step, log, "the run ended in it, again at this step")
+            return
+        self.say(f"step={step} {what}: the run ended in it; it is tried once more")
+        log.event("evaluation_interrupted", step, evaluation=what)
 
     def _say_figures(self, progress: Any, found: dict[str, float]) -> None:
         shown = " ".join(f"{key}={value:.4g}" for key, value in found.items())

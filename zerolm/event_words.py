@@ -10,6 +10,7 @@ BAD = {
 NOTABLE = {
     "spike", "step_skipped", "cooldown", "rollback", "changed", "checkpoint_stall",
     "upload_failed", "upload_unfinished", "tracker_failed", "evaluation_failed",
+    "evaluation_interrupted",
 }  # fmt: skip
 QUIET = {"checkpoint", "upload"}  # many, and as they should be
 

@@ -1,4 +1,4 @@
-"""What ended a run once is not begun again at that step, and nothing else is left out."""
+"""Where evaluations ended a run twice, nothing more is measured, and nothing else is left out."""
 
 from types import SimpleNamespace
 
@@ -25,6 +25,11 @@ def test_what_was_begun_and_not_ended_is_known_to_every_later_start(tmp_path) ->
     again.begin(6, 600, "loss")
     last = Begun(tmp_path)
     assert last.settle()["step"] == 6 and [each["step"] for each in last.failed] == [5, 6]
+    assert last.given_up() == {}
+    last.begin(6, 600, "piqa")
+    third = Begun(tmp_path)
+    third.settle()
+    assert third.given_up() == {6: 600}
     (tmp_path / FILE).write_text('{"be')
     assert Begun(tmp_path).settle() is None
 
@@ -70,20 +75,25 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
     return found
 
 
-def test_an_evaluation_that_ends_the_run_does_so_once(tmp_path, group) -> None:
+def test_an_evaluation_that_ends_the_run_is_tried_once_more(tmp_path, group) -> None:
     def begin(step: int) -> None:
         start.begin(log, step)
         progress = SimpleNamespace(step=step, tokens=100 * step)
         start.if_due(progress, log, lambda interval: True, lambda: None)
 
     log = Log()
-    start = evaluations(tmp_path, zero_stage=3)
-    with pytest.raises(MemoryError):
-        begin(4)
+    for _ in range(2):
+        start = evaluations(tmp_path, zero_stage=3)
+        with pytest.raises(MemoryError):
+            begin(4)
     start = evaluations(tmp_path, zero_stage=3)
     begin(4)
-    what = {"evaluation": LOSS, "error": "the run ended in it"}
-    assert log.events == [("evaluation_failed", 4, what)]
+    again = {"evaluation": LOSS, "error": "the run ended in it, again at this step"}
+    assert log.events == [
+        ("evaluation_interrupted", 4, {"evaluation": LOSS}),
+        ("evaluation_failed", 4, again),
+    ]
+    assert start.sampled_tokens == 400, "no samples are made up for what was left out"
     with pytest.raises(MemoryError):
         begin(5)
 
