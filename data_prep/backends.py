@@ -25,6 +25,7 @@ from zerolm.excerpts import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_
 # Fastest first, as measured on one core (benchmarks/results/tokenize_speed.md).
 FAST_BACKENDS = ("gigatoken", "fastokens", "tiktoken")
 BACKENDS = (*FAST_BACKENDS, "tokenizers", "transformers")
+ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: what decides its ids
 EXTRAS = {"gigatoken": "fast-tokenizers", "fastokens": "fast-tokenizers", "tiktoken": "tiktoken"}
 
 # (token ids of all texts (N,) uint32, where each text ends (D,) int64)
@@ -90,6 +91,27 @@ def open_backend(name: str, directory: Path) -> Encode:
             raise
         reason = " ".join(f"{error}".split())[:200]
         raise BackendRefused(f"does not take this tokenizer ({reason})") from error
+
+
+def vocabulary(directory: Path) -> list[str]:
+    """Return the spellings of a copy's tokens, as text where they are whole characters."""
+    spellings: list[str] = []
+    if (directory / TIKTOKEN_FILE).is_file():
+        encoding = read_encoding(directory)
+        tokens = [*encoding._mergeable_ranks, *map(str.encode, encoding._special_tokens)]
+        spellings = [token.decode("utf-8", "ignore") for token in tokens]
+    elif (directory / "tokenizer.json").is_file():
+        content = json.loads((directory / "tokenizer.json").read_bytes())
+        vocab = content["model"]["vocab"]
+        spellings = [each if isinstance(each, str) else each[0] for each in vocab]
+        byte_of = _byte_of_character()
+        if "ByteLevel" in json.dumps(content["pre_tokenizer"]):
+            spellings = [
+                bytes(byte_of.get(one, 32) for one in token).decode("utf-8", "ignore")
+                for token in spellings
+            ]
+        spellings += [each["content"] for each in content["added_tokens"]]
+    return list(dict.fromkeys(filter(None, spellings)))
 
 
 def flatten(lists: Sequence[Any]) -> Ids:

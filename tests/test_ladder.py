@@ -96,7 +96,7 @@ RUNGS = {
             "stage_options", "words",
         )),
         # the encoders' parts
-        "data_prep.backends",
+        *("data_prep." + name for name in ("backends", "equality", "fuzz_texts")),
     },
 }  # fmt: skip
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}

@@ -1,0 +1,199 @@
+"""data_prep/encoders.py: whatever the backend, the ids are those of the library `tokenizers`."""
+
+import json
+import random
+import unicodedata
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizer_definitions import DEFINITIONS, texts, write_definition
+
+from data_prep import encoders
+from data_prep.backends import FAST_BACKENDS, BackendRefused, open_backend
+from data_prep.encoders import Choice, EncoderError, choose_backend, load_encoder
+from data_prep.equality import Proof, prove
+from zerolm.errors import ConfigError
+
+ODD = [
+    "It spells <|endoftext|> out, <|pad|> <s> [UNK] <unk> function return  <tool>  x",
+    "",
+    " ",
+    "\x00\x01\x7f\r\n\r\n",
+    "don't DON'T we'Ll I'ſ 12345 ½ １２",
+    "e\u0301\u0316\u0345 \u1df7\u1dd5 가\u1161 👩‍👩‍👧‍👦",
+    "a" * 5000,
+    "\u0378\U000e0fff\U0010ffff",  # not assigned
+]
+ALL_OF_UNICODE = ((0, 0x110000),)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("copies")
+    return {name: write_definition(name, directory) for name in DEFINITIONS}
+
+
+def library_ids(directory, documents) -> list[list[int]]:
+    """What `tokenizers` gives, document by document."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in documents]
+
+
+def lists(encoded) -> list[list[int]]:
+    return [piece.tolist() for piece in np.split(encoded.ids, encoded.ends[:-1])]
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_every_backend_that_takes_a_tokenizer_gives_the_ids_of_the_library(copies, name):
+    documents = [*texts(), *ODD[:5]]
+    right = library_ids(copies[name], documents)
+    assert lists(load_encoder(copies[name]).encode(documents)) == right
+    for backend in FAST_BACKENDS:
+        try:
+            encode = open_backend(backend, copies[name])
+        except BackendRefused:
+            assert (name, backend) not in {(each, "gigatoken") for each in ("gpt2", "llama3")}
+            assert name not in ("gpt2", "llama3", "o200k")
+            continue
+        ids, ends = encode([text for text in documents if "ſ" not in text])
+        expected = [ids for text, ids in zip(documents, right, strict=True) if "ſ" not in text]
+        assert [piece.tolist() for piece in np.split(ids, ends[:-1])] == expected, backend
+
+
+def test_documents_outside_of_the_proven_set_go_through_the_library(copies):
+    rng = random.Random(1)
+    choice = Choice("fastokens", "tokenizers", "x", proven=((0, 128), (0xC0, 0x180)))
+    encoder = load_encoder(copies["llama3"], choice)
+    documents = [rng.choice(["plain", "žluť", "日本", "mixed ž 日", ""]) for _ in range(200)]
+    encoded = encoder.encode(documents)
+    assert lists(encoded) == library_ids(copies["llama3"], documents)
+    outside = [text for text in documents if "日" in text]
+    counts = encoder.counters()
+    assert counts["tokenizers.documents"] == len(outside)
+    assert counts["tokenizers.bytes"] == sum(len(text.encode()) for text in outside)
+    assert counts["fastokens.documents"] == 200 - len(outside)
+    assert counts["fastokens.bytes"] + counts["tokenizers.bytes"] == sum(
+        len(text.encode()) for text in documents
+    )
+
+
+def test_a_sample_is_checked_and_a_difference_stops(copies, monkeypatch):
+    monkeypatch.setattr(encoders, "CHECKED_ONE_IN", 3)
+    choice = Choice("gigatoken", "tokenizers", "0", ALL_OF_UNICODE)
+    encoder = load_encoder(copies["gpt2"], choice)
+    documents = [f"document {number}: " + "word " * number * 120 for number in range(60)]
+    assert lists(encoder.encode(documents)) == library_ids(copies["gpt2"], documents)
+    checked = encoder.counters()["checked.documents"]
+    assert 8 < checked < 40
+    again = load_encoder(copies["gpt2"], choice)
+    for document in documents[::-1]:  # one by one: the sample is a function of the document
+        again.encode([document])
+    assert again.counters() == encoder.counters()
+
+    fast = encoder._fast
+    encoder.__dict__["_fast"] = lambda given: fast([text.replace("17", "18") for text in given])
+    monkeypatch.setattr(encoders, "CHECKED_ONE_IN", 1)
+    with pytest.raises(
+        EncoderError, match=r"gigatoken 0.*'document 17: .*--encoder tokenizers"
+    ) as e:
+        encoder.encode(documents)
+    assert e.value.document == 17
+
+
+def test_what_is_proven_is_kept_and_used_for_small_inputs_too(copies, cache, monkeypatch):
+    assert choose_backend(copies["gpt2"], input_bytes=1000).backend == "tokenizers"
+    proofs = []
+    monkeypatch.setattr(
+        encoders, "prove", lambda *given: proofs.append(given) or Proof(None, ((0, 200),))
+    )
+    choice = choose_backend(copies["gpt2"], input_bytes=1 << 30)
+    assert choice.backend == "gigatoken" and choice.proven == ((0, 200),)
+    assert choose_backend(copies["gpt2"], input_bytes=1000) == choice and len(proofs) == 1
+    assert choose_backend(copies["llama3"], input_bytes=1000).backend == "tokenizers"
+    (kept,) = cache.rglob("*.json")
+    kept.write_text("{")
+    assert choose_backend(copies["gpt2"]) == choice and len(proofs) == 2
+    assert json.loads(kept.read_text())["proven"] == [[0, 200]]
+
+
+def test_a_backend_that_is_not_equal_is_not_chosen(copies, monkeypatch):
+    monkeypatch.setattr(encoders, "prove", lambda *given: Proof("gives [1] for 'a' instead of [2]"))
+    choice = choose_backend(copies["gpt2"])
+    assert choice.backend == choice.reference == "tokenizers"
+    assert (
+        choice.notes[0] == "gigatoken gives [1] for 'a' instead of [2]" and len(choice.notes) == 3
+    )
+    with pytest.raises(
+        ConfigError, match=r"--encoder gigatoken: cannot be used .*gives .1. for 'a'"
+    ):
+        choose_backend(copies["gpt2"], "gigatoken")
+    with pytest.raises(ConfigError, match=r"gigatok: is not one of auto.*Did you mean"):
+        choose_backend(copies["gpt2"], "gigatok")
+
+
+def test_without_the_optional_packages_the_library_encodes(copies, monkeypatch):
+    monkeypatch.setattr(
+        "data_prep.backends.installed_version", lambda name: "1" if name == "tokenizers" else None
+    )
+    choice = choose_backend(copies["gpt2"])
+    assert choice.backend == "tokenizers"
+    assert "pip install 'zerolm[fast-tokenizers]'" in choice.notes[0]
+    with pytest.raises(ConfigError, match="fast-tokenizers"):
+        choose_backend(copies["gpt2"], "fastokens")
+
+
+def test_unigram_and_wordpiece_fall_back(copies):
+    for name in ("unigram", "wordpiece"):
+        choice = choose_backend(copies[name])
+        assert choice.backend == "tokenizers" and len(choice.notes) == 3
+
+
+def random_unicode(seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [
+        "".join(
+            chr(rng.randrange(*rng.choice(((0, 128), (128, 0xD800), (0x10000, 0x20000)))))
+            for _ in range(rng.randint(1, 40))
+        )
+        for _ in range(3000)
+    ]
+
+
+def test_the_whole_of_it_with_a_real_proof(copies):
+    """Unassigned code points, which gigatoken treats otherwise, are not proven."""
+    choice = choose_backend(copies["llama3"])
+    assert choice.backend == "gigatoken"
+    proven = {number for start, stop in choice.proven for number in range(start, stop)}
+    assert {*range(128), 0xE9, 0x4E2D, 0x1F600} <= proven
+    assert not {number for number in proven if unicodedata.category(chr(number)) == "Cs"}
+    encoder = load_encoder(copies["llama3"], choice)
+    documents = [*texts(), *ODD, *random_unicode(3)]
+    assert lists(encoder.encode(documents)) == library_ids(copies["llama3"], documents)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_what_is_proven_holds_for_random_unicode(copies, name, backend):
+    try:
+        candidate = open_backend(backend, copies[name])
+    except BackendRefused:
+        pytest.skip("does not take this tokenizer")
+    content = json.loads((copies[name] / "tokenizer.json").read_text())
+    vocabulary = [each if isinstance(each, str) else each[0] for each in content["model"]["vocab"]]
+    proof = prove(open_backend("tokenizers", copies[name]), candidate, vocabulary)
+    if proof.refused:
+        pytest.skip(proof.refused)
+    choice = Choice(backend, "tokenizers", "x", proof.proven)
+    for seed in range(10):
+        documents = random_unicode(100 + seed)
+        encoded = load_encoder(copies[name], choice).encode(documents)
+        assert lists(encoded) == library_ids(copies[name], documents)
