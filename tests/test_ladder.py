@@ -55,6 +55,8 @@ RUNGS = {
             "activations", "live_memory",
             # the loss without all of its logits
             "chunked_head", "loss_chunks",
+            # what a run takes from its sources
+            "epoch_plan", "mixture", "mixture_settings", "permutation",
             # looking at data
             "excerpts",
             # export's parts

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zerolm import skipped
-from zerolm.order import Order
+from zerolm.order import Order, Stage
 from zerolm.settings import CONCAT
 from zerolm.shards import Source
 from zerolm.skipped import Windows
@@ -47,6 +47,7 @@ class TokenStream(WindowStream):
         end_position: no global batch starts there or later.
         document_mask, packing: see `WindowStream`.
         skipped_windows: sequence numbers [start, end) that are left out, see `zerolm.skipped`.
+        stages: other weights from later sequence numbers on, see `zerolm.order.Order`.
 
     Raises:
         ShardError: a source too short for one sequence; every one is listed.
@@ -69,6 +70,7 @@ class TokenStream(WindowStream):
         document_mask: bool = False,
         packing: str = CONCAT,
         skipped_windows: Windows = (),
+        stages: Sequence[Stage] = (),
     ):
         super().__init__(
             sources,
@@ -79,7 +81,7 @@ class TokenStream(WindowStream):
             document_mask=document_mask,
             packing=packing,
         )
-        self.order = Order(self.reader.num_windows.tolist(), weights, seed)
+        self.order = Order(self.reader.num_windows.tolist(), weights, seed, stages=stages)
         self.batch_schedule = batch_schedule
         self.position, self.end_position = position, end_position
         self.skipped_windows = skipped_windows

@@ -52,6 +52,9 @@ def words(event: Event) -> str:
             f"learning rate times {event.get('factor', '?')} for {event.get('steps', '?')} steps: "
             f"{event.get('reason', '')}"
         )
+    if kind == "stage" and isinstance(event.get("shares"), Mapping):
+        parts = (f"{name} {share:.3%}" for name, share in event["shares"].items())
+        return f"of the mixture, {event.get('stage', '?')}: {', '.join(parts)}"
     if kind == "rollback":
         return (
             f"from step {event.get('from_step', '?')} back to {event.get('to_step', '?')}, "

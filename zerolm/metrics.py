@@ -220,6 +220,8 @@ def data_row(
         skipped_windows: what the run leaves out of the order.
     """
     row: Row = {}
+    if len(order.starts) > 1:
+        row["data/stage"] = 1 + order.stage_of(last_sequence(position, skipped_windows))
     drawn = skipped.counts(order, position, skipped_windows).tolist()
     for name, sequences, windows in zip(
         source_names, drawn, order.num_windows.tolist(), strict=True
@@ -227,6 +229,11 @@ def data_row(
         row[f"data/{name}/tokens"] = sequences * seq_len
         row[f"data/{name}/epochs"] = sequences / windows
     return row
+
+
+def last_sequence(position: int, skipped_windows: skipped.Windows) -> int:
+    """Return the number of the last sequence that a run at `position` has consumed."""
+    return skipped.sequence_range(0, position, skipped_windows)[1] - 1 if position else 0
 
 
 def console_line(row: Row, total_steps: int, seconds_left: float) -> str:

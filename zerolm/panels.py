@@ -90,6 +90,7 @@ PANELS = (
     ),
     Panel("Memory", "bytes", r"memory/\w+", about="Of the first rank's device, or its process."),
     Panel("Epochs by source", "epochs", r"data/.+/epochs", many=True),
+    Panel("Stage of the mixture", "", r"data/stage"),
     Panel(
         "Checkpoints", "s", r"checkpoint/(stall_seconds|copy_seconds|wait_seconds)", points=True,
         about="How long training stood still for a checkpoint: for the copy, and for the one "

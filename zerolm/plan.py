@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerolm import ds_config, evaluation_rules, memory, topology
+from zerolm import ds_config, epoch_plan, evaluation_rules, memory, topology
+from zerolm.mixture import Mixture
+from zerolm.order import Order
 from zerolm.packing import num_rows
 from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
@@ -30,7 +32,8 @@ class Plan:
         ds_config: for `deepspeed.initialize`.
         precision: of the weights: `fp32`, `bf16` or `fp16`.
         compute_precision: of matrix products, which differs under torch_autocast.
-        weights: of the sources, in any unit.
+        weights: of the sources at the start of the run, in any unit.
+        mixture: these weights and those of later stages, and how often a source may be read.
         val_sequences: of one evaluation, over all validation sources; 0 without any.
         device: kind of the ranks' devices, `absent` when they are not here.
         accumulation: micro-batches of a rank in a full batch.
@@ -55,6 +58,7 @@ class Plan:
     sources: list[Source]
     source_names: list[str]
     weights: list[float]
+    mixture: Mixture
     val_sources: list[Source]
     val_source_names: list[str]
     val_sequences: int
@@ -74,10 +78,26 @@ class Plan:
     changed: dict[str, tuple[Any, Any]]
 
     def summary(self) -> str:
-        """Return the derived figures and the notices, a line each."""
+        """Return the derived figures, the plan of epochs and the notices, a line each."""
         width = max(map(len, self.derived))
         lines = [f"{name:<{width}}  {value}" for name, value in self.derived.items()]
+        if len(self.sources) > 1 or any(self.mixture.caps):
+            assert self.settings.seq_len is not None
+            lines += epoch_plan.table(
+                self.mixture,
+                self.order(),
+                self.source_names,
+                self.total_sequences,
+                self.settings.seq_len,
+            )
         return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
+
+    def order(self) -> Order:
+        """Return the order of the training data."""
+        assert self.settings.seq_len is not None
+        seq_len, packing = self.settings.seq_len, self.settings.packing
+        sizes = [num_rows(source, seq_len, packing) for source in self.sources]
+        return self.mixture.order(sizes, self.settings.seed)
 
     def cut_anew(self, manifest: Mapping[str, Any]) -> list[str]:
         """Say what of a checkpoint's topology is another one than this run's, `old -> new` each."""
@@ -175,11 +195,5 @@ def _learning_rate_line(plan: Plan) -> str:
 
 
 def _epochs(plan: Plan) -> list[float]:
-    assert plan.settings.seq_len is not None
-    return [
-        plan.total_sequences
-        * weight
-        / sum(plan.weights)
-        / num_rows(source, plan.settings.seq_len, plan.settings.packing)
-        for source, weight in zip(plan.sources, plan.weights, strict=True)
-    ]
+    order = plan.order()
+    return (order.counts(plan.total_sequences) / order.num_windows).tolist()

@@ -18,12 +18,16 @@ from zerolm import (
     checkpoint_directory,
     defaults,
     ds_config,
+    epoch_plan,
     evaluation_rules,
     loss_chunks,
     machine,
     memory,
+    mixture_settings,
     resources,
+    rollback,
     run_record,
+    skipped,
     topology,
 )
 from zerolm.architecture import (
@@ -47,11 +51,12 @@ from zerolm.model_rules import (
     model_problems,
     router_notices,
 )
+from zerolm.order import MAX_SEQUENCES
 from zerolm.packing import data_fingerprint, num_rows
 from zerolm.plan import Plan, figures
 from zerolm.schedule import BatchSchedule
 from zerolm.settings import FLAGS
-from zerolm.sources import open_sources, source_names, source_problems
+from zerolm.sources import find_source, open_sources, source_names, source_problems
 from zerolm.upload_rules import stored_record, upload_problems
 from zerolm.values import read_json, shown_bytes
 
@@ -108,12 +113,15 @@ class _Check:
         self._look_at_machine()
         self._read_model()
         self._read_ds_config()
+        before = len(self.problems)
         self.sources = open_sources(self.settings, self.problems)
+        self.sources_are_sound = len(self.problems) == before and "data" not in self.refused
         self._resolve_settings()
         vocab_size = self.text_config.vocab_size if self.model_config is not None else None
-        self.problems += source_problems(
-            self.sources, self.settings, vocab_size, self.settings.seq_len
-        )
+        found = source_problems(self.sources, self.settings, vocab_size, self.settings.seq_len)
+        self.problems += found
+        if not found:
+            self._resolve_mixture()
         self._check_model()
         self.problems += evaluation_rules.problems(self.settings)
         self.resumes = False
@@ -335,6 +343,35 @@ class _Check:
                 f"or change the batch."
             )
 
+    def _resolve_mixture(self) -> None:
+        """Make stages of the weights, and look how often the run would read each source."""
+        settings, sources = self.settings, self.sources.training
+        if settings.seq_len is None or not self.sources_are_sound or not sources:
+            return
+        sizes = [num_rows(source, settings.seq_len, settings.packing) for source in sources]
+        if not all(sizes):
+            return
+        known = len(self.problems)
+        self.mixture = mixture_settings.resolve(
+            settings,
+            self.sources.weights,
+            lambda name: find_source(name, sources),
+            sizes,
+            self.problems,
+        )
+        if len(self.problems) > known or not (settings.total_tokens and settings.batch_tokens):
+            return
+        if not budget.batch_problems(settings, self.world_size):
+            problems, notices = epoch_plan.cap_problems(
+                self.mixture,
+                self.mixture.order(sizes, settings.seed),
+                source_names(sources),
+                self._total_sequences(),
+                settings,
+            )
+            self.problems += problems
+            self.notices += notices
+
     # ---- What fits together
 
     def _check_model(self) -> None:
@@ -385,6 +422,8 @@ class _Check:
             model_config=self.model_config.to_diff_dict(),
             ds_config=self._resolved_ds(),
             data_fingerprint=self._data_fingerprint(),
+            stages=self.mixture.stages,
+            begun=self._begun(Path(settings.run_dir)),
             world_size=self.world_size,
             router_loss=has_router_loss(self.model_config),
         )
@@ -393,6 +432,18 @@ class _Check:
         self.changed = {one.key: (one.old, one.new) for one in found}
         self.notices += [f"changed since {where}: {one}" for one in found if accepted]
         self._look_at_checkpoint(Path(settings.run_dir))
+
+    def _begun(self, run_dir: Path) -> int:
+        """Return the sequence number up to which the run's order must stay what it was."""
+        try:
+            found = checkpoint_directory.newest(run_dir)
+            done = rollback.entries(run_dir)
+        except (CheckpointError, ConfigError):
+            return MAX_SEQUENCES  # named when the run begins, which may go on from an older one
+        if found is None:  # of a store it may have more; the first weights stay in any case
+            return MAX_SEQUENCES if self.settings.upload_to else 1
+        progress = rollback.carried_over(found.progress, done)
+        return max(1, skipped.reached(progress.position, progress.skipped_windows))
 
     def _look_at_checkpoint(self, run_dir: Path) -> None:
         """Say what a resume will cut anew, and refuse what it cannot."""
@@ -447,6 +498,11 @@ class _Check:
         schedule = budget.batch_schedule(self.settings)
         return schedule.steps(0, math.ceil(tokens / self.settings.seq_len))
 
+    def _total_sequences(self) -> int:
+        assert self.settings.total_tokens
+        schedule = budget.batch_schedule(self.settings)
+        return budget.sequences_after(schedule, self._steps(self.settings.total_tokens))
+
     def _resolved_ds(self) -> dict[str, Any]:
         settings = self.settings
         assert settings.seq_len and settings.batch_tokens and settings.micro_batch_size
@@ -489,6 +545,7 @@ class _Check:
             sources=self.sources.training,
             source_names=source_names(self.sources.training),
             weights=self.sources.weights,
+            mixture=self.mixture,
             val_sources=self.sources.validation,
             val_source_names=source_names(self.sources.validation),
             val_sequences=min((settings.eval_tokens or 0) // settings.seq_len, windows),
@@ -500,7 +557,7 @@ class _Check:
             batch_schedule=schedule,
             learning_rate=None if "scheduler" in resolved else budget.learning_rate(settings),
             weight_decay=settings.weight_decay,
-            total_sequences=budget.sequences_after(schedule, steps),
+            total_sequences=self._total_sequences(),
             total_steps=steps,
             data_fingerprint=self._data_fingerprint(),
             derived={},

@@ -17,6 +17,7 @@ from zerolm import (
     ledger,
     live_memory,
     metrics,
+    mixture,
     probe,
     pulse,
     reporting,
@@ -90,6 +91,7 @@ class Run:
         )
         self.changed = plan.changed
         self.trackers: tracker.Trackers | None = None  # of the log, until the next one has them
+        self.stage = 0  # of the mixture
         self.rung: str | None = None  # of the ladder, that the last step led to
 
     def say(self, *words: object) -> None:
@@ -176,9 +178,12 @@ class Run:
             position=self.progress.position,
             end_position=UNBOUNDED,
             skipped_windows=self.progress.skipped_windows,
+            stages=self.plan.mixture.stages[1:],
             **self.cut,
         )
         self.order = stream.order
+        reached = metrics.last_sequence(self.progress.position, self.progress.skipped_windows)
+        self.stage = self.order.stage_of(reached)
         on_gpu = self.device.type != "cpu"
         loader = data.make_loader(stream, self.settings.num_workers, pin_memory=on_gpu)
         return iter(data.prefetch_to_device(loader, self.device))
@@ -250,7 +255,18 @@ class Run:
             ledger.record(progress.step, ids)
         fault_point("step.end", progress.step)
         self.console.step(progress.step)
+        self.note_stage()
         self.saves.advance(result.flags[1:], self.log, last=self.finished or self.stopping)
+
+    def note_stage(self) -> None:
+        """Write down that the mixture's next stage has begun with this step."""
+        progress, stages = self.progress, self.plan.mixture.stages
+        last = metrics.last_sequence(progress.position, progress.skipped_windows)
+        if (stage := self.order.stage_of(last)) != self.stage:
+            self.stage = stage
+            shares = mixture.shares(stages[stage], self.plan.source_names)
+            self.log.event("stage", progress.step, stage=stage + 1, shares=shares)
+            self.say(f"step={progress.step} stage={stage + 1} of {len(stages)}: {shares}")
 
     # ---- When a step is an anomaly
 

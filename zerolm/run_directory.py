@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any, TextIO
 
+from zerolm import mixture
 from zerolm.errors import ConfigError
 from zerolm.provenance import git_commit, versions
 
@@ -48,6 +49,7 @@ def record(plan: Any) -> dict[str, Any]:
         "model_config": plan.model_config.to_diff_dict(),
         "ds_config": plan.ds_config,
         "data_fingerprint": plan.data_fingerprint,
+        "mixture": mixture.record(plan.mixture, plan.source_names),
         "world_size": plan.world_size,
         "zero_stage": plan.zero_stage,
         "versions": versions(),

@@ -13,7 +13,10 @@ from typing import Any
 
 from zerolm.checkpoint_directory import Progress
 from zerolm.ds_config import block, compute_precision, precision
+from zerolm.mixture import recorded_stages, same_until, stages_shown
+from zerolm.order import Stage
 from zerolm.settings import CONCAT, Settings, split_weight
+from zerolm.skipped import reached
 from zerolm.values import shown
 
 CURVE_SETTINGS = (
@@ -114,13 +117,20 @@ def order_of(plan: Any) -> dict[str, Any]:
     Args:
         plan: what preflight decided.
     """
-    return {
+    order = {
         "seq_len": plan.settings.seq_len,
         "packing": plan.settings.packing,
         "seed": plan.settings.seed,
         "weights": [float(weight) for weight in plan.weights],
         "data_fingerprint": plan.data_fingerprint,
     }
+    later = [[stage.start, list(stage.weights)] for stage in plan.mixture.stages[1:]]
+    return {**order, "stages": later} if later else order
+
+
+def _stages_of(order: Mapping[str, Any]) -> list[Stage]:
+    """Return the stages of what `order_of` returned."""
+    return recorded_stages([[0, order["weights"]], *order.get("stages", [])])
 
 
 def carried(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) -> Progress:
@@ -128,12 +138,15 @@ def carried(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) 
 
     The position stays, in tokens: with another `seq_len` it is rounded up to a whole sequence. In
     another order the numbers of sequences mean other text, so windows to leave out are forgotten,
-    and so is what losses used to be.
+    and so is what losses used to be. A stage that has not begun yet may be another one.
 
     Args:
         old, new: `order_of` the checkpoint and of this run.
     """
-    if _same({**ONCE, **old}, {**ONCE, **new}):
+    old, new = {**ONCE, **old}, {**ONCE, **new}
+    begun = reached(progress.position, progress.skipped_windows)
+    alike = all(_same(old[key], new[key]) for key in new if key not in ("weights", "stages"))
+    if alike and same_until(_stages_of(old), _stages_of(new), max(1, begun)):
         return progress
     position = -(-progress.position * old["seq_len"] // new["seq_len"])
     return replace(progress, position=position, skipped_windows=[], history={})
@@ -146,6 +159,8 @@ def differences(
     model_config: Mapping[str, Any],
     ds_config: Mapping[str, Any],
     data_fingerprint: str,
+    stages: Sequence[Stage],
+    begun: int,
     world_size: int,
     router_loss: bool,
 ) -> list[Difference]:
@@ -154,6 +169,8 @@ def differences(
     Args:
         record: the content of run.json.
         model_config: as `to_diff_dict()` gives it.
+        stages: of the mixture.
+        begun: sequence number below which the run has consumed or left out its data.
         router_loss: the loss depends on how the batch is cut into micro-batches.
 
     Returns:
@@ -174,6 +191,8 @@ def differences(
     pairs.append(
         ("settings.data", _weights(old_data), _weights(settings.data), settings.where("data"))
     )
+    if pairs[-1][1] == pairs[-1][2] and settings.seq_len == old_settings.get("seq_len"):
+        pairs.append(_stage_pair(record, settings, stages, begun))
     old_print = record.get("data_fingerprint")
     pairs.append(("data_fingerprint", old_print, data_fingerprint, "other tokens in --data"))
     if router_loss:
@@ -183,6 +202,25 @@ def differences(
     pairs += _model_pairs(block(record, "model_config"), model_config)
     pairs += _ds_pairs(block(record, "ds_config"), ds_config)
     return [Difference(*pair) for pair in pairs if not _same(pair[1], pair[2])]
+
+
+def _stage_pair(
+    record: Mapping[str, Any], settings: Settings, new: Sequence[Stage], begun: int
+) -> tuple[str, Any, Any, str]:
+    """Compare the stages that have begun; a record from before there were any has one."""
+    recorded = block(record, "mixture").get("stages")
+    old = recorded_stages(recorded) if recorded else list(new[:1])
+    where = next(
+        (
+            settings.where(name)
+            for name in ("data_stage", "max_epochs", "mixture_temperature")
+            if name in settings.explicit
+        ),
+        settings.where("data"),
+    )
+    if same_until(old, new, begun):
+        return ("mixture", None, None, where)
+    return ("mixture", stages_shown(old), stages_shown(new), where)
 
 
 def _weights(sources: Any) -> list[float | None]:

@@ -21,6 +21,7 @@ ATTENTION_IMPLEMENTATIONS = (
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
 WANDB_MODES = ("auto", "online", "offline", "off")
+REFUSE, WARN, REDISTRIBUTE = EPOCH_POLICIES = ("refuse", "warn", "redistribute")
 GROUPS = {
     "data": "data",
     "batch": "batch",
@@ -83,6 +84,35 @@ class Settings:
         "sources (default: shares by size)",
         shows="PATH[=WEIGHT]",
         default=(),
+    )
+    data_stage: tuple[str, ...] = _flag(
+        "data",
+        "list",
+        "other weights from so many tokens on, by the names of the directories; what is not named "
+        "rests; may be repeated",
+        shows="TOKENS:NAME=W[,...]",
+        default=(),
+    )
+    mixture_temperature: float | None = _flag(
+        "data",
+        "real",
+        "without weights: shares by tokens^(1/X); above 1 small sources count more (default: 1)",
+        shows="X",
+        minimum=0.1,
+    )
+    max_epochs: tuple[str, ...] = _flag(
+        "data",
+        "list",
+        "how often a run may read a source, of all or of one; may be repeated",
+        shows="[NAME=]N",
+        default=(),
+    )
+    over_max_epochs: str | None = _flag(
+        "data",
+        "text",
+        "what becomes of a run that would read a source more often; redistribute: the source "
+        "leaves, the others fill its place (default: refuse)",
+        choices=EPOCH_POLICIES,
     )
     val_data: tuple[str, ...] = _flag(
         "data", "list", "token shards for validation; may be repeated", shows="PATH", default=()

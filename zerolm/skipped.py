@@ -49,6 +49,12 @@ def sequence_range(start: int, end: int, windows: Windows) -> tuple[int, int]:
     return first, last + 1
 
 
+def reached(position: int, windows: Windows) -> int:
+    """Return the sequence number below which all that a run has consumed or left out lies."""
+    consumed = sequence_range(0, position, windows)[1] if position else 0
+    return max([consumed, *(end for _, end in windows)])
+
+
 def counts(order: Any, position: int, windows: Windows) -> np.ndarray:
     """Return how many sequences of each source a run at `position` has consumed, (S,) int64.
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolm.errors import ConfigError, ShardError
+from zerolm.errors import ConfigError, ShardError, did_you_mean
+from zerolm.mixture import tempered
 from zerolm.order import exact_shares, num_windows
 from zerolm.packing import open_packing
 from zerolm.settings import BEST_FIT, Settings, split_weight
@@ -25,7 +26,8 @@ class Sources(NamedTuple):
 def open_sources(settings: Settings, problems: list[str]) -> Sources:
     """Open whatever can be opened of `--data` and `--val_data`; the rest goes to `problems`.
 
-    Without any weights the sources are drawn in proportion to their tokens.
+    Without any weights the sources are drawn in proportion to their tokens, or to the root of them
+    that `--mixture_temperature` says.
     """
     where = settings.where("data")
     paths: list[str] = []
@@ -41,7 +43,7 @@ def open_sources(settings: Settings, problems: list[str]) -> Sources:
                     f"{spec.rpartition('=')[0]}=0.7."
                 )
                 continue
-        if weight is not None and weight <= 0:
+        if weight is not None and (weight < 0 or (weight == 0 and not settings.data_stage)):
             problems.append(
                 f"{where}: {spec}, a weight must be above 0. Correct it, or leave the source out."
             )
@@ -58,10 +60,18 @@ def open_sources(settings: Settings, problems: list[str]) -> Sources:
                 f"{where}: {bare[0]}, has no weight while others have. Give all of them one, or "
                 f"none for shares by size."
             )
-        weights = [float(source.num_tokens) for source in training]
-    if len(weights) == len(training) and all(weight > 0 for weight in weights) and weights:
+        sizes = [source.num_tokens for source in training]
+        weights = tempered(sizes, settings.mixture_temperature or 1.0)
+    if settings.mixture_temperature is not None and len(bare) < len(paths):
+        problems.append(
+            f"{settings.where('mixture_temperature')}: {settings.mixture_temperature:g}, makes "
+            f"weights of sizes, but --data gives weights. Remove one of them."
+        )
+    if len(weights) == len(training) and min(weights, default=0) >= 0 and any(weights):
+        if 0 in weights and not settings.data_stage:
+            return Sources(training, weights, validation)  # it was said above
         try:
-            exact_shares(weights)
+            exact_shares(weights, where, may_rest=bool(settings.data_stage))
         except ConfigError as error:
             problems += error.problems
     return Sources(training, weights, validation)
@@ -138,3 +148,28 @@ def source_names(sources: Sequence[Source]) -> list[str]:
     while len({path[-depth:] for path in parts}) < len(parts) and depth < max(map(len, parts)):
         depth += 1
     return ["_".join(part.strip("/") for part in path[-depth:]) for path in parts]
+
+
+def find_source(name: str, sources: Sequence[Source]) -> int:
+    """Return the number of the source that a setting names: by its directory, or by its path.
+
+    Raises:
+        ValueError: none or several have that name.
+    """
+    names = source_names(sources)
+    if name in names:
+        return names.index(name)
+    found = [
+        number
+        for number, source in enumerate(sources)
+        if name in (source.directory.name, str(source.directory))
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        which = " or ".join(names[number] for number in found)
+        raise ValueError(f"several sources are called {name}. Write {which}.")
+    raise ValueError(
+        f"no source is called {name!r}.{did_you_mean(name, names)} The sources are: "
+        f"{', '.join(names)}."
+    )

@@ -1,0 +1,221 @@
+"""Mixtures with stages and caps: equal to a reference that deals one sequence after the other."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from zerolm.mixture import Mixture, redistributed, same_until, tempered
+from zerolm.order import MAX_SEQUENCES, Order, Stage
+
+M64 = (1 << 64) - 1
+NUM = 300  # sequences that the slow reference deals
+GOLDEN_STAGED = [
+    [0, 0, 1, 0, 0, 1, 2, 0],
+    [758, 793, 12, 785, 453, 82, 29, 814],
+    [0, 0, 0, 0, 0, 1, 0, 0],
+]
+
+
+def mix(x):
+    x = (x + 0x9E3779B97F4A7C15) & M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M64
+    return x ^ (x >> 31)
+
+
+def key(*parts):
+    k = 0
+    for part in parts:
+        k = mix(k ^ mix(part))
+    return k
+
+
+def shuffled(items, k):
+    """The list in the order that a key gives it: place x of the result has item p(x)."""
+    size = len(items)
+    bits = max(6, (size - 1).bit_length()) if size > 1 else 0
+    low_bits = bits // 2
+
+    def once(x):
+        high, low = x >> low_bits, x & ((1 << low_bits) - 1)
+        for number in range(6):
+            round_key = (k + number * 0xD1B54A32D192ED03) & M64
+            if number % 2 == 0:
+                high ^= mix(low ^ round_key) & ((1 << (bits - low_bits)) - 1)
+            else:
+                low ^= mix(high ^ round_key) & ((1 << low_bits) - 1)
+        return high << low_bits | low
+
+    places = []
+    for x in range(size):
+        x = once(x)
+        while x >= size:
+            x = once(x)
+        places.append(x)
+    return [items[place] for place in places]
+
+
+def dealt(sizes, stages, seed):
+    """Yield (source, window, epoch) of sequence 0, 1, 2, ...: piles, hands and counters only."""
+    drawn = [0] * len(sizes)
+    epochs: dict[tuple[int, int], list[int]] = {}
+    for number, (start, weights) in enumerate(stages):
+        stop = stages[number + 1][0] if number + 1 < len(stages) else math.inf
+        exact = [Fraction(str(weight)) for weight in weights]
+        block = 64
+        while min(block * weight / sum(exact) for weight in exact if weight) < 2:
+            block *= 2
+        stage_key = (1,) if number == 0 else (3, start)
+        begin, targets = start, [0] * len(sizes)
+        for hand in itertools.count():
+            if begin >= stop:
+                break
+            end = min(begin + block, stop)
+            cards, level, after = [], Fraction(0), 0
+            for source, weight in enumerate(exact):
+                level += weight / sum(exact)
+                upto = math.floor((end - start) * level)
+                target = upto - after
+                cards += [source] * (target - targets[source])
+                targets[source] = target
+                after = upto
+            numbered = []
+            for source in cards:
+                numbered.append((source, drawn[source]))
+                drawn[source] += 1
+            for source, sample in shuffled(numbered, key(seed & M64, *stage_key, hand)):
+                epoch, index = divmod(sample, sizes[source])
+                if (source, epoch) not in epochs:
+                    k = key(seed & M64, 2, source, epoch)
+                    epochs[source, epoch] = shuffled(range(sizes[source]), k)
+                yield source, epochs[source, epoch][index], epoch
+            begin = end
+
+
+@st.composite
+def mixtures(draw, max_stages=4):
+    num_sources = draw(st.integers(2, 5))
+    sizes = draw(st.lists(st.integers(1, 50), min_size=num_sources, max_size=num_sources))
+    weight = st.one_of(st.just(0.0), st.integers(1, 50).map(lambda n: n / 10))
+    weights = st.lists(weight, min_size=num_sources, max_size=num_sources).filter(any)
+    edges = draw(st.sets(st.integers(1, NUM - 1), max_size=max_stages - 1))
+    first = draw(weights if edges else weights.filter(all))
+    stages = [Stage(0, tuple(first)), *(Stage(e, tuple(draw(weights))) for e in sorted(edges))]
+    assume(all(any(column) for column in zip(*(stage.weights for stage in stages), strict=True)))
+    return sizes, stages
+
+
+@given(mixtures(), st.integers(-3, 1 << 70))
+@settings(max_examples=15, deadline=None)
+def test_every_sequence_is_what_a_dealer_would_deal(mixture, seed):
+    sizes, stages = mixture
+    order = Mixture(stages, [None] * len(sizes)).order(sizes, seed)
+    placed = list(zip(*(part.tolist() for part in order(np.arange(NUM))), strict=True))
+    expected = list(itertools.islice(dealt(sizes, stages, seed), NUM))
+    assert placed == expected
+    far = np.array([0, 17, NUM - 1, 10**9, MAX_SEQUENCES - 1])
+    assert order(far[:3]).window.tolist() == [expected[number][1] for number in far[:3]]
+    order(far)  # it has no end
+
+
+@given(mixtures())
+@settings(max_examples=25, deadline=None)
+def test_counts_are_the_weights_times_the_length_of_each_stage(mixture):
+    """To within one sequence a stage, against fractions; and to the sequence, against a count."""
+    sizes, stages = mixture
+    order = Order(sizes, stages[0].weights, 5, stages=stages[1:])
+    sources = order(np.arange(NUM)).source
+    edges = [stage.start for stage in stages] + [10**12]
+    due = [Fraction(0)] * len(sizes)
+    for number, (stage, stop) in enumerate(zip(stages, edges[1:], strict=True)):
+        exact = [Fraction(str(weight)) for weight in stage.weights]
+        due = [d + (stop - stage.start) * w / sum(exact) for d, w in zip(due, exact, strict=True)]
+        counts = order.counts(stop).tolist()
+        assert sum(counts) == stop
+        whole = stop < 10**12 or (stop - stage.start) % order.block == 0
+        for count, share in zip(counts, due, strict=True):
+            assert abs(count - share) < number + 1 or not whole
+    for number in (0, 1, 63, 64, NUM // 2, NUM, *edges[:-1]):
+        seen = np.bincount(sources[:number], minlength=len(sizes)).tolist()
+        assert order.counts(number).tolist() == seen
+
+
+def test_stages_never_change():
+    """Golden values: see test_order.py. Never update them."""
+    order = Order([1000, 300, 50], [0.7, 0.3, 0], 42, stages=[Stage(1000, (0.2, 0.3, 0.5))])
+    before = Order([1000, 300, 50], [0.7, 0.3, 0], 42, stages=[Stage(10**6, (1, 1, 1))])
+    plain = Order([1000, 300], [0.7, 0.3], 42)
+    ids = np.arange(960)  # whole blocks of the first stage: as in a run without stages
+    for ours, other, same in zip(order(ids), before(ids), plain(ids), strict=True):
+        assert (ours == other).all() and (ours == same).all()
+    assert [part.tolist() for part in order(np.arange(996, 1004))] == GOLDEN_STAGED
+
+
+@given(mixtures(), mixtures(), st.integers(1, NUM), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_mixtures_that_are_the_same_so_far_have_the_same_order_so_far(one, other, end, graft):
+    sizes, stages = one
+    theirs = [Stage(s.start, (s.weights * 5)[: len(sizes)]) for s in other[1]]
+    if graft:  # the past of one, the future of the other
+        past = [stage for stage in stages if stage.start < end]
+        theirs = past + [s for s in theirs if s.start >= end and any(s.weights)]
+    if not all(any(s.weights) for s in theirs):
+        return
+    if same_until(stages, theirs, end):
+        orders = [Mixture(s, [None] * len(sizes)).order(sizes, 1) for s in (stages, theirs)
+                  if len(s) > 1 or all(s[0].weights)]  # fmt: skip
+        ids = np.arange(end)
+        assert len({tuple(np.concatenate(order(ids)).tolist()) for order in orders}) == 1
+
+
+def test_what_a_run_may_change_of_its_stages():
+    now = [Stage(0, (7, 3)), Stage(640, (1, 1))]
+    assert same_until(now, [Stage(0, (0.7, 0.3)), Stage(704, (1, 2))], 640)  # not begun
+    assert same_until(now, now[:1], 640)  # called off
+    assert not same_until(now, now[:1], 641)  # too late
+    assert not same_until(now, [Stage(0, (7, 3.1)), now[1]], 1)  # the past
+    early = [Stage(0, (7, 3)), Stage(100, (1, 1))]
+    assert same_until(now, early, 64)
+    assert not same_until(now, early, 65)  # the block at 64 is cut at 100, which deals it anew
+    assert same_until([Stage(0, (5000.0,))], [Stage(0, (1.0,))], 10**9)  # of one source
+
+
+@given(mixtures(), st.lists(st.one_of(st.none(), st.integers(10, 60)), min_size=5, max_size=5))
+@settings(max_examples=25, deadline=None)
+def test_a_source_at_its_cap_leaves_and_the_others_fill_its_place(mixture, tenths):
+    sizes, stages = mixture
+    caps = [None if t is None else Fraction(t, 10) for t in tenths[: len(sizes)]]
+    result = redistributed(stages, caps, sizes)
+    until = min(NUM * 3, NUM * 3 if result.supply is None else result.supply)
+    order = result.order(sizes, 9)
+    sources = order(np.arange(until)).source
+    left = {n: math.floor(cap * sizes[n]) for n, cap in enumerate(caps) if cap is not None}
+    for n, most in left.items():
+        assert (sources == n).sum() <= most
+    for index, stage in enumerate(result.stages):
+        asked = [s for s in stages if s.start <= stage.start][-1]
+        for n, (got, wanted) in enumerate(zip(stage.weights, asked.weights, strict=True)):
+            assert got in (0, wanted)
+            if got == 0 and wanted:  # it had its whole cap, to within one
+                assert order.counts(stage.start)[n] >= left[n] - 1
+        if index + 1 < len(result.stages):
+            assert stage.start < result.stages[index + 1].start
+    if result.supply is not None:
+        active = [s for s in stages if s.start <= result.supply][-1].weights
+        assert any(active)
+        counts = order.counts(result.supply).tolist()
+        assert all(counts[n] >= left[n] - 1 for n, w in enumerate(active) if w)
+
+
+def test_temperature_flattens_what_sizes_would_say():
+    sizes = [10**12, 10**9, 12_345]
+    assert tempered(sizes, 1) == [float(size) for size in sizes]
+    for temperature in (0.5, 1.5, 2, 3.3, 100):
+        powers = np.array(sizes, float) ** (1 / temperature)
+        assert tempered(sizes, temperature) == pytest.approx(powers / powers.sum(), rel=1e-11)
+    assert tempered([4, 1], 2) == [0.666666666667, 0.333333333333]
