@@ -31,6 +31,7 @@ RUNGS = {
             "throughput", "train_step", "uploader", "uploads", "watchdog", "batches",
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
+        "data_prep.clean",
         "data_prep.encoders",
         "data_prep.pack",
         "data_prep.dedup",
@@ -80,6 +81,8 @@ RUNGS = {
         *("data_prep." + name for name in (
             "command_line", "documents", "phases", "progress", "stage_counts", "stage_files",
             "workers",
+            # filters
+            "fast_words", "filter_steps", "filters",
             # reading inputs
             "bad_input", "input_flags", "readers", "streams", "units",
             # packing
