@@ -96,6 +96,13 @@ def _add_tokenize(commands: Any) -> None:
     tokenize.add_argument(
         "--shard_tokens", metavar="N", help="largest shard, in tokens (default: 134217728)"
     )
+    tokenize.add_argument(
+        "--encoder",
+        default="auto",
+        metavar="NAME",
+        help="gigatoken, fastokens, tiktoken, tokenizers or transformers (default: auto, the "
+        "fastest that is proven to give the same ids)",
+    )
 
 
 def _add_pack(commands: Any) -> None:

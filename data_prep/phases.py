@@ -48,6 +48,7 @@ class Phase:
     run: Callable[[int], Record]
     inputs: str  # fingerprint of all that the outputs depend on, but for the number of workers
     labels: Sequence[str] = ()  # what each task works at, for messages
+    sync: bool = True  # records to disk; without it a power cut may leave one whose files are torn
 
     @property
     def records(self) -> Path:
@@ -123,7 +124,7 @@ def run_task(phase: Phase, task: int) -> Record:
         result = phase.run(task)
         record = {"task": task, "inputs": phase.inputs, **result}
         record |= {"seconds": time.time() - start, "started": start, **here}
-        write_json(phase.path(task), record)
+        (write_json if phase.sync else _write_note)(phase.path(task), record)
     except Exception as error:
         refused = error.problems if isinstance(error, ConfigError) else None
         note = {**here, "refused": refused, "traceback": traceback.format_exc()}
@@ -202,7 +203,7 @@ def _valid_record(phase: Phase, task: int) -> Record | None:
 
 
 def _write_note(path: Path, value: Any) -> None:
-    """Write a small file that matters to people only: whole, but not synced."""
+    """Write a small file whole, but without syncing it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     os.replace(temporary, path)

@@ -1,104 +1,43 @@
-"""Documents to token shards: worker processes encode, this process orders and writes.
+"""Documents to parts: what a task of `tokenize.encode` does with its unit of the input.
 
-`data_prep/__main__.py` hands over what the siblings of this module make: chunks of documents and a
-tokenizer. The bytes of the shards depend on the documents, the tokenizer and the size of a shard
-only: neither on the number of workers nor on how the input was cut into batches.
+A task reads its unit from the files themselves and writes parts (data_prep/parts.py); nothing but
+its record goes to another process. How units are read and which encoder encodes is handed over by
+data_prep/tokenization.py. What is in the parts depends on the documents and the tokenizer only.
 """
 
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from data_prep.documents import Chunk, InputRules, read_documents
-from data_prep.progress import Progress
+from data_prep import parts
+from data_prep.bad_input import Tally
+from data_prep.documents import Document, InputRules, Position
+from data_prep.progress import TaskProgress
 from data_prep.readers import Input
-from data_prep.units import MAX_PROBLEMS, describe
-from data_prep.workers import ordered_map
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.shards import ShardWriter, token_dtype
+from data_prep.units import Unit, read_batches
+from zerolm.errors import ShardError, ZerolmError
+from zerolm.origins import pack_origins
+from zerolm.shards import token_dtype
 
-# Of text, for a worker at a time. Large enough that sending costs nothing, small enough that the
-# last batch of a corpus does not keep one worker busy for long while the others have finished.
-BATCH_BYTES = 1 << 18
+PART_SECONDS = 15.0  # of work: what a killed task has to do again, at most
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
-
-Encoder = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-
-
-class Split(NamedTuple):
-    """The documents of a batch that go to one output."""
-
-    token_ids: np.ndarray  # (N,) of the shards' dtype, each document ending in the EOS id
-    document_ends: np.ndarray  # (D,) int64
-    text_bytes: int
+ENCODED = "encoded"  # in the directory of the parts: a directory for each unit
 
 
-class Encoded(NamedTuple):
-    """What a worker returns for a batch."""
+class Encoder(Protocol):
+    """What data_prep/encoders.py makes."""
 
-    splits: list[Split]  # training, and validation if there is one
-    skipped: Counter[str]
-    num_inner_eos: int  # EOS ids that a document's own text gave
-    input_bytes: int
+    counts: Counter[str]
 
-
-@dataclass(frozen=True)
-class BatchEncoder:
-    """What workers do with a batch; calling it returns the function, inside of a worker."""
-
-    load_encoder: Callable[[], Encoder]
-    eos_id: int
-    vocab_size: int
-    inputs: Sequence[Input]
-    rules: InputRules
-    val_fraction: float | None
-
-    def __call__(self) -> Callable[[Sequence[Chunk]], Encoded]:
-        encode = self.load_encoder()
-        return lambda chunks: self.encode(encode, chunks)
-
-    def encode(self, encode: Encoder, chunks: Sequence[Chunk]) -> Encoded:
-        """Encode the documents of some chunks.
-
-        Raises:
-            ConfigError: documents that cannot be read.
-        """
-        documents, skipped = [], Counter[str]()
-        for chunk in chunks:
-            found, harmless, problems = read_documents(chunk, self.rules)
-            if problems:
-                raise ConfigError(describe(self.inputs, problems[:MAX_PROBLEMS], self.rules))
-            documents += found
-            skipped += harmless
-        dtype = token_dtype(self.vocab_size)
-        eos = np.array([self.eos_id], dtype)
-        parts: list[list[np.ndarray]] = [[], []]
-        text_bytes = [0, 0]
-        all_ids = encode([document.text for document in documents]) if documents else []
-        for document, ids in zip(documents, all_ids, strict=True):
-            if not ids:  # a tokenizer that drops spaces, and a document of spaces
-                skipped["no_tokens"] += 1
-                continue
-            side = int(
-                self.val_fraction is not None and is_held_out(document.utf8, self.val_fraction)
-            )
-            parts[side] += [np.array(ids, np.int64).astype(dtype), eos]
-            text_bytes[side] += len(document.utf8)
-        splits = []
-        num_inner_eos = 0
-        for pieces, size in zip(parts, text_bytes, strict=True):
-            token_ids = np.concatenate(pieces) if pieces else np.empty(0, dtype)
-            ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)[1::2]
-            num_inner_eos += int((token_ids == self.eos_id).sum()) - len(ends)
-            splits.append(Split(token_ids, ends, size))
-        if self.val_fraction is None:
-            del splits[1:]
-        return Encoded(splits, skipped, num_inner_eos, sum(chunk.input_bytes for chunk in chunks))
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, (N,), and where each text's ids end, (D,)."""
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:
@@ -111,131 +50,242 @@ def is_held_out(utf8: bytes, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * (1 << 64)
 
 
-def batches(chunks: Iterable[Chunk], batch_bytes: int) -> Iterator[list[Chunk]]:
-    """Group chunks, in their order, to about `batch_bytes` of text."""
-    batch: list[Chunk] = []
-    size = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        if isinstance(chunk.data, bytes):
-            size += len(chunk.data)
-        else:
-            size += sum(len(text) for text in chunk.data if isinstance(text, str))
-        size += 64  # of overhead: a million empty files are not one batch
-        if size >= batch_bytes:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-@dataclass
-class Summary:
-    """What was done."""
-
-    manifests: list[dict[str, Any]] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-    text_bytes: list[int] = field(default_factory=list)
-    num_inner_eos: int = 0
-    seconds: float = 0.0
-
-
-def tokenize(
-    chunks: Iterable[Chunk],
-    writers: Sequence[ShardWriter],
-    encoder: BatchEncoder,
-    *,
-    num_workers: int,
-    progress: Progress,
-    provenance: dict[str, Any],
-) -> Summary:
-    """Encode all chunks, write them, and publish the manifests of all writers.
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Arranges the ids of documents as shards have them.
 
     Args:
-        writers: of the training documents, and of those held out if there is a `val_fraction`.
-            Unless everything goes well, nothing that they wrote is left.
-        provenance: further keys of the manifests.
-
-    Raises:
-        ConfigError: a document or file that cannot be read, or an output without documents.
-        ZerolmError: a worker died, or only a part of the outputs could be published.
+        val_fraction: None where there is no validation split.
     """
-    summary = Summary(text_bytes=[0] * len(writers))
-    with ExitStack() as stack:
-        for writer in writers:
-            stack.callback(writer.abort)
-        results = ordered_map(encoder, batches(chunks, BATCH_BYTES), num_workers)
-        for encoded in stack.enter_context(closing(results)):
-            _write(encoded, writers, summary)
-            progress.add(
-                encoded.input_bytes,
-                sum(len(split.document_ends) for split in encoded.splits),
-                sum(len(split.token_ids) for split in encoded.splits),
-            )
-        _publish(writers, encoder, summary, provenance)
-    summary.seconds = progress.seconds
-    return summary
 
+    eos_id: int
+    vocab_size: int
+    val_fraction: float | None
 
-def _write(encoded: Encoded, writers: Sequence[ShardWriter], summary: Summary) -> None:
-    for number, (writer, split) in enumerate(zip(writers, encoded.splits, strict=True)):
-        if len(split.document_ends):
-            with _saying_where(writer):
-                writer.add(split.token_ids, split.document_ends)
-            summary.text_bytes[number] += split.text_bytes
-    summary.skipped += encoded.skipped
-    summary.num_inner_eos += encoded.num_inner_eos
+    @property
+    def num_splits(self) -> int:
+        """One, or two with validation documents."""
+        return 1 if self.val_fraction is None else 2
 
+    def encode(self, encoder: Encoder, documents: Sequence[Any]) -> tuple[list[parts.Batch], int]:
+        """Encode documents (with `text`, `input` and `start`).
 
-@contextmanager
-def _saying_where(writer: ShardWriter) -> Iterator[None]:
-    """Name the output that a full disk, or a lost one, is under."""
-    try:
-        yield
-    except OSError as error:
-        raise ZerolmError(
-            f"{writer.directory}: cannot be written ({error}). Nothing was published."
-        ) from error
+        Returns:
+            A batch for each split, and the number of EOS ids that a document's own text gave.
 
-
-def _publish(
-    writers: Sequence[ShardWriter],
-    encoder: BatchEncoder,
-    summary: Summary,
-    provenance: dict[str, Any],
-) -> None:
-    empty = [writer for writer in writers if writer.num_documents == 0]
-    if empty:
-        skipped = sum(summary.skipped.values())
-        raise ConfigError(
-            f"{writer.directory}: would have no documents, of "
-            f"{sum(each.num_documents for each in writers)} read and {skipped} skipped. "
-            + ("Check --input." if len(empty) == len(writers) else "Check --val_fraction.")
-            for writer in empty
+        Raises:
+            ShardError: an id outside of the vocabulary.
+        """
+        texts = [document.text for document in documents]
+        ids, ends = encoder.encode(texts)
+        lengths = np.diff(ends, prepend=0)
+        held_out = np.zeros(len(texts), bool)
+        if self.val_fraction is None:
+            sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+        else:
+            utf8 = [text.encode() for text in texts]
+            held_out[:] = [is_held_out(each, self.val_fraction) for each in utf8]
+            sizes = [len(each) for each in utf8]
+        if len(ids):
+            self._check_range(ids)
+        tokens, num_inner_eos = self._with_eos(ids, ends)
+        origins = pack_origins(
+            np.array([document.input for document in documents], np.uint64),
+            np.array([document.start for document in documents], np.uint64),
         )
-    for writer in writers:  # what can fail fails here, before anything is published
-        with _saying_where(writer):
-            writer.finish_shard()
-    for number, writer in enumerate(writers):
-        keys = {
-            "text_bytes": summary.text_bytes[number],
-            "skipped_documents": dict(sorted(summary.skipped.items())),
-            "inner_eos_ids": summary.num_inner_eos,
-            **provenance,
-        }
-        if encoder.val_fraction is not None:
-            keys["split"] = {
-                "part": ("training", "validation")[number],
-                "val_fraction": encoder.val_fraction,
-                "hash": HELD_OUT_HASH,
-            }
+        lengths = np.where(lengths > 0, lengths + 1, 0)
+        text_bytes = np.array(sizes, np.int64)
+        if not held_out.any():
+            chosen: list[Any] = [slice(None)]
+        else:
+            chosen = [~held_out, held_out]
+        batches = []
+        for which in chosen:
+            own = tokens if len(chosen) == 1 else tokens[np.repeat(which, lengths)]
+            there = lengths[which] > 0  # else a tokenizer that drops spaces, and only spaces
+            batches.append(
+                parts.Batch(
+                    own,
+                    lengths[which][there],
+                    origins[which][there],
+                    int(text_bytes[which][there].sum()),
+                )
+            )
+        return batches, num_inner_eos
+
+    def _check_range(self, ids: np.ndarray) -> None:
+        largest, smallest = int(ids.max()), int(ids.min())
+        if largest >= self.vocab_size or smallest < 0:
+            raise ShardError(
+                f"token id {largest if smallest >= 0 else smallest} is outside of the vocabulary "
+                f"of {self.vocab_size}: the tokenizer does not match its declared size. Correct "
+                f"the tokenizer."
+            )
+
+    def _with_eos(self, ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
+        """Put the EOS id behind each document that has ids."""
+        ends = ends[np.diff(ends, prepend=0) > 0]
+        places = ends + np.arange(len(ends))
+        tokens = np.empty(len(ids) + len(ends), token_dtype(self.vocab_size))
+        is_text = np.ones(len(tokens), bool)
+        is_text[places] = False
+        tokens[is_text] = ids
+        tokens[places] = self.eos_id
+        return tokens, int(np.count_nonzero(tokens == self.eos_id)) - len(ends)
+
+
+@dataclass(frozen=True)
+class EncodeUnits:
+    """Task i encodes unit i; its record names the parts, and says what was not encoded and why.
+
+    Args:
+        directory: of the parts.
+        units: with the fingerprint of what each one's parts are made of, since parts of something
+            else are removed.
+        open_encoder: called once in each process.
+        running: where a task notes how far it is; `str.format` puts its number in.
+        part_seconds: of work in a part.
+    """
+
+    directory: Path
+    inputs: tuple[Input, ...]
+    units: tuple[tuple[Unit, str], ...]
+    rules: InputRules
+    open_encoder: Callable[[], Encoder]
+    documents: DocumentEncoder
+    running: str
+    part_seconds: float
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The encoder of this process."""
+        return self.open_encoder()
+
+    def __call__(self, task: int) -> dict[str, Any]:
+        """Encode what is left of a unit.
+
+        Raises:
+            ConfigError: documents that cannot be read, or ids outside of the vocabulary.
+            ZerolmError: the encoder contradicts its reference.
+            OSError: the parts cannot be written.
+        """
+        unit, fingerprint = self.units[task]
+        name = f"{ENCODED}/{task:05d}"
+        directory = self.directory / name
+        directory.mkdir(parents=True, exist_ok=True)
+        done = parts.read_parts(directory, fingerprint)
+        progress = TaskProgress(Path(self.running.format(task)), unit.size_bytes)
+        for part in done:
+            progress.add(part["input_bytes"], *parts.counts_of(part))
+        if not (done and done[-1]["last"]):
+            _UnitEncoder(self, directory, fingerprint, done, progress).encode(unit)
+        return _unit_record(name, done)
+
+
+class _UnitEncoder:
+    """One go at a unit: appends the records of the parts that it writes to `done`."""
+
+    def __init__(
+        self,
+        job: EncodeUnits,
+        directory: Path,
+        fingerprint: str,
+        done: list[dict[str, Any]],
+        progress: TaskProgress,
+    ):
+        self.job, self.directory, self.fingerprint = job, directory, fingerprint
+        self.done, self.progress = done, progress
+        self.tally = Tally.from_records([part["tally"] for part in done[-1:]])
+        self.position = Position(*done[-1]["position"]) if done else None
+        self._open_part()
+
+    def encode(self, unit: Unit) -> None:
+        batches = read_batches(
+            self.job.inputs, unit, self.job.rules, self.tally, start=self.position
+        )
         try:
-            summary.manifests.append(writer.close(**keys))
-        except OSError as error:
-            done = [str(each.directory) for each in writers if each.published]
-            left = [str(each.directory) for each in writers if not each.published]
-            raise ZerolmError(
-                f"{writer.directory}: the manifest cannot be written ({error}). Published: "
-                f"{', '.join(done) or 'nothing'}; not published and removed: {', '.join(left)}. "
-                f"Remove what was published before you start again."
-            ) from error
+            for batch in batches:
+                tokens = self._add(batch.documents) if batch.documents else 0
+                self.counts["input_bytes"] += batch.input_bytes
+                self.position = batch.next
+                self.progress.add(batch.input_bytes, len(batch.documents), tokens)
+                if time.monotonic() >= self.due or self.part.is_full:
+                    self._close_part(last=False)
+                    self._open_part()
+            self._close_part(last=True)
+        finally:
+            self.part.abort()
+
+    def _open_part(self) -> None:
+        name = f"{len(self.done):05d}"
+        self.part = parts.PartWriter(self.directory, name, self.job.documents.num_splits)
+        self.counts = dict.fromkeys(("input_bytes", "no_tokens", "inner_eos_ids"), 0)
+        self.encoded_before = Counter(self.job.encoder.counts)
+        self.due = time.monotonic() + self.job.part_seconds
+
+    def _add(self, documents: Sequence[Document]) -> int:
+        try:
+            batches, num_inner_eos = self.job.documents.encode(self.job.encoder, documents)
+        except ZerolmError as error:
+            number = getattr(error, "document", None)
+            if number is None:
+                raise
+            document = documents[number]
+            name = self.job.inputs[document.input].name
+            raise ZerolmError(f"{name} (at {document.start:,}): {error}") from error
+        num_tokens = num_documents = 0
+        for split, batch in enumerate(batches):
+            self.part.add(split, batch)
+            num_tokens += len(batch.token_ids)
+            num_documents += len(batch.lengths)
+        self.counts["no_tokens"] += len(documents) - num_documents
+        self.counts["inner_eos_ids"] += num_inner_eos
+        return num_tokens
+
+    def _close_part(self, last: bool) -> None:
+        self.done.append(
+            self.part.close(
+                fingerprint=self.fingerprint,
+                position=self.position,
+                last=last,
+                tally=self.tally.record(),
+                encoded=dict(self.job.encoder.counts - self.encoded_before),
+                **self.counts,
+            )
+        )
+
+
+def _unit_record(name: str, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is to be known of an encoded unit: sums over its parts, and their files."""
+    splits: list[dict[str, int]] = []
+    for entries in zip(*(part["splits"] for part in done), strict=True):
+        keys = ("num_documents", "num_tokens", "text_bytes")
+        splits.append({key: sum(entry[key] for entry in entries) for key in keys})
+    encoded: Counter[str] = Counter()
+    for part in done:
+        encoded.update(part["encoded"])
+    no_tokens = sum(part["no_tokens"] for part in done)
+    tally = done[-1]["tally"]
+    skipped = Counter(tally["skipped"]) + Counter({"no_tokens": no_tokens})
+    return {
+        "files": {
+            f"{name}/{file}": size for part in done for file, size, _ in parts.files_of(part)
+        },
+        "parts": [
+            [
+                [f"{name}/{part['name']}.{split}", entry["num_documents"], entry["num_tokens"]]
+                for part in done
+                if (entry := part["splits"][split])["num_documents"]
+            ]
+            for split in range(len(splits))
+        ],
+        "checksums": [checksum for part in done for _, _, checksum in parts.files_of(part)],
+        "splits": splits,
+        "tally": tally,
+        "skipped": dict(skipped),
+        "encoded": dict(encoded),
+        "inner_eos_ids": sum(part["inner_eos_ids"] for part in done),
+        "documents_in": tally["documents_in"],
+        "documents_out": sum(split["num_documents"] for split in splits),
+        "dropped": dict(skipped + Counter(tally["bad"])),
+    }

@@ -42,7 +42,7 @@ def ordered_map(
     `given_per_worker` of 1, so that no worker keeps one waiting that another is free for.
 
     Raises:
-        ConfigError: as raised in a worker.
+        ConfigError, ZerolmError, OSError: as raised in a worker.
         ZerolmError: a worker died.
         RuntimeError: any other exception in a worker, with its traceback.
     """
@@ -118,6 +118,10 @@ class _Worker:
             raise self._died() from error
         if kind == "refused":
             raise ConfigError(value)
+        if kind == "failed":
+            raise ZerolmError(value)
+        if kind == "system":
+            raise OSError(*value)
         if kind == "bug":
             raise RuntimeError(f"in a worker process:\n{value}")
         return self.given.popleft(), value
@@ -157,6 +161,10 @@ def _work(connection: Connection, prepare: Callable[[], Callable]) -> None:
             answer = ("done", function(item))
         except ConfigError as error:
             answer = ("refused", error.problems)
+        except ZerolmError as error:
+            answer = ("failed", str(error))
+        except OSError as error:  # a full disk, for example
+            answer = ("system", (error.errno, error.strerror, error.filename))
         except Exception:
             answer = ("bug", traceback.format_exc())
         try:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
     4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
-    3: {"zerolm.run", "data_prep.commands_pack"},
-    2: {"zerolm.evaluations"},
+    3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize"},
+    2: {"zerolm.evaluations", "data_prep.tokenization"},
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "evaluate_export", "export",
@@ -33,6 +33,7 @@ RUNGS = {
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         "data_prep.clean",
         "data_prep.encoders",
+        *("data_prep." + name for name in ("assemble", "shard_manifests")),
         "data_prep.pack",
         "data_prep.dedup",
         *("launch." + name for name in (
@@ -44,8 +45,8 @@ RUNGS = {
             "architecture", "budget", "checkpoint_directory", "defaults", "distributed",
             "ds_config", "ds_optimizers", "ds_resolve", "ds_rules", "ds_schema", "errors", "faults",
             "files", "flags", "flops", "initialization", "jsonl", "ledger", "loss", "machine",
-            "manifest", "memory", "model_rules", "order", "packing", "partitions", "plan",
-            "provenance",
+            "manifest", "memory", "model_rules", "order", "origins", "packing", "partitions",
+            "plan", "provenance",
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
             "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike",
             "topology",
@@ -83,6 +84,8 @@ RUNGS = {
             "workers",
             # filters
             "fast_words", "filter_steps", "filters",
+            # between encoding and shards
+            "parts", "reuse",
             # reading inputs
             "bad_input", "input_flags", "readers", "streams", "units",
             # packing

@@ -62,11 +62,15 @@ class BlockSums:
         self._open.reset()
         self._filled = 0
 
-    def write(self, path: Path) -> dict[str, Any]:
-        """Write the sums atomically, at the end of the data; return the keys of the manifest."""
+    def content(self) -> bytes:
+        """Return what the file of sums has, at the end of the data."""
         if self._filled:
             self._close()
-        content = np.array(self._sums, "<u8").tobytes()
+        return np.array(self._sums, "<u8").tobytes()
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Write the sums atomically, at the end of the data; return the keys of the manifest."""
+        content = self.content()
         write_atomically(path, lambda file: file.write(content))
         return {
             "sums": path.name,

@@ -11,21 +11,25 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from golden_corpus import write_golden_corpus, write_golden_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_corpus import ROOT, TEXTS, data_prep, write_jsonl
 from transformers import AutoTokenizer
 
-from data_prep.documents import Chunk, InputRules
-from data_prep.progress import Progress
-from data_prep.tokenize import BatchEncoder, tokenize
-from data_prep.tokenizers import load_encoder
+from data_prep import shard_manifests
+from data_prep.documents import Document
+from data_prep.encoders import load_encoder
+from data_prep.phases import LocalExecutor
+from data_prep.sources import find_inputs
+from data_prep.tokenization import TokenizeOptions, run_tokenization
+from data_prep.tokenize import DocumentEncoder
+from data_prep.tokenizers import load_tokenizer
 from zerolm.errors import ZerolmError
 from zerolm.excerpts import load_decoder
 from zerolm.shards import ShardWriter, open_source
@@ -58,11 +62,17 @@ def held_out(text: str, fraction: float) -> bool:
 
 
 def files_of(directory) -> dict[str, bytes]:
-    return {
+    """Return {name: content} of all files; of a manifest without the command that made it."""
+    files = {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in Path(directory).rglob("*")
         if path.is_file()
     }
+    if "manifest.json" in files:
+        manifest = json.loads(files["manifest.json"])
+        assert manifest.pop("command")[3] == "tokenize"
+        files["manifest.json"] = json.dumps(manifest).encode()
+    return files
 
 
 def test_ids_are_those_of_transformers_and_every_document_ends_once(tmp_path, tokenizer_directory):
@@ -93,11 +103,11 @@ def test_ids_are_those_of_transformers_and_every_document_ends_once(tmp_path, to
 
 
 def test_outputs_are_identical_for_any_number_of_workers(tmp_path, tokenizer_directory):
-    """Every byte of every file, with batches enough for all workers."""
+    """Every byte of every file, with units enough for all workers."""
     rng = random.Random(1)
     texts = [" ".join(rng.choices(TEXTS, k=rng.randrange(20, 60))) for _ in range(500)]
     write_jsonl(tmp_path / "a.jsonl", texts)
-    assert (tmp_path / "a.jsonl").stat().st_size > 8 * (1 << 18)
+    assert (tmp_path / "a.jsonl").stat().st_size > 3 << 19  # two units
     outputs = []
     for workers in (1, 2, 4):
         train, val = tmp_path / f"train{workers}", tmp_path / f"val{workers}"
@@ -117,31 +127,17 @@ def test_outputs_are_identical_for_any_number_of_workers(tmp_path, tokenizer_dir
     assert 20 < len(found[1]) < 90
 
 
-class Quiet(Progress):
-    """Counts, and shows nothing."""
-
-    def add(self, *counts: int) -> None:
-        pass
-
-
-def run_here(texts, directory, tokenizer_directory, val_fraction=None, chunks=None):
-    """Tokenize in this process and one worker; return the opened sources."""
-    names = ["train"] if val_fraction is None else ["train", "val"]
-    writers = [
-        ShardWriter(
-            Path(directory) / name,
-            vocab_size=300,
-            eos_id=0,
-            tokenizer={"name": "bpe", "fingerprint": "f"},
-        )
-        for name in names
+def run_here(texts, directory, tokenizer_directory, val_fraction=None):
+    """Tokenize in this process; return the opened sources."""
+    Path(directory).mkdir(exist_ok=True)
+    outputs = [Path(directory) / name for name in ("train", "val")][
+        : 1 + (val_fraction is not None)
     ]
-    encoder = BatchEncoder(
-        partial(load_encoder, tokenizer_directory), 0, 300, [], InputRules(), val_fraction
-    )
-    chunks = chunks or [Chunk("a.parquet", "rows", 0, list(texts), 0)]
-    tokenize(chunks, writers, encoder, num_workers=1, progress=Quiet("test", None), provenance={})
-    return [open_source(writer.directory) for writer in writers]
+    inputs, _ = find_inputs([str(write_jsonl(Path(directory) / "a.jsonl", texts))], "text")
+    options = TokenizeOptions(encoder="tokenizers", val_fraction=val_fraction)
+    tokenizer = load_tokenizer(str(tokenizer_directory))
+    run_tokenization(inputs, tokenizer, outputs, options, LocalExecutor(1), {})
+    return [open_source(output) for output in outputs]
 
 
 def test_the_held_out_split_depends_on_the_text_alone(tmp_path, tokenizer_directory):
@@ -165,14 +161,15 @@ def test_the_held_out_split_depends_on_the_text_alone(tmp_path, tokenizer_direct
 def test_any_text_survives_the_way_through_the_shards(tokenizer_directory):
     """Byte-level BPE: decoding a document's ids gives its text, whatever Unicode it is."""
     decode = load_decoder(tokenizer_directory)
-    encode = load_encoder(tokenizer_directory)
-    encoder = BatchEncoder(lambda: encode, 0, 300, [], InputRules(), None)
+    encoder = load_encoder(tokenizer_directory)
+    documents_encoder = DocumentEncoder(0, 300, None)
 
     @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
     @settings(max_examples=60, deadline=None)
     def check(texts):
-        data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-        (split,) = encoder.encode(encode, [Chunk("a.jsonl", "lines", 0, data, 0)]).splits
+        read = [Document(text, 0, number) for number, text in enumerate(texts)]
+        (batch,), inner = documents_encoder.encode(encoder, read)
+        assert inner == 0 and batch.text_bytes == sum(len(text.encode()) for text in texts)
         with tempfile.TemporaryDirectory() as name:
             with ShardWriter(
                 Path(name) / "s",
@@ -181,7 +178,7 @@ def test_any_text_survives_the_way_through_the_shards(tokenizer_directory):
                 tokenizer={"name": "bpe", "fingerprint": "f"},
                 shard_tokens=50,
             ) as writer:
-                writer.add(split.token_ids, split.document_ends)
+                writer.add(batch.token_ids, np.cumsum(batch.lengths))
             documents = documents_of(Path(name) / "s")
         assert all(document.index(0) == len(document) - 1 for document in documents)
         assert [decode(document[:-1]) for document in documents] == texts
@@ -275,16 +272,45 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path, tokenizer_directory
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_it_says_which_output_is_published_when_the_other_cannot_be(tmp_path, tokenizer_directory):
-    def chunks():
-        yield Chunk("a.parquet", "rows", 0, [f"text {number}" for number in range(99)], 0)
-        (tmp_path / "val" / "manifest.json.tmp").mkdir()  # in the way of the manifest
+def test_it_says_which_output_is_published_when_the_other_cannot_be(
+    tmp_path, tokenizer_directory, monkeypatch
+):
+    publish = shard_manifests.publish_all
 
+    def publish_with_something_in_the_way(directories, manifests):
+        (directories[1].directory / "manifest.json.tmp").mkdir()
+        publish(directories, manifests)
+
+    monkeypatch.setattr(shard_manifests, "publish_all", publish_with_something_in_the_way)
     with pytest.raises(ZerolmError) as caught:
-        run_here([], tmp_path, tokenizer_directory, 0.3, chunks())
-    assert f"Published: {tmp_path / 'train'}; not published" in str(caught.value)
-    assert open_source(tmp_path / "train").num_documents > 0
-    assert [path.name for path in (tmp_path / "val").iterdir()] == ["manifest.json.tmp"]
+        run_here([f"text {number}" for number in range(99)], tmp_path, tokenizer_directory, 0.3)
+    assert f"Published: {tmp_path / 'val'}; not published: {tmp_path / 'train'}" in str(
+        caught.value
+    )
+    assert open_source(tmp_path / "val").num_documents > 0
+    assert not (tmp_path / "train" / "manifest.json").exists()
+
+
+GOLDEN = {  # SHA-256 of the shards laid end to end, as release 0.1.0 wrote them
+    ("train", ".bin", 12): "6e4ec0dd5a361b8bf1b43929b22990bbf9a8882ffde5590f13d43664b3345d2b",
+    ("train", ".idx", 12): "313ec9b8585f66447e7fc3e0aadb06de3a9401a87b671b7151ef428eb7d2b5b7",
+    ("val", ".bin", 2): "e17cf1c521543bfd2aa86c255c8ed7097a5f92bb8ba1e88e9235fcab44c32ef3",
+    ("val", ".idx", 2): "4296cf3f4bc3a4144dcb7d83347d11d0363077d48791f78d514753f1bfc8ca0c",
+}
+
+
+@pytest.mark.parametrize("unit_bytes", [None, 50_000])
+def test_the_same_input_gives_the_shards_of_the_first_release(tmp_path, unit_bytes):
+    corpus = write_golden_corpus(tmp_path / "corpus")
+    tokenizer = load_tokenizer(str(write_golden_tokenizer(tmp_path / "tokenizer")))
+    outputs = [tmp_path / "train", tmp_path / "val"]
+    options = TokenizeOptions(val_fraction=0.1, shard_tokens=100_000, unit_bytes=unit_bytes)
+    inputs, _ = find_inputs([str(corpus)], "text")
+    run_tokenization(inputs, tokenizer, outputs, options, LocalExecutor(1), {})
+    for (name, suffix, count), sha256 in GOLDEN.items():
+        paths = sorted((tmp_path / name).glob(f"*{suffix}"))
+        content = b"".join(path.read_bytes() for path in paths)
+        assert len(paths) == count and hashlib.sha256(content).hexdigest() == sha256
 
 
 def test_a_full_disk_is_an_error_of_one_line(tmp_path, tokenizer_directory):
@@ -328,9 +354,8 @@ def endless(tmp_path, tokenizer_directory):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
-    shard = tmp_path / "s" / "shard-00000.bin.tmp"
     while process.poll() is None and time.monotonic() < deadline:
-        if shard.exists() and shard.stat().st_size > 0:
+        if len(list((tmp_path / "s").glob("parts/encoded/*/*.json"))) >= 2:
             break
         time.sleep(0.02)
     yield process
@@ -356,15 +381,15 @@ def test_a_killed_worker_ends_the_command_with_an_error(tmp_path, endless):
     _, stderr = endless.communicate(timeout=60)
     assert endless.returncode == 1
     assert f"(pid {workers[1].pid}) was killed by SIGKILL" in stderr
-    assert "Traceback" not in stderr
+    assert "the same command goes on from there" in stderr and "Traceback" not in stderr
     assert_all_gone(children)
-    assert not (tmp_path / "s").exists()
+    assert not (tmp_path / "s" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
-def test_a_stopped_command_leaves_no_process_and_no_data(tmp_path, endless, number, code):
+def test_a_stopped_command_leaves_no_process_and_says_how_to_go_on(tmp_path, endless, number, code):
     children = children_of(endless)
     if number == signal.SIGINT:
         os.killpg(endless.pid, number)  # as a terminal does: to everybody
@@ -372,8 +397,9 @@ def test_a_stopped_command_leaves_no_process_and_no_data(tmp_path, endless, numb
         endless.send_signal(number)
     _, stderr = endless.communicate(timeout=60)
     assert endless.returncode == code and "Traceback" not in stderr, stderr
+    assert "nothing is published" in stderr and "the same command goes on from there" in stderr
     assert_all_gone(children)
-    assert not (tmp_path / "s").exists()
+    assert not (tmp_path / "s" / "manifest.json").exists()
 
 
 def test_workers_end_when_the_command_is_killed(tmp_path, endless):
@@ -382,7 +408,7 @@ def test_workers_end_when_the_command_is_killed(tmp_path, endless):
     endless.kill()
     endless.wait(timeout=60)
     assert_all_gone(children)
-    assert (tmp_path / "s" / "shard-00000.bin.tmp").exists()
+    assert (tmp_path / "s" / "parts").exists()
     assert not (tmp_path / "s" / "manifest.json").exists()
     with ShardWriter(
         tmp_path / "s", vocab_size=300, eos_id=0, tokenizer={"name": "x", "fingerprint": "f"}
