@@ -148,7 +148,7 @@ def _read_table(
 
     stored_bytes = each.size_bytes or 0
     try:
-        file = pq.ParquetFile(each.name, buffer_size=1 << 20)
+        file = pq.ParquetFile(each.name, buffer_size=1 << 20, page_checksum_verification=True)
     except reading_errors() as error:
         yield _bad(each, number, start, _table_failure(error), 1, stored_bytes), END
         return

@@ -148,15 +148,18 @@ class Stream:
                 return
             done += len(block)
             yield block
-        with Path(self.path).open("rb") as again:  # up to the damage, in small steps
-            stream = pa.CompressedInputStream(pa.PythonFile(again, mode="r"), "zstd")
-            while done:
-                done -= len(stream.read(min(done, BLOCK_BYTES)))
-            try:
-                while block := stream.read(SALVAGE_BYTES):
-                    yield block
-            except (OSError, ValueError):
-                return
+        for step in (SALVAGE_BYTES, 1):  # up to the damage, in small steps
+            with Path(self.path).open("rb") as again:
+                stream = pa.CompressedInputStream(pa.PythonFile(again, mode="r"), "zstd")
+                left = done
+                while left:
+                    left -= len(stream.read(min(left, BLOCK_BYTES)))
+                try:
+                    while block := stream.read(step):
+                        done += len(block)
+                        yield block
+                except (OSError, ValueError):
+                    pass
 
 
 RESTORE = "The file is damaged: restore it, or remove it."
@@ -177,10 +180,15 @@ def _fast_zlib() -> Any:
 def _salvage(inflate: Any, data: bytes) -> Iterator[bytes]:
     """Yield what can be decompressed before the damage."""
     for at in range(0, len(data), SALVAGE_BYTES):
+        before = inflate.copy()
         try:
             yield inflate.decompress(data[at : at + SALVAGE_BYTES])
         except zlib.error:
-            return
+            for byte in data[at : at + SALVAGE_BYTES]:
+                try:
+                    yield before.decompress(bytes([byte]))
+                except zlib.error:
+                    return
 
 
 def _plainly(error: Exception) -> str:

@@ -1,0 +1,186 @@
+"""data_prep/streams.py: lines and decompression, against plain Python and the compressors."""
+
+import gzip
+import itertools
+import random
+import zlib
+
+import pyarrow as pa
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep import streams
+from data_prep.streams import Stream, count_lines, read_lines
+
+CONTENT = "".join(
+    f"line {n} {random.Random(n).getrandbits(n % 400)}\n" for n in range(3000)
+).encode()
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+
+
+def stream_of(tmp_path, suffix, stored, start=0, max_expansion=200):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(stored)
+    return Stream(str(path), suffix, start, max_expansion)
+
+
+class Blocks(list):
+    """A stream that did not fail."""
+
+    read_bytes = 0
+    failure = None
+
+
+@given(
+    st.text(alphabet="ab\n", max_size=40).map(str.encode),
+    st.integers(1, 7),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 40), max_size=4).map(sorted),
+)
+@settings(max_examples=300)
+def test_any_cuts_of_a_file_give_each_line_once(data, block, chunk, limit, cuts):
+    """However it is cut, into blocks or into ranges; a line belongs to where it starts."""
+    cuts = [0, *(cut for cut in cuts if cut < len(data)), None]
+    found = []
+    for start, stop in itertools.pairwise(cuts):
+        if start == stop:
+            continue
+        rest = data[max(0, start - 1) :]
+        blocks = Blocks(rest[at : at + block] for at in range(0, len(rest), block))
+        for lines in read_lines(blocks, start, stop, chunk, limit):
+            assert lines.stop > lines.start and data[lines.start : lines.stop].endswith(lines.data)
+            assert not found or found[-1].stop == lines.start
+            assert lines.data or lines.stop - lines.start > limit, (
+                "a line that is short was dropped"
+            )
+            found.append(lines)
+    assert (found[-1].stop if found else 0) == len(data)
+    for lines in found:
+        whole = lines.data.splitlines(keepends=True)
+        assert all(line in data.splitlines(keepends=True) for line in whole)
+    kept = [line for lines in found for line in lines.data.splitlines()]
+    assert [line for line in kept if len(line) <= limit] == [
+        line for line in data.splitlines() if len(line) <= limit
+    ]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("start", [0, 1, 12_345, len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 9])
+def test_a_stream_begins_anywhere(tmp_path, monkeypatch, suffix, start):
+    monkeypatch.setattr(streams, "READ_BYTES", 1000)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1500)
+    half = len(CONTENT) // 2
+    stored = COMPRESS[suffix](CONTENT[:half]) + COMPRESS[suffix](CONTENT[half:])
+    stream = stream_of(tmp_path, suffix, stored, start)
+    assert b"".join(stream) == CONTENT[start:]
+    assert stream.failure is None and stream.read_bytes == len(stored)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_gzip_takes_is_taken(tmp_path, monkeypatch, fast):
+    """Members of no content, names and comments in the header, zeros of a tape at the end."""
+    if not fast:
+        monkeypatch.setattr(streams, "_fast_zlib", lambda: zlib)
+    named = b"\x1f\x8b\x08\x18" + bytes(6) + b"name\0comment\0" + gzip.compress(CONTENT)[10:]
+    stored = gzip.compress(b"") + named + gzip.compress(b"") + bytes(70_000)
+    stream = stream_of(tmp_path, ".gz", stored)
+    assert b"".join(stream) == gzip.decompress(stored) == CONTENT
+    assert stream.failure is None
+
+
+@pytest.mark.parametrize(
+    ("suffix", "stored", "reason"),
+    [
+        (".gz", b"", "cut"),
+        (".zst", b"", "cut"),
+        (".gz", b"This is text.\n" * 9, "damaged"),
+        (".zst", b"This is text.\n" * 9, "damaged"),
+        (".gz", gzip.compress(CONTENT) + b"more", "damaged"),
+        (".zst", COMPRESS[".zst"](CONTENT) + b"more", "damaged"),
+        (".gz", gzip.compress(CONTENT)[:-8] + bytes(8), "damaged"),
+    ],
+)
+def test_what_is_wrong_with_a_compressed_file_is_said(tmp_path, suffix, stored, reason):
+    stream = stream_of(tmp_path, suffix, stored)
+    found = b"".join(stream)
+    assert stream.failure.reason == reason
+    if len(stored) > 200:
+        assert found == CONTENT, "what comes before the damage is lost"
+
+
+def test_a_missing_file_is_a_failure(tmp_path):
+    stream = Stream(str(tmp_path / "a"), ".gz", 0, 200)
+    assert list(stream) == [] and stream.failure.reason == "unreadable"
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_all_that_is_before_the_end_of_a_cut_file_is_read(tmp_path, suffix):
+    """To the last byte that the compressor's own library gets out of it."""
+    stored = COMPRESS[suffix](CONTENT)
+    for cut in random.Random(0).sample(range(1, len(stored)), 20):
+        stream = stream_of(tmp_path, suffix, stored[:cut])
+        if suffix == ".gz":
+            expected = zlib.decompressobj(31).decompress(stored[:cut])
+        else:
+            expected = zstandard.ZstdDecompressor().decompressobj().decompress(stored[:cut])
+        assert b"".join(stream) == expected
+        assert stream.failure.reason == "cut", cut
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_no_damage_is_silent_and_what_is_before_it_is_read(tmp_path, monkeypatch, suffix, fast):
+    """A byte that was changed; checksums find what still can be decompressed."""
+    if not fast and suffix == ".gz":
+        monkeypatch.setattr(streams, "_fast_zlib", lambda: zlib)
+    stored = COMPRESS[suffix](CONTENT)
+    rng = random.Random(1)
+    for _ in range(60):
+        at = rng.randrange(len(stored))
+        damaged = bytearray(stored)
+        damaged[at] ^= 1 << rng.randrange(8)
+        stream = stream_of(tmp_path, suffix, bytes(damaged))
+        found = b"".join(stream)
+        assert stream.failure is not None or found == CONTENT, at
+        if suffix == ".gz":
+            before = zlib.decompressobj(31).decompress(stored[:at])
+            assert found.startswith(before)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_file_that_expands_too_much_is_left_at_the_same_place(tmp_path, monkeypatch, suffix):
+    """Wherever reading began; and it is as long as allowed."""
+    monkeypatch.setattr(streams, "FREE_BYTES", 1 << 20)
+    stored = COMPRESS[suffix](bytes(1 << 24))
+    ends = []
+    for start in (0, 5, 1 << 19):
+        stream = stream_of(tmp_path, suffix, stored, start, max_expansion=50)
+        ends.append(start + sum(len(block) for block in stream))
+        assert stream.failure.reason == "expands"
+    assert len(set(ends)) == 1 and (1 << 19) < ends[0] <= (1 << 24)
+    stream = stream_of(tmp_path, suffix, stored, 0, max_expansion=100_000)
+    assert sum(len(block) for block in stream) == 1 << 24 and stream.failure is None
+
+
+def test_lines_are_counted_as_editors_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(streams, "READ_BYTES", 7)
+    data = b"one\ntwo\n\nfour\nfive"
+    offsets = [0, 3, 4, 8, 9, 14, 18, 40]
+    stream = stream_of(tmp_path, ".jsonl", data)
+    assert count_lines(stream, offsets) == [data.count(b"\n", 0, at) + 1 for at in offsets]
+
+
+def test_pyarrow_zstd_files_are_whole(tmp_path):
+    """As the stages of a pipeline write them, also without a document."""
+    for content in (b"", CONTENT):
+        path = tmp_path / "a.zst"
+        with pa.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(content)
+        stream = Stream(str(path), ".zst", 0, 200)
+        assert b"".join(stream) == content and stream.failure is None
