@@ -123,13 +123,13 @@ def _read_lines(
 ) -> Iterator[tuple[Chunk, int]]:
     stream = Stream(each.name, each.suffix, max(0, start - 1), rules.max_expansion)
     limit = rules.max_document_bytes
-    done, last = None if start else 0, start
+    compressed = each.suffix.endswith((".gz", ".zst"))
+    done, last = None, start
     for lines in read_lines(stream, start, stop, size, limit):
-        compressed = each.suffix.endswith((".gz", ".zst"))
+        if done is None:
+            done = stream.skipped_bytes if compressed else lines.start
         here = lines.read_bytes if compressed else lines.stop
-        chunk = Chunk(
-            each.name, "lines", lines.start, lines.data, here - (done or lines.start), number
-        )
+        chunk = Chunk(each.name, "lines", lines.start, lines.data, here - done, number)
         if not lines.data:
             problem = too_long(chunk, lines.start, lines.stop - lines.start, limit)
             chunk = chunk._replace(kind="bad", data=problem)

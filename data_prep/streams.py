@@ -36,6 +36,7 @@ class Stream:
     def __init__(self, path: str, suffix: str, start: int, max_expansion: int):
         self.path, self.start, self.max_expansion = path, start, max_expansion
         self.read_bytes = 0  # of the file, as stored
+        self.skipped_bytes = 0  # of these, those before `start`
         self.failure: Failure | None = None
         if suffix.endswith(".gz"):
             self._blocks = self._skipping(self._gzip)
@@ -55,7 +56,7 @@ class Stream:
 
     def _plain(self, raw: BinaryIO) -> Iterator[bytes]:
         raw.seek(self.start)
-        self.read_bytes = self.start
+        self.read_bytes = self.skipped_bytes = self.start
         while block := self._read(raw):
             yield block
 
@@ -82,7 +83,9 @@ class Stream:
                         f"meant to, raise the limit.",
                     )
                     return
-                if done > self.start:
+                if done <= self.start:
+                    self.skipped_bytes = self.read_bytes
+                else:
                     yield block[max(0, len(block) - (done - self.start)) :]
 
         return blocks
@@ -162,7 +165,7 @@ class Stream:
                     pass
 
 
-RESTORE = "The file is damaged: restore it, or remove it."
+RESTORE = "The file is damaged, and what was read of it may be wrong: restore it, or remove it."
 CUT = Failure(
     "cut", "the compressed data ends too early. The file is cut: restore it, or remove it."
 )

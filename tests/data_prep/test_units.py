@@ -1,0 +1,249 @@
+"""data_prep/units.py: slices of the inputs that together are everything, and how they are read."""
+
+import gzip
+import itertools
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import streams
+from data_prep.documents import InputRules
+from data_prep.sources import find_inputs
+from data_prep.units import (
+    MIN_UNIT_BYTES,
+    Tally,
+    default_unit_bytes,
+    fingerprint,
+    plan_units,
+    read_batches,
+)
+from zerolm.errors import ConfigError
+
+SKIP = InputRules(on_bad_input="skip", max_bad_fraction=1, max_document_bytes=5000)
+RNG = random.Random(3)
+LINES = [json.dumps({"text": f"{n} " + "x" * RNG.randrange(300), "id": n}) for n in range(200)]
+LINES[17] = LINES[90] = "broken"
+LINES[50] = json.dumps({"text": "y" * 20_000})  # too long
+LINES[130] = ""
+DATA = ("\n".join(LINES) + "\n").encode()
+GOOD = [
+    json.loads(line)["text"] for line in LINES if line.startswith('{"text"') and len(line) < 5000
+]
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """A directory of every kind of file, some damaged; reads of few bytes, as of a large corpus."""
+    monkeypatch.setattr(streams, "READ_BYTES", 1000)
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1500)
+    directory = tmp_path / "corpus"
+    directory.mkdir()
+    (directory / "a.jsonl").write_bytes(DATA)
+    (directory / "b.jsonl.gz").write_bytes(gzip.compress(DATA))
+    (directory / "c.jsonl.gz").write_bytes(gzip.compress(DATA)[:-500])
+    (directory / "d.jsonl.zst").write_bytes(pa.compress(DATA, "zstd", asbytes=True))
+    for number in range(20):
+        (directory / f"e{number:02}.txt").write_text(f"text file {number}")
+    (directory / "f.txt").write_bytes(b"\xff")
+    pq.write_table(
+        pa.table({"n": list(range(len(GOOD))), "text": GOOD}), directory / "g.parquet",
+        row_group_size=30,
+    )  # fmt: skip
+    return find_inputs([str(directory)], "text")[0]
+
+
+def read(inputs, units, chunk_bytes=700):
+    """Return (documents with their origins, tally as a record)."""
+    tally = Tally()
+    documents = [
+        (document.text, document.input, document.start)
+        for unit in units
+        for batch in read_batches(inputs, unit, SKIP, tally, chunk_bytes)
+        for document in batch.documents
+    ]
+    return documents, tally.record()
+
+
+def test_units_of_any_size_are_the_same_documents(corpus):
+    """With the same origins and the same counts of what is bad."""
+    whole, record = read(corpus, plan_units(corpus, 1 << 30))
+    cut_file = [text for text, number, _ in whole if number == 2]
+    assert 100 < len(cut_file) < len(GOOD) and cut_file == GOOD[: len(cut_file)]
+    texts = [text for text, number, _ in whole if number != 2]
+    assert texts == [*GOOD * 3, *(f"text file {number}" for number in range(20)), *GOOD]
+    assert record["bad"]["cut"] == 1 and record["bad"]["not_utf8"] == 1
+    assert record["bad"]["too_long"] == 4 and record["skipped"] == {"blank_lines": 4}
+    assert record["documents_in"] == len(whole)
+    for unit_bytes in (101, 5000, None):
+        units = plan_units(corpus, unit_bytes)
+        documents, again = read(corpus, units, random.Random(unit_bytes).randrange(1, 3000))
+        assert documents == whole and again == record, unit_bytes
+    assert len(plan_units(corpus, 5000)) > 5
+    assert plan_units(corpus, 5000) == plan_units(corpus, 5000)
+
+
+def test_a_task_goes_on_behind_any_batch(corpus):
+    """With the tally of then; also inside of compressed files, over JSON as a record keeps it."""
+    for unit in plan_units(corpus, 20_000):
+        tally = Tally()
+        states, documents = [], []
+        for batch in read_batches(corpus, unit, SKIP, tally, 2000):
+            documents += batch.documents
+            states.append((len(documents), json.dumps([batch.next, tally.record()])))
+        for done, state in random.Random(0).sample(states, min(6, len(states))):
+            position, record = json.loads(state)
+            later = Tally.from_records([record])
+            rest = [
+                document
+                for batch in read_batches(corpus, unit, SKIP, later, 999, position)
+                for document in batch.documents
+            ]
+            assert documents[:done] + rest == documents
+            # what a compressed file took to skip is known to a block of the file only
+            assert abs(later.input_bytes - tally.input_bytes) <= 2 * streams.READ_BYTES
+            assert later.record() | {"input_bytes": 0} == tally.record() | {"input_bytes": 0}
+
+
+def test_origins_are_bytes_of_the_text_and_rows(corpus):
+    documents, _ = read(corpus, plan_units(corpus))
+    rows = pq.read_table(corpus[-1].name)["text"].to_pylist()
+    for text, number, start in documents:
+        if corpus[number].suffix == ".parquet":
+            assert rows[start] == text
+        elif corpus[number].suffix != ".txt":
+            assert json.loads(DATA[start:].partition(b"\n")[0])["text"] == text
+
+
+def test_units_depend_on_the_inputs_alone(tmp_path):
+    """And a small corpus has enough of them for many workers."""
+    (tmp_path / "a.jsonl").write_bytes(b"x" * (64 << 20))
+    (inputs, _) = find_inputs([str(tmp_path)], "text")
+    assert default_unit_bytes(inputs) == MIN_UNIT_BYTES
+    units = plan_units(inputs)
+    assert len(units) == 64 and sum(unit.size_bytes for unit in units) >= 64 << 20
+    assert units == plan_units(pickle.loads(pickle.dumps(inputs)))
+    limits = [(piece.start, piece.stop) for unit in units for piece in unit.pieces]
+    assert limits[0][0] == 0 and limits[-1][1] == 64 << 20
+    assert all(one[1] == two[0] for one, two in itertools.pairwise(limits))
+
+
+def test_the_fingerprint_sees_another_file_and_other_rules(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(DATA)
+
+    def now(rules=SKIP):
+        return fingerprint(find_inputs([str(path)], "text")[0], rules)
+
+    first = now()
+    assert now() == first != now(InputRules())
+    os.utime(path, ns=(1, 1))
+    assert now() != first
+
+
+def test_a_file_that_changes_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(DATA)
+    inputs, _ = find_inputs([str(path)], "text")
+    path.write_bytes(DATA + DATA)
+    with pytest.raises(ConfigError, match=r"a.jsonl: had .* bytes when the command began"):
+        read(inputs, plan_units(inputs))
+
+
+def test_a_damaged_row_group_does_not_lose_the_others(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": GOOD}), path, row_group_size=30, write_page_checksum=True)
+    column = pq.read_metadata(path).row_group(2).column(0)
+    data = bytearray(path.read_bytes())
+    data[column.dictionary_page_offset + 200] ^= 1  # behind the header of the page
+    path.write_bytes(data)
+    inputs, _ = find_inputs([str(path)], "text")
+    documents, record = read(inputs, plan_units(inputs))
+    assert [text for text, _, _ in documents] == GOOD[:60] + GOOD[90:]
+    assert record["bad"] == {"damaged": 30}
+    with pytest.raises(ConfigError, match=r"a.parquet:61: cannot be read as Parquet"):
+        list(read_batches(inputs, plan_units(inputs)[0], InputRules(), Tally()))
+
+
+def test_no_damage_of_parquet_is_silent(tmp_path):
+    """Changed bytes anywhere, of a file that has checksums; whole row groups stay."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": GOOD}), path, row_group_size=50, write_page_checksum=True)
+    whole = path.read_bytes()
+    rng = random.Random(5)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        at = rng.randrange(len(whole))
+        damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        inputs, _ = find_inputs([str(path)], "text", skip_bad=True)
+        documents, record = read(inputs, plan_units(inputs))
+        texts = [text for text, _, _ in documents]
+        assert texts == GOOD or record["bad"], at
+        if len(texts) + record["bad"].get("damaged", 0) == len(GOOD):
+            assert set(texts) <= set(GOOD)
+
+
+def test_parquet_with_text_that_is_not_utf8_loses_that_row_only(tmp_path):
+    path = tmp_path / "a.parquet"
+    array = pa.array([b"one", b"\xff", None, b"two"]).view(pa.string())
+    pq.write_table(pa.table({"text": array}), path)
+    inputs, _ = find_inputs([str(path)], "text")
+    documents, record = read(inputs, plan_units(inputs))
+    assert [text for text, _, _ in documents] == ["one", "two"]
+    assert record["bad"] == {"not_utf8": 1} and record["skipped"] == {"null": 1}
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet_of_other_string_types(tmp_path, kind):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["a", "b", None]).cast(kind)}), path)
+    inputs, _ = find_inputs([str(path)], "text")
+    assert [text for text, _, _ in read(inputs, plan_units(inputs))[0]] == ["a", "b"]
+
+
+def test_a_field_in_an_object_of_parquet_and_kept_records(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"a": {"b": "one", "c": 1}, "id": 5}, {"a": {"b": None, "c": 2}, "id": 6}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    rules = InputRules(text_field="a.b", keep_records=True)
+    inputs, _ = find_inputs([str(path)], "a.b")
+    for keep in (False, True):
+        rules = InputRules(text_field="a.b", keep_records=keep)
+        (batch,) = read_batches(inputs, plan_units(inputs)[0], rules, Tally())
+        (document,) = batch.documents
+        assert document.text == "one"
+    assert document.record == rows[0]
+
+
+def test_every_problem_of_a_unit_is_named_but_not_without_end(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\nx\n{"text": 1}\n' * 2)
+    (tmp_path / "b.jsonl").write_bytes(b"x\n" * 100)
+    inputs, _ = find_inputs([str(tmp_path)], "text")
+    (unit,) = plan_units(inputs)
+    with pytest.raises(ConfigError) as caught:
+        list(read_batches(inputs, unit, InputRules(), Tally()))
+    places = [problem.split(": ")[0] for problem in caught.value.problems]
+    assert places == [
+        *(f"{tmp_path / 'a.jsonl'}:{line}" for line in (2, 3, 5, 6)),
+        *(f"{tmp_path / 'b.jsonl'}:{line}" for line in (1, 2, 3, 4, 5, 6)),
+    ]
+
+
+def test_stage_directories_give_their_files_alone(tmp_path):
+    from data_prep.stage_files import STAGE, StageWriter
+
+    writer = StageWriter(tmp_path / "00000.jsonl.zst")
+    writer.write({"text": "in", "id": "1"}, 2)
+    entry = writer.close()
+    (tmp_path / "duplicates.jsonl.zst").write_bytes(Path(tmp_path / "00000.jsonl.zst").read_bytes())
+    stage = {"format": "zerolm-stage", "version": 1, "text_field": "text", "files": [entry]}
+    (tmp_path / STAGE).write_text(json.dumps(stage))
+    inputs, _ = find_inputs([str(tmp_path)], "text")
+    assert [Path(each.name).name for each in inputs] == ["00000.jsonl.zst"]
+    assert [text for text, _, _ in read(inputs, plan_units(inputs))[0]] == ["in"]
