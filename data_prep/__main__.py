@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.command_line import Problems, parse
+from data_prep.commands_dedup import decontaminate, dedup
 from data_prep.commands_pack import pack_shards
 from data_prep.commands_tokenize import tokenize, verify
 from zerolm.errors import EXIT_DONE, ConfigError, ZerolmError
@@ -108,6 +109,8 @@ COMMANDS = {
     "verify": verify,
     "inspect": inspect,
     "pack": pack_shards,
+    "dedup": dedup,
+    "decontaminate": decontaminate,
 }
 
 

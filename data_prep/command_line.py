@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.flags_dedup import add_dedup
 from data_prep.input_flags import add_input_flags
 from zerolm.errors import ConfigError, did_you_mean
 
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--seed", metavar="S", help="take N as a sequence of a run with this seed on these shards"
     )
     _add_pack(commands)
+    add_dedup(commands, _add)
     return parser
 
 

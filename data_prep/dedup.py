@@ -20,14 +20,11 @@ from data_prep.dedup_files import NUMBER_MASK, UNIT_BITS, array_path, find_range
 from data_prep.minhash import MAX_PERMUTATIONS, Bands, choose_bands, load_rensa
 from data_prep.phases import Executor, Phase, Record, fingerprint, run_phase
 from data_prep.stage_counts import Counts, merge_counts
-from data_prep.stage_documents import Documents
+from data_prep.stage_documents import Documents, begin_stage
 from data_prep.stage_files import (
-    STAGE,
     StageWriter,
-    is_stage,
     publish_stage,
     read_lines,
-    read_stage,
     stage_file,
 )
 from data_prep.stage_options import options_from
@@ -155,10 +152,9 @@ def run_dedup(
     if bands is not None:
         what["minhash"] = load_rensa().RMinHash.ALGORITHM_VERSION
     whole = fingerprint([what, {k: v for k, v in settings.items() if k != "memory_bytes"}])
-    if is_stage(output) and (stage := read_stage(output)).manifest["inputs"] == whole:
+    if (published := begin_stage(output, "dedup", whole)) is not None:
         shutil.rmtree(output / WORK, ignore_errors=True)
-        return stage.manifest
-    (output / STAGE).unlink(missing_ok=True)  # of other options or inputs
+        return published
     work, count = output / WORK, documents.num_tasks
 
     def run(name: str, num_tasks: int, task: Any, directory: Path = work) -> list[Record]:

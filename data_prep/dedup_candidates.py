@@ -5,7 +5,6 @@ so that what they hold is bounded by how many ranges there are, however many doc
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +22,9 @@ from data_prep.dedup_files import (
     structured,
 )
 from data_prep.minhash import Bands, band_hashes
-from data_prep.stage_documents import Documents, Row
+from data_prep.stage_documents import Documents, batches
 from data_prep.words import hash_runs, hash_words
 
-BATCH_CHARACTERS = 1 << 20
 NEIGHBOURS = 8  # of a bucket's documents: each is compared with as many before it, and as many
 # of the first ones. All pairs of up to 17; a bucket of 10,000 pages of one template costs no more
 # than 160,000 comparisons.
@@ -173,17 +171,3 @@ def _unite(found: np.ndarray, ones: np.ndarray, twos: np.ndarray) -> np.ndarray:
     both = np.concatenate([found, structured(PAIR, ones, twos)])
     both = both[np.lexsort((both["two"], both["one"]))]
     return both[np.append(True, both[1:] != both[:-1])]
-
-
-def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Group documents, so that numpy has enough to do at a time."""
-    batch: list[Row] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        size += len(row.text) + 64
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

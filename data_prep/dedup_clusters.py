@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.dedup_candidates import batches
 from data_prep.dedup_files import (
     DECISION,
     LINK,
@@ -25,7 +24,7 @@ from data_prep.dedup_files import (
     save,
     structured,
 )
-from data_prep.stage_documents import Documents
+from data_prep.stage_documents import Documents, batches
 from data_prep.words import hash_runs, hash_words
 from zerolm.files import write_atomically
 

@@ -1,13 +1,27 @@
 """Documents for the tasks of a stage, whether from the files of the stage before or from inputs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from data_prep.documents import InputRules, find_text
 from data_prep.phases import fingerprint
-from data_prep.stage_files import Stage, provenance_of, read_lines
+from data_prep.readers import Input
+from data_prep.stage_files import (
+    STAGE,
+    Stage,
+    is_stage,
+    provenance_of,
+    read_lines,
+    read_stage,
+)
+from data_prep.units import Tally, Unit, plan_units, read_batches
+from data_prep.units import fingerprint as fingerprint_inputs
 from zerolm.errors import ConfigError
+
+BATCH_CHARACTERS = 1 << 20
 
 
 class Row(NamedTuple):
@@ -67,13 +81,66 @@ class StageDocuments:
         path = self.paths[task]
         for number, line in enumerate(read_lines(path), 1):
             try:
-                record = orjson.loads(line)
-                text, name = record[self.text_field], record["id"]
-            except (ValueError, KeyError, TypeError) as error:
+                try:
+                    record = orjson.loads(line)
+                except ValueError:  # NaN and lone surrogates, in other keys
+                    record = json.loads(line)
+                text, name = find_text(record, self.text_field)[1], record["id"]
+                if not isinstance(text, str):
+                    raise TypeError(f"{self.text_field} is no string")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(
                     f"{path}:{number}: is not a document of a stage ({error!r}). Run it again."
                 ) from error
             yield Row(text, name, line)
+
+
+@dataclass(frozen=True)
+class UnitDocuments:
+    """The documents of inputs; a task is a unit of them. What is bad in them is refused."""
+
+    inputs: tuple[Input, ...]
+    units: tuple[Unit, ...]
+    rules: InputRules
+
+    @property
+    def text_field(self) -> str:
+        """The key of the text."""
+        return self.rules.text_field
+
+    @property
+    def num_tasks(self) -> int:
+        """How many units there are."""
+        return len(self.units)
+
+    @property
+    def labels(self) -> list[str]:
+        """Name the first file that each task reads."""
+        return [self.inputs[unit.pieces[0].input].name for unit in self.units]
+
+    def read(self, task: int) -> Iterator[Row]:
+        """Yield the documents of a unit, in order; one without an `id` is named by its place.
+
+        Raises:
+            ConfigError: bad input; a file that has changed.
+        """
+        for batch in read_batches(self.inputs, self.units[task], self.rules, Tally()):
+            for document in batch.documents:
+                record = document.record or {self.text_field: document.text}
+                if "id" not in record:
+                    record = {
+                        "id": f"{self.inputs[document.input].name}:{document.start}",
+                        **record,
+                    }
+                yield Row(document.text, record["id"], _to_line(record))
+
+
+def _to_line(record: dict[str, Any]) -> bytes:
+    """Return a record as a line that says the same, also where JSON is stretched."""
+    try:
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str).encode()
+    except UnicodeEncodeError:  # a lone surrogate in another key than the text
+        return json.dumps(record, separators=(",", ":"), default=str).encode()
 
 
 def stage_documents(stage: Stage) -> tuple[StageDocuments, str, dict[str, Any]]:
@@ -81,3 +148,46 @@ def stage_documents(stage: Stage) -> tuple[StageDocuments, str, dict[str, Any]]:
     documents = StageDocuments(stage.directory, tuple(stage.paths), stage.text_field)
     files = [(entry["file"], entry["sha256"]) for entry in stage.manifest["files"]]
     return documents, fingerprint([stage.text_field, files]), provenance_of(stage)
+
+
+def unit_documents(
+    inputs: Sequence[Input], rules: InputRules
+) -> tuple[UnitDocuments, str, dict[str, Any]]:
+    """Return the documents of inputs, a fingerprint of them, and where they are from."""
+    rules = replace(rules, keep_records=True)
+    documents = UnitDocuments(tuple(inputs), tuple(plan_units(inputs)), rules)
+    names = [{"file": each.name, "size_bytes": each.size_bytes} for each in inputs]
+    return documents, fingerprint_inputs(inputs, rules), {"stage": "inputs", "inputs": names}
+
+
+def begin_stage(output: Path, name: str, inputs: str) -> dict[str, Any] | None:
+    """Return `stage.json` if the stage is there; else make way for it.
+
+    Raises:
+        ConfigError: another stage is there.
+    """
+    if not is_stage(output):
+        return None
+    manifest = read_stage(output).manifest
+    if manifest["stage"] != name:
+        raise ConfigError(
+            f"{output}: is the stage {manifest['stage']!r}, not {name!r}. Give another directory."
+        )
+    if manifest["inputs"] == inputs:
+        return manifest
+    (output / STAGE).unlink()  # of other options or inputs
+    return None
+
+
+def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Group documents, so that numpy has enough to do at a time."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(row.text) + 64
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
     4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
-    3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize"},
+    3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize",
+        "data_prep.commands_dedup"},
     2: {"zerolm.evaluations", "data_prep.tokenization"},
     1: {
         *("zerolm." + name for name in (
@@ -35,7 +36,7 @@ RUNGS = {
         "data_prep.encoders",
         *("data_prep." + name for name in ("assemble", "shard_manifests")),
         "data_prep.pack",
-        "data_prep.dedup",
+        "data_prep.dedup", "data_prep.decontaminate",
         *("launch." + name for name in (
             "demo_corpus", "demo_summary", "doctor", "node", "plan", "render", "supervise",
         )),
@@ -100,8 +101,8 @@ RUNGS = {
         )),
         # deduplication's and decontamination's parts
         *("data_prep." + name for name in (
-            "dedup_candidates", "dedup_clusters", "dedup_files", "minhash", "stage_documents",
-            "stage_options", "words",
+            "dedup_candidates", "dedup_clusters", "dedup_files", "evaluation_items", "flags_dedup",
+            "minhash", "overlap", "stage_documents", "stage_options", "words",
         )),
         # the encoders' parts
         *("data_prep." + name for name in ("backends", "equality", "fuzz_texts")),

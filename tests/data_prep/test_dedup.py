@@ -58,7 +58,7 @@ def expected_kept(texts, pairs, threshold, exact=lambda text: text) -> set[int]:
 
 @pytest.fixture(scope="module")
 def source(texts, tmp_path_factory) -> Path:
-    return write_stage(tmp_path_factory.mktemp("dedup") / "clean", texts, 60)
+    return write_stage(tmp_path_factory.mktemp("dedup") / "clean", texts, 130)
 
 
 @pytest.mark.parametrize("threshold", [0.8, 0.6])
@@ -93,7 +93,7 @@ def test_exact_copies_alone(source, texts, tmp_path, exact):
 
 def test_neither_files_nor_memory_nor_workers_make_a_difference(source, texts, tmp_path):
     _, kept, duplicates = run(source, tmp_path / "one")
-    other = write_stage(tmp_path / "clean", texts, 37)
+    other = write_stage(tmp_path / "clean", texts, 90)
     _, again, notes = run(other, tmp_path / "two", workers=2, memory_bytes=1 << 20)
     assert again == kept and notes == duplicates
 

@@ -1,0 +1,137 @@
+"""Items of evaluation sets out of files, as the texts that a training corpus must not hold.
+
+Pure reading: what is looked for in documents, and how, is `overlap`'s.
+"""
+
+import gzip
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerolm.errors import ConfigError, did_you_mean
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+ARTIFACT = re.compile(r"\[.*?\]")  # of WikiHow's part of HellaSwag: [header], [title], ...
+MAX_PROBLEMS = 10
+
+
+class Item(NamedTuple):
+    """One item of an evaluation set."""
+
+    place: str  # file:line, or file:paragraph
+    texts: list[str]  # each is to be found on its own
+
+
+def split_evaluation(argument: str) -> tuple[Path, list[str]]:
+    """Return the file and the fields of PATH or PATH:field,field."""
+    path, colon, fields = argument.rpartition(":")
+    if colon and not Path(argument).exists():
+        return Path(path), [field.strip() for field in fields.split(",")]
+    return Path(argument), []
+
+
+def read_items(argument: str) -> list[Item]:
+    """Return the items of a file, given as PATH or PATH:field,field.
+
+    Of a .txt file an item is a paragraph, between empty lines. Of JSON lines and Parquet it is a
+    line or row: with fields their values (strings, or lists of them), each a text; without them
+    HellaSwag's `ctx` followed by each of its `endings`, or else `text`.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no such fields.
+    """
+    path, fields = split_evaluation(argument)
+    if not path.is_file():
+        raise ConfigError(f"--evaluation {argument}: no such file. Check the path.")
+    if not path.name.endswith(SUFFIXES):
+        raise ConfigError(
+            f"--evaluation {argument}: is not one of {', '.join(SUFFIXES)}. Convert or rename it."
+        )
+    if path.suffix == ".txt" and fields:
+        raise ConfigError(f"--evaluation {argument}: a text file has no fields. Leave them out.")
+    items = []
+    problems = []
+    try:
+        for place, record in _records(path):
+            texts = [record] if isinstance(record, str) else _texts(record, fields)
+            if isinstance(texts, str):
+                problems.append(f"--evaluation {place}: {texts}")
+            else:
+                items.append(Item(place, texts))
+            if len(problems) == MAX_PROBLEMS:
+                break
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(
+            f"--evaluation {argument}: cannot be read ({' '.join(str(error).split())[:200]}). "
+            f"Restore the file."
+        ) from error
+    if problems:
+        raise ConfigError(problems)
+    if not items:
+        raise ConfigError(f"--evaluation {argument}: has no items. Check the path.")
+    return items
+
+
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (file:number from 1, what is there)."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        for number, row in enumerate(pq.read_table(path).to_pylist(), 1):
+            yield f"{path}:{number}", row
+        return
+    text = _content(path).decode("utf-8-sig")
+    if path.suffix == ".txt":
+        paragraphs = [part for part in re.split(r"\n[ \t\r]*\n", text) if part.strip()]
+        yield from ((f"{path}:{number}", part) for number, part in enumerate(paragraphs, 1))
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+
+
+def _content(path: Path) -> bytes:
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        return gzip.decompress(content)
+    if path.suffix == ".zst":
+        import pyarrow as pa
+
+        with pa.CompressedInputStream(pa.PythonFile(io.BytesIO(content), mode="r"), "zstd") as file:
+            return file.read()
+    return content
+
+
+def _texts(record: Any, fields: list[str]) -> list[str] | str:
+    """Return the texts of an item, or what is wrong with it."""
+    if not isinstance(record, dict):
+        return f"a JSON {type(record).__name__}, not an object."
+    if not fields and {"ctx", "endings"} <= set(record):
+        return _hellaswag(record)
+    texts: list[str] = []
+    for field in fields or ["text"]:
+        if field not in record:
+            keys = ", ".join(map(repr, list(record)[:8])) or "no keys"
+            hint = did_you_mean(field, record)
+            return f"no key {field!r}; it has {keys}.{hint} Name fields as PATH:field,field."
+        value = record[field]
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str) for each in values):
+            return f"{field}: {str(value)[:60]!r} is neither a string nor a list of strings."
+        texts += values
+    return texts
+
+
+def _hellaswag(record: dict[str, Any]) -> list[str] | str:
+    context, endings = record["ctx"], record["endings"]
+    if not isinstance(context, str) or not isinstance(endings, list):
+        return "ctx is no string, or endings is no list."
+    texts = [f"{context} {ending}" for ending in endings]
+    # In the pages that WikiHow's part was made from, the marks are not there.
+    return list(dict.fromkeys([*texts, *(ARTIFACT.sub(" ", text) for text in texts)]))
