@@ -118,7 +118,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
-    from zerolm import chunked_head
+    from zerolm import chunked_head, leakage
     from zerolm import model as models
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -155,6 +155,8 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     if plan.settings.compile:
         engine.compile()
     engine.train()
+    if plan.settings.document_mask:
+        say(leakage.check(engine, plan, device))
     return engine
 
 

@@ -37,6 +37,8 @@ RUNGS = {
         *("data_prep." + name for name in ("assemble", "shard_manifests")),
         "data_prep.pack",
         "data_prep.dedup", "data_prep.decontaminate",
+        "data_prep.dedup",
+        "zerolm.leakage",
         *("launch." + name for name in (
             "demo_corpus", "demo_summary", "doctor", "node", "plan", "render", "supervise",
         )),
@@ -62,6 +64,8 @@ RUNGS = {
             "epoch_plan", "mixture", "mixture_settings", "permutation",
             # looking at data
             "excerpts",
+            # documents kept apart
+            "document_mask",
             # export's parts
             "hub", "line_file", "model_card", "weight_files",
             # the evaluations' parts

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from zerolm.chunked_head import head_of
+from zerolm.document_mask import isolating_inputs
 
 IGNORED = -100  # the target of a position that has no loss; torch's and Hugging Face's convention
 
@@ -23,17 +24,16 @@ def token_losses(
         model: a causal LM or a DeepSpeed engine around one.
         batch: `input_ids` and `targets`, (B, T) int64, targets already shifted and `IGNORED` where
             there is no loss; with `document_ids` and `position_ids` (B, T) attention stays inside
-            each document, by an explicit mask that `sdpa` and `eager` honour.
+            each document, see `zerolm.document_mask`.
 
     Returns:
         (B, T) float32 cross-entropies, 0 where ignored; and the router's auxiliary loss, already
         weighted, of a mixture of experts that asks for it (`output_router_logits`), else None.
     """
-    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     inner = getattr(model, "module", model)
     if "document_ids" in batch:
-        inputs["attention_mask"] = document_mask(batch["document_ids"], inner)
-        inputs["position_ids"] = batch["position_ids"]
+        inputs |= isolating_inputs(batch, inner)
     if head := head_of(inner):  # the logits of the micro-batch are never there as a whole
         with head.gives_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)
@@ -57,23 +57,6 @@ def router_coefficient(config: Any) -> float:
     if hasattr(config, "router_aux_loss_coef"):
         return config.router_aux_loss_coef
     return config.ffn_config.moe_loss_weight
-
-
-def document_mask(ids_BT: torch.Tensor, model: Any) -> torch.Tensor:
-    """Return a causal mask, (B, 1, T, T), that keeps attention inside each document.
-
-    `sdpa` takes it as booleans. `eager` adds its mask to the scores, where True would count as one
-    and mask nothing, so it has the lowest number of the model's dtype instead.
-
-    Args:
-        ids_BT: (B, T) int64, the number of the document that each position belongs to.
-    """
-    allowed = (ids_BT[:, None, :, None] == ids_BT[:, None, None, :]).tril()
-    if model.config._attn_implementation == "sdpa":
-        return allowed
-    dtype = next(model.parameters()).dtype
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=ids_BT.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def sums_by_source(

@@ -1,17 +1,13 @@
 """What the settings of a run ask of the model: positions, attention, checkpointing. No weights."""
 
-from inspect import signature
 from typing import TYPE_CHECKING
 
-from zerolm import loss_chunks
+from zerolm import document_mask, loss_chunks
 from zerolm.architecture import causal_lm_class
 from zerolm.settings import Settings
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-FULL_ATTENTION = "full_attention"
-WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    from transformers import PretrainedConfig
 
 
 def max_positions(config: "PretrainedConfig") -> int | None:
@@ -20,7 +16,7 @@ def max_positions(config: "PretrainedConfig") -> int | None:
 
 
 def attention_problems(settings: Settings, device: str) -> list[str]:
-    """Check the attention kernel against the device and the document mask.
+    """Check the attention kernel against the device.
 
     Args:
         device: DeepSpeed's name of its kind, `cpu`, `cuda`, ...
@@ -29,8 +25,8 @@ def attention_problems(settings: Settings, device: str) -> list[str]:
     where = settings.where("attn_implementation")
     if attention.startswith("flash") and device == "cpu":
         return [f"{where}: {attention}, needs a GPU. Use auto."]
-    if attention.startswith("flash") and settings.document_mask:
-        return [f"{where}: {attention}, cannot take --document_mask's mask. Use sdpa or eager."]
+    if attention == "flex_attention" and device == "cpu":
+        return [f"{where}: {attention}, has no backward pass on a CPU. Use sdpa or eager."]
     return []
 
 
@@ -55,40 +51,13 @@ def model_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
             f"{settings.where('loss_chunk_tokens')}: {settings.loss_chunk_tokens}, but {why} "
             f"({settings.model_config}). Remove the flag."
         )
-    if settings.document_mask and (why := _unmasked(config, model_class, seq_len or 0)):
+    kernel = settings.attn_implementation
+    if settings.document_mask and (why := document_mask.obstacle(config, model_class, kernel)):
         problems.append(
             f"{settings.where('document_mask')}: true, {why} ({settings.model_config}). Remove the "
-            f"flag, or use a model of full attention alone."
+            f"flag, or use a model of full or sliding attention."
         )
     return problems
-
-
-def _unmasked(
-    config: "PretrainedConfig", model_class: type["PreTrainedModel"], seq_len: int
-) -> str | None:
-    """Say why the document mask would not keep documents apart, or would replace another mask.
-
-    It has four dimensions, and transformers hands such a mask to every layer as it is
-    (masking_utils.py, `_preprocess_mask_arguments`), whatever window the layer should have.
-    """
-    text = config.get_text_config()
-    if getattr(model_class, "_is_stateful", False):
-        return f"{model_class.__name__} keeps a state that runs on from document to document"
-    if "position_ids" not in signature(model_class.forward).parameters or (
-        getattr(text, "alibi", False) is True
-    ):
-        return f"{model_class.__name__} takes no positions that begin again with each document"
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:  # all layers are alike
-        kinds = [kind for kind, key in WINDOW_KEYS.items() if getattr(text, key, None)]
-    for kind in sorted(set(kinds) - {FULL_ATTENTION}):
-        key = WINDOW_KEYS.get(kind, "")
-        window = getattr(text, key, None) if key else None
-        if not isinstance(window, int):
-            return f"the model has layers of {kind}, which the mask does not reach"
-        if window < seq_len:
-            return f"replaces the model's {key} {window}, which is below --seq_len {seq_len}"
-    return None
 
 
 def has_router_loss(config: "PretrainedConfig") -> bool:

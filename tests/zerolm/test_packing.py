@@ -1,6 +1,7 @@
 """Packed rows as batches: what they hold, against a plain reading of the index and the shards."""
 
 import pickle
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -39,22 +40,26 @@ def stream(sources, **changes):
         "rank": 0,
         "world_size": 1,
         "position": 0,
-        "end_position": 96,
+        "end_position": 48,
         "packing": "best_fit",
     }
     return TokenStream(sources, **{**settings, **changes})
 
 
-def plain_row(source, row):
-    """Return the documents of a row, read as docs/formats.md says."""
-    base = source.directory / f"packing-{SEQ_LEN}"
+@lru_cache
+def files_of(directory):
+    """Return the ids, rows and pieces of a source, read as docs/formats.md says."""
+    base = directory / f"packing-{SEQ_LEN}"
+    files = sorted(directory.glob("*.bin"))
+    tokens = np.concatenate([np.fromfile(file, "<u2") for file in files]).astype(np.int64)
     ends = np.fromfile(f"{base}.rows", ROW_END).astype(int)
-    first = ends[row - 1] if row else 0
-    tokens = np.concatenate(
-        [np.fromfile(file, source.dtype) for file in sorted(source.directory.glob("*.bin"))]
-    ).astype(np.int64)
-    pieces = np.fromfile(f"{base}.pieces", PIECE)[first : ends[row]]
-    return [tokens[start : start + length] for start, length in pieces.tolist()]
+    return tokens, ends.tolist(), np.fromfile(f"{base}.pieces", PIECE).tolist()
+
+
+def plain_row(source, row):
+    tokens, ends, pieces = files_of(source.directory)
+    some = pieces[ends[row - 1] if row else 0 : ends[row]]
+    return [tokens[start : start + length] for start, length in some]
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
@@ -113,7 +118,7 @@ def test_ranks_and_positions_do_not_change_the_rows(sources):
         for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True)
     }
     for rank in range(2):
-        for batch in stream(sources, rank=rank, world_size=2, position=32):
+        for batch in stream(sources, rank=rank, world_size=2, position=16):
             for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True):
                 assert torch.equal(ids, whole[int(number)])
 

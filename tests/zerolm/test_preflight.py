@@ -348,12 +348,12 @@ def layers(model_type, **more):
     ("config", "said"),
     [
         (layers("mistral", sliding_window=32), None),
-        (layers("mistral", sliding_window=31), "sliding_window 31"),
+        (layers("mistral", sliding_window=31), None),
         (layers("mistral", sliding_window=None), None),
         (layers("qwen2", sliding_window=8), None),  # without use_sliding_window
-        (layers("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0), "w 8"),
+        (layers("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0), None),
         (layers("gpt_oss", layer_types=["full_attention"] * 2, num_local_experts=2), None),
-        (layers("llama4_text", attention_chunk_size=16, num_local_experts=2), "chunk_size 16"),
+        (layers("llama4_text", attention_chunk_size=16, num_local_experts=2), None),
         (layers("mamba"), "a state that runs on"),
         (layers("qwen3_next"), "a state that runs on"),
         (layers("minimax", num_local_experts=2), "layers of linear_attention"),
@@ -371,10 +371,24 @@ def test_document_masks_are_refused_where_a_model_has_another_mask_or_a_state(co
         assert "--document_mask: true" in problem and said in problem and "Remove" in problem
 
 
-def test_a_window_below_the_sequence_is_refused_with_document_masks(inputs):
-    (problem,) = refusal(inputs, "--document_mask --model_config mistral.json")
-    assert "sliding_window 16" in problem and "mistral.json" in problem
-    assert preflight.check(command(inputs, "--model_config mistral.json"), {}).total_steps
+def test_a_window_below_the_sequence_goes_with_document_masks(inputs):
+    words = command(inputs, "--document_mask --model_config mistral.json")
+    assert preflight.check(words, {}).settings.attn_implementation == "sdpa"
+
+
+def test_chunks_and_flash_attention_do_not_go_with_document_masks():
+    settings, _ = parse_settings(
+        ["--document_mask", "--seq_len", "32", "--attn_implementation", "flash_attention_2"]
+    )
+    chunked = layers("llama4_text", attention_chunk_size=16, num_local_experts=2)
+    (problem,) = model_problems(settings, chunked)
+    assert "flash_attention_2 knows no chunks" in problem
+    assert model_problems(settings, layers("mistral", sliding_window=8)) == []
+
+
+def test_rows_without_an_index_are_refused_by_the_command_that_makes_it(inputs):
+    (problem,) = refusal(inputs, "--packing best_fit")
+    assert "python -m data_prep pack" in problem and "--seq_len 32 needs it" in problem
 
 
 def test_a_routers_loss_is_a_notice(inputs):

@@ -1,0 +1,263 @@
+"""A document in a packed row gives the logits and gradients that it gives alone: kernels x models.
+
+The reference is transformers itself: the document as the only one, without mask and positions. The
+kernels of flash attention, which need a GPU, are put into transformers' own code path as plain
+attention over the documents that they are told of.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.integrations import flash_attention
+
+from zerolm import leakage
+from zerolm.document_mask import isolating_inputs, layer_kinds
+from zerolm.errors import ConfigError
+from zerolm.windows import number_documents
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SMALL = {"num_key_value_heads": 2, "intermediate_size": 48}
+EXPERTS = {"num_key_value_heads": 2, "intermediate_size": 24}
+MODELS = {
+    "llama": ("llama", SMALL),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 8}),
+    "mistral-sliding": ("mistral", SMALL | {"sliding_window": 5}),
+    "gemma3-both": ("gemma3_text", SMALL | {
+        "head_dim": 8, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "llama4-chunked": ("llama4_text", EXPERTS | {
+        "head_dim": 8, "attention_chunk_size": 5, "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+        "pad_token_id": None,
+    }),
+    "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt_neox": ("gpt_neox", {"intermediate_size": 48}),
+    "mixtral": ("mixtral", EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
+    "olmoe": ("olmoe", EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+CUT = [[7, 1, 12, 4], [3, 9, 12], [24]]  # lengths of the documents of each row
+EOS = 60
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def build(name, kernel):
+    kind, more = MODELS[name]
+    config = CONFIG_MAPPING[kind](**SIZES, **more)
+    torch.manual_seed(0)
+    built = kernel if kernel in ("eager", "sdpa", "flex_attention") else "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=built)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # as far from zero as trained weights, so that a leak is seen
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.config._attn_implementation = kernel
+    model.config.use_cache = False
+    return model.train()
+
+
+def packed():
+    """Return a micro-batch of rows of documents, each ending in EOS, and the documents."""
+    generator = torch.Generator().manual_seed(1)
+    rows, documents = [], []
+    for number, lengths in enumerate(CUT):
+        start = 0
+        rows.append([])
+        for length in lengths:
+            ids = torch.randint(0, EOS, (length,), generator=generator)
+            ids[-1] = EOS
+            rows[-1].append(ids)
+            documents.append((number, start, ids))
+            start += length
+    input_ids = torch.stack([torch.cat(row) for row in rows])
+    places, numbers = number_documents((input_ids == EOS).numpy())
+    batch = {
+        "input_ids": input_ids,
+        "position_ids": torch.from_numpy(places),
+        "document_ids": torch.from_numpy(numbers),
+    }
+    return batch, documents
+
+
+def logits_of(model, batch):
+    inputs = isolating_inputs(batch, model)
+    return model(input_ids=batch["input_ids"], use_cache=False, **inputs).logits
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {
+        name: value.grad.clone()
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
+
+
+def compare(name, kernel, training=True):
+    model = build(name, kernel)
+    batch, documents = packed()
+    together = logits_of(model, batch)
+    alone = build(name, "eager")
+    alone.load_state_dict(model.state_dict())
+    losses, apart = [], []
+    for row, start, ids in documents:
+        one = alone(input_ids=ids[None], use_cache=False).logits[0]
+        piece = together[row, start : start + len(ids)]
+        torch.testing.assert_close(piece, one, rtol=1e-4, atol=2e-5)
+        losses.append(functional.cross_entropy(piece[:-1], ids[1:], reduction="sum"))
+        apart.append(functional.cross_entropy(one[:-1], ids[1:], reduction="sum"))
+    if training:
+        ours, theirs = gradients(model, sum(losses)), gradients(alone, sum(apart))
+        assert ours.keys() == theirs.keys() and ours
+        for each, value in theirs.items():
+            scale = float(value.abs().max())
+            torch.testing.assert_close(ours[each], value, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_document_is_the_same_alone_and_packed(name, kernel):
+    compare(name, kernel)
+
+
+def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, window_size=(-1, -1), **more):
+    """Plain attention over each document, as the varlen kernels of flash attention define it."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
+    assert cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q) and isinstance(max_seqlen_q, int)
+    assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and more["causal"]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = []
+    for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end])
+        scores = scores * (more["softmax_scale"] or q.shape[-1] ** -0.5)
+        place = torch.arange(end - start)
+        distance = place[:, None] - place[None]
+        seen = distance >= 0
+        if window_size[0] >= 0:
+            seen &= distance <= window_size[0]
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, v[start:end]))
+    return torch.cat(out)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Transformers' flash attention with plain kernels; returns how often each was called."""
+    calls = {"varlen": 0, "dense": 0}
+
+    def ragged(*words, **more):
+        calls["varlen"] += 1
+        return varlen(*words, **more)
+
+    def dense(q, k, v, **more):
+        calls["dense"] += 1
+        count, length = q.shape[:2]
+        ends = torch.arange(0, count * length + 1, length, dtype=torch.int32)
+        flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        more |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length}
+        return varlen(*flat, **more).view(q.shape)
+
+    names = "deterministic softcap s_aux learnable_sink block_table page_table cache_seqlens"
+    can = dict.fromkeys(names.split(), False)
+    can |= dict.fromkeys(("dropout_p", "window_size", "max_seqlen_q", "max_seqlen_k"), True)
+
+    def process(*words, **more):
+        return flash_utils._process_flash_attention_kwargs(*words, supports_mapping=can, **more)
+
+    def load(*_, **__):
+        return (dense, ragged, None, None, None), (process, None)
+
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", load)
+    # Float32 is only for this comparison, so that it need not be cast for the kernel.
+    monkeypatch.setattr(flash_attention, "get_target_dtype", lambda *_: None)
+    return calls
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama4-chunked"])
+def test_flash_attention_is_told_where_documents_end(name, flash):
+    compare(name, "flash_attention_2")
+    assert flash == {"varlen": SIZES["num_hidden_layers"], "dense": 0}
+
+
+@pytest.mark.parametrize("kernel", FLASH)
+def test_each_version_of_flash_attention_is_told(kernel, flash):
+    compare("llama", kernel)
+    assert flash["varlen"] and not flash["dense"]
+
+
+def test_positions_alone_do_not_isolate_rows_in_flash_attention(flash):
+    """Why the ends are passed: transformers works them out of the positions of one row alone."""
+    model = build("llama", "flash_attention_2")
+    batch, _ = packed()
+    right = logits_of(model, batch)
+    wrong = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    assert flash["dense"] and not torch.allclose(right, wrong, atol=1e-2)
+    assert "attention_mask" not in isolating_inputs(batch, model)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_without_the_mask_it_would_not_be_the_same(name, kernel, monkeypatch):
+    """The negative control: positions begin again, but tokens attend to all before them."""
+
+    def open_inputs(batch, model):
+        ones = torch.ones_like(batch["input_ids"])  # transformers#46634
+        return {"position_ids": batch["position_ids"], "attention_mask": ones}
+
+    monkeypatch.setitem(globals(), "isolating_inputs", open_inputs)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(name, kernel, training=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3-both", "gpt_neox"])
+def test_flex_attention_keeps_documents_apart_forward(name):
+    """It has no backward pass on a CPU, and compiles for a minute."""
+    with torch.no_grad():
+        compare(name, "flex_attention", training=False)
+
+
+def test_layers_of_a_window_are_told_from_full_ones():
+    assert layer_kinds(CONFIG_MAPPING["mistral"](sliding_window=None)) == {"full_attention"}
+    assert layer_kinds(CONFIG_MAPPING["mistral"](sliding_window=9)) == {"sliding_attention"}
+    both = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=6)
+    assert layer_kinds(both) == {"sliding_attention", "full_attention"}
+
+
+class ItsPlan:
+    """What the test at the start of a run asks of a plan."""
+
+    def __init__(self, model, precision="fp32"):
+        self.model_config, self.micro_batch_size = model.config, 2
+        self.compute_precision = precision
+        self.settings = type("Settings", (), {"seq_len": 24})
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "mixtral", "gpt2"])
+def test_a_run_begins_with_documents_that_are_kept_apart(name):
+    model = build(name, "sdpa")
+    said = leakage.check(model, ItsPlan(model), "cpu")
+    assert said.startswith("documents are kept apart by sdpa: ") and model.training
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_whose_kernel_takes_no_notice_of_documents_is_refused(monkeypatch, precision):
+    model = build("llama", "eager")
+    if precision == "bf16":
+        model.bfloat16()
+    said = leakage.check(model, ItsPlan(model, precision), "cpu")
+    assert "kept apart by eager: in every bit" in said
+
+    def deaf(batch, model):
+        return {"position_ids": batch["position_ids"], "attention_mask": None}
+
+    monkeypatch.setattr("zerolm.loss.isolating_inputs", deaf)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"--document_mask: with eager .* are not kept apart"):
+        leakage.check(model, ItsPlan(model, precision), "cpu")
