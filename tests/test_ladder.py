@@ -37,7 +37,6 @@ RUNGS = {
         *("data_prep." + name for name in ("assemble", "shard_manifests")),
         "data_prep.pack",
         "data_prep.dedup", "data_prep.decontaminate",
-        "data_prep.dedup",
         "zerolm.leakage",
         *("launch." + name for name in (
             "demo_corpus", "demo_summary", "doctor", "node", "plan", "render", "supervise",
