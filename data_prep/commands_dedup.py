@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.command_line import Problems
+from data_prep.documents import REASONS, InputRules
+from data_prep.input_flags import input_rules
 
 
 def dedup(options: argparse.Namespace) -> None:
@@ -83,7 +85,7 @@ def _run(
     )
     problems.lines += [f"--{flags.get(key, key)}: {what}" for key, what in chosen.problems()]
     problems.lines += _output_problems(options.output, options.input)
-    found = problems.of(_open, options.input, options.text_field)
+    found = problems.of(_open, options.input, input_rules(options, problems))
     problems.refuse()
     start = time.monotonic()
     shown = set()
@@ -97,18 +99,17 @@ def _run(
     return manifest, time.monotonic() - start
 
 
-def _open(arguments: list[str], text_field: str) -> tuple[Any, str, dict[str, Any]]:
-    from data_prep.documents import InputRules
+def _open(arguments: list[str], rules: InputRules) -> tuple[Any, str, dict[str, Any]]:
     from data_prep.sources import find_inputs
     from data_prep.stage_documents import stage_documents, unit_documents
     from data_prep.stage_files import is_stage, read_stage
 
     if len(arguments) == 1 and is_stage(arguments[0]):
         return stage_documents(read_stage(arguments[0]))
-    inputs, notes = find_inputs(arguments, text_field)
+    inputs, notes = find_inputs(arguments, rules.text_field, rules.on_bad_input == "skip")
     for note in notes:
         print(note, file=sys.stderr)
-    return unit_documents(inputs, InputRules(text_field))
+    return unit_documents(inputs, rules)
 
 
 def _output_problems(output: Path, inputs: list[str]) -> list[str]:
@@ -145,6 +146,8 @@ def _show(output: Path, manifest: dict[str, Any], seconds: float, details: Path)
     for reason, count in manifest["dropped"].items():
         size = manifest["dropped_bytes"][reason] / 1e6
         print(f"dropped     {count:,} {reason.replace('_', ' ')}, {size:,.1f} MB")
+    for reason, count in manifest["bad_documents"].items():
+        print(f"skipped     {count:,} {REASONS[reason]}")
     print(f"which ones  {details}")
     rate = manifest["text_bytes_in"] / 1e6 / max(seconds, 1e-9)
     print(f"seconds     {seconds:,.1f}, {rate:,.1f} MB/s of text")

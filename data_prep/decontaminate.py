@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.bad_input import Tally
 from data_prep.evaluation_items import Item, read_items, split_evaluation
 from data_prep.overlap import build_index, load_index
 from data_prep.phases import Executor, Phase, Record, fingerprint, run_phase
 from data_prep.stage_counts import Counts, merge_counts
-from data_prep.stage_documents import Documents, batches, begin_stage
+from data_prep.stage_documents import Documents, bad_input, batches, begin_stage
 from data_prep.stage_files import (
     StageWriter,
     publish_stage,
@@ -92,13 +93,13 @@ class ScanTask:
     min_overlap: float
 
     def __call__(self, unit: int) -> Record:
-        index, counts = load_index(self.index), Counts()
+        index, counts, tally = load_index(self.index), Counts(), Tally()
         dropped_path = self.output / WORK / "contaminated" / stage_file(unit)
         with (
             StageWriter(self.output / stage_file(unit)) as kept,
             StageWriter(dropped_path) as contaminated,
         ):
-            for rows in batches(self.documents.read(unit)):
+            for rows in batches(self.documents.read(unit, tally)):
                 found = index.find([row.text for row in rows], self.min_overlap)
                 matches = {match.document: match for match in found}
                 for number, row in enumerate(rows):
@@ -120,6 +121,7 @@ class ScanTask:
         return {
             "files": dict(zip(names, sizes, strict=True)),
             "entry": entries[0],
+            "tally": tally.record(),
             **counts.record(),
         }
 
@@ -174,6 +176,7 @@ def run_decontaminate(
         counts=merge_counts(written),
         options=settings,
         before=before,
+        **bad_input(documents, written),
         evaluation=[{"file": each, "sha256": digest} for each, digest in files],
         items=len(items),
         texts=len(index.texts),

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.bad_input import Tally
 from data_prep.dedup_candidates import BucketTask, ExactTask, SignatureTask
 from data_prep.dedup_clusters import DecideTask, MembersTask, VerifyTask, read_names
 from data_prep.dedup_files import NUMBER_MASK, UNIT_BITS, array_path, find_range, load
 from data_prep.minhash import MAX_PERMUTATIONS, Bands, choose_bands, load_rensa
 from data_prep.phases import Executor, Phase, Record, fingerprint, run_phase
 from data_prep.stage_counts import Counts, merge_counts
-from data_prep.stage_documents import Documents, begin_stage
+from data_prep.stage_documents import Documents, bad_input, begin_stage
 from data_prep.stage_files import (
     StageWriter,
     publish_stage,
@@ -89,13 +90,13 @@ class WriteTask:
         names = self._names(work, found["kept"])
         dropped = (found["dropped"] & NUMBER_MASK).tolist()
         verdicts = dict(zip(dropped, zip(found.tolist(), names, strict=True), strict=True))
-        counts = Counts()
+        counts, tally = Counts(), Tally()
         (work / "duplicates").mkdir(parents=True, exist_ok=True)
         with (
             StageWriter(self.output / stage_file(unit)) as kept,
             StageWriter(work / "duplicates" / stage_file(unit)) as duplicates,
         ):
-            for number, row in enumerate(self.documents.read(unit)):
+            for number, row in enumerate(self.documents.read(unit, tally)):
                 size = len(row.text.encode())
                 counts.came_in(size)
                 if number not in verdicts:
@@ -111,7 +112,7 @@ class WriteTask:
         names_of_files = [stage_file(unit), f"{WORK}/duplicates/{stage_file(unit)}"]
         sizes = [entry["size_bytes"] for entry in entries]
         files = dict(zip(names_of_files, sizes, strict=True))
-        return {"files": files, "entry": entries[0], **counts.record()}
+        return {"files": files, "entry": entries[0], "tally": tally.record(), **counts.record()}
 
     def _names(self, work: Path, kept: np.ndarray) -> list[Any]:
         """Return the ids, as in the input, of the documents that were kept."""
@@ -193,6 +194,7 @@ def run_dedup(
         counts=merge_counts(written),
         options=settings,
         before=before,
+        **bad_input(documents, written),
         bands=bands._asdict() if bands else None,
         copies=sum(record["copies"] for record in copies),
         candidate_pairs=sum(record["pairs"] for record in pairs),

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-INPUT_HELP = "a stage (a directory with stage.json), or whatever tokenize takes; repeated"
+from data_prep.input_flags import add_input_flags
+
 Add = Callable[[Any, str, str], argparse.ArgumentParser]
 
 
@@ -59,11 +60,8 @@ def add_dedup(commands: Any, add: Add) -> None:
 
 
 def _add_files(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
+    add_input_flags(command)
     command.add_argument(
         "--output", required=True, type=Path, metavar="DIR", help="a new directory; a stage"
-    )
-    command.add_argument(
-        "--text_field", default="text", help="key or column of inputs that are no stage (text)"
     )
     command.add_argument("--workers", metavar="N", help="processes (default: one a core)")

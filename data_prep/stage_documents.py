@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from data_prep.bad_input import Tally, check_bad_fraction
 from data_prep.documents import InputRules, find_text
 from data_prep.phases import fingerprint
 from data_prep.readers import Input
@@ -17,7 +18,7 @@ from data_prep.stage_files import (
     read_lines,
     read_stage,
 )
-from data_prep.units import Tally, Unit, plan_units, read_batches
+from data_prep.units import Unit, plan_units, read_batches
 from data_prep.units import fingerprint as fingerprint_inputs
 from zerolm.errors import ConfigError
 
@@ -47,8 +48,16 @@ class Documents(Protocol):
         """Name what each task reads."""
         ...
 
-    def read(self, task: int) -> Iterator[Row]:
-        """Yield the documents of a task, in order: the same at each call."""
+    def read(self, task: int, tally: Tally | None = None) -> Iterator[Row]:
+        """Yield the documents of a task, in order: the same at each call.
+
+        Args:
+            tally: where what was skipped is counted.
+        """
+        ...
+
+    def check(self, tally: Tally) -> None:
+        """Refuse an input of which too much was bad. Raises ConfigError."""
         ...
 
 
@@ -70,7 +79,10 @@ class StageDocuments:
         """Name what each task reads."""
         return [path.name for path in self.paths]
 
-    def read(self, task: int) -> Iterator[Row]:
+    def check(self, tally: Tally) -> None:
+        """Of a stage, nothing is skipped."""
+
+    def read(self, task: int, tally: Tally | None = None) -> Iterator[Row]:
         """Yield the documents of a task, in order.
 
         Raises:
@@ -97,7 +109,7 @@ class StageDocuments:
 
 @dataclass(frozen=True)
 class UnitDocuments:
-    """The documents of inputs; a task is a unit of them. What is bad in them is refused."""
+    """The documents of inputs; a task is a unit of them."""
 
     inputs: tuple[Input, ...]
     units: tuple[Unit, ...]
@@ -118,13 +130,18 @@ class UnitDocuments:
         """Name the first file that each task reads."""
         return [self.inputs[unit.pieces[0].input].name for unit in self.units]
 
-    def read(self, task: int) -> Iterator[Row]:
+    def check(self, tally: Tally) -> None:
+        """Refuse inputs of which too much was bad. Raises ConfigError."""
+        check_bad_fraction(self.inputs, tally, self.rules)
+
+    def read(self, task: int, tally: Tally | None = None) -> Iterator[Row]:
         """Yield the documents of a unit, in order; one without an `id` is named by its place.
 
         Raises:
             ConfigError: bad input; a file that has changed.
         """
-        for batch in read_batches(self.inputs, self.units[task], self.rules, Tally()):
+        tally = tally or Tally()
+        for batch in read_batches(self.inputs, self.units[task], self.rules, tally):
             for document in batch.documents:
                 record = document.record or {self.text_field: document.text}
                 if "id" not in record:
@@ -177,6 +194,17 @@ def begin_stage(output: Path, name: str, inputs: str) -> dict[str, Any] | None:
         return manifest
     (output / STAGE).unlink()  # of other options or inputs
     return None
+
+
+def bad_input(documents: Documents, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return, for `stage.json`, what tasks left out of the input (each with a `tally`).
+
+    Raises:
+        ConfigError: too much of it.
+    """
+    tally = Tally.from_records([record["tally"] for record in records])
+    documents.check(tally)
+    return {"skipped_documents": dict(tally.skipped), "bad_documents": dict(tally.bad)}
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:

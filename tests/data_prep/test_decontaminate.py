@@ -194,9 +194,13 @@ def test_items_are_read_from_every_kind_of_file(tmp_path, name):
 def test_both_commands_one_after_the_other_as_a_user_runs_them(hellaswag, corpus, tmp_path):
     texts = [text for text, _ in corpus[:80]] * 2
     raw = tmp_path / "raw.jsonl"
-    raw.write_text("".join(json.dumps({"text": text, "url": "u"}) + "\n" for text in texts))
+    raw.write_text("".join(json.dumps({"text": text, "url": "u"}) + "\n" for text in texts) + "x\n")
     words = ("--input", raw, "--output", tmp_path / "one", "--workers", 1)
+    refused = data_prep("dedup", *words)  # its last line is no document
+    assert refused.returncode == 2 and f"{raw}:161: not valid JSON" in refused.stderr
+    words += ("--on_bad_input", "skip")
     result = data_prep("dedup", *words)
+    assert "skipped     1 lines that are not JSON" in result.stdout
     assert result.returncode == 0, result.stderr
     assert "160 -> " in result.stdout and "exact duplicate" in result.stdout
     first = documents_of(tmp_path / "one")[0]
