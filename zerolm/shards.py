@@ -171,6 +171,9 @@ def verify(directory: str | Path) -> dict[str, Any]:
         (f"{TOKENIZER_DIRECTORY}/{entry['file']}", entry["sha256"])
         for entry in source.manifest["tokenizer"].get("files", [])
     ]
+    if "input_files" in source.manifest:  # what the origins of documents point into
+        entry = source.manifest["input_files"]
+        expected.append((entry["file"], entry["sha256"]))
     for name, checksum in expected:
         path = source.directory / name
         if not path.is_file():

@@ -1,0 +1,97 @@
+"""data_prep/parts.py, assemble.py: shards are the same documents however they lie in parts."""
+
+import hashlib
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import xxhash
+
+from data_prep.assemble import AssembleShards, Shard
+from data_prep.parts import Batch, PartWriter, are_whole, files_of, plan_shards, read_parts
+
+
+def shards_one_by_one(lengths: list[int], shard_tokens: int) -> list[list[int]]:
+    """The rule of docs/formats.md, written down as it is said: a document at a time."""
+    shards: list[list[int]] = [[]]
+    for number, length in enumerate(lengths):
+        if shards[-1] and sum(lengths[each] for each in shards[-1]) + length > shard_tokens:
+            shards.append([])
+        shards[-1].append(number)
+    return shards
+
+
+def write_parts(directory, documents: list[np.ndarray], cuts: list[int]) -> list[tuple]:
+    """Write documents, cut into parts; return what `plan_shards` takes."""
+    parts = []
+    limits = [0, *sorted(cuts), len(documents)]
+    for number, (first, last) in enumerate(pairwise(limits)):
+        writer = PartWriter(directory, f"{number:05d}", 1)
+        own = documents[first:last]
+        if own:
+            lengths = np.array([len(each) for each in own])
+            writer.add(0, Batch(np.concatenate(own), lengths, np.arange(first, last), 7))
+        writer.close(fingerprint="f", last=number == len(limits) - 2)
+        if own:
+            parts.append((str(directory / f"{number:05d}.0"), len(own), int(lengths.sum())))
+    return parts
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_shards_hold_the_documents_that_fit_whatever_the_parts(tmp_path, seed):
+    """Against the rule written plainly; sums and hashes against the libraries that define them."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 2, 9, 30, 200]) for _ in range(rng.randrange(1, 60))]
+    documents = [np.array([rng.randrange(500) for _ in range(n)], "<u2") for n in lengths]
+    cuts = [rng.randrange(len(documents) + 1) for _ in range(rng.randrange(6))]
+    shard_tokens = rng.choice([1, 40, 100, 10_000])
+    (tmp_path / "parts").mkdir()
+    planned = list(plan_shards(write_parts(tmp_path / "parts", documents, cuts), shard_tokens))
+    expected = shards_one_by_one(lengths, shard_tokens)
+    assert len(planned) == len(expected)
+    shards = tuple(Shard(tmp_path, number, tuple(each)) for number, each in enumerate(planned))
+    assemble = AssembleShards(shards, 2, tmp_path)
+    for number, members in enumerate(expected):
+        entry = assemble(number)["shard"]
+        content = np.concatenate([documents[each] for each in members]).tobytes()
+        stem = tmp_path / f"shard-{number:05d}"
+        assert stem.with_suffix(".bin").read_bytes() == content
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+        ends = np.fromfile(stem.with_suffix(".idx"), "<u8").tolist()
+        assert ends == np.cumsum([lengths[each] for each in members]).tolist()
+        assert np.fromfile(stem.with_suffix(".org"), "<u8").tolist() == members
+        sums = np.fromfile(stem.with_suffix(".sums"), "<u8").tolist()
+        blocks = [content[start : start + 65536] for start in range(0, len(content), 65536)]
+        assert sums == [xxhash.xxh3_64_intdigest(block) for block in blocks]
+        assert entry["num_documents"] == len(members) and entry["num_tokens"] == ends[-1]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "record", "other"])
+def test_parts_behind_a_damaged_one_are_made_again(tmp_path, damage):
+    documents = [np.full(5, number, "<u2") for number in range(9)]
+    write_parts(tmp_path, documents, [3, 6])
+    before = read_parts(tmp_path, "f")
+    assert [part["name"] for part in before] == ["00000", "00001", "00002"]
+    record = {
+        "files": {name: size for part in before for name, size, _ in files_of(part)},
+        "checksums": [checksum for part in before for _, _, checksum in files_of(part)],
+    }
+    assert are_whole(tmp_path, record)
+    ids = tmp_path / "00001.0.ids"
+    content = ids.read_bytes()
+    if damage == "flip":
+        ids.write_bytes(content[:7] + bytes([content[7] ^ 1]) + content[8:])
+    elif damage == "cut":
+        ids.write_bytes(content[:-1])
+    elif damage == "remove":
+        ids.unlink()
+    elif damage == "record":
+        (tmp_path / "00001.json").write_text('{"name": "00001", "spl')
+    kept = 0 if damage == "other" else 1
+    if damage in ("flip", "cut", "remove"):
+        assert not are_whole(tmp_path, record)
+    assert read_parts(tmp_path, "g" if damage == "other" else "f") == before[:kept]
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"00000"} - {
+        "" if kept else "00000"
+    }
