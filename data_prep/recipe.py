@@ -1,0 +1,242 @@
+"""A recipe: one JSON file for a whole pipeline, checked as a whole before anything is written.
+
+Paths are relative to the recipe. Every source goes through the same stages, each into a directory
+of its own: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. docs/data_pipeline.md has the
+keys; `data_prep/recipes/` has examples.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from data_prep.clean import CleanOptions
+from data_prep.decontaminate import DecontaminateOptions
+from data_prep.dedup import DedupOptions
+from data_prep.documents import InputRules
+from data_prep.filters import filter_problems
+from data_prep.sources import find_inputs
+from data_prep.stage_options import options_from
+from data_prep.tokenizers import load_tokenizer
+from zerolm.errors import ConfigError, did_you_mean
+from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
+
+KEYS = ("output", "sources", "clean", "dedup", "decontaminate", "tokenize", "executor")
+CLEAN_KEYS = ("filters", "keep_dropped", "unit_bytes")
+STAGES = ("clean", "dedup", "decontaminate", "shards")
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+BACKENDS = ("auto", "tokenizers", "gigatoken", "fastokens", "tiktoken", "transformers")
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Where a source's documents are, and how they are read: as the flags of `tokenize`."""
+
+    input: tuple[str, ...]
+    text_field: str = "text"
+    on_bad_input: str = "fail"
+    max_bad_fraction: float = 0.01
+    max_document_bytes: int = 1 << 26
+    max_expansion: int = 200
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (option, what is wrong with it)."""
+        if self.on_bad_input not in ("fail", "skip"):
+            yield "on_bad_input", f"{self.on_bad_input!r} is not fail or skip."
+        if not 0 <= self.max_bad_fraction <= 1:
+            yield "max_bad_fraction", f"{self.max_bad_fraction} is not from 0 to 1."
+        for name in ("max_document_bytes", "max_expansion"):
+            if getattr(self, name) < 1:
+                yield name, f"{getattr(self, name)} is not from 1 up."
+
+    def rules(self) -> InputRules:
+        """Return the rules of reading; whole records are read, to be written again."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return InputRules(**given, keep_records=True)
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How the documents that are left become token shards: as the flags of `tokenize`."""
+
+    tokenizer: str
+    val_fraction: float = 0.0
+    shard_tokens: int = DEFAULT_SHARD_TOKENS
+    encoder: str = "auto"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (option, what is wrong with it)."""
+        if not 0 <= self.val_fraction < 1:
+            yield "val_fraction", f"{self.val_fraction} is not from 0 to below 1."
+        if self.shard_tokens < 1:
+            yield "shard_tokens", f"{self.shard_tokens} is not from 1 up."
+        if self.encoder not in BACKENDS:
+            yield "encoder", f"{self.encoder!r} is not one of {', '.join(BACKENDS)}."
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source with its files."""
+
+    name: str
+    options: SourceOptions
+    inputs: tuple[Any, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe that can be run."""
+
+    path: Path
+    content: Json
+    output: Path
+    sources: tuple[Source, ...]
+    clean: CleanOptions  # its rules are those of each source
+    dedup: DedupOptions | None
+    decontaminate: DecontaminateOptions | None
+    shards: ShardOptions | None
+    tokenizer: Any  # loaded, where there are shards
+    executor: Json  # options of Slurm or Ray
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of each source, in order."""
+        left_out = [self.dedup is None, self.decontaminate is None, self.shards is None]
+        return ("clean", *(name for name, out in zip(STAGES[1:], left_out, strict=True) if not out))
+
+    def provenance(self) -> Json:
+        """Return what every stage and manifest says about the recipe."""
+        text = self.path.read_bytes()
+        return {
+            "file": self.path.name,
+            "sha256": hashlib.sha256(text).hexdigest(),
+            "content": self.content,
+        }
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe and check all of it: keys, values, filters, inputs, tokenizer, output.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    content = _load(path)
+    problems = [
+        f"{path}: {key!r} is not a key of a recipe.{did_you_mean(key, KEYS)} "
+        f"There are {', '.join(KEYS)}."
+        for key in content
+        if key not in KEYS
+    ]
+    base = path.parent
+    found: dict[str, Any] = {"dedup": None, "decontaminate": None, "tokenize": None}
+    kinds = {"dedup": DedupOptions, "decontaminate": DecontaminateOptions, "tokenize": ShardOptions}
+    for key, kind in kinds.items():
+        if key in content:
+            found[key] = _collect(problems, options_from, kind, content[key], f"{path}: {key}")
+    clean = _clean(content.get("clean", {}), f"{path}: clean", problems)
+    output = content.get("output")
+    if not isinstance(output, str) or not output:
+        problems.append(f"{path}: output: {output!r} is not a directory's path.")
+        output = "."
+    elif (base / output).exists() and not (base / output).is_dir():
+        problems.append(f"{path}: output: {base / output} is a file.")
+    executor = content.get("executor", {})
+    if not isinstance(executor, dict):
+        problems.append(f"{path}: executor: {executor!r} is not an object of options.")
+    if found["decontaminate"] is not None:
+        found["decontaminate"] = found["decontaminate"].relative_to(base)
+        _collect(problems, found["decontaminate"].read_items)
+    tokenizer = None
+    if found["tokenize"] is not None:
+        local = base / found["tokenize"].tokenizer
+        name = str(local) if local.exists() else found["tokenize"].tokenizer
+        tokenizer = _collect(problems, load_tokenizer, name)
+    sources = tuple(_sources(content.get("sources"), path, problems))
+    if problems:
+        raise ConfigError(problems)
+    return Recipe(
+        path, content, base / output, sources, clean, found["dedup"], found["decontaminate"],
+        found["tokenize"], tokenizer, executor,
+    )  # fmt: skip
+
+
+def _load(path: Path) -> Json:
+    def no_twins(pairs: list[tuple[str, Any]]) -> Json:
+        for key, _ in pairs:
+            if sum(key == other for other, _ in pairs) > 1:
+                raise ValueError(f"the key {key!r} is there twice")
+        return dict(pairs)
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_twins)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: is not a JSON object. data_prep/recipes/ has examples.")
+    return content
+
+
+def _collect(problems: list[str], step: Any, *arguments: Any) -> Any:
+    try:
+        return step(*arguments)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _clean(given: Any, where: str, problems: list[str]) -> CleanOptions:
+    if not isinstance(given, Mapping):
+        problems.append(f"{where}: {given!r} is not an object of options.")
+        return CleanOptions()
+    problems += [
+        f"{where}.{key}: is not an option.{did_you_mean(key, CLEAN_KEYS)} "
+        f"There are {', '.join(CLEAN_KEYS)}."
+        for key in given
+        if key not in CLEAN_KEYS
+    ]
+    filters = given.get("filters", [])
+    problems += filter_problems(filters, f"{where}.filters")
+    if not isinstance(given.get("keep_dropped", False), bool):
+        problems.append(f"{where}.keep_dropped: {given['keep_dropped']!r} is not true or false.")
+    size = given.get("unit_bytes")
+    if size is not None and not (isinstance(size, int | float) and size >= 1):
+        problems.append(f"{where}.unit_bytes: {size!r} is not a number of bytes.")
+        size = None
+    keep = Path("dropped") if given.get("keep_dropped") is True else None
+    unit_bytes = None if size is None else int(size)
+    return CleanOptions(tuple(filters) if isinstance(filters, list) else (), unit_bytes=unit_bytes,
+                        keep_dropped=keep)  # fmt: skip
+
+
+def _sources(given: Any, path: Path, problems: list[str]) -> Iterator[Source]:
+    where = f"{path}: sources"
+    if not isinstance(given, dict) or not given:
+        problems.append(f"{where}: is not an object with at least one source: its name, and input.")
+        return
+    for name, options in given.items():
+        if not SOURCE_NAME.fullmatch(name):
+            problems.append(f"{where}.{name}: is not a name of letters, digits, '_', '.' and '-'.")
+            continue
+        chosen = _collect(problems, options_from, SourceOptions, options, f"{where}.{name}")
+        if chosen is None:
+            continue
+        arguments = [_from_recipe(path.parent, each) for each in chosen.input]
+        found = _collect(
+            problems, find_inputs, arguments, chosen.text_field, chosen.on_bad_input == "skip"
+        )
+        if found is not None:
+            yield Source(name, chosen, tuple(found[0]), tuple(found[1]))
+
+
+def _from_recipe(base: Path, argument: str) -> str:
+    """Return an input as seen from the current directory; ids of the hub stay."""
+    local = str(base / argument)
+    return local if os.path.lexists(local) or glob.glob(local, recursive=True) else argument  # noqa: PTH207
