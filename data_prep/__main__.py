@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_prep.command_line import Problems, parse
+from data_prep.commands_clean import clean, progress
 from data_prep.commands_dedup import decontaminate, dedup
 from data_prep.commands_pack import pack_shards
+from data_prep.commands_run import run
 from data_prep.commands_tokenize import tokenize, verify
 from zerolm.errors import EXIT_DONE, ConfigError, ZerolmError
 
@@ -111,6 +113,9 @@ COMMANDS = {
     "pack": pack_shards,
     "dedup": dedup,
     "decontaminate": decontaminate,
+    "run": run,
+    "progress": progress,
+    "clean": clean,
 }
 
 

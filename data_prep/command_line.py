@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_pack(commands)
     add_dedup(commands, _add)
+    _add_run(commands)
     return parser
 
 
@@ -112,6 +113,30 @@ def _add_pack(commands: Any) -> None:
     pack = _add(commands, "pack", what)
     pack.add_argument("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
     pack.add_argument("--seq_len", required=True, metavar="T", help="tokens of a sequence")
+
+
+def _add_run(commands: Any) -> None:
+    run = _add(commands, "run", "run a recipe: clean, dedup, decontaminate, tokenize")
+    run.add_argument("recipe", type=Path, metavar="RECIPE", help="a JSON file")
+    run.add_argument(
+        "--executor", default="local", metavar="local|slurm|ray", help="where tasks run"
+    )
+    run.add_argument("--workers", metavar="N", help="tasks at a time (default: one a core)")
+    run.add_argument("--check", action="store_true", help="show the plan, and write nothing")
+    progress = _add(commands, "progress", "show how far the tasks of a pipeline are")
+    progress.add_argument("directory", type=Path, metavar="DIR", help="the output of a recipe")
+    clean = _add(commands, "clean", "filter documents into a stage")
+    add_input_flags(clean)
+    clean.add_argument("--output", required=True, type=Path, metavar="DIR", help="the stage")
+    clean.add_argument(
+        "--filters",
+        required=True,
+        type=Path,
+        metavar="JSON",
+        help="a list of filters, as in a recipe, or a recipe",
+    )
+    clean.add_argument("--workers", metavar="N", help="processes (default: one a core)")
+    clean.add_argument("--keep_dropped", type=Path, metavar="DIR", help="write what is dropped")
 
 
 class Problems:

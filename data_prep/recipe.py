@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.clean import CleanOptions
-from data_prep.decontaminate import DecontaminateOptions
 from data_prep.dedup import DedupOptions
 from data_prep.documents import InputRules
 from data_prep.filters import filter_problems
@@ -101,7 +100,7 @@ class Recipe:
     sources: tuple[Source, ...]
     clean: CleanOptions  # its rules are those of each source
     dedup: DedupOptions | None
-    decontaminate: DecontaminateOptions | None
+    decontaminate: Any  # its DecontaminateOptions, or None
     shards: ShardOptions | None
     tokenizer: Any  # loaded, where there are shards
     executor: Json  # options of Slurm or Ray
@@ -128,6 +127,8 @@ def read_recipe(path: Path) -> Recipe:
     Raises:
         ConfigError: every problem.
     """
+    from data_prep.decontaminate import DecontaminateOptions
+
     content = _load(path)
     problems = [
         f"{path}: {key!r} is not a key of a recipe.{did_you_mean(key, KEYS)} "

@@ -19,8 +19,8 @@ PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
     4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
     3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize",
-        "data_prep.commands_dedup"},
-    2: {"zerolm.evaluations", "data_prep.tokenization"},
+        "data_prep.commands_dedup", "data_prep.commands_clean", "data_prep.commands_run"},
+    2: {"zerolm.evaluations", "data_prep.tokenization", "data_prep.recipe"},
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "evaluate_export", "export",
@@ -33,6 +33,8 @@ RUNGS = {
         )),
         *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
         "data_prep.clean",
+        "data_prep.executors",
+        "data_prep.pipeline_report",
         "data_prep.encoders",
         *("data_prep." + name for name in ("assemble", "shard_manifests")),
         "data_prep.pack",
