@@ -1,0 +1,81 @@
+"""Packed rows with a document mask: two ranks, killed and resumed, against each document alone."""
+
+import json
+
+import numpy as np
+import plain_pytorch
+import pytest
+import torch
+from recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
+from torch.nn import functional
+
+from data_prep.__main__ import main
+from tests.launching import LLAMA, launch, rows, write_shards
+from zerolm import ledger
+from zerolm.order import Order
+from zerolm.packing import PIECE
+
+STEPS, SAVE, KILLED = 8, 3, 5
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    directory = write_shards(tmp_path_factory.mktemp("packed") / "counting", 300, seed=4)
+    assert main(["pack", str(directory), "--seq_len", str(SEQ_LEN)]) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reference(shards):
+    """Train with plain PyTorch: every document of a row by itself, no mask, no padding."""
+    tokens = plain_pytorch.read_tokens(shards)
+    ends = np.fromfile(shards / f"packing-{SEQ_LEN}.rows", "<u8").astype(int).tolist()
+    pieces = np.fromfile(shards / f"packing-{SEQ_LEN}.pieces", PIECE).tolist()
+    order = Order([len(ends)], [1.0], SEED)
+    model = plain_pytorch.initial_model(LLAMA, SEED)
+    matrices = [each for each in model.parameters() if each.ndim >= 2]
+    others = [each for each in model.parameters() if each.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total, count = torch.zeros(()), 0
+        for row in order(np.arange(step * BATCH, (step + 1) * BATCH)).window.tolist():
+            for start, length in pieces[ends[row - 1] if row else 0 : ends[row]]:
+                ids = torch.from_numpy(tokens[start : start + length])[None]
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+                total = total + functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+                count += length - 1
+        (total / count).backward()
+        losses.append(total.item() / count)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
+def test_a_killed_packed_run_learns_what_each_document_alone_teaches(
+    tmp_path, llama, shards, reference, stage
+) -> None:
+    run_dir, seen = tmp_path / "run", tmp_path / "ledger"
+    seen.mkdir()
+    json_file = profile(tmp_path / "ds.json", stage, bf16=False)
+    words = recipe(llama, shards, run_dir, json_file, STEPS, micro=2)
+    words += ["--packing", "best_fit", "--document_mask", "--schedule", "constant"]
+    words += ["--warmup_tokens", 0, "--wandb", "off", "--checkpoint_interval", SAVE]
+    more = {"ZEROLM_LEDGER": str(seen)}
+    killed = launch(2, *words, "--no-async_checkpoint", FAULT=f"step.end:*:{KILLED}:kill", **more)
+    assert killed.returncode != 0 and "documents are kept apart by sdpa" in killed.stdout
+    again = launch(2, *words, **more)
+    assert again.returncode == 0, again.stdout[-4000:]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resume"] == [SAVE]
+    losses, norms = reference
+    np.testing.assert_allclose(list(rows(run_dir, "train/loss").values()), losses, rtol=2e-5)
+    np.testing.assert_allclose(list(rows(run_dir, "train/grad_norm").values()), norms, rtol=2e-4)
+    taken = ledger.read(seen)
+    for step in range(1, STEPS + 1):
+        expected = list(range((step - 1) * BATCH, step * BATCH))
+        times = 2 if SAVE < step <= KILLED else 1  # before the kill, and again
+        assert sorted(taken[step]) in (sorted(expected * times), expected)
