@@ -1,0 +1,341 @@
+"""Bad input through the real command: counted, named, left out or refused; never a traceback.
+
+Every case is alone under `fail`, and together with all others and with good documents under `skip`.
+"""
+
+import gzip
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from small_corpus import ROOT, data_prep
+from transformers import AutoTokenizer
+
+GOOD = b'{"text": "good"}\n'
+LIMIT = 10_000  # --max_document_bytes
+FLAGS = ["--max_document_bytes", LIMIT, "--max_expansion", 100, "--encoder", "tokenizers"]
+MANY = GOOD * 3000 + b'{"text": "last"}\n'
+
+
+def table(**columns: object) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
+def zst(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+class Case(NamedTuple):
+    """What a file holds, and what becomes of it."""
+
+    content: bytes
+    bad: dict[str, int]  # documents by reason
+    texts: list[str] | int  # the good documents, or so many times "good"
+    said: str  # with {file} for the path
+    skipped: dict[str, int] = {}  # noqa: RUF012 - never changed
+
+
+def line(content: bytes, reason: str, said: str) -> Case:
+    """A bad line between two good ones."""
+    return Case(GOOD + content + b"\n" + GOOD, {reason: 1}, ["good"] * 2, "{file}:2: " + said)
+
+
+BOMB = zlib.compressobj(9, zlib.DEFLATED, 31)
+BOMB_GZ = BOMB.compress(GOOD + bytes(80 << 20)) + BOMB.flush()
+CUT_GZ = gzip.compress(MANY, mtime=0)[:-20]
+READABLE = zlib.decompressobj(31).decompress(CUT_GZ)
+SURROGATE = pa.array([b"a", b"\xed\xa0\x80"]).view(pa.string())
+CASES = {
+    "broken_json.jsonl": line(b'{"text": "a"', "bad_json", "not valid JSON"),
+    "nul_bytes.jsonl": line(bytes(9), "bad_json", "not valid JSON"),
+    "deep.jsonl": line(b"[" * 9000, "bad_json", "not valid JSON"),
+    "old_mac.jsonl": Case(b'{"text": "a"}\r' * 2, {"bad_json": 1}, [], "{file}:1: not valid JSON"),
+    "list.jsonl": line(b'["a"]', "not_an_object", "a JSON list, not an object"),
+    "other_field.jsonl": line(b'{"body": "a"}', "no_text_field", "no key 'text'; it has 'body'"),
+    "number.jsonl": line(b'{"text": 5}', "not_a_string", "the text is 5, a int and not a string"),
+    "object.jsonl": line(b'{"text": {"a": "b"}}', "not_a_string", "the text is {'a': 'b'}, a dict"),
+    "latin.jsonl": line(b'{"text": "caf\xe9"}', "not_utf8", "not UTF-8: byte 0xe9"),
+    "surrogate.jsonl": line(rb'{"text": "a\ud800"}', "lone_surrogate", "the text has a lone"),
+    "utf16.jsonl": Case(
+        '{"text": "a"}'.encode("utf-16"), {"not_utf8": 1}, [], "{file}:1: not UTF-8: byte 0xff"
+    ),
+    "long.jsonl": line(b'{"text": "%s"}' % (b"x" * LIMIT), "too_long", "10,012 bytes are more"),
+    "long.jsonl.gz": Case(
+        gzip.compress(GOOD + b'{"text": "%s"}\n' % (b"x" * 500_000) + GOOD),
+        {"too_long": 1}, ["good"] * 2, "{file}:2: 500,013 bytes are more than --max_document_bytes",
+    ),
+    "latin.txt": Case(b"one\ntwo \xe9\n", {"not_utf8": 1}, [], "{file}:2: not UTF-8: byte 0xe9"),
+    "long.txt": Case(b"x" * 10_001, {"too_long": 1}, [], "{file}:1: 10,001 bytes are more"),
+    "cut.jsonl.gz": Case(CUT_GZ, {"cut": 1}, READABLE.count(b"\n"), "ends too early"),
+    "cut.jsonl.zst": Case(zst(GOOD * 9) + zst(GOOD)[:-3], {"cut": 1}, 10, "ends too early"),
+    "nothing.jsonl.gz": Case(b"", {"cut": 1}, [], "{file}:1: the compressed data ends too early"),
+    "damaged.jsonl.gz": Case(
+        flipped(gzip.compress(GOOD * 9), -6), {"damaged": 1}, 9, "{file}:10: "
+    ),
+    "damaged.jsonl.zst": Case(flipped(zst(GOOD * 9), -2), {"damaged": 1}, [], "{file}:1: "),
+    "text.jsonl.gz": Case(b"text\n" * 9, {"damaged": 1}, [], "{file}:1: "),
+    "bomb.jsonl.gz": Case(BOMB_GZ, {"expands": 1, "too_long": 1}, 1, "expands more than"),
+    "text.parquet": Case(b"text\n" * 9, {"damaged": 1}, [], "cannot be read as Parquet"),
+    "cut.parquet": Case(table(text=["a"])[:-9], {"damaged": 1}, [], "cannot be read as Parquet"),
+    "other_column.parquet": Case(
+        table(body=["a", "b", "c"]), {"no_text_field": 3}, [], "no column 'text'; it has body"
+    ),
+    "numbers.parquet": Case(table(text=[1, 2]), {"not_a_string": 2}, [], "int64, not string"),
+    "surrogate.parquet": Case(table(text=SURROGATE), {"not_utf8": 1}, ["a"], "{file}:2: not UTF-8"),
+    "long.parquet": Case(
+        table(text=["a", "é" * 5001]), {"too_long": 1}, ["a"], "{file}:2: 10,002 bytes are more"
+    ),
+}  # fmt: skip
+HARMLESS = {
+    "null.jsonl": Case(GOOD + b'{"text": null}\n', {}, ["good"], "", {"null": 1}),
+    "empty.jsonl": Case(GOOD + b'{"text": ""}\n', {}, ["good"], "", {"empty": 1}),
+    "empty.txt": Case(b"", {}, [], "", {"empty": 1}),
+    "nothing.jsonl": Case(b"", {}, [], ""),
+    "windows.jsonl": Case(b'{"text": "a"}\r\n\r\n', {}, ["a"], "", {"blank_lines": 1}),
+    "mark.jsonl": Case(b'\xef\xbb\xbf{"text": "a"}', {}, ["a"], ""),
+    "mark.txt": Case(b"\xef\xbb\xbfa", {}, ["a"], ""),
+    "nul.jsonl": Case(rb'{"text": "a\u0000b", "x": NaN, "y": "\ud800"}', {}, ["a\0b"], ""),
+    "nul.txt": Case(b"a\0b", {}, ["a\0b"], ""),
+    "null.parquet": Case(table(text=["a", None, ""]), {}, ["a"], "", {"null": 1, "empty": 1}),
+    "no_rows.parquet": Case(table(text=pa.array([], pa.string())), {}, [], ""),
+}
+
+
+def odd_files(directory: Path) -> dict[str, str]:
+    """Make what is no file that can be opened; return {name: what is said}."""
+    os.mkfifo(directory / "pipe.jsonl")
+    (directory / "link.jsonl").symlink_to(directory / "absent")
+    (directory / "loop.txt").symlink_to(directory / "loop.txt")
+    said = {
+        "pipe.jsonl": "it is neither a file nor a directory",
+        "link.jsonl": "a link to nothing",
+        "loop.txt": "is not a readable file",
+    }
+    if os.geteuid() != 0:  # who may read everything
+        (directory / "secret.jsonl").write_bytes(GOOD)
+        (directory / "secret.jsonl").chmod(0)
+        said["secret.jsonl"] = "Check its permissions"
+    return said
+
+
+def decoded(shards: Path) -> dict[str, list[str]]:
+    """Return {name of an input file: its texts}, without this project's readers."""
+    manifest = json.loads((shards / "manifest.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(shards / "tokenizer")
+    inputs = json.loads((shards / "inputs.json").read_text())["inputs"]
+    texts: dict[str, list[str]] = {}
+    for shard in manifest["shards"]:
+        ids = np.fromfile(shards / shard["file"], "<u2")
+        ends = np.fromfile(shards / shard["index"], "<u8").astype(int)
+        origins = np.fromfile(shards / shard["origins"], "<u8").tolist()
+        for part, origin in zip(np.split(ids, ends[:-1]), origins, strict=True):
+            name = Path(inputs[origin >> 40]["name"]).name
+            texts.setdefault(name, []).append(tokenizer.decode(part[:-1]))
+    return texts
+
+
+def test_all_bad_input_together_is_skipped_counted_and_named(tmp_path, tokenizer_directory):
+    corpus = tmp_path / "corpus"
+    (corpus / "directory.jsonl").mkdir(parents=True)
+    (corpus / "directory.jsonl" / "inner.txt").write_text("inner")
+    odd = odd_files(corpus)
+    cases = CASES | HARMLESS
+    for name, case in cases.items():
+        (corpus / name).write_bytes(case.content)
+    command = [
+        *("tokenize", "--input", corpus, "--tokenizer", tokenizer_directory, *FLAGS),
+        *("--output", tmp_path / "s", "--on_bad_input", "skip"),
+    ]
+    result = data_prep(*command)
+    assert result.returncode == 2, "more than a hundredth was bad"
+    assert "more than --max_bad_fraction 0.01" in result.stderr
+    assert not (tmp_path / "s" / "manifest.json").exists()
+
+    result = data_prep(*command, "--max_bad_fraction", 1)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    bad: dict[str, int] = {"unreadable": len(odd)}
+    skipped: dict[str, int] = {}
+    for case in cases.values():
+        for counts, more in ((bad, case.bad), (skipped, case.skipped)):
+            for reason, count in more.items():
+                counts[reason] = counts.get(reason, 0) + count
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    report = manifest["bad_input"]
+    assert report["bad_documents"] == bad and report["on_bad_input"] == "skip"
+    assert report["lost_bytes"] > 0
+    assert manifest["skipped_documents"] == skipped
+    for reason, count in bad.items():
+        assert any(f"bad input: {count:,} " in said for said in result.stdout.splitlines()), reason
+    found = decoded(tmp_path / "s")
+    assert found.pop("inner.txt") == ["inner"]
+    for name, case in cases.items():
+        texts = found.pop(name, [])
+        if isinstance(case.texts, list):
+            assert texts == case.texts, name
+        else:
+            assert texts == ["good"] * case.texts, name
+    assert not found
+
+
+@pytest.fixture
+def command(capsys, tokenizer_directory):
+    """Run `main` in this process; return (exit code, lines of standard error)."""
+    import signal
+
+    from data_prep.__main__ import main
+
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(source: Path, output: Path, *words: object) -> tuple[int, list[str]]:
+        flags = ["tokenize", "--input", source, "--tokenizer", tokenizer_directory, *FLAGS]
+        code = main([*map(str, flags), "--output", str(output), "--workers", "1", *map(str, words)])
+        return code, capsys.readouterr().err.splitlines()
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_bad_input_is_refused_by_its_place(tmp_path, command, name):
+    case = CASES[name]
+    path = tmp_path / name
+    path.write_bytes(case.content)
+    code, lines = command(path, tmp_path / "s")
+    assert code == 2 and len(lines) == max(1, len(case.bad) if "bomb" in name else 1), lines
+    assert any(case.said.replace("{file}", str(path)) in said for said in lines), lines
+    assert all(said.startswith(str(path)) for said in lines)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [name]
+
+
+def test_what_is_no_file_is_refused_all_at_once(tmp_path, command):
+    (tmp_path / "corpus").mkdir()
+    odd = odd_files(tmp_path / "corpus")
+    code, lines = command(tmp_path / "corpus", tmp_path / "s")
+    assert code == 2 and len(lines) == len(odd)
+    for name, said in odd.items():
+        assert any(f"{tmp_path / 'corpus' / name}: " in each and said in each for each in lines)
+
+
+def test_flags_for_bad_input_are_checked(tmp_path, command):
+    (tmp_path / "a.txt").write_text("a")
+    wrong = ["--max_document_bytes", 0, "--max_expansion", "x", "--max_bad_fraction", 2]
+    code, lines = command(tmp_path / "a.txt", tmp_path / "s", *wrong, "--on_bad_input", "warn")
+    assert code == 2 and len(lines) == 5, lines
+
+
+# The peak of the process itself: ru_maxrss would be that of the one that started it, if larger.
+PEAK = """
+from pathlib import Path
+print("peak", int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024)
+"""
+COMMAND = """
+import sys
+from data_prep.__main__ import main
+code = main(sys.argv[1:])
+"""
+LIBRARIES = """
+import numpy, orjson, tokenizers
+"""
+
+
+def peak_of(program: str, *words: object) -> tuple[str, int]:
+    """Run a program; return its standard output, and its peak of memory in MiB."""
+    result = subprocess.run(
+        [sys.executable, "-c", program + PEAK, *map(str, words)],
+        cwd=ROOT, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout, int(result.stdout.partition("peak ")[2])
+
+
+def giant_line(path: Path, megabytes: int) -> None:
+    """Write gzip of a good line, one of so many MB of text, and a good one."""
+    rng = random.Random(0)
+    block = "".join(rng.choices("etaoin shrdlu", k=1 << 20)).encode()
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(GOOD + b'{"text": "')
+        for _ in range(megabytes):
+            file.write(block)
+        file.write(b'"}\n' + GOOD)
+
+
+def peak_with_a_giant_line(tmp_path, tokenizer, megabytes: int) -> int:
+    giant_line(tmp_path / "giant.jsonl.gz", megabytes)
+    output, peak = peak_of(
+        COMMAND,
+        *("tokenize", "--input", tmp_path / "giant.jsonl.gz", "--tokenizer", tokenizer),
+        *("--output", tmp_path / "s", "--workers", "1", "--on_bad_input", "skip"),
+        *("--max_bad_fraction", "0.5", "--max_document_bytes", "1e6", "--encoder", "tokenizers"),
+    )
+    assert "bad input: 1 in documents longer than --max_document_bytes" in output
+    assert decoded(tmp_path / "s") == {"giant.jsonl.gz": ["good", "good"]}
+    return peak
+
+
+def test_a_giant_line_needs_no_memory(tmp_path, tokenizer_directory):
+    """Of 48 MB a limit of 1 MB keeps nothing: little more is used than the libraries take."""
+    _, libraries = peak_of(LIBRARIES)
+    assert peak_with_a_giant_line(tmp_path, tokenizer_directory, 48) < libraries + 40
+
+
+@pytest.mark.soak
+def test_a_line_of_a_gigabyte_needs_no_memory(tmp_path, tokenizer_directory):
+    _, libraries = peak_of(LIBRARIES)
+    assert peak_with_a_giant_line(tmp_path, tokenizer_directory, 1024) < libraries + 40
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_damaged_files_lose_nothing_silently(tmp_path, command, seed):
+    """Changed bytes anywhere, in all formats: undamaged documents stay, or it is said."""
+    rng = random.Random(seed)
+    texts = [f"{number} " + "word " * rng.randrange(30) for number in range(300)]
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    data = b"".join(lines)
+    table_file = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), table_file, write_page_checksum=True)
+    formats = {
+        "a.jsonl": data, "b.jsonl.gz": gzip.compress(data), "c.jsonl.zst": zst(data),
+        "d.parquet": table_file.getvalue(),
+    }  # fmt: skip
+    for name, whole in formats.items():
+        content = bytearray(whole)
+        places = [rng.randrange(len(content)) for _ in range(3)]
+        for at in places:
+            content[at] ^= 1 << rng.randrange(8)
+        path = tmp_path / name
+        path.write_bytes(content)
+        code, said = command(
+            path, tmp_path / f"s-{name}", "--on_bad_input", "skip", "--max_bad_fraction", 1
+        )
+        if code == 2:
+            assert "would have no documents" in said[0], said
+            continue
+        assert code == 0
+        found = decoded(tmp_path / f"s-{name}")[name]
+        manifest = json.loads((tmp_path / f"s-{name}" / "manifest.json").read_text())
+        bad = manifest["bad_input"]["bad_documents"]
+        if name == "a.jsonl":
+            ends = np.cumsum([len(one) for one in lines])
+            hurt = {int(np.searchsorted(ends, at, "right")) for at in places}
+            hurt |= {number + 1 for number in hurt} | {number - 1 for number in hurt}
+            assert {texts[n] for n in range(300) if n not in hurt} <= set(found)
+        else:
+            assert found == texts or bad, (name, places)
