@@ -62,7 +62,7 @@ RUNGS = {
             # the loss without all of its logits
             "chunked_head", "loss_chunks",
             # what a run takes from its sources
-            "epoch_plan", "mixture", "mixture_settings", "permutation",
+            "epoch_plan", "mixture", "mixture_settings", "permutation", "run_order",
             # looking at data
             "excerpts",
             # documents kept apart

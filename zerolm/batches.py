@@ -1,7 +1,6 @@
 """The text of a batch that a run has seen: for people who want to know what made a spike.
 
-Comes after training, or beside it. Everything is worked out again from `run.json`, the checkpoints'
-manifests and the token shards (docs/data_order.md); nothing of a batch is stored. No torch.
+Comes after training, or beside it. zerolm/run_order.py says what a batch holds. No torch.
 """
 
 from collections.abc import Iterator
@@ -9,21 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zerolm import rollback
-from zerolm.budget import batch_schedule
-from zerolm.checkpoint_directory import by_step, read
-from zerolm.errors import CheckpointError, ConfigError
-from zerolm.excerpts import Decoder, load_decoder, read_row, read_window, render
-from zerolm.flags import parse_settings
-from zerolm.order import MAX_SEQUENCES, Order
-from zerolm.packing import data_fingerprint, num_rows, open_packing
-from zerolm.settings import BEST_FIT, Settings
-from zerolm.shards import TOKENIZER_DIRECTORY
-from zerolm.skipped import Windows, sequence_ids
-from zerolm.sources import Sources, open_sources, source_names
-from zerolm.values import read_json
-
-RUN_RECORD = "run.json"
+from zerolm.errors import ConfigError
+from zerolm.excerpts import decoder_of, render
+from zerolm.order import MAX_SEQUENCES
+from zerolm.run_order import ids_of_step, open_run
 
 
 def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iterator[str]:
@@ -38,83 +26,25 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
         ConfigError: there is no such run, step, sequence or data; the data is not the run's any
             more; or no tokenizer lies beside it.
     """
-    path = run_dir / RUN_RECORD
-    record = read_json(path, "the --run_dir of a run that has begun")
-    settings, problems = parse_settings(["--settings", str(path)])
-    sources = open_sources(settings, problems)
-    if problems:
-        raise ConfigError(
-            [f"{problem} Start this where the run was started." for problem in problems]
-        )
-    assert settings.seq_len is not None
-    prints = data_fingerprint(sources.training, settings.seq_len, settings.packing)
-    if prints != record.get("data_fingerprint"):
-        raise ConfigError(
-            f"{path}: data_fingerprint: the token shards have changed since the run began. Restore "
-            f"them: other tokens would be shown."
-        )
+    run = open_run(run_dir)
     notes: list[str] = []
     if step is not None:
-        ids, notes = _ids_of_step(run_dir, settings, step, record.get("skipped_windows", []))
+        ids, notes = ids_of_step(run, step)
     else:
         ids = _ids_of_range(str(sequences))
-    decoders = [_decoder(source.directory) for source in sources.training]
-    return _lines(sources, settings, ids, notes, decoders)
+    decoders = [decoder_of(source) for source in run.sources]
 
+    def lines() -> Iterator[str]:
+        yield from notes
+        for row in run.rows(ids):
+            yield (
+                f"=== sequence {row.sequence}: source {run.names[row.source]}, epoch {row.epoch}, "
+                f"window {row.window}, documents {row.parts[0].document} to "
+                f"{row.parts[-1].document} ==="
+            )
+            yield from render(row.parts, decoders[row.source])
 
-def _lines(
-    sources: Sources,
-    settings: Settings,
-    ids: np.ndarray,
-    notes: list[str],
-    decoders: list[Decoder],
-) -> Iterator[str]:
-    seq_len, packing = settings.seq_len, settings.packing
-    assert seq_len is not None
-    counts = [num_rows(source, seq_len, packing) for source in sources.training]
-    placed = Order(counts, sources.weights, settings.seed)(ids)
-    names = source_names(sources.training)
-    yield from notes
-    for number, where, window, epoch in zip(ids.tolist(), *placed, strict=True):
-        source = sources.training[where]
-        if packing == BEST_FIT:
-            parts = read_row(source, open_packing(source, seq_len), int(window))
-        else:
-            parts = read_window(source, int(window), seq_len)
-        yield (
-            f"=== sequence {number}: source {names[where]}, epoch {epoch}, window {window}, "
-            f"documents {parts[0].document} to {parts[-1].document} ==="
-        )
-        yield from render(parts, decoders[where])
-
-
-def _ids_of_step(
-    run_dir: Path, settings: Settings, step: int, windows: Windows
-) -> tuple[np.ndarray, list[str]]:
-    """Return the sequence numbers of a step's batch, and what else is to be said of the step."""
-    if step < 1:
-        raise ConfigError(f"--step {step}: steps are numbered from 1. Give a larger number.")
-    schedule = batch_schedule(settings)
-    # From a checkpoint, since a run may have been resumed with another batch; else from the start.
-    now, position = 0, 0
-    for directory in by_step(run_dir / "checkpoints"):
-        try:
-            progress = read(directory).progress
-        except CheckpointError:
-            continue
-        if progress.step < step:
-            now, position = progress.step, progress.position
-    while now < step - 1:
-        position += schedule(position)
-        now += 1
-    ids = sequence_ids(np.arange(position, position + schedule(position)), windows)
-    notes = [
-        f"step {step} was also taken before rollback {entry['number']}; its events in "
-        f"{run_dir}/events.jsonl have the sequences of that time"
-        for entry in rollback.entries(run_dir)
-        if entry["to_step"] < step <= entry["from_step"]
-    ]
-    return ids, [*notes, f"step {step}: {len(ids)} sequences"]
+    return lines()
 
 
 def _ids_of_range(text: str) -> np.ndarray:
@@ -132,13 +62,3 @@ def _ids_of_range(text: str) -> np.ndarray:
             f"--sequences {text}: from A up to but without B, so B must be above A. Correct them."
         )
     return np.arange(start, stop, dtype=np.int64)
-
-
-def _decoder(shards: Path) -> Decoder:
-    copy = shards / TOKENIZER_DIRECTORY
-    if not copy.is_dir():
-        raise ConfigError(
-            f"{copy}: no such directory, so ids cannot be shown as text. Put the tokenizer there "
-            f"that made the shards."
-        )
-    return load_decoder(copy)

@@ -14,7 +14,7 @@ import numpy as np
 
 from zerolm.errors import ConfigError
 from zerolm.packing import Packing
-from zerolm.shards import Source
+from zerolm.shards import TOKENIZER_DIRECTORY, Source
 
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 
@@ -83,6 +83,21 @@ def render(parts: Sequence[Part], decode: Decoder) -> Iterator[str]:
         which = "whole" if whole else f"tokens {part.start:,} to {part.stop:,} of {part.length:,}"
         yield f"--- document {part.document} ({which}) ---"
         yield decode(part.token_ids.tolist())
+
+
+def decoder_of(source: Source) -> Decoder:
+    """Return what makes text of a source's ids: the tokenizer's copy beside its shards.
+
+    Raises:
+        ConfigError: there is none, or none that can be loaded.
+    """
+    copy = source.directory / TOKENIZER_DIRECTORY
+    if not copy.is_dir():
+        raise ConfigError(
+            f"{copy}: no such directory, so ids cannot be shown as text. Put the tokenizer there "
+            f"that made the shards."
+        )
+    return load_decoder(copy)
 
 
 def load_decoder(directory: Path) -> Decoder:

@@ -1,34 +1,58 @@
 """Which sequences each step really trained on, as the ranks saw them: evidence for tests.
 
-`ZEROLM_LEDGER=DIRECTORY` makes each rank append a line a step, `{"step": 12, "sequences": [...]}`,
-to a file of its own there. Without it nothing is done. A step that is taken again after a restart
-is there again; the last line of a step counts. Standard library only.
+`ZEROLM_LEDGER=DIRECTORY` makes each rank append a line a step, `{"step": 12, "sequences": [...],
+"sources": [...]}`, to a file of its own there. Without it nothing is done. A step that is taken
+again after a restart is there again; the last line of a step counts. Standard library only.
 """
 
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "ZEROLM_LEDGER"
 
 
-def record(step: int, sequence_ids: Iterable[int]) -> None:
-    """Append what this rank trained on in a step, if a ledger is asked for."""
+def record(step: int, rows: Iterable[tuple[int, int]]) -> None:
+    """Append what this rank trained on in a step, if a ledger is asked for.
+
+    Args:
+        rows: the sequence number and the source of each row.
+    """
     directory = os.environ.get(VARIABLE)
     if directory:
         with open(Path(directory, f"rank-{int(os.environ.get('RANK', 0)):05d}.jsonl"), "a") as file:
-            file.write(json.dumps({"step": step, "sequences": list(sequence_ids)}) + "\n")
+            sequences, sources = map(list, zip(*rows, strict=True))
+            line = {"step": step, "sequences": sequences, "sources": sources}
+            file.write(json.dumps(line) + "\n")
 
 
 def read(directory: str | Path) -> dict[int, list[int]]:
     """Return {step: sequence numbers, ascending} over all ranks; the last line of a step counts."""
-    steps: dict[int, dict[str, list[int]]] = {}
+    return {
+        step: sorted(number for entry in entries for number in entry["sequences"])
+        for step, entries in _last_lines(directory).items()
+    }
+
+
+def read_sources(directory: str | Path) -> dict[int, dict[int, int]]:
+    """Return {step: {sequence number: source}} over all ranks; the last line of a step counts."""
+    return {
+        step: {
+            number: source
+            for entry in entries
+            for number, source in zip(entry["sequences"], entry["sources"], strict=True)
+        }
+        for step, entries in _last_lines(directory).items()
+    }
+
+
+def _last_lines(directory: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """Return {step: the last line that each rank wrote of it}, steps ascending."""
+    steps: dict[int, dict[str, dict[str, Any]]] = {}
     for path in sorted(Path(directory).glob("rank-*.jsonl")):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            steps.setdefault(entry["step"], {})[path.name] = entry["sequences"]
-    return {
-        step: sorted(number for numbers in ranks.values() for number in numbers)
-        for step, ranks in sorted(steps.items())
-    }
+            steps.setdefault(entry["step"], {})[path.name] = entry
+    return {step: list(ranks.values()) for step, ranks in sorted(steps.items())}

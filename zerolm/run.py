@@ -251,8 +251,14 @@ class Run:
         if self.ladder.reason or not result.applied:
             self.note_anomaly(sequences)
         if result.applied and ledger.VARIABLE in os.environ:
-            ids = (number for batch in micro_batches for number in batch["sequence_ids"].tolist())
-            ledger.record(progress.step, ids)
+            rows = (
+                row
+                for batch in micro_batches
+                for row in zip(
+                    batch["sequence_ids"].tolist(), batch["sources"].tolist(), strict=True
+                )
+            )
+            ledger.record(progress.step, rows)
         fault_point("step.end", progress.step)
         self.console.step(progress.step)
         self.note_stage()
