@@ -1,4 +1,4 @@
-"""Prepare data: `python -m data_prep train-tokenizer | tokenize | verify | inspect`."""
+"""Prepare data: `python -m data_prep train-tokenizer | tokenize | verify | inspect | stats`."""
 
 import argparse
 import signal
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from data_prep import commands_look
 from data_prep.command_line import Problems, parse
 from data_prep.commands_clean import clean, progress
 from data_prep.commands_dedup import decontaminate, dedup
@@ -78,38 +79,12 @@ def _total_bytes(inputs: Sequence[Any]) -> int | None:
     return None if None in sizes else sum(sizes)
 
 
-def inspect(options: argparse.Namespace) -> None:
-    from data_prep.inspect import find_window
-    from zerolm.excerpts import load_decoder, read_window, render
-    from zerolm.shards import TOKENIZER_DIRECTORY, open_source
-
-    problems = Problems()
-    sequence = problems.number("sequence", options.sequence, 0, (1 << 62) - 1)
-    seq_len = problems.number("seq_len", options.seq_len, 1, (1 << 62) - 1)
-    seed = problems.number("seed", options.seed, -(1 << 63), (1 << 63) - 1)
-    source = problems.of(open_source, options.shards)
-    copy = options.shards / TOKENIZER_DIRECTORY
-    if source is not None and not copy.is_dir():
-        problems.lines.append(f"{copy}: no such directory, so ids cannot be shown as text.")
-    problems.refuse()
-    window, epoch = find_window(source, sequence, seq_len, None if options.seed is None else seed)
-    parts = read_window(source, window, seq_len)
-    start = window * seq_len
-    origin = f"sequence {sequence} of seed {seed}, epoch {epoch}: " if options.seed else ""
-    print(
-        f"{options.shards}: {origin}window {window}, tokens {start:,} to {start + seq_len + 1:,}, "
-        f"documents {parts[0].document} to {parts[-1].document} of {source.num_documents:,}"
-    )
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    for line in render(parts, load_decoder(copy)):
-        print(line)
-
-
 COMMANDS = {
     "train-tokenizer": train_tokenizer,
     "tokenize": tokenize,
     "verify": verify,
-    "inspect": inspect,
+    "inspect": commands_look.inspect,
+    "stats": commands_look.stats,
     "pack": pack_shards,
     "dedup": dedup,
     "decontaminate": decontaminate,

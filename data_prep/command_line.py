@@ -45,15 +45,8 @@ def parser() -> argparse.ArgumentParser:
     _add_tokenize(commands)
     verify = _add(commands, "verify", "compare every file of token shards with its checksum")
     verify.add_argument("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
-    inspect = _add(commands, "inspect", "show a training sequence as text")
-    inspect.add_argument("shards", type=Path, metavar="SHARDS", help="a shard directory")
-    inspect.add_argument(
-        "--sequence", required=True, metavar="N", help="number of the window, from 0"
-    )
-    inspect.add_argument("--seq_len", required=True, metavar="T", help="tokens of a sequence")
-    inspect.add_argument(
-        "--seed", metavar="S", help="take N as a sequence of a run with this seed on these shards"
-    )
+    _add_inspect(commands)
+    _add_stats(commands)
     _add_pack(commands)
     add_dedup(commands, _add)
     _add_run(commands)
@@ -62,6 +55,36 @@ def parser() -> argparse.ArgumentParser:
 
 def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = _add(commands, "inspect", "show what a model is trained on, as text")
+    flags = inspect.add_argument
+    flags("shards", nargs="?", type=Path, metavar="SHARDS", help="a shard directory; or")
+    flags("--run", type=Path, metavar="RUN", help="the directory of a run, whose data is shown")
+    flags("--sequence", metavar="N", help="number of the window, or of the run's sequence, from 0")
+    flags("--seq_len", metavar="T", help="with SHARDS: tokens of a sequence")
+    flags("--seed", metavar="S", help="N is a sequence of a run with this seed on these SHARDS")
+    flags(
+        "--packing",
+        choices=("concat", "best_fit"),
+        default="concat",
+        help="with SHARDS: how its rows are packed (default: concat)",
+    )
+    flags("--document", metavar="N", help="with SHARDS: a whole document, numbered from 0")
+    flags("--step", metavar="K", help="with --run: the batch of this step, from 1")
+    flags("--row", metavar="R", help="with --step: one row of it, from 0")
+    flags("--json", action="store_true", help="a JSON object a line")
+
+
+def _add_stats(commands: Any) -> None:
+    stats = _add(commands, "stats", "measure lengths, ids and duplicates of token shards")
+    flags = stats.add_argument
+    flags("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
+    flags("--output", type=Path, metavar="FILE", help="a page (.html) or a picture (.png)")
+    flags("--json", type=Path, metavar="FILE", help="the figures")
+    flags("--top", metavar="N", help="most frequent ids to name (default: 50)")
+    flags("--workers", metavar="N", help="processes that measure (default: one a core)")
 
 
 def _add_train_tokenizer(commands: Any) -> None:

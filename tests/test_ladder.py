@@ -19,7 +19,8 @@ PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
     4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
     3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize",
-        "data_prep.commands_dedup", "data_prep.commands_clean", "data_prep.commands_run"},
+        "data_prep.commands_dedup", "data_prep.commands_clean", "data_prep.commands_run",
+        "data_prep.commands_look"},
     2: {"zerolm.evaluations", "data_prep.tokenization", "data_prep.recipe"},
     1: {
         *("zerolm." + name for name in (
@@ -31,7 +32,7 @@ RUNGS = {
             "reporting", "reshard", "restore", "run_directory", "saves", "status", "stability",
             "throughput", "train_step", "uploader", "uploads", "watchdog", "batches",
         )),
-        *("data_prep." + name for name in ("inspect", "sources", "tokenize", "tokenizers")),
+        *("data_prep." + name for name in ("inspect", "stats", "stats_page", "sources", "tokenize", "tokenizers")),
         "data_prep.clean",
         "data_prep.executors",
         "data_prep.pipeline_report",

@@ -36,6 +36,18 @@ def read_window(source: Source, window: int, seq_len: int) -> list[Part]:
     return _read_parts(source, window * seq_len, (window + 1) * seq_len + 1)
 
 
+def read_document(source: Source, document: int) -> Part:
+    """Return all tokens of a document of a source."""
+    number = document
+    for shard, entry in enumerate(source.manifest["shards"]):
+        if number < entry["num_documents"]:
+            ends = source.document_ends(shard).astype(np.int64)
+            start, end = int(ends[number - 1]) if number else 0, int(ends[number])
+            return Part(document, 0, end - start, end - start, source.shard(shard)[start:end])
+        number -= entry["num_documents"]
+    raise IndexError(f"document {document} of {source.num_documents}")
+
+
 def read_row(source: Source, packing: Packing, row: int) -> list[Part]:
     """Return the tokens of a packed row, document by document, without what fills it up."""
     starts, lengths = packing.pieces(row)

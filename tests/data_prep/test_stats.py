@@ -1,0 +1,99 @@
+"""`python -m data_prep stats`: every figure against a plain count in Python."""
+
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from small_corpus import data_prep
+
+from data_prep import stats
+from data_prep.progress import Progress
+from zerolm.shards import ShardWriter, open_source
+
+VOCABULARY, EOS = 300, 2
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents of Zipf-like ids, some of them several times, in small shards: (directory, all)."""
+    generator = np.random.default_rng(4)
+    documents = []
+    for _ in range(400):
+        length = int(generator.lognormal(4, 1.2)) + 1
+        documents.append(np.append(np.minimum(generator.zipf(1.3, length) + 2, 250), EOS))
+    documents += [documents[number] for number in (3, 3, 3, 17, 40, 41)]
+    directory = tmp_path_factory.mktemp("stats") / "zipf"
+    tokenizer = {"name": "test", "fingerprint": "test", "files": []}
+    with ShardWriter(
+        directory, vocab_size=VOCABULARY, eos_id=EOS, tokenizer=tokenizer, shard_tokens=9000
+    ) as writer:
+        for document in documents:
+            writer.add(document)
+    return directory, documents
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_figures_are_those_of_a_plain_count(corpus, monkeypatch, workers):
+    directory, documents = corpus
+    if workers == 1:  # pieces and partitions far smaller than the data
+        monkeypatch.setattr(stats, "PIECE_TOKENS", 500)
+        monkeypatch.setattr(stats, "PARTITION_DOCUMENTS", 50)
+    (found,) = stats.measure([open_source(directory)], workers, 5, Progress("stats", None))
+    times = Counter(int(token) for document in documents for token in document)
+    lengths = np.array([len(document) for document in documents])
+    assert found["num_tokens"] == lengths.sum() and found["num_documents"] == len(documents)
+    ranked = sorted(range(VOCABULARY), key=lambda token: (-times[token], token))
+    assert found["ids"]["most_frequent"] == [
+        {"id": token, "times": times[token]} for token in ranked[:5]
+    ]
+    assert found["ids"]["unused"] == VOCABULARY - len(times)
+    assert found["ids"]["eos_inside_documents"] == 0
+    so_far = np.cumsum([times[token] for token in ranked])
+    assert found["ids"]["half_of_tokens"] == 1 + sum(so_far < lengths.sum() / 2)
+    assert found["ids"]["by_rank"][0] == [1, times[ranked[0]]]
+    assert 0.5 < found["ids"]["zipf_exponent"] < 2
+    length = found["length"]
+    assert length["mean"] == pytest.approx(lengths.mean())
+    assert (length["shortest"], length["longest"]) == (lengths.min(), lengths.max())
+    assert length["longest_document"] == lengths.argmax()
+    for limit in length["longer_than"]:
+        above = lengths[lengths > limit["tokens"]]
+        assert (limit["documents"], limit["of_tokens"]) == (len(above), above.sum())
+    for share, value in length["quantiles"].items():
+        exact = np.quantile(lengths, float(share), method="inverted_cdf")
+        assert value == pytest.approx(exact, rel=2 ** (1 / stats.BINS_AN_OCTAVE) - 1, abs=1)
+    assert sum(row[1] for row in length["histogram"]) == len(documents)
+    assert sum(row[2] for row in length["histogram"]) == lengths.sum()
+    same = Counter(tuple(document.tolist()) for document in documents)
+    twice = found["duplicates"]
+    assert twice["again"] == len(documents) - len(same)
+    assert twice["groups"] == sum(count > 1 for count in same.values())
+    first: dict[tuple, int] = {}
+    for number, document in enumerate(documents):
+        first.setdefault(tuple(document.tolist()), number)
+    expected = sorted(
+        ((-count, first[key]) for key, count in same.items() if count > 1),
+    )[: stats.SHOWN_REPEATS]
+    shown = [(-each["times"], each["document"]) for each in twice["most_repeated"]]
+    assert shown == expected
+
+
+def test_the_command_writes_a_page_and_the_figures(corpus, tmp_path):
+    directory, documents = corpus
+    result = data_prep(
+        *("stats", directory, "--output", tmp_path / "stats.html", "--json", tmp_path / "s.json")
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"documents      {len(documents)}, " in result.stdout and "Zipf" in result.stdout
+    (found,) = json.loads((tmp_path / "s.json").read_text())["sources"]
+    assert found["num_documents"] == len(documents) and math.isfinite(found["length"]["mean"])
+    page = (tmp_path / "stats.html").read_text()
+    assert "data:image/png;base64," in page and "http" not in page
+
+
+def test_what_cannot_be_written_or_read_is_refused(corpus, tmp_path):
+    result = data_prep("stats", corpus[0], tmp_path / "absent", "--output", tmp_path / "a.pdf")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "absent: no manifest.json" in result.stderr and "must end in .html or" in result.stderr
