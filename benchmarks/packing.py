@@ -3,12 +3,12 @@
     python benchmarks/packing.py                     # real text: Python's own sources and manuals
     python benchmarks/packing.py --documents 10000000    # and of so many synthetic documents
 
-Real text is what comes with Python: the sources of its standard library, and its language reference
-(`pydoc_data.topics`) by topic; the tokenizer is trained on an eighth of it. Documents are packed for several
-sequence lengths, beside windows cut from all the text ("concat"). Synthetic documents have lengths
-drawn from a log-normal distribution of the median and spread of web pages (400 tokens, sigma 1.2);
-their index is made in a process of its own, whose peak memory is that of the index. The reference
-for time is `numpy.sort` of as many numbers in the same process.
+Real text is what comes with Python: the sources of its standard library without its tests, and its
+language reference (`pydoc_data.topics`) by topic; the tokenizer is trained on an eighth of it.
+Documents are packed for several sequence lengths, beside windows cut from all the text ("concat").
+Synthetic documents have lengths drawn from a log-normal distribution (median 400 tokens, sigma 1.2,
+which is our choice, not a measurement). Each index is made in a process of its own, so that its
+peak memory is that of the index. The reference for time is `numpy.sort` of as many numbers.
 """
 
 import argparse
