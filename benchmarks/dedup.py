@@ -1,0 +1,280 @@
+"""Does deduplication find what is similar, and what does it cost? Against brute force and peers.
+
+    python -m benchmarks.dedup [--accuracy 1500] [--growth 2000,20000,200000] [--workers 2]
+
+Accuracy: windows of real text (Python's standard library), and an edited copy of each, so that
+their Jaccard index of 13-word shingles is from 0.5 to 1. The truth is the exact index of all pairs,
+by sets of tuples of words. Each contender says which pairs are duplicates at 0.8: `data_prep dedup`
+as a command, datasketch's MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8, and its
+own words: its truth differs a little), all with 13-word shingles.
+
+Growth: documents of random lines of the same text, a tenth of them edited copies. Each run is a
+new process; memory is the largest resident set of any of its processes, as the kernel counted it.
+"""
+
+import argparse
+import json
+import random
+import re
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from itertools import combinations, pairwise
+from pathlib import Path
+
+SHINGLE_WORDS = 13
+THRESHOLD = 0.8
+BINS = [0.0, 0.3, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.01]
+DATASKETCH = """
+import json, re, sys
+from datasketch import MinHash, MinHashLSH
+lsh = MinHashLSH(threshold=0.8, num_perm=128)
+pairs = []
+for number, line in enumerate(open(sys.argv[1])):
+    words = re.findall(r"\\w+", json.loads(line)["text"].lower())
+    shingles = {" ".join(words[i : i + 13]).encode() for i in range(len(words) - 12)}
+    if not shingles:
+        continue
+    signature = MinHash(num_perm=128)
+    signature.update_batch(shingles)
+    pairs += [[other, number] for other in lsh.query(signature)]
+    lsh.insert(number, signature)
+json.dump(pairs, open(sys.argv[2], "w"))
+"""
+DATATROVE = """
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.dedup.minhash import *
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.utils.hashing import HashConfig
+corpus, work = sys.argv[1:3]
+# its default hash, xxhash, gets a str, which xxhash 4 refuses
+config = MinhashConfig(n_grams=13, hash_config=HashConfig(hash_fc="sha1"))
+for pipeline, tasks in (
+    ([JsonlReader(corpus), MinhashDedupSignature(work + "/signatures", config)], 1),
+    ([MinhashDedupBuckets(work + "/signatures", work + "/buckets", config=config)], 14),
+):
+    LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=f"{work}/log{tasks}").run()
+"""
+
+
+def real_text() -> list[str]:
+    """Return the lines of the standard library that have words."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    lines: dict[str, None] = {}
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
+        if "site-packages" not in path.parts:
+            for line in path.read_text(encoding="utf-8", errors="ignore").splitlines():
+                if len(line.split()) > 3:
+                    lines[line.strip()] = None
+    return list(lines)
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words, in the plainest way; the text of the benchmark is ASCII."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def shingles_of(text: str) -> frozenset[tuple[str, ...]]:
+    """Return the set of runs of 13 words."""
+    words = words_of(text)
+    return frozenset(tuple(words[i : i + 13]) for i in range(len(words) - SHINGLE_WORDS + 1))
+
+
+def edited(text: str, num_edits: int, generator: random.Random) -> str:
+    """Replace words at random places, or strings of a few words in a row."""
+    words = words_of(text)
+    for _ in range(num_edits):
+        words[generator.randrange(len(words))] = f"edit{generator.randrange(10**6)}"
+    return " ".join(words)
+
+
+def accuracy_texts(lines: list[str], count: int, generator: random.Random) -> list[str]:
+    """Return windows of text and one copy of each, of similarities from 0.4 to 1."""
+    words = words_of(" ".join(lines).encode("ascii", "ignore").decode())
+    texts = []
+    for number in range(count // 2):
+        length = generator.choice((200, 400, 800))
+        text = " ".join(words[number * 800 : number * 800 + length])
+        similarity = generator.uniform(0.45, 1.02)  # about: (S - 13 e) / (S + 13 e) shingles
+        affected = (length - 12) * (1 - similarity) / (1 + similarity)
+        copy = edited(text, max(0, round(affected / 13)), generator)
+        texts += [text + ".", copy.upper() if number % 2 else copy]
+    generator.shuffle(texts)
+    return texts
+
+
+def all_similarities(texts: list[str]) -> dict[tuple[int, int], float]:
+    """Return the exact index of all pairs that share a shingle, by comparing all pairs."""
+    numbers: dict[tuple[str, ...], int] = {}
+    sets = [{numbers.setdefault(s, len(numbers)) for s in shingles_of(text)} for text in texts]
+    found = {}
+    for one, two in combinations(range(len(texts)), 2):
+        if not sets[one].isdisjoint(sets[two]):
+            common = len(sets[one] & sets[two])
+            found[one, two] = common / (len(sets[one]) + len(sets[two]) - common)
+    return found
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    """Write documents whose ids are their numbers."""
+    with open(path, "w", encoding="utf-8") as file:
+        for number, text in enumerate(texts):
+            file.write(json.dumps({"id": number, "text": text}) + "\n")
+
+
+def timed(command: list[str]) -> float:
+    """Run a command; return its seconds."""
+    start = time.perf_counter()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    if result.returncode:
+        raise SystemExit(result.stdout + result.stderr)
+    return time.perf_counter() - start
+
+
+def dedup_command(corpus: Path, output: Path, workers: int, *more: str) -> list[str]:
+    """Return our command."""
+    words = ["dedup", "--input", str(corpus), "--output", str(output), "--workers", str(workers)]
+    return [sys.executable, "-m", "data_prep", *words, *more]
+
+
+def found_pairs(corpus: Path, work: Path) -> dict[str, tuple[set[tuple[int, int]], float]]:
+    """Return the pairs that each contender calls duplicates, and its seconds with one process."""
+    from data_prep.stage_files import read_records
+
+    found = {}
+    seconds = timed(dedup_command(corpus, work / "ours", 1))
+    notes = read_records(work / "ours" / "duplicates.jsonl.zst")
+    pairs = {(min(note["id"], note["kept"]), max(note["id"], note["kept"])) for note in notes}
+    found["data_prep dedup"] = pairs, seconds
+    seconds = timed([sys.executable, "-c", DATASKETCH, str(corpus), str(work / "pairs.json")])
+    pairs = {(one, two) for one, two in json.loads((work / "pairs.json").read_text())}
+    found["datasketch"] = pairs, seconds
+    seconds = timed([sys.executable, "-c", DATATROVE, str(corpus), str(work)])
+    pairs = set()
+    for path in (work / "buckets").glob("*.dups"):
+        for _, one, _, two in struct.iter_unpack("<4I", path.read_bytes()):
+            pairs.add((min(one, two), max(one, two)))
+    found["datatrove"] = pairs, seconds
+    return found
+
+
+def show_accuracy(count: int, lines: list[str], work: Path) -> None:
+    """Print how many of the pairs of each similarity every contender calls duplicates."""
+    texts = accuracy_texts(lines, count, random.Random(1))
+    corpus = work / "accuracy.jsonl"
+    write_jsonl(corpus, texts)
+    start = time.perf_counter()
+    truth = all_similarities(texts)
+    print(
+        f"{len(texts):,} documents, {len(texts) * (len(texts) - 1) // 2:,} pairs by brute force in "
+        f"{time.perf_counter() - start:.0f} s, {len(truth):,} share a shingle\n",
+        flush=True,
+    )
+    contenders = found_pairs(corpus, work)
+    print(f"| Jaccard index | pairs | {' | '.join(contenders)} |")
+    print("|---|" + "---|" * (len(contenders) + 1))
+    for low, high in pairwise(BINS):
+        pairs = {pair for pair, similarity in truth.items() if low <= similarity < high}
+        if pairs:
+            row = [f"{len(pairs & found) / len(pairs):.3f}" for found, _ in contenders.values()]
+            shown = "1" if low == 1 else f"{low:g} to {high:g}"
+            print(f"| {shown} | {len(pairs)} | {' | '.join(row)} |")
+    similar = {pair for pair, similarity in truth.items() if similarity >= THRESHOLD}
+    row = [f"**{len(similar & found) / len(similar):.4f}**" for found, _ in contenders.values()]
+    print(f"| recall at 0.8 | {len(similar)} | {' | '.join(row)} |")
+    row = [
+        f"**{len(similar & found) / max(1, len(found)):.4f}**" for found, _ in contenders.values()
+    ]
+    print(f"| precision at 0.8 | | {' | '.join(row)} |")
+    row = [f"{seconds:.1f}" for _, seconds in contenders.values()]
+    print(f"| seconds, one process | | {' | '.join(row)} |\n", flush=True)
+
+
+def growth_corpus(path: Path, lines: list[str], count: int) -> int:
+    """Write documents of random lines, a tenth of them edited copies of one before."""
+    generator = random.Random(2)
+    texts: list[str] = []
+    for number in range(count):
+        if number % 10 == 9:
+            text = edited(texts[generator.randrange(number)], generator.randrange(2), generator)
+        else:
+            text = " ".join(generator.choices(lines, k=12))
+        texts.append(text)
+    write_jsonl(path, texts)
+    return sum(map(len, texts))
+
+
+def show_growth(counts: list[int], lines: list[str], workers: int, work: Path) -> None:
+    """Print seconds and memory as the corpus grows, beside datasketch while that is bearable."""
+    head = (
+        "documents",
+        "MB",
+        "dropped",
+        "seconds",
+        "MB/s",
+        "peak MiB of a process",
+        "datasketch s",
+    )
+    print(f"| {' | '.join(head)} | datasketch peak MiB |")
+    print("|---|" + "---|" * len(head))
+    for count in counts:
+        corpus, output = work / f"{count}.jsonl", work / f"out-{count}"
+        size = growth_corpus(corpus, lines, count)
+        ours = dedup_command(corpus, output, workers, "--memory", str(1 << 28))
+        seconds, peak = measured(ours)
+        manifest = json.loads((output / "stage.json").read_text())
+        dropped = sum(Counter(manifest["dropped"]).values())
+        row = [f"{count:,}", f"{size / 1e6:.1f}", f"{dropped:,}", f"{seconds:.1f}"]
+        row += [f"{size / 1e6 / seconds:.1f}", f"{peak:.0f}"]
+        if count <= 20_000:
+            theirs = [sys.executable, "-c", DATASKETCH, str(corpus), str(work / "pairs.json")]
+            their_seconds, their_peak = measured(theirs)
+            row += [f"{their_seconds:.1f}", f"{their_peak:.0f}"]
+        else:
+            row += ["not run", ""]
+        print(f"| {' | '.join(row)} |", flush=True)
+        corpus.unlink()
+
+
+MEASURE = """
+import resource, subprocess, sys, time
+start = time.perf_counter()
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(time.perf_counter() - start, usage.ru_maxrss / 1024)
+sys.exit(code)
+"""
+
+
+def measured(command: list[str]) -> tuple[float, float]:
+    """Return seconds, and MiB of the largest of a command's processes."""
+    whole = [sys.executable, "-c", MEASURE, *command]
+    result = subprocess.run(whole, capture_output=True, text=True, timeout=3600)
+    if result.returncode:
+        raise SystemExit(result.stderr)
+    seconds, peak = map(float, result.stdout.split())
+    return seconds, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--accuracy", type=int, default=1500, help="documents; 0 to leave it out")
+    parser.add_argument("--growth", default="2000,20000,200000", help="documents of each run")
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    lines = real_text()
+    with tempfile.TemporaryDirectory() as name:
+        if options.accuracy:
+            show_accuracy(options.accuracy, lines, Path(name))
+        if options.growth:
+            counts = [int(count) for count in options.growth.split(",")]
+            show_growth(counts, lines, options.workers, Path(name))
+
+
+if __name__ == "__main__":
+    main()
