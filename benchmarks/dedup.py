@@ -209,8 +209,8 @@ def growth_corpus(path: Path, lines: list[str], count: int) -> int:
     return sum(map(len, texts))
 
 
-def show_growth(counts: list[int], lines: list[str], workers: int, work: Path) -> None:
-    """Print seconds and memory as the corpus grows, beside datasketch while that is bearable."""
+def show_growth(counts: list[int], lines: list[str], workers: int, most: int, work: Path) -> None:
+    """Print seconds and memory as the corpus grows, beside datasketch for `most` documents."""
     head = (
         "documents",
         "MB",
@@ -231,7 +231,7 @@ def show_growth(counts: list[int], lines: list[str], workers: int, work: Path) -
         dropped = sum(Counter(manifest["dropped"]).values())
         row = [f"{count:,}", f"{size / 1e6:.1f}", f"{dropped:,}", f"{seconds:.1f}"]
         row += [f"{size / 1e6 / seconds:.1f}", f"{peak:.0f}"]
-        if count <= 20_000:
+        if count <= most:
             theirs = [sys.executable, "-c", DATASKETCH, str(corpus), str(work / "pairs.json")]
             their_seconds, their_peak = measured(theirs)
             row += [f"{their_seconds:.1f}", f"{their_peak:.0f}"]
@@ -265,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--accuracy", type=int, default=1500, help="documents; 0 to leave it out")
     parser.add_argument("--growth", default="2000,20000,200000", help="documents of each run")
+    parser.add_argument("--datasketch", type=int, default=20_000, help="documents it gets at most")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     lines = real_text()
@@ -273,7 +274,7 @@ def main() -> None:
             show_accuracy(options.accuracy, lines, Path(name))
         if options.growth:
             counts = [int(count) for count in options.growth.split(",")]
-            show_growth(counts, lines, options.workers, Path(name))
+            show_growth(counts, lines, options.workers, options.datasketch, Path(name))
 
 
 if __name__ == "__main__":
