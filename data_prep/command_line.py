@@ -10,6 +10,7 @@ from typing import Any
 from data_prep.flags_dedup import add_dedup
 from data_prep.input_flags import add_input_flags
 from zerolm.errors import ConfigError, did_you_mean
+from zerolm.url import place
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     _add_train_tokenizer(commands)
     _add_tokenize(commands)
     verify = _add(commands, "verify", "compare every file of token shards with its checksum")
-    verify.add_argument("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
+    verify.add_argument("shards", nargs="+", type=place, metavar="SHARDS", help="shard directories")
     _add_inspect(commands)
     _add_stats(commands)
     _add_pack(commands)
@@ -60,7 +61,7 @@ def _add(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 def _add_inspect(commands: Any) -> None:
     inspect = _add(commands, "inspect", "show what a model is trained on, as text")
     flags = inspect.add_argument
-    flags("shards", nargs="?", type=Path, metavar="SHARDS", help="a shard directory; or")
+    flags("shards", nargs="?", type=place, metavar="SHARDS", help="a shard directory or URL; or")
     flags("--run", type=Path, metavar="RUN", help="the directory of a run, whose data is shown")
     flags("--sequence", metavar="N", help="number of the window, or of the run's sequence, from 0")
     flags("--seq_len", metavar="T", help="with SHARDS: tokens of a sequence")

@@ -110,7 +110,7 @@ def _measure_piece(
     ends = source.document_ends(piece.shard)[: piece.last].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])[piece.first :]
     ends = ends[piece.first :]
-    ids = source.shard(piece.shard)[starts[0] : ends[-1]]
+    ids = source.ids(piece.shard, int(starts[0]), int(ends[-1]))
     lengths = ends - starts
     bins = np.minimum((np.log2(lengths) * BINS_AN_OCTAVE).astype(np.int64), NUM_BINS - 1)
     above = lengths[:, None] > np.array(LONGER_THAN)

@@ -55,10 +55,10 @@ RUNGS = {
             "plan", "provenance",
             "refusal", "resources", "rollback", "run_record", "schedule", "self_check", "settings",
             "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike",
-            "topology",
-            "unpickling", "values", "windows", "zero_files",
+            "topology", "unpickling", "values", "windows", "zero_files",
             # blocks of shards, and shards that are elsewhere
-            "block_sums",
+            "block_cache", "block_sums", "data_cache", "object_ranges", "range_threads",
+            "remote_blocks", "remote_shards", "shard_files", "shares", "url",
             # looking at memory
             "activations", "live_memory",
             # the loss without all of its logits

@@ -252,6 +252,7 @@ def write_export(found: Checkpoint, arguments: argparse.Namespace) -> None:
     from zerolm.model_card import PICTURE, model_card
     from zerolm.plot import plot_losses
     from zerolm.shards import open_source
+    from zerolm.url import is_url
 
     output, run_dir = arguments.output, found.directory.parent.parent
     check_room(output, 0)
@@ -261,9 +262,10 @@ def write_export(found: Checkpoint, arguments: argparse.Namespace) -> None:
     record = run_dir / "run.json"
     if record.is_file():
         entry = json.loads(record.read_text())["settings"]["data"][0]
-        data = Path(entry.rsplit("=", 1)[0])
-        if (data / "manifest.json").is_file():
-            tokenizer_dir, eos_id = data / "tokenizer", open_source(data).eos_id
+        data = entry.rsplit("=", 1)[0]
+        if is_url(data) or (Path(data) / "manifest.json").is_file():
+            source = open_source(data)
+            tokenizer_dir, eos_id = source.tokenizer_directory(), source.eos_id
     if tokenizer_dir is None or not tokenizer_dir.is_dir():
         print(f"note: {run_dir}: its token shards hold no tokenizer here; the export has none")
 

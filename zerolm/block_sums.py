@@ -8,7 +8,6 @@ Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,3 @@ class BlockSums:
             "sums_size_bytes": len(content),
             "sums_sha256": hashlib.sha256(content).hexdigest(),
         }
-
-
-def blocks_of(data: memoryview) -> Iterator[memoryview]:
-    """Yield the blocks of data that begins at the start of one."""
-    for start in range(0, len(data), BLOCK_BYTES):
-        yield data[start : start + BLOCK_BYTES]

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from zerolm import skipped
+from zerolm.errors import ZerolmError
 from zerolm.order import Order, Stage
 from zerolm.settings import CONCAT
 from zerolm.shards import Source
+from zerolm.shares import split_evenly
 from zerolm.skipped import Windows
 from zerolm.windows import READ_BYTES, Batch, Rows, Tokens, WindowStream
 
@@ -53,6 +55,8 @@ class TokenStream(WindowStream):
         ShardError: a source too short for one sequence; every one is listed.
         ConfigError: a weight, see `zerolm.order.Order`.
     """
+
+    reads_on = True
 
     def __init__(
         self,
@@ -171,7 +175,7 @@ class StreamLoader(DataLoader):
         )
 
     def __iter__(self) -> Any:
-        reads = super().__iter__() if self.num_workers else iter(self.dataset)
+        reads = _raised(super().__iter__()) if self.num_workers else iter(self.dataset)
         return self.stream.batches(reads, self.pins_memory)
 
 
@@ -182,8 +186,14 @@ class _Reads(IterableDataset):
     def __init__(self, stream: WindowStream, group: int):
         self.stream, self.group = stream, group
 
-    def __iter__(self) -> Iterator[Tokens]:
-        return self.stream.reads(self.group)
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is None:
+            yield from self.stream.reads(self.group)
+            return
+        try:
+            yield from self.stream.reads(self.group)
+        except ZerolmError as error:  # sent as it is: torch would make a traceback of its message
+            yield error
 
 
 def make_loader(stream: WindowStream, num_workers: int, pin_memory: bool) -> StreamLoader:
@@ -231,14 +241,12 @@ def _usable(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Bat
     return batch
 
 
-def split_evenly(total: int, available: Sequence[int]) -> list[int]:
-    """Split a number into parts as even as their caps allow; the largest caps have the rest."""
-    parts = [0] * len(available)
-    smallest_first = sorted(range(len(available)), key=lambda index: (available[index], -index))
-    for done, index in enumerate(smallest_first):
-        parts[index] = min(available[index], total // (len(available) - done))
-        total -= parts[index]
-    return parts
+def _raised(messages: Iterator[Any]) -> Iterator[Tokens]:
+    """Raise here what was raised in a worker."""
+    for message in messages:
+        if isinstance(message, ZerolmError):
+            raise message
+        yield message
 
 
 def _unchanged(message: Any) -> Any:

@@ -40,6 +40,13 @@ class ShardError(ConfigError):
     """A shard directory that is missing, damaged, or does not fit the model."""
 
 
+class ShardReadError(ShardError):
+    """Token data that could not be read in the middle of a run, by one process of it."""
+
+    exit_code = EXIT_BUG
+    on_all_ranks = False
+
+
 class CheckpointError(ConfigError):
     """A checkpoint that is damaged or does not belong to this run."""
 

@@ -40,7 +40,7 @@ def task_names(settings: Settings) -> list[str]:
 
 def tokenizer_dir(sources: Sequence[Source]) -> Path:
     """Return where the tokenizer that made the training data is."""
-    return sources[0].directory / "tokenizer"
+    return sources[0].tokenizer_directory()
 
 
 def tokens_at_once(settings: Settings, model_config: "PretrainedConfig", tokenizer: Any) -> int:

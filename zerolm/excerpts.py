@@ -14,7 +14,7 @@ import numpy as np
 
 from zerolm.errors import ConfigError
 from zerolm.packing import Packing
-from zerolm.shards import TOKENIZER_DIRECTORY, Source
+from zerolm.shards import Source
 
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 
@@ -43,7 +43,7 @@ def read_document(source: Source, document: int) -> Part:
         if number < entry["num_documents"]:
             ends = source.document_ends(shard).astype(np.int64)
             start, end = int(ends[number - 1]) if number else 0, int(ends[number])
-            return Part(document, 0, end - start, end - start, source.shard(shard)[start:end])
+            return Part(document, 0, end - start, end - start, source.ids(shard, start, end))
         number -= entry["num_documents"]
     raise IndexError(f"document {document} of {source.num_documents}")
 
@@ -83,7 +83,7 @@ def _parts_in_shard(source: Source, number: int, start: int, stop: int) -> Itera
             start - first,
             upto - first,
             end - first,
-            source.shard(number)[start:upto],
+            source.ids(number, start, upto),
         )
         start, document = upto, document + 1
 
@@ -103,7 +103,7 @@ def decoder_of(source: Source) -> Decoder:
     Raises:
         ConfigError: there is none, or none that can be loaded.
     """
-    copy = source.directory / TOKENIZER_DIRECTORY
+    copy = source.tokenizer_directory()
     if not copy.is_dir():
         raise ConfigError(
             f"{copy}: no such directory, so ids cannot be shown as text. Put the tokenizer there "

@@ -5,7 +5,7 @@
 
 import json
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"python -m data_prep tokenize --output {directory} ..."
         )
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ShardError(f"{path}: cannot be read ({error}). Tokenize again.") from error
+    return checked_manifest(content, path)
+
+
+def checked_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
+    """Return what a manifest says, as `read_manifest` does.
+
+    Args:
+        path: where it is, for messages.
+
+    Raises:
+        ShardError: it is not JSON; and as `read_manifest`.
+    """
+    try:
+        manifest = json.loads(content.decode())
+    except ValueError as error:
         raise ShardError(f"{path}: cannot be read as JSON ({error}). Tokenize again.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ShardError(f"{path}: format is not {FORMAT!r}. This is not a token shard directory.")

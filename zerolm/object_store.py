@@ -109,7 +109,7 @@ class Store:
         self._pulse = pulse
         scheme = url.partition("://")[0]
         self._has_directories = scheme in ("file", "local", "memory")
-        self._fs, self._root = fsspec.core.url_to_fs(self.url, **_options(scheme))
+        self._fs, self._root = fsspec.core.url_to_fs(self.url, **store_options(scheme))
         if hasattr(self._fs, "retries"):
             self._fs.retries = 1  # s3fs: those of botocore and ours are known in time
 
@@ -284,7 +284,7 @@ class Store:
             except FileNotFoundError as error:
                 raise Missing(f"{where}: not there ({shown_error(error)})") from None
             except Exception as error:
-                if _is_final(error) or attempt == self.attempts:
+                if is_final(error) or attempt == self.attempts:
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise StoreError(f"{where}: {shown_error(error)}{tries}") from None
             pause = min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
@@ -292,7 +292,7 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _is_final(error: Exception) -> bool:
+def is_final(error: Exception) -> bool:
     """Tell errors that another attempt cannot change: no rights, no credentials, no such bucket."""
     name = type(error).__name__
     return isinstance(error, (PermissionError, NotADirectoryError)) or "Credential" in name
@@ -314,7 +314,7 @@ def _discard(target: Any) -> None:
         target.closed = True
 
 
-def _options(scheme: str) -> dict[str, Any]:
+def store_options(scheme: str) -> dict[str, Any]:
     """Return what fsspec's own configuration does not say: short timeouts, no stale listings."""
     import fsspec
 

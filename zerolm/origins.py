@@ -55,8 +55,9 @@ def origin(source: Source, document: int) -> Origin | None:
     path = source.directory / shard["origins"]
     listed = source.directory / source.manifest["input_files"]["file"]
     try:
-        (packed,) = np.fromfile(path, "<u8", count=1, offset=8 * document).tolist()
-        inputs = json.loads(listed.read_text(encoding="utf-8"))["inputs"]
+        content = source.files.bytes_of(shard["origins"], 8 * document, 8 * document + 8)
+        (packed,) = np.frombuffer(content, "<u8").tolist()
+        inputs = json.loads(source.files.bytes_of(listed.name))["inputs"]
         entry = inputs[packed >> POSITION_BITS]
         return Origin(entry["name"], packed & (MAX_POSITION - 1), entry["unit"])
     except (OSError, ValueError, LookupError, TypeError) as error:

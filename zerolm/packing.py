@@ -87,6 +87,11 @@ def open_packing(source: Source, seq_len: int) -> Packing:
         ShardError: there is none for this `seq_len`, it was made of other tokens, or a file of it
             is missing or of another size.
     """
+    if source.is_remote:
+        raise ShardError(
+            f"{source.directory}: --packing {BEST_FIT} reads an index that lies beside the shards, "
+            f"on this machine. Copy them here and use their path, or use --packing concat."
+        )
     path = index_file(source.directory, seq_len)
     command = f"Run: python -m data_prep pack {source.directory} --seq_len {seq_len}"
     if not path.is_file():
@@ -128,6 +133,8 @@ def verify_packings(source: Source) -> list[str]:
         A line for each index that is damaged or was made of other tokens.
     """
     problems: list[str] = []
+    if source.is_remote:  # where no index is read
+        return problems
     for path in sorted(source.directory.glob("packing-*.json")):
         number = path.stem.removeprefix("packing-")
         if not number.isdigit():

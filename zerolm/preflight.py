@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zerolm import (
     budget,
     checkpoint_directory,
+    data_cache,
     defaults,
     ds_config,
     epoch_plan,
@@ -115,6 +116,7 @@ class _Check:
         self._read_ds_config()
         before = len(self.problems)
         self.sources = open_sources(self.settings, self.problems)
+        self._prepare_sources()
         self.sources_are_sound = len(self.problems) == before and "data" not in self.refused
         self._resolve_settings()
         vocab_size = self.text_config.vocab_size if self.model_config is not None else None
@@ -136,6 +138,17 @@ class _Check:
         if self.problems:
             raise ConfigError(list(dict.fromkeys(self.problems)))
         return self._plan()
+
+    def _prepare_sources(self) -> None:
+        """Give what is in stores its cache, and say what is not checked as it is read."""
+        every = [*self.sources.training, *self.sources.validation]
+        self.problems += data_cache.prepare(self.settings, every)
+        self.notices += [
+            f"{source.directory} has no sums of blocks: only the sizes of its files are checked, "
+            f"not what is read. Shards of this release have them"
+            for source in every
+            if not source.has_sums
+        ]
 
     # ---- The machine
 
@@ -564,4 +577,5 @@ class _Check:
             notices=self.notices,
             changed=self.changed,
         )
-        return replace(plan, derived=figures(plan))
+        every = [*plan.sources, *plan.val_sources]
+        return replace(plan, derived=figures(plan) | data_cache.figures(every))

@@ -132,6 +132,16 @@ class Settings:
     num_workers: int = _count(
         "data", "loader processes per rank (default: 0)", "N", minimum=0, default=0
     )
+    data_cache: str | None = _flag(
+        "data",
+        "text",
+        "directory on each node for token shards that are in a store (default: in the system's "
+        "directory for temporary files)",
+        shows="PATH",
+    )
+    data_cache_bytes: int | None = _count(
+        "data", "bound of that directory, for all ranks of a node (default: 32 GiB)", "BYTES"
+    )
     eval_tokens: int | None = _count(
         "data", "validation tokens of an evaluation (default: 1M, or all if fewer)", "TOKENS"
     )

@@ -13,6 +13,7 @@ from zerolm.order import exact_shares, num_windows
 from zerolm.packing import open_packing
 from zerolm.settings import BEST_FIT, Settings, split_weight
 from zerolm.shards import MANIFEST, Source, open_source
+from zerolm.url import is_url
 
 
 class Sources(NamedTuple):
@@ -37,7 +38,7 @@ def open_sources(settings: Settings, problems: list[str]) -> Sources:
             path, weight = split_weight(spec)
         except ValueError:
             path, weight = spec, None  # "=" may be part of a name
-            if not Path(spec).exists():
+            if not is_url(spec) and not Path(spec).exists():
                 problems.append(
                     f"{where}: {spec}, its weight is not a number. Write for example "
                     f"{spec.rpartition('=')[0]}=0.7."
@@ -143,7 +144,10 @@ def _tokenizer_problems(source: Source, first: Source) -> list[str]:
 
 def source_names(sources: Sequence[Source]) -> list[str]:
     """Return a name for each source, for metrics: its directory's, with parents where needed."""
-    parts = [source.directory.absolute().parts for source in sources]
+    parts = [
+        (source.directory if source.is_remote else source.directory.absolute()).parts
+        for source in sources
+    ]
     depth = 1
     while len({path[-depth:] for path in parts}) < len(parts) and depth < max(map(len, parts)):
         depth += 1

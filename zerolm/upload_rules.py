@@ -12,33 +12,10 @@ from zerolm.checkpoint_directory import candidates
 from zerolm.errors import CheckpointError
 from zerolm.object_store import OFF, RECORD_DIRECTORY, Missing, Store, StoreError, within
 from zerolm.settings import COMMAND_LINE, Settings
+from zerolm.url import url_problem
 from zerolm.values import read_json
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 REACH_SECONDS = 90.0  # for the first answers of a store, when a run starts
-
-
-def url_problem(url: str) -> str | None:
-    """Say what is wrong with a URL, without any network; None when nothing is."""
-    import fsspec
-
-    scheme, separator, rest = url.partition("://")
-    if not separator or not rest.strip("/"):
-        return "is not a URL. Write s3://bucket/first, gs://bucket/first or file:///backup/first."
-    if "@" in rest.split("/")[0] or "?" in rest:
-        return (
-            "carries credentials or a query, which would stand in run.json and in every list of "
-            "processes. Leave them to the environment or the files of the store's library."
-        )
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except ValueError:
-        return f"{scheme}:// is not known to fsspec. Use s3://, gs://, hf:// or file://."
-    except ImportError as error:
-        extra = EXTRAS.get(scheme)
-        fix = f"pip install 'zerolm[{extra}]'" if extra else "Install it"
-        return f"needs a package that is not installed ({error}). {fix}."
-    return None
 
 
 def store_url(settings: Settings) -> str | None:

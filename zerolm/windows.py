@@ -7,8 +7,9 @@ subclass of `WindowStream` which ones come when (zerolm/data.py has two).
 Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from zerolm.settings import BEST_FIT, CONCAT
 from zerolm.shards import Source
 
 PLACED_SEQUENCES = 8192  # found at once, which takes the cost of one from 30 us to 0.2 us
+# Asked for ahead of their use where shards are in a store: most requests are for one block, so
+# that these are 32 MiB in memory. Not so many groups that cached ones are looked up for nothing.
+AHEAD_REQUESTS, AHEAD_GROUPS = 512, 32
 READ_BYTES = 1 << 18  # read at once in the training process: a few micro-batches, still in cache
 
 Batch = dict[str, torch.Tensor]
@@ -34,6 +38,15 @@ class Rows(NamedTuple):
     sequence_ids: np.ndarray  # -1: fills up, has no loss
     sources: np.ndarray
     windows: np.ndarray
+
+
+class Located(NamedTuple):
+    """Where micro-batches that are read at once lie, (C, M) int64 each."""
+
+    shards: np.ndarray
+    offsets: np.ndarray
+    sequence_ids: np.ndarray
+    sources: np.ndarray
 
 
 class Tokens(NamedTuple):
@@ -60,6 +73,8 @@ class WindowStream(IterableDataset):
     has no target, since what follows is another document. So has what fills a packed row up, which
     is EOS ids, each a document of its own. The tensors are contiguous and share no memory.
     """
+
+    reads_on = False  # until everything was read, and again: whole shards pay
 
     def __init__(
         self,
@@ -107,6 +122,31 @@ class WindowStream(IterableDataset):
         Worker w of k yields groups w, w + k, w + 2k, ..., so that a loader that asks its workers
         in turn has all of them in order.
         """
+        located = self._located(group)
+        if isinstance(self.reader, WindowReader) and self.reader.is_remote:
+            located = self._ahead(located, self.reader)
+        for shards, offsets, sequence_ids, sources in located:
+            yield Tokens(self.reader.read(shards, offsets), sequence_ids, sources)
+
+    def _ahead(self, located: Iterator["Located"], reader: "WindowReader") -> Iterator["Located"]:
+        """Yield the same, later: what is read from stores has been asked for long before."""
+        if self.reads_on:
+            reader.mirror()
+        waiting: deque[tuple[Located, list[Any]]] = deque()
+        coming = 0
+        for part in located:
+            arrivals = reader.expect(part.shards, part.offsets)
+            waiting.append((part, arrivals))
+            coming += len(arrivals)
+            while coming > AHEAD_REQUESTS or len(waiting) > AHEAD_GROUPS:
+                part, arrivals = waiting.popleft()
+                coming -= len(arrivals)
+                yield part
+        while waiting:
+            part, arrivals = waiting.popleft()  # held while the part is read
+            yield part
+
+    def _located(self, group: int) -> Iterator["Located"]:
         worker = get_worker_info()
         num_placed = group * max(1, PLACED_SEQUENCES // (group * self.micro_batch_size))
         starts: list[int] = []
@@ -115,19 +155,18 @@ class WindowStream(IterableDataset):
                 continue
             starts.append(start)
             if len(starts) == num_placed:
-                yield from self._read(starts, group)
+                yield from self._locate(starts, group)
                 starts = []
         if starts:
-            yield from self._read(starts, group)
+            yield from self._locate(starts, group)
 
-    def _read(self, starts: list[int], group: int) -> Iterator[Tokens]:
+    def _locate(self, starts: list[int], group: int) -> Iterator["Located"]:
         fault_point("loader.read", starts[0])
         rows = self.place(np.array(starts)[:, None] + np.arange(self.micro_batch_size))
         shards, offsets = self.reader.locate(rows.sources, rows.windows)
         for first in range(0, len(starts), group):
             part = slice(first, first + group)
-            tokens = self.reader.read(shards[part], offsets[part])
-            yield Tokens(tokens, rows.sequence_ids[part], rows.sources[part])
+            yield Located(shards[part], offsets[part], rows.sequence_ids[part], rows.sources[part])
 
     def batches(self, reads: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
         """Yield the batches of micro-batches that were read, here or by a worker."""
@@ -194,6 +233,7 @@ class WindowReader:
         self._shard_starts = np.concatenate(
             [source.starts[:-1] + start for source, start in starts]
         )
+        self._sizes = np.concatenate([np.diff(source.starts) for source in sources]).tolist()
         self._shards = [
             (source, number) for source in sources for number in range(len(source.starts) - 1)
         ]
@@ -205,17 +245,47 @@ class WindowReader:
         shards = np.searchsorted(self._shard_starts, positions, side="right") - 1
         return shards, positions - self._shard_starts[shards]
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether anything is read from a store."""
+        return any(source.is_remote for source, _ in self._shards)
+
+    def mirror(self) -> None:
+        """Have whole shards fetched in idle times, of sources whose cache has room for all."""
+        for source in {id(source): source for source, _ in self._shards}.values():
+            if source.is_remote:
+                source.files.mirror()
+
+    def expect(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
+        """Begin to fetch located windows from stores; what is returned keeps them in memory."""
+        wanted: dict[int, tuple[Source, list[tuple[int, int, int]]]] = {}
+        for shard, offset in zip(shards.ravel().tolist(), offsets.ravel().tolist(), strict=True):
+            stop = offset + self.seq_len + 1
+            while stop > 0:  # a window may go on in the next shards
+                source, number = self._shards[shard]
+                size = int(source.starts[number + 1] - source.starts[number])
+                if source.is_remote:
+                    ranges = wanted.setdefault(id(source), (source, []))[1]
+                    ranges.append((number, offset, min(stop, size)))
+                offset, stop, shard = 0, stop - size, shard + 1
+        return [
+            arrival for source, ranges in wanted.values() for arrival in source.files.expect(ranges)
+        ]
+
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Return the ids of located windows, (..., seq_len + 1) of `dtype`."""
+        """Return the ids of located windows, (..., seq_len + 1) of `dtype`.
+
+        Raises:
+            ShardReadError: some are damaged, or a store does not give them.
+        """
         length = self.seq_len + 1
         tokens = np.empty((shards.size, length), self.dtype)
         for row, shard, offset in zip(
             tokens, shards.ravel().tolist(), offsets.ravel().tolist(), strict=True
         ):
             source, number = self._shards[shard]
-            ids = source.shard(number)[offset : offset + length]
-            if len(ids) == length:
-                row[:] = ids
+            if offset + length <= self._sizes[shard]:
+                row[:] = source.files.ids(number, offset, offset + length)
             else:  # it goes on in the next shard
                 source.read(int(source.starts[number]) + offset, row)
         return tokens.reshape(*shards.shape, length)

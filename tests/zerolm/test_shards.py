@@ -276,7 +276,7 @@ def test_a_source_sent_to_another_process_opens_its_own_maps(tmp_path):
     source = open_source(write(tmp_path / "s"))
     source.shard(0)
     copy = pickle.loads(pickle.dumps(source))
-    assert copy._maps == {} and copy.shard(0).tolist() == source.shard(0).tolist()
+    assert copy.files._open == {} and copy.shard(0).tolist() == source.shard(0).tolist()
     assert copy.fingerprint == source.fingerprint
 
 

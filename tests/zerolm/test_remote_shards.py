@@ -1,0 +1,208 @@
+"""Shards in a store, with remote_blocks.py, block_cache.py and the rest: as if they were here."""
+
+import os
+import pickle
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranges import RangeServer, range_server
+
+from zerolm import object_ranges
+from zerolm.block_cache import Cache
+from zerolm.block_sums import BLOCK_BYTES
+from zerolm.data import TokenStream, ValidationStream, make_loader
+from zerolm.errors import ShardError, ShardReadError
+from zerolm.schedule import BatchSchedule
+from zerolm.shards import ShardWriter, open_source, verify
+
+SEQ_LEN = 1000
+TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
+CUT = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "rank": 0, "world_size": 1}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """Three shards of 13 blocks each or so, whose ids are a random walk through the vocabulary."""
+    directory = tmp_path_factory.mktemp("store") / "web"
+    draw = np.random.default_rng(0)
+    with ShardWriter(
+        directory, vocab_size=50_000, eos_id=0, tokenizer=TOKENIZER, shard_tokens=420_000
+    ) as writer:
+        for length in draw.integers(200, 3000, 730):
+            writer.add(np.append(draw.integers(1, 50_000, length), 0))
+    assert len(writer.shards) == 3
+    return directory
+
+
+@pytest.fixture
+def server(shards):
+    with range_server(shards.parent) as running:
+        yield running
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No long pauses between attempts."""
+    monkeypatch.setattr(object_ranges, "FIRST_PAUSE_SECONDS", 0.001)
+
+
+def remote(server: RangeServer, tmp_path: Path, num_slots: int | None = None):
+    source = open_source(f"{server.url}/web")
+    if num_slots is not None:
+        source.files.cache = Cache(tmp_path / f"{source.fingerprint[:16]}-{num_slots}", num_slots)
+    return source
+
+
+def training(source, steps: int, position: int = 0, num_workers: int = 0, **options):
+    stream = TokenStream(
+        [source], [1.0], seed=3, batch_schedule=BatchSchedule(4), position=position,
+        end_position=4 * steps, **CUT, **options
+    )  # fmt: skip
+    return make_loader(stream, num_workers, pin_memory=False)
+
+
+def assert_same(batches, expected) -> None:
+    count = 0
+    for mine, theirs in zip(batches, expected, strict=True):
+        count += 1
+        for name in theirs:
+            assert torch.equal(mine[name], theirs[name]), name
+    assert count
+
+
+def blocks_of(source) -> int:
+    return sum(-(-shard["size_bytes"] // BLOCK_BYTES) for shard in source.manifest["shards"])
+
+
+@pytest.mark.parametrize("num_slots", [None, 16, "all"])
+def test_a_store_that_fails_in_every_way_gives_the_batches_of_local_shards(
+    shards, server, tmp_path, quick, num_slots
+):
+    """503s, bodies cut off, answers too short, and bytes that are others, in two epochs."""
+    source = remote(server, tmp_path)
+    if num_slots is not None:
+        source = remote(server, tmp_path, blocks_of(source) if num_slots == "all" else num_slots)
+    server.fail_every, server.cut_every, server.shorten_every = 5, 7, 11
+    server.corrupt_every, server.seconds = 13, 0.001
+    steps = 2 * (source.num_tokens // SEQ_LEN) // 4
+    assert_same(training(source, steps), training(open_source(shards), steps))
+    assert source.files.counts["repeated"] > 5
+    if num_slots == "all":
+        kept = next(tmp_path.glob("*/blocks")).read_bytes()
+        assert source.files.counts["fetched"] <= blocks_of(source) * 1.5
+        for number, shard in enumerate(source.manifest["shards"]):
+            start = source.files._own().key(number, 0) * BLOCK_BYTES
+            content = (shards / shard["file"]).read_bytes()
+            assert kept[start : start + len(content)] == content
+
+
+def test_validation_and_loader_workers_read_a_store_as_well(shards, server, tmp_path):
+    """Workers are forked from a process whose own threads have read from it already."""
+    source, local = remote(server, tmp_path, 16), open_source(shards)
+    for each in (source, local):
+        each.ids(1, 0, 10)
+    assert_same(
+        make_loader(ValidationStream([source], num_sequences=50, **CUT), 0, False),
+        make_loader(ValidationStream([local], num_sequences=50, **CUT), 0, False),
+    )
+    assert_same(training(source, 20, 8, num_workers=2), training(local, 20, 8))
+
+
+def test_the_bound_of_the_cache_holds_for_all_processes_of_a_node(shards, server, tmp_path):
+    source = remote(server, tmp_path, 16)
+    before = set(threading.enumerate())
+    assert_same(training(source, 60, num_workers=2), training(open_source(shards), 60))
+    assert set(threading.enumerate()) - before == set()  # only the workers have read
+    sizes = {path.name: path.stat().st_blocks * 512 for path in tmp_path.glob("*/*")}
+    assert sizes.pop("blocks") <= 16 * BLOCK_BYTES
+    assert sum(sizes.values()) < BLOCK_BYTES
+
+
+def test_what_is_cached_is_not_fetched_again_by_the_next_process(shards, server, tmp_path):
+    source = remote(server, tmp_path, 1 << 10)
+    source.files.cache = source.files.cache._replace(num_slots=blocks_of(source))
+    list(training(source, 100))
+    before = server.count
+    again = pickle.loads(pickle.dumps(source))
+    assert_same(training(again, 100), training(open_source(shards), 100))
+    assert again.files.counts["fetched"] == 0 and server.count == before
+
+
+def test_a_damaged_cache_is_a_miss(shards, server, tmp_path):
+    source = remote(server, tmp_path)
+    source.files.cache = Cache(tmp_path / "cache", blocks_of(source))
+    list(training(source, 50))
+    blocks = tmp_path / "cache" / "blocks"
+    blocks.write_bytes(os.urandom(blocks.stat().st_size))
+    assert_same(training(pickle.loads(pickle.dumps(source)), 50), training(open_source(shards), 50))
+
+
+def test_blocks_are_asked_for_ahead_of_their_use(shards, server, tmp_path):
+    """While the first batch, of a few blocks, is in use, all others arrive; each of them once."""
+    source = remote(server, tmp_path)
+    batches = iter(training(source, 100))
+    next(batches)
+    deadline = time.monotonic() + 30
+    while source.files.counts["fetched"] < blocks_of(source) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    list(islice(batches, 30))
+    assert source.files.counts["fetched"] == blocks_of(source)
+
+
+def test_an_object_that_is_damaged_in_the_store_ends_the_run_and_is_named(
+    shards, server, tmp_path, quick
+):
+    source = remote(server, tmp_path)
+    path = shards / "shard-00001.bin"
+    content = path.read_bytes()
+    try:
+        path.write_bytes(content[: 5 * BLOCK_BYTES] + b"!!" + content[5 * BLOCK_BYTES + 2 :])
+        with pytest.raises(ShardReadError, match=r"shard-00001\.bin: block 5 .*4 attempts"):
+            list(training(source, 300))
+        with pytest.raises(ShardReadError, match=r"shard-00001\.bin: block 5"):
+            list(training(source, 300, num_workers=1))
+        with pytest.raises(ShardError, match=r"shard-00001\.bin: SHA-256 .* in block 5 "):
+            verify(f"{server.url}/web")
+    finally:
+        path.write_bytes(content)
+    assert verify(f"{server.url}/web") == source.manifest
+
+
+def test_a_store_that_stays_away_is_given_up_and_its_last_answer_named(
+    shards, server, tmp_path, quick
+):
+    source = remote(server, tmp_path)
+    source.files.patience_seconds = 0.2
+    server.fail_every = 1
+    with pytest.raises(ShardReadError, match=r"shard-0000\d\.(bin|sums): .*503.*attempts in 0 s"):
+        list(training(source, 3))
+
+
+def test_what_cannot_be_trained_on_is_refused_beforehand(shards, server, tmp_path, monkeypatch):
+    with pytest.raises(ShardError, match=r"/nothing: no manifest\.json there"):
+        open_source(f"{server.url}/nothing")
+    with pytest.raises(ShardError, match="carries credentials"):
+        open_source("s3://key:secret@bucket/web")
+    server.ignores_ranges = True
+    monkeypatch.setattr("zerolm.remote_shards.REACH_SECONDS", 0.3)
+    with pytest.raises(ShardError, match="whole objects instead of ranges"):
+        open_source(f"{server.url}/web")
+
+
+def test_sizes_are_checked_where_the_store_lists_them(shards, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in shards.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert open_source(f"file://{copy}").fingerprint == open_source(shards).fingerprint
+    (copy / "shard-00002.idx").unlink()
+    os.truncate(copy / "shard-00001.bin", 1000)
+    with pytest.raises(ShardError) as caught:
+        open_source(f"file://{copy}")
+    assert "shard-00001.bin: 1000 bytes" in str(caught.value)
+    assert f"file://{copy}/shard-00002.idx: missing" in str(caught.value)
