@@ -71,6 +71,10 @@ class FaultyProxy:
     Attributes:
         status: answered to everything instead of passing it on, while it is not None.
         fail_every: every n-th request is answered with 503, 0 for none.
+        truncate_every: every n-th body of an object is shorter than it was asked to be. Likewise
+        cut_every: the connection ends in the middle of a body, and
+        corrupt_every: a byte of it is another one.
+        delay_seconds: before a request is passed on.
         hangs: connections are accepted and never answered.
         bytes_per_second: at which bodies of requests are taken; None: at once.
         requests: (method, path) of all that came.
@@ -80,6 +84,8 @@ class FaultyProxy:
         self.target_port = target_port
         self.status: int | None = None
         self.fail_every = 0
+        self.truncate_every = self.cut_every = self.corrupt_every = 0
+        self.delay_seconds = 0.0
         self.hangs = False
         self.bytes_per_second: float | None = None
         self.requests: list[tuple[str, str]] = []
@@ -131,7 +137,8 @@ class FaultyProxy:
         }
         connection.request(request.command, request.path, body=body, headers=headers)
         answer = connection.getresponse()
-        content = answer.read()
+        time.sleep(self.delay_seconds)
+        content, promised = self._spoiled(request, answer.status, answer.read())
         request.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "content-length", "connection"):
@@ -139,10 +146,26 @@ class FaultyProxy:
         if request.command == "HEAD":
             request.send_header("Content-Length", answer.getheader("Content-Length") or "0")
         else:
-            request.send_header("Content-Length", str(len(content)))
+            request.send_header("Content-Length", str(promised))
         request.end_headers()
+        request.close_connection |= promised != len(content)
         if request.command != "HEAD":
             request.wfile.write(content)
+
+    def _spoiled(
+        self, request: BaseHTTPRequestHandler, status: int, content: bytes
+    ) -> tuple[bytes, int]:
+        """Return what is sent of an object's body, and how much of it is promised."""
+        number, whole = len(self.requests), len(content)
+        if request.command != "GET" or status not in (200, 206) or b"<?xml" in content[:9]:
+            return content, whole
+        if self.truncate_every and number % self.truncate_every == 0:
+            return content[: whole // 2], whole // 2
+        if self.cut_every and number % self.cut_every == 0:
+            return content[: whole // 2], whole
+        if self.corrupt_every and number % self.corrupt_every == 0:
+            return bytes([content[0] ^ 1]) + content[1:], whole
+        return content, whole
 
     def _body(self, request: BaseHTTPRequestHandler) -> bytes:
         if request.headers.get("Transfer-Encoding", "").lower() == "chunked":

@@ -36,12 +36,18 @@ def write_json(path: Path, value: Any) -> Path:
     return path
 
 
-def write_shards(directory: Path, num_documents: int = 400, seed: int = 0) -> Path:
+def write_shards(
+    directory: Path, num_documents: int = 400, seed: int = 0, shard_tokens: int = 8192
+) -> Path:
     """Write a shard directory of documents that a model can learn: noisy counting."""
     generator = np.random.default_rng(seed)
     tokenizer = {"name": "test", "fingerprint": "test", "files": []}
     with ShardWriter(
-        directory, vocab_size=VOCABULARY, eos_id=EOS, tokenizer=tokenizer, shard_tokens=8192
+        directory,
+        vocab_size=VOCABULARY,
+        eos_id=EOS,
+        tokenizer=tokenizer,
+        shard_tokens=shard_tokens,
     ) as writer:
         for _ in range(num_documents):
             length = int(generator.integers(20, 120))
