@@ -135,15 +135,17 @@ def sample_of(source: Source) -> tuple[dict[str, str], int, float]:
     size, seconds = 0, 0.0
     for shard in shards:
         digest, position = hashlib.sha256(), 0
-        with open(source.directory / shard["file"], "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while position < shard["size_bytes"]:
-                began = time.perf_counter()
-                block = os.pread(file.fileno(), SAMPLE_BLOCK_BYTES, position)
-                seconds += time.perf_counter() - began
-                digest.update(block)
-                size += len(block)
-                position += step
+        if not source.is_remote:
+            with open(source.directory / shard["file"], "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while position < shard["size_bytes"]:
+            end = min(position + SAMPLE_BLOCK_BYTES, shard["size_bytes"])
+            began = time.perf_counter()
+            block = source.files.bytes_of(shard["file"], position, end)
+            seconds += time.perf_counter() - began
+            digest.update(block)
+            size += len(block)
+            position += step
         found[shard["file"]] = digest.hexdigest()[:16]
     return found, size, seconds
 
