@@ -1,7 +1,6 @@
 """`python -m data_prep tokenize` and `verify`: from the command line to shards."""
 
 import argparse
-import importlib.metadata
 import math
 import os
 import sys
@@ -87,6 +86,8 @@ def _check_outputs(
 
 
 def _version() -> str | None:
+    import importlib.metadata  # which imports the whole of `email`: not in every worker
+
     try:
         return importlib.metadata.version("zerolm")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed

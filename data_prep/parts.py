@@ -85,7 +85,7 @@ class _SplitWriter:
 
     def add(self, batch: Batch) -> None:
         if self.file is None:
-            self.file = open(self.ids, "wb")
+            self.file = open(self.ids, "wb", buffering=1 << 17)
         data = batch.token_ids.data.cast("B")
         self.file.write(data)
         self.digest.update(data)

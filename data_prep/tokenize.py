@@ -23,9 +23,11 @@ from data_prep.progress import TaskProgress
 from data_prep.readers import Input
 from data_prep.units import Unit, read_batches
 from zerolm.errors import ShardError, ZerolmError
+from zerolm.manifest import token_dtype
 from zerolm.origins import pack_origins
-from zerolm.shards import token_dtype
 
+CHUNK_BYTES = 1 << 19  # of text, to parse and encode at a time
+LONG_TOKENS = 300  # of a document, on average
 PART_SECONDS = 15.0  # of work: what a killed task has to do again, at most
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
 ENCODED = "encoded"  # in the directory of the parts: a directory for each unit
@@ -78,7 +80,8 @@ class DocumentEncoder:
         """
         texts = [document.text for document in documents]
         ids, ends = encoder.encode(texts)
-        lengths = np.diff(ends, prepend=0)
+        lengths = ends.copy()
+        lengths[1:] -= ends[:-1]
         held_out = np.zeros(len(texts), bool)
         if self.val_fraction is None:
             sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
@@ -88,7 +91,8 @@ class DocumentEncoder:
             sizes = [len(each) for each in utf8]
         if len(ids):
             self._check_range(ids)
-        tokens, num_inner_eos = self._with_eos(ids, ends)
+        tokens = self._with_eos(ids, ends[lengths > 0])
+        num_inner_eos = int(np.count_nonzero(tokens == self.eos_id)) - int((lengths > 0).sum())
         origins = pack_origins(
             np.array([document.input for document in documents], np.uint64),
             np.array([document.start for document in documents], np.uint64),
@@ -114,7 +118,8 @@ class DocumentEncoder:
         return batches, num_inner_eos
 
     def _check_range(self, ids: np.ndarray) -> None:
-        largest, smallest = int(ids.max()), int(ids.min())
+        largest = int(ids.max())
+        smallest = 0 if ids.dtype.kind == "u" else int(ids.min())
         if largest >= self.vocab_size or smallest < 0:
             raise ShardError(
                 f"token id {largest if smallest >= 0 else smallest} is outside of the vocabulary "
@@ -122,16 +127,22 @@ class DocumentEncoder:
                 f"the tokenizer."
             )
 
-    def _with_eos(self, ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, int]:
-        """Put the EOS id behind each document that has ids."""
-        ends = ends[np.diff(ends, prepend=0) > 0]
-        places = ends + np.arange(len(ends))
+    def _with_eos(self, ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Put the EOS id behind each document; none of them is empty."""
         tokens = np.empty(len(ids) + len(ends), token_dtype(self.vocab_size))
+        if len(ids) > LONG_TOKENS * len(ends):  # a copy for each is less than a mask over all
+            start = 0
+            for number, end in enumerate(ends.tolist()):
+                tokens[start + number : end + number] = ids[start:end]
+                start = end
+            tokens[ends + np.arange(len(ends))] = self.eos_id
+            return tokens
+        places = ends + np.arange(len(ends))
         is_text = np.ones(len(tokens), bool)
         is_text[places] = False
         tokens[is_text] = ids
         tokens[places] = self.eos_id
-        return tokens, int(np.count_nonzero(tokens == self.eos_id)) - len(ends)
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -201,7 +212,7 @@ class _UnitEncoder:
 
     def encode(self, unit: Unit) -> None:
         batches = read_batches(
-            self.job.inputs, unit, self.job.rules, self.tally, start=self.position
+            self.job.inputs, unit, self.job.rules, self.tally, CHUNK_BYTES, self.position
         )
         try:
             for batch in batches:

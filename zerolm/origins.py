@@ -5,13 +5,17 @@ the input in `inputs.json`, shifted left by 40 bits, and the position in it. Bot
 source without them has no origins.
 """
 
+from __future__ import annotations
+
 import json
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from zerolm.errors import ShardError
-from zerolm.shards import Source
+
+if TYPE_CHECKING:  # workers that tokenize import this module, and no reader of shards
+    from zerolm.shards import Source
 
 INPUTS = "inputs.json"
 POSITION_BITS = 40
