@@ -1,0 +1,202 @@
+"""`python -m data_prep run`: a pipeline from its recipe, its restarts, and its refusals."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.stage_files import read_records, read_stage
+from zerolm.manifest import read_manifest
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"Document {n} says that the number {n} is followed by {n + 1}. " * 3 for n in range(40)]
+
+
+@pytest.fixture
+def recipe(tmp_path, tokenizer_directory) -> Path:
+    """Write documents, two of them the same and three too short, and a recipe for them."""
+    shutil.copytree(tokenizer_directory, tmp_path / "tokenizer")
+    (tmp_path / "raw").mkdir()
+    records = [{"text": text, "source": "a", "n": 2**70} for text in [*TEXTS, TEXTS[3]]]
+    records += [{"text": word, "id": f"short-{word}"} for word in ("no", "nor", "so")]
+    for part in range(2):
+        lines = [json.dumps(record) for record in records[part::2]]
+        (tmp_path / "raw" / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
+    content = {
+        "output": "out",
+        "sources": {"web": {"input": ["raw/*.jsonl"]}},
+        "clean": {"filters": [{"filter": "length", "min_words": 5}], "unit_bytes": 4000},
+        "dedup": {"near": False},
+        "tokenize": {"tokenizer": "tokenizer", "val_fraction": 0.2, "encoder": "tokenizers"},
+    }
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def change(path: Path, **keys) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def files_below(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("shard*"))
+        if path.is_file()
+    }
+
+
+def test_a_pipeline_goes_from_text_to_shards_and_starts_again_where_it_changed(recipe, capsys):
+    output = recipe.parent / "out" / "web"
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    clean = read_stage(output / "clean")
+    assert clean.manifest["dropped"] == {"length.too_few_words": 3}
+    examples = clean.manifest["examples"]["length.too_few_words"]
+    assert {example["id"] for example in examples} == {"short-no", "short-nor", "short-so"}
+    kept = [record for path in clean.paths for record in read_records(path)]
+    assert sorted(record["text"] for record in kept) == sorted([*TEXTS, TEXTS[3]])
+    assert all(record["source"] == "a" and record["n"] == 2**70 for record in kept)
+    assert len({record["id"] for record in kept}) == 41
+    assert read_stage(output / "dedup").manifest["documents_out"] == 40
+    training, held_out = (read_manifest(output / f"shards{end}") for end in ("", "-validation"))
+    assert training["num_documents"] + held_out["num_documents"] == 40
+    recipe_named = training["pipeline"]["before"]["before"]["recipe"]
+    assert recipe_named["content"] == json.loads(recipe.read_text())
+
+    first = files_below(output)
+    capsys.readouterr()
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert [f"web/{stage}: is complete" in shown for stage in ("clean", "dedup", "shards")] == [
+        True
+    ] * 3
+
+    change(recipe, dedup={"near": False, "exact": "words"})
+    assert main(["run", str(recipe), "--check"]) == 0
+    plan = capsys.readouterr().out
+    assert "clean         complete" in plan
+    assert "dedup         changed" in plan
+    assert "shards        changed" in plan
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "web/clean: is complete" in shown
+    assert "web/dedup: is made again" in shown
+    assert files_below(output) == first  # no other document is a copy by its words
+
+    page = (recipe.parent / "out" / "report.html").read_text()
+    assert "length.too_few_words" in page
+    assert "http://" not in page
+    assert "<script" not in page
+    report = json.loads((recipe.parent / "out" / "report.json").read_text())
+    stages = report["sources"]["web"]["stages"]
+    assert [stage["documents_out"] for stage in stages] == [41, 40]
+
+
+def test_every_mistake_of_a_recipe_is_named_before_anything_is_written(recipe, capsys):
+    change(
+        recipe,
+        sorces={},
+        clean={"filters": [{"filter": "lenght"}], "keep": True},
+        dedup={"treshold": 0.5},
+        sources={"web": {"input": ["raw/none*.jsonl"], "text_feild": "t"}, "b/d": {}},
+        tokenize={"tokenizer": "tokenizer", "val_fraction": 2},
+    )
+    assert main(["run", str(recipe), "--executor", "sluurm"]) == 2
+    shown = capsys.readouterr().err
+    for piece in (
+        "'sorces' is not a key of a recipe. Did you mean \"sources\"?",
+        "clean.keep: is not an option",
+        'Did you mean "length"?',
+        'dedup.treshold: is not an option. Did you mean "threshold"?',
+        "sources.web.text_feild: is not an option",
+        "sources.b/d: is not a name",
+        "tokenize.val_fraction: 2 is not from 0 to below 1",
+        "--executor sluurm: is not one of",
+    ):
+        assert piece in shown
+    assert not (recipe.parent / "out").exists()
+
+
+def test_check_writes_nothing(recipe, capsys):
+    before = sorted(recipe.parent.rglob("*"))
+    assert main(["run", str(recipe), "--check"]) == 0
+    assert "web: 2 inputs" in capsys.readouterr().out
+    assert sorted(recipe.parent.rglob("*")) == before
+
+
+def test_a_stage_that_was_stopped_goes_on(recipe, capsys):
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    output = recipe.parent / "out" / "web"
+    first = files_below(output)
+    for stage, manifest in (("shards", "manifest.json"), ("shards-validation", "manifest.json")):
+        shutil.rmtree(output / stage)
+        assert not (output / stage / manifest).exists()
+    (output / "dedup" / "stage.json").unlink()
+    (output / "clean" / "stage.json").unlink()
+    lost = output / "clean" / "records" / "clean" / "00001.json"
+    lost.unlink()
+    kept = (output / "clean" / "records" / "clean" / "00000.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    assert "web/clean: goes on" in capsys.readouterr().out
+    assert lost.exists()
+    assert (output / "clean" / "records" / "clean" / "00000.json").stat().st_mtime_ns == kept
+    assert files_below(output) == first
+
+
+def test_progress_shows_every_phase(recipe, capsys):
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert main(["progress", str(recipe.parent / "out")]) == 0
+    assert "web/clean/records/clean: " in capsys.readouterr().out
+    assert main(["progress", str(recipe.parent / "raw")]) == 2
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "data_prep" / "recipes").glob("*.json")), ids=lambda path: path.stem
+)
+def test_recipes_that_come_with_it_run_where_their_files_are(
+    path, tmp_path, tokenizer_directory, capsys
+):
+    """Their inputs are made where they say, small; the filters are theirs."""
+    if "gopher" in path.read_text():
+        pytest.importorskip("datatrove")
+    content = json.loads(path.read_text())
+    here = tmp_path / "a" / "b"
+    here.mkdir(parents=True)
+    shutil.copy(path, here)
+    shutil.copytree(tokenizer_directory, tmp_path / "tokenizer")
+    for source in content["sources"].values():
+        for pattern in source["input"]:
+            file = here / pattern.replace("*", "part")
+            file = file if file.suffix else file / "part.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps({source.get("text_field", "text"): text}) for text in TEXTS]
+            data = ("\n".join(lines) + "\n").encode()
+            if file.suffix == ".gz":
+                import gzip
+
+                data = gzip.compress(data)
+            file.write_bytes(data)
+    for evaluation in content.get("decontaminate", {}).get("evaluation", []):
+        file = here / evaluation.partition(":")[0]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        item = {"ctx": "a question of many words that is in no document here", "endings": ["x y z"]}
+        file.write_text(json.dumps(item) + "\n")
+    assert main(["run", str(here / path.name), "--check"]) == 0
+    assert "clean" in capsys.readouterr().out
+
+
+def test_bad_input_ends_the_command_with_its_place(recipe):
+    (recipe.parent / "raw" / "2.jsonl").write_text('{"text": 3}\n')
+    result = subprocess.run(
+        [sys.executable, "-m", "data_prep", "run", str(recipe), "--workers", "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "2.jsonl:1" in result.stderr
+    assert "Traceback" not in result.stderr
