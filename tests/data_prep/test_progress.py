@@ -1,17 +1,19 @@
 """data_prep/progress.py: a bar where somebody looks at it, plain lines in a log."""
 
 import fcntl
+import json
 import os
 import pty
 import struct
 import subprocess
 import sys
 import termios
+import time
 
 from small_corpus import ROOT, TEXTS, write_jsonl
 
 from data_prep import progress
-from data_prep.progress import Progress
+from data_prep.progress import Progress, TaskProgress, Watch
 
 
 def test_a_log_has_plain_lines(capsys, monkeypatch):
@@ -54,3 +56,27 @@ def test_a_terminal_has_a_bar_and_pipes_have_the_summary(tmp_path, tokenizer_dir
     assert result.returncode == 0
     assert "tokenize: 100%" in shown and "7 documents" in shown
     assert b"7 documents" in result.stdout and b"\r" not in result.stdout
+
+
+def test_a_watch_adds_up_what_tasks_note_and_names_the_slowest(tmp_path, monkeypatch, capsys):
+    """Two tasks are done and one runs, for 100 seconds where the others took 2."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    for task in range(2):
+        record = {
+            "splits": [{"num_tokens": 50}, {"num_tokens": 5}],
+            "tally": {"input_bytes": 1_000_000},
+            "documents_out": 7,
+            "seconds": 2.0,
+        }
+        (tmp_path / f"{task:05d}.json").write_text(json.dumps(record))
+    running = tmp_path / "00002.running"
+    running.write_text(json.dumps({"started": time.time() - 100, "host": "here"}))
+    monkeypatch.setattr(progress, "NOTE_SECONDS", 0)
+    TaskProgress(running, 3_000_000).add(500_000, 3, 20)
+    assert json.loads(running.read_text())["host"] == "here"
+    shown = Progress("tokenize", 5_000_000)
+    watch = Watch(shown, tmp_path, ["a.jsonl", "b.jsonl", "c.jsonl"])
+    watch._show()
+    assert (shown.input_bytes, shown.num_documents, shown.num_tokens) == (2_500_000, 17, 130)
+    line = capsys.readouterr().err
+    assert "tasks=2/3 slowest=c.jsonl (100 s, others 2 s)" in line
