@@ -137,13 +137,15 @@ def _encoder_words(encoder: dict[str, Any]) -> str:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Compare every file of shards with its checksum."""
-    from zerolm import shards
+    """Compare every file of shards, and of the packings beside them, with its checksum."""
+    from zerolm import packing, shards
 
     problems = Problems()
     for directory in options.shards:
         manifest = problems.of(shards.verify, directory)
-        if manifest is not None:
+        damaged = packing.verify_packings(shards.open_source(directory)) if manifest else []
+        problems.lines += damaged
+        if manifest is not None and not damaged:
             print(
                 f"{directory}: whole. {manifest['num_documents']:,} documents, "
                 f"{manifest['num_tokens']:,} tokens, {len(manifest['shards'])} shards"

@@ -118,6 +118,7 @@ def test_a_damaged_index_is_named(shards):
     data[0] ^= 1
     file.write_bytes(data)
     assert "SHA-256 differs" in verify_packings(source)[0]
+    assert main(["verify", str(shards)]) == 2
     file.write_bytes(data[:-12])
     with pytest.raises(ShardError, match=f"has {len(data) - 12} bytes, its manifest says"):
         open_packing(source, SEQ_LEN)
