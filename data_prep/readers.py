@@ -3,6 +3,7 @@
 What cannot be read becomes a chunk of kind "bad", and reading goes on behind it where it can.
 """
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -210,7 +211,23 @@ def _group_values(file: Any, group: int, skip: int, rules: InputRules, size: int
             skip -= len(batch)
             continue
         batch, skip = batch.slice(skip), 0
-        yield _column_values(batch.column(0)) if plain else batch.to_pylist()
+        if plain:
+            yield _column_values(batch.column(0))
+        else:
+            yield _json_values(batch.to_pylist())
+
+
+def _json_values(value: Any) -> Any:
+    """Return rows as JSON has them: times in ISO 8601, bytes in base64, decimals as text."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _json_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_values(inner) for inner in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _column_values(column: Any) -> list:
@@ -274,7 +291,9 @@ def _read_hub(
                 f"{each.name}:{done + 1}: no column {rules.text_field!r}; it has "
                 f"{', '.join(batch)}. Choose one with --text_field."
             )
-        if not rules.keep_records and rules.text_field in batch:
+        if rules.keep_records:
+            rows = _json_values(rows)
+        elif rules.text_field in batch:
             rows = batch[rules.text_field]
         yield Chunk(each.name, "rows", done, rows, 0, number), done + len(rows)
         done += len(rows)

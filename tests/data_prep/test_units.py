@@ -1,5 +1,7 @@
 """data_prep/units.py: slices of the inputs that together are everything, and how they are read."""
 
+import datetime
+import decimal
 import gzip
 import itertools
 import json
@@ -219,6 +221,26 @@ def test_a_field_in_an_object_of_parquet_and_kept_records(tmp_path):
         (document,) = batch.documents
         assert document.text == "one"
     assert document.record == rows[0]
+
+
+def test_kept_columns_of_parquet_are_json(tmp_path):
+    path = tmp_path / "a.parquet"
+    row = {
+        "text": "a",
+        "day": datetime.date(2026, 11, 21),
+        "time": datetime.datetime(2026, 11, 21, 1, 2, 3),
+        "raw": b"\xff\0",
+        "list": [{"price": decimal.Decimal("1.50"), "n": None}],
+        "x": 0.5,
+    }
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    inputs, _ = find_inputs([str(path)], "text")
+    rules = InputRules(keep_records=True)
+    (batch,) = read_batches(inputs, plan_units(inputs)[0], rules, Tally())
+    assert json.loads(json.dumps(batch.documents[0].record)) == {
+        "text": "a", "day": "2026-11-21", "time": "2026-11-21T01:02:03", "raw": "/wA=",
+        "list": [{"price": "1.50", "n": None}], "x": 0.5,
+    }  # fmt: skip
 
 
 def test_every_problem_of_a_unit_is_named_but_not_without_end(tmp_path):
