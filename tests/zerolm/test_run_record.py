@@ -25,3 +25,17 @@ def test_another_order_forgets_windows_of_the_old_one() -> None:
         there = carried(HERE, ORDER, {**ORDER, **change})
         assert there.position == HERE.position
         assert there.skipped_windows == [] and there.history == {}
+
+
+def test_a_stage_that_has_not_begun_may_change() -> None:
+    """The checkpoint is at sequence 651: ten windows were left out before it."""
+    old = {**ORDER, "stages": [[704, [0.1, 0.9]]]}
+    for stages in ([[704, [1, 1]]], [[768, [0.1, 0.9]]], []):
+        assert carried(HERE, old, {**ORDER, "stages": stages}) == HERE
+    assert carried(HERE, old, ORDER) == HERE and carried(HERE, ORDER, old) == HERE
+    begun = {**ORDER, "stages": [[128, [0.1, 0.9]]]}
+    there = carried(HERE, begun, {**ORDER, "stages": [[128, [0.2, 0.8]]]})
+    assert there.skipped_windows == [] and there.position == HERE.position
+    assert (
+        carried(HERE, old, {**ORDER, "stages": [[660, [0.1, 0.9]]]}).history == {}
+    )  # cuts a block
