@@ -93,25 +93,36 @@ def open_backend(name: str, directory: Path) -> Encode:
         raise BackendRefused(f"does not take this tokenizer ({reason})") from error
 
 
-def vocabulary(directory: Path) -> list[str]:
-    """Return the spellings of a copy's tokens, as text where they are whole characters."""
-    spellings: list[str] = []
+def spellings(directory: Path) -> dict[int, str]:
+    """Return {id: text} of a copy's tokens but for special ones; bytes of no character left out."""
     if (directory / TIKTOKEN_FILE).is_file():
-        encoding = read_encoding(directory)
-        tokens = [*encoding._mergeable_ranks, *map(str.encode, encoding._special_tokens)]
-        spellings = [token.decode("utf-8", "ignore") for token in tokens]
-    elif (directory / "tokenizer.json").is_file():
-        content = json.loads((directory / "tokenizer.json").read_bytes())
-        vocab = content["model"]["vocab"]
-        spellings = [each if isinstance(each, str) else each[0] for each in vocab]
+        ranks = read_encoding(directory)._mergeable_ranks
+        return {rank: token.decode("utf-8", "ignore") for token, rank in ranks.items()}
+    if not (directory / "tokenizer.json").is_file():
+        return {}
+    content = json.loads((directory / "tokenizer.json").read_bytes())
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # of Unigram: pairs of token and score
+        vocab = {token: number for number, (token, _) in enumerate(vocab)}
+    special = {each["id"] for each in content["added_tokens"] if each["special"]}
+    texts = {number: token for token, number in vocab.items() if number not in special}
+    if "ByteLevel" in json.dumps(content["pre_tokenizer"]):
         byte_of = _byte_of_character()
-        if "ByteLevel" in json.dumps(content["pre_tokenizer"]):
-            spellings = [
-                bytes(byte_of.get(one, 32) for one in token).decode("utf-8", "ignore")
-                for token in spellings
-            ]
-        spellings += [each["content"] for each in content["added_tokens"]]
-    return list(dict.fromkeys(filter(None, spellings)))
+        return {
+            number: bytes(byte_of.get(one, 32) for one in token).decode("utf-8", "ignore")
+            for number, token in texts.items()
+        }
+    return texts
+
+
+def special_tokens(directory: Path) -> list[str]:
+    """Return the tokens of a copy that stand beside its vocabulary of text."""
+    if (directory / TIKTOKEN_FILE).is_file():
+        return list(read_encoding(directory)._special_tokens)
+    if not (directory / "tokenizer.json").is_file():
+        return []
+    content = json.loads((directory / "tokenizer.json").read_bytes())
+    return [each["content"] for each in content["added_tokens"]]
 
 
 def flatten(lists: Sequence[Any]) -> Ids:

@@ -9,6 +9,7 @@ from typing import Any
 
 from data_prep.flags_dedup import add_dedup
 from data_prep.input_flags import add_input_flags
+from data_prep.tokenizer_flags import add_compare_tokenizers, add_train_tokenizer
 from zerolm.errors import ConfigError, did_you_mean
 from zerolm.url import place
 
@@ -42,7 +43,12 @@ def parser() -> argparse.ArgumentParser:
         epilog="Flags may be written with underscores or dashes.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_train_tokenizer(commands)
+    add_train_tokenizer(
+        _add(commands, "train-tokenizer", "train a byte-level BPE tokenizer, and report on it")
+    )
+    add_compare_tokenizers(
+        _add(commands, "compare-tokenizers", "bytes per token and more of several tokenizers")
+    )
     _add_tokenize(commands)
     verify = _add(commands, "verify", "compare every file of token shards with its checksum")
     verify.add_argument("shards", nargs="+", type=place, metavar="SHARDS", help="shard directories")
@@ -86,15 +92,6 @@ def _add_stats(commands: Any) -> None:
     flags("--json", type=Path, metavar="FILE", help="the figures")
     flags("--top", metavar="N", help="most frequent ids to name (default: 50)")
     flags("--workers", metavar="N", help="processes that measure (default: one a core)")
-
-
-def _add_train_tokenizer(commands: Any) -> None:
-    train = _add(commands, "train-tokenizer", "train a byte-level BPE tokenizer")
-    add_input_flags(train)
-    train.add_argument(
-        "--vocab_size", required=True, metavar="N", help="ids in all: bytes, EOS and merges"
-    )
-    train.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new directory")
 
 
 def _add_tokenize(commands: Any) -> None:

@@ -31,7 +31,8 @@ from data_prep.backends import (
     installed_version,
     open_backend,
     reference_backend,
-    vocabulary,
+    special_tokens,
+    spellings,
 )
 from data_prep.equality import PROOF_VERSION, Proof, prove
 from zerolm.errors import ConfigError, ZerolmError, did_you_mean
@@ -256,7 +257,8 @@ def _proof(directory: Path, name: str, reference: str, only_known: bool) -> Proo
     path = _cache_directory() / f"{_key(directory, name, reference)}.json"
     known = _read_proof(path)
     if known is None and not only_known:
-        proof = prove(open_backend(reference, directory), candidate, vocabulary(directory))
+        texts = dict.fromkeys([*special_tokens(directory), *spellings(directory).values()])
+        proof = prove(open_backend(reference, directory), candidate, [*filter(None, texts)])
         with suppress(OSError):  # a home that cannot be written: the next run proves it again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, dataclasses.asdict(proof))

@@ -1,4 +1,4 @@
-"""Tokenizers: load any of three kinds, keep a copy beside the ids, encode with the copy.
+"""Tokenizers: load any of three kinds, and keep a copy beside the ids.
 
 The kinds are Hugging Face directories, Hugging Face hub ids, and `tiktoken:<encoding>`. A copy has
 `tokenizer.json` (run by the Rust library `tokenizers` alone), or `tiktoken.json` with its ranks, or
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from zerolm.errors import ConfigError
 from zerolm.excerpts import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
 from zerolm.files import sha256_file, write_json
 
-EOS_TOKEN = "<|endoftext|>"
+EOS_TOKEN = "<|endoftext|>"  # of tiktoken's encodings
 TIKTOKEN_PREFIX = "tiktoken:"
 
 # Keys of tokenizer_config.json that cannot change an id. With any other key, transformers is asked.
@@ -111,45 +111,6 @@ def load_encoder(directory: Path) -> Encoder:
         tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         for text in texts
     ]
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int, output: Path, progress: bool) -> int:
-    """Train a byte-level BPE and write it for `AutoTokenizer.from_pretrained`.
-
-    The same texts give the same files. Words are split as GPT-2 does.
-
-    Args:
-        vocab_size: ids to have in all: 256 bytes, the EOS token, and merges.
-
-    Returns:
-        The vocabulary size reached, which is less when the texts have too few different words.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOS_TOKEN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=progress,
-    )
-    backend.train_from_iterator(iter(texts), trainer)
-    output.mkdir(parents=True, exist_ok=True)
-    temporary = output / "tokenizer.json.tmp"
-    backend.save(str(temporary))
-    os.replace(temporary, output / "tokenizer.json")
-    write_json(
-        output / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": EOS_TOKEN,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
-    return backend.get_vocab_size()
 
 
 def _load_plain(directory: Path) -> Tokenizer | None:

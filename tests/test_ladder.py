@@ -20,7 +20,7 @@ RUNGS = {
     4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
     3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize",
         "data_prep.commands_dedup", "data_prep.commands_clean", "data_prep.commands_run",
-        "data_prep.commands_look"},
+        "data_prep.commands_look", "data_prep.commands_tokenizer"},
     2: {"zerolm.evaluations", "data_prep.tokenization", "data_prep.recipe"},
     1: {
         *("zerolm." + name for name in (
@@ -38,6 +38,7 @@ RUNGS = {
         "data_prep.executors",
         "data_prep.pipeline_report",
         "data_prep.encoders",
+        "data_prep.tokenizer_training",
         *("data_prep." + name for name in ("assemble", "shard_manifests")),
         "data_prep.pack",
         "data_prep.dedup", "data_prep.decontaminate",
@@ -112,7 +113,10 @@ RUNGS = {
             "minhash", "overlap", "stage_documents", "stage_options", "words",
         )),
         # the encoders' parts
-        *("data_prep." + name for name in ("backends", "equality", "fuzz_texts")),
+        *("data_prep." + name for name in (
+            "backends", "equality", "fuzz_texts", "text_sample", "tokenizer_flags",
+            "tokenizer_report",
+        )),
     },
 }  # fmt: skip
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}

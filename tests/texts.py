@@ -12,7 +12,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from data_prep.tokenizers import load_encoder, load_tokenizer, train_tokenizer
+from data_prep.tokenizer_training import Recipe, train_tokenizer
+from data_prep.tokenizers import load_encoder, load_tokenizer
 from zerolm.shards import ShardWriter
 
 VOCABULARY = 512
@@ -50,7 +51,7 @@ def paragraphs() -> list[str]:
 
 
 def write_tokenizer(directory: Path) -> Path:
-    train_tokenizer(paragraphs(), VOCABULARY, directory, progress=False)
+    train_tokenizer(paragraphs(), Recipe(VOCABULARY), directory, progress=False)
     return directory
 
 

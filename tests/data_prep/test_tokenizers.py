@@ -9,11 +9,7 @@ import tiktoken
 from small_corpus import TEXTS
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from data_prep.tokenizers import (
-    load_encoder,
-    load_tokenizer,
-    train_tokenizer,
-)
+from data_prep.tokenizers import load_encoder, load_tokenizer
 from zerolm.errors import ConfigError
 from zerolm.excerpts import load_decoder
 
@@ -41,20 +37,6 @@ def reference_ids(directory, texts) -> list[list[int]]:
         tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         for text in texts
     ]
-
-
-def test_training_is_deterministic_and_transformers_loads_the_result(tmp_path, tokenizer_directory):
-    assert train_tokenizer(TEXTS * 2, 300, tmp_path / "again", progress=False) == 300
-    for path in tokenizer_directory.iterdir():
-        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
-    assert len(tokenizer) == 300 and tokenizer.eos_token == "<|endoftext|>"
-    for text in TEXTS:
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_training_says_when_the_text_has_too_few_words(tmp_path):
-    assert train_tokenizer(["ab ab"], 5000, tmp_path / "small", progress=False) < 300
 
 
 def test_ids_are_those_of_transformers(tmp_path, tokenizer_directory):

@@ -10,7 +10,8 @@ pytest.importorskip("tokenizers")
 from data_prep.phases import LocalExecutor
 from data_prep.sources import find_inputs
 from data_prep.tokenization import TokenizeOptions, run_tokenization
-from data_prep.tokenizers import load_tokenizer, train_tokenizer
+from data_prep.tokenizer_training import Recipe, train_tokenizer
+from data_prep.tokenizers import load_tokenizer
 from zerolm.errors import ShardError
 from zerolm.excerpts import load_decoder
 from zerolm.origins import Origin, origin
@@ -23,7 +24,7 @@ def test_every_document_leads_back_to_its_line(tmp_path):
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (tmp_path / "a.jsonl").write_text("".join(lines[:30]))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[30:]).encode()))
-    train_tokenizer(texts, 260, tmp_path / "tokenizer", progress=False)
+    train_tokenizer(texts, Recipe(260), tmp_path / "tokenizer", progress=False)
     inputs, _ = find_inputs([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz")], "text")
     run_tokenization(
         inputs,

@@ -1,0 +1,166 @@
+"""What a tokenizer makes of texts: bytes per token, vocabulary use, tokens per word by script.
+
+Pure: an encoder and texts give numbers; nothing here reads files or knows of the command line.
+"""
+
+import html
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+LONGEST_SHOWN = 20
+WORDS_OF_A_SCRIPT = 5000  # enough for two digits
+FEWEST_WORDS = 20  # of a script, to be reported
+BATCH_TEXTS = 64
+# Scripts that leave no spaces between words: there a character counts as a word.
+UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"}
+_WORD = re.compile(r"[^\W\d_]+")
+
+Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+
+
+def measure(
+    encode: Encode, vocab_size: int, spellings: Mapping[int, str], sources: Mapping[str, list[str]]
+) -> dict[str, Any]:
+    """Return the report on a tokenizer.
+
+    Args:
+        spellings: {id: token as text}; the ids of special tokens left out.
+        sources: {source: its documents}.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    by_source = {}
+    for name, texts in sources.items():
+        tokens = 0
+        for start in range(0, len(texts), BATCH_TEXTS):
+            ids, _ = encode(texts[start : start + BATCH_TEXTS])
+            counts += np.bincount(ids, minlength=vocab_size)
+            tokens += len(ids)
+        num_bytes = sum(len(text.encode()) for text in texts)
+        by_source[name] = {
+            "documents": len(texts),
+            "bytes": num_bytes,
+            "tokens": tokens,
+            "bytes_per_token": round(num_bytes / tokens, 4) if tokens else None,
+        }
+    ids_of_text = sorted(spellings)
+    used = [number for number in ids_of_text if counts[number]]
+    longest = sorted(ids_of_text, key=lambda number: (-len(spellings[number].encode()), number))
+    return {
+        "vocab_size": vocab_size,
+        "sources": by_source,
+        "bytes_per_token": _ratio(by_source),
+        "ids_of_text": len(ids_of_text),
+        "ids_used": len(used),
+        "ids_unused": [number for number in ids_of_text if not counts[number]][:1000],
+        "longest_tokens": [
+            {"id": number, "token": spellings[number], "count": int(counts[number])}
+            for number in longest[:LONGEST_SHOWN]
+        ],
+        "tokens_per_word": fertility(encode, sources),
+    }
+
+
+def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dict[str, float]]:
+    """Return {script: words, tokens per word}, each word encoded behind a space.
+
+    Scripts that leave no spaces between words count each character as a word, without the space.
+    """
+    words: dict[str, Counter[str]] = defaultdict(Counter)
+    for texts in sources.values():
+        for text in texts:
+            for word in _WORD.findall(text):
+                script = script_of(word[0])
+                found = words[script]
+                for part in word if script in UNSPACED else (word,):
+                    if part in found or len(found) < WORDS_OF_A_SCRIPT:
+                        found[part] += 1
+    result = {}
+    for script, found in sorted(words.items(), key=lambda item: -item[1].total()):
+        if found.total() < FEWEST_WORDS:
+            continue
+        space = "" if script in UNSPACED else " "
+        _, ends = encode([space + word for word in found])
+        lengths = np.diff(ends, prepend=0)
+        tokens = int((lengths * np.fromiter(found.values(), np.int64)).sum())
+        result[script.lower()] = {
+            "words": found.total(),
+            "tokens_per_word": round(tokens / found.total(), 3),
+        }
+    return result
+
+
+def script_of(character: str) -> str:
+    """Return the first word of a character's Unicode name, which is its script where it has one."""
+    return unicodedata.name(character, "UNKNOWN").split()[0].split("-")[0]
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return what is printed of a report."""
+    lines = [
+        f"bytes/token {each['bytes_per_token'] or 0:.3f}  {name} ({each['documents']:,} documents,"
+        f" {each['bytes'] / 1e6:,.1f} MB)"
+        for name, each in report["sources"].items()
+    ]
+    text_ids = report["ids_of_text"]
+    lines.append(
+        f"used        {report['ids_used']:,} of {text_ids:,} ids of text "
+        f"({report['ids_used'] / max(1, text_ids):.1%})"
+    )
+    shown = ", ".join(repr(each["token"][:40]) for each in report["longest_tokens"][:5])
+    lines.append(f"longest     {shown}")
+    for script, each in list(report["tokens_per_word"].items())[:6]:
+        lines.append(f"tokens/word {each['tokens_per_word']:.2f}  {script}")
+    return lines
+
+
+def comparison_rows(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return a table of several reports: a header, and a row for each figure."""
+    columns = list(reports.values())
+    rows = [["", *reports], ["vocabulary", *(f"{each['vocab_size']:,}" for each in columns)]]
+    rows.append(["bytes/token", *(f"{each['bytes_per_token']:.3f}" for each in columns)])
+    for source in columns[0]["sources"]:
+        cells = (each["sources"][source]["bytes_per_token"] for each in columns)
+        rows.append([f"  {source}", *("-" if cell is None else f"{cell:.3f}" for cell in cells)])
+    shares = (each["ids_used"] / max(1, each["ids_of_text"]) for each in columns)
+    rows.append(["ids used", *(f"{share:.1%}" for share in shares)])
+    rows.append(["tokens/word", *("" for _ in columns)])
+    for script in columns[0]["tokens_per_word"]:
+        cells = (each["tokens_per_word"][script]["tokens_per_word"] for each in columns)
+        rows.append([f"  {script}", *(f"{cell:.2f}" for cell in cells)])
+    rows.append(["encoder", *(each["encoder"] for each in columns)])
+    rows.append(["MB/s, 1 core", *(f"{each['megabytes_per_second']:.1f}" for each in columns)])
+    return rows
+
+
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for people."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if not number else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def as_html(rows: Sequence[Sequence[str]]) -> str:
+    """Return a page of its own with the table."""
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    style = "td{padding:2px 14px;border-bottom:1px solid #ddd;font:14px sans-serif;white-space:pre}"
+    return (
+        "<!doctype html><meta charset=utf-8><title>Tokenizers compared</title>"
+        f"<style>{style}</style>\n<table>\n{body}\n</table>\n"
+    )
+
+
+def _ratio(sources: Mapping[str, Mapping[str, Any]]) -> float:
+    tokens = sum(each["tokens"] for each in sources.values())
+    return round(sum(each["bytes"] for each in sources.values()) / max(1, tokens), 4)

@@ -1,0 +1,82 @@
+"""data_prep/tokenizer_training.py: the same texts, the same files; words split as was asked for."""
+
+import pytest
+import regex
+from small_corpus import TEXTS
+from tokenizer_definitions import LLAMA3, O200K
+from transformers import AutoTokenizer
+
+from data_prep.tokenizer_training import Recipe, split_pattern, train_tokenizer
+from zerolm.errors import ConfigError
+
+PROSE = [
+    "In 1984 there were 12345 of them, 7 more; don't ask.\n\n    if x == 1000000:\n\treturn 99\n",
+    *TEXTS,
+] * 4  # fmt: skip
+
+
+def test_training_is_deterministic_and_transformers_loads_the_result(tmp_path, tokenizer_directory):
+    assert train_tokenizer(TEXTS * 2, Recipe(300), tmp_path / "again", progress=False) == 300
+    for path in tokenizer_directory.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    assert len(tokenizer) == 300 and tokenizer.eos_token == "<|endoftext|>"
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_training_says_when_the_text_has_too_few_words(tmp_path):
+    assert train_tokenizer(["ab ab"], Recipe(5000), tmp_path / "small", progress=False) < 300
+
+
+def test_the_splits_are_those_that_are_known_by_these_names():
+    assert split_pattern("llama3") == LLAMA3
+    assert split_pattern("o200k") == O200K
+    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    assert split_pattern("gpt2") == gpt2
+
+
+@pytest.mark.parametrize("whitespace", ["runs", "single"])
+@pytest.mark.parametrize("digits", ["1", "3", "any"])
+@pytest.mark.parametrize("split", ["gpt2", "llama3", "o200k"])
+def test_no_token_goes_beyond_a_piece(tmp_path, split, digits, whitespace):
+    """Every text in pieces by another library's regular expressions; digits and spaces counted."""
+    recipe = Recipe(420, split, digits, whitespace, ("<|user|>", "<|bot|>"))
+    train_tokenizer(PROSE, recipe, tmp_path / "t", progress=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|user|>", "<|bot|>"]
+    pieces = regex.compile(split_pattern(split, digits, whitespace))
+    for text in PROSE[: len(TEXTS) + 1]:
+        found = pieces.findall(text)
+        assert "".join(found) == text
+        ids = [each for piece in found for each in _ids(tokenizer, piece)]
+        assert _ids(tokenizer, text) == ids
+    longest = {"1": 1, "3": 3, "any": 7}[digits]
+    for token in tokenizer.get_vocab():
+        text = tokenizer.convert_tokens_to_string([token])
+        assert sum(map(str.isdigit, text)) <= longest, token
+        if whitespace == "single" and text.isspace():
+            assert len(text) == 1
+
+
+def _ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def test_pairs_that_are_rare_are_not_merged(tmp_path):
+    texts = ["so common common common common rare"]
+    recipe = Recipe(400, min_frequency=3)
+    assert train_tokenizer(texts, recipe, tmp_path / "t", progress=False) < 400
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "t").tokenize(" common rare")
+    assert tokens[0] == "Ġcommon" and tokens[1:] == ["Ġ", "r", "a", "r", "e"]
+
+
+def test_every_problem_of_a_recipe_is_said_together(tmp_path):
+    recipe = Recipe(200, "lama3", "2", "none", ("<|user|>", "<|user|>", ""))
+    with pytest.raises(ConfigError) as refused:
+        train_tokenizer(["text"], recipe, tmp_path / "t", progress=False)
+    text = str(refused.value)
+    for named in ("--split lama3", 'mean "llama3"', "--digits 2", "--whitespace none", "--special",
+                  "is empty", "Give at least 260"):  # fmt: skip
+        assert named in text
+    assert not (tmp_path / "t").exists()
