@@ -1,12 +1,11 @@
 """Prepare data: `python -m data_prep train-tokenizer | tokenize | verify | inspect | stats`."""
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
 
 from data_prep import commands_look
-from data_prep.command_line import Problems, parse
+from data_prep.command_line import parse
 from data_prep.commands_clean import clean, progress
 from data_prep.commands_dedup import decontaminate, dedup
 from data_prep.commands_pack import pack_shards
