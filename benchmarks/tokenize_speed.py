@@ -1,146 +1,235 @@
-"""How fast is `data_prep tokenize`? Against the library that it calls, on the same text and cores.
+"""How fast is `data_prep tokenize`? Against raw loops over its backends, and against its peers.
 
-    python -m benchmarks.tokenize_speed [--text_mb 60] [--pairs 5] [--workers 2]
+    bash benchmarks/peers.sh .venv-peers
+    python -m benchmarks.tokenize_speed --text_mb 200 --rounds 3 --peer_rounds 1 \
+        --peers .venv-peers/bin/python --megatron ../Megatron-LM
 
-The reference is the least that anyone could do with `tokenizers`: one process that reads the
-documents, runs `encode_batch_fast` with its own threads on as many cores, and writes the ids once.
-Both commands run in turn, in pairs, each in a new process and with start-up included; the figure
-is the median over the pairs of the ratio of their rates, since that of a loaded machine drifts.
-The text is Python's standard library, repeated.
+All tools run in turn, in rounds, each in new processes and with start-up included; the figures are
+medians. Each gets the same documents, the same tokenizer and --workers processes, and the ids that
+it writes are compared, all of them, with those of the library `tokenizers`. The text is real: code
+and documentation that this machine has (Python's library and packages, C headers, /usr/share), a
+file a document, each content once, in the order of a hash; files that spell out the EOS token are
+left out, since most tools take it there for the end of the document. Peers that --peers or
+--megatron do not give are left out, and that is said.
 """
 
 import argparse
+import hashlib
 import json
 import os
-import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
+import psutil
+
+from benchmarks.tokenize_tools import EOS, RAW, ids_of
+
 VOCAB_SIZE = 32_000
-
-REFERENCE = """
-import json, os, sys
-import numpy
-from tokenizers import Tokenizer
-
-tokenizer = Tokenizer.from_file(sys.argv[2] + "/tokenizer.json")
-eos = tokenizer.token_to_id("<|endoftext|>")
-with open(sys.argv[1], encoding="utf-8") as file:
-    texts = [json.loads(line)["text"] for line in file]
-with open(sys.argv[3], "wb") as file:
-    for start in range(0, len(texts), 1024):
-        for encoding in tokenizer.encode_batch_fast(texts[start : start + 1024], add_special_tokens=False):
-            file.write(numpy.array(encoding.ids + [eos], numpy.uint16).tobytes())
-    file.flush()
-    os.fsync(file.fileno())
-"""  # noqa: E501
+TRAINED_BYTES = 16_000_000
+SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".html", ".pm", ".pl", ".h", ".c", ".cpp", ".js"}
+OURS = ("zerolm", "zerolm-tokenizers")
+PEERS = ("datatrove", "datasets.map", "litdata", "megatron", "megatron-gigatoken")
+STOCK = ("datatrove", "datasets.map", "litdata", "megatron")  # by the library `tokenizers`
+LIMIT_SECONDS = 1800
 
 
-def write_corpus(path: Path, text_bytes: int) -> int:
-    """Write the standard library's sources, repeated, as JSON lines; return the bytes of text."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(file for file in root.rglob("*.py") if "site-packages" not in file.parts)
-    texts = []
-    for file in files:
+def write_corpus(directory: Path, text_bytes: int, parts: int) -> tuple[int, int]:
+    """Write corpus-<n>.jsonl, contiguous parts of one order; return documents and bytes of text."""
+    paths = sysconfig.get_paths()
+    found = []
+    for top in (paths["stdlib"], paths["purelib"], "/usr/share", "/usr/include"):
+        for base, _, names in os.walk(top):
+            files = (Path(base) / name for name in names if Path(name).suffix in SUFFIXES)
+            found += [file for file in files if not file.is_symlink()]
+    found = sorted(set(found), key=lambda path: hashlib.md5(str(path).encode()).digest())
+    texts, seen, size = [], set(), 0
+    for path in found:
         try:
-            texts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            continue  # a test of encodings
-    written = 0
-    with open(path, "w", encoding="utf-8") as output:
-        while True:
-            for text in filter(None, texts):
-                output.write(json.dumps({"text": text}) + "\n")
-                written += len(text.encode())
-                if written >= text_bytes:
-                    return written
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        digest = hashlib.md5(text.encode()).digest()
+        if digest in seen or not 200 < len(text) < 1_000_000 or EOS in text:
+            continue
+        seen.add(digest)
+        texts.append(text)
+        size += len(text.encode())
+        if size >= text_bytes:
+            break
+    done, number = 0, 0
+    outputs = [open(directory / f"corpus-{part}.jsonl", "w") for part in range(parts)]
+    for text in texts:
+        outputs[number].write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        done += len(text.encode())
+        number = min(parts - 1, done * parts // size)
+    for output in outputs:
+        output.close()
+    return len(texts), size
 
 
-def run_timed(command: list[str], **environment: str) -> tuple[float, float]:
-    """Return the wall and the CPU seconds of a command and its processes, start-up included."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespace) -> list[str]:
+    """Return the command of a tool."""
+    if tool in OURS:
+        encoder = "auto" if tool == "zerolm" else "tokenizers"
+        files = [str(directory / f"corpus-{part}.jsonl") for part in range(options.workers)]
+        return [
+            *(sys.executable, "-m", "data_prep", "tokenize", "--input", *files),
+            *("--tokenizer", str(directory / "tokenizer"), "--output", str(out / "shards")),
+            *("--workers", str(options.workers), "--encoder", encoder),
+        ]
+    python = sys.executable if tool in (*RAW, "datasets.map") else options.peers
+    words = [tool, str(directory), str(out), str(options.workers), str(options.megatron)]
+    return [python, "-m", "benchmarks.tokenize_tools", *words]
+
+
+def run_timed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
+    """Return wall seconds, and peak MB of resident memory of all processes together."""
     start = time.perf_counter()
-    subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        check=True,
-        capture_output=True,
-        timeout=3600,
+    process = psutil.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    wall = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    peak, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.1):
+            size = 0
+            try:
+                for each in (process, *process.children(recursive=True)):
+                    size += each.memory_info().rss
+            except psutil.Error:
+                continue
+            peak = max(peak, size)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        shown, _ = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        ended.set()
+        watcher.join()
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{shown.decode(errors='replace')[-3000:]}")
+    return seconds, peak / 1e6
 
 
-def measure(
-    directory: Path, workers: int, pairs: int
-) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Return (wall, CPU) seconds of the reference and of data_prep for each pair."""
-    corpus, tokenizer = str(directory / "corpus.jsonl"), str(directory / "tokenizer")
-    seconds = []
-    for number in range(pairs):
-        shards, raw = directory / f"shards-{number}", directory / "raw.bin"
-        reference = [sys.executable, "-c", REFERENCE, corpus, tokenizer, str(raw)]
-        ours = [
-            *(sys.executable, "-m", "data_prep", "tokenize", "--input", corpus),
-            *("--tokenizer", tokenizer, "--output", str(shards), "--workers", str(workers)),
-        ]
-        threads = {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
-        steps = [
-            lambda command=reference, threads=threads: run_timed(command, **threads),
-            lambda command=ours: run_timed(command),
-        ]
-        order = (0, 1) if number % 2 == 0 else (1, 0)  # whoever is first is not always the same
-        timed = {which: steps[which]() for which in order}
-        seconds.append((timed[0], timed[1]))
-        print(f"pair {number}: raw {timed[0][0]:.1f} s, data_prep {timed[1][0]:.1f} s", flush=True)
-        if raw.read_bytes() != (shards / "shard-00000.bin").read_bytes():
-            raise SystemExit("the two wrote different ids: the comparison is void")
-    return seconds
+def digest_of(tool: str, out: Path) -> tuple[str, int]:
+    """Return the SHA-256 of all ids that a tool wrote, and how many they are."""
+    digest, count = hashlib.sha256(), 0
+    for ids in ids_of(tool, out):
+        digest.update(np.ascontiguousarray(ids).tobytes())
+        count += len(ids)
+    return digest.hexdigest(), count
+
+
+def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> dict[str, dict]:
+    """Run the tools in rounds; peers fewer times, since they take longer."""
+    environment = {
+        **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent.parent),
+        "XDG_CACHE_HOME": str(directory / "cache"),
+    }  # fmt: skip
+    runs: dict[str, dict] = {}
+    for number in range(options.rounds):
+        given = [tool for tool in tools if tool not in PEERS or number < options.peer_rounds]
+        for tool in given if number % 2 == 0 else given[::-1]:
+            out = directory / "out"
+            out.mkdir()
+            name = f"{tool}, first run" if tool == "zerolm" and tool not in runs else tool
+            try:
+                seconds, megabytes = run_timed(
+                    command_of(tool, directory, out, options), environment
+                )
+                if name != tool:  # the proof of equality is part of the first run, and kept
+                    runs[name] = {"seconds": [seconds], "peak": [megabytes]}
+                    runs[name]["ids"] = digest_of(tool, out)
+                    shutil.rmtree(out)
+                    out.mkdir()
+                    seconds, megabytes = run_timed(
+                        command_of(tool, directory, out, options), environment
+                    )
+                entry = runs.setdefault(tool, {"seconds": [], "peak": []})
+                entry["seconds"].append(seconds)
+                entry["peak"].append(megabytes)
+                entry["ids"] = digest_of(tool, out)
+                print(f"round {number}: {tool} {seconds:.1f} s, {megabytes:.0f} MB", flush=True)
+            except RuntimeError as error:
+                print(f"round {number}: {tool} FAILED, and is left out: {error}", flush=True)
+                tools.remove(tool)
+            shutil.rmtree(out)
+    return runs
+
+
+def show(runs: dict[str, dict], text_bytes: int) -> None:
+    """Print the table, the ratios, and whose ids are not those of `tokenizers`."""
+    seconds = {tool: statistics.median(run["seconds"]) for tool, run in runs.items()}
+    right, tokens = runs["raw-tokenizers"]["ids"]
+    fastest = min((tool for tool in RAW if tool in runs), key=seconds.__getitem__)
+    print(f"| tool | seconds | MB/s | million tokens/s | peak MB | of {fastest} | ids |")
+    print("|---|---|---|---|---|---|---|")
+    for tool, run in sorted(runs.items(), key=lambda item: seconds[item[0]]):
+        same = "identical" if run["ids"] == (right, tokens) else f"DIFFER ({run['ids'][1]:,})"
+        print(
+            f"| {tool} | {seconds[tool]:.2f} | {text_bytes / 1e6 / seconds[tool]:.2f} "
+            f"| {tokens / 1e6 / seconds[tool]:.2f} | {max(run['peak']):.0f} "
+            f"| {seconds[fastest] / seconds[tool]:.3f} | {same} |"
+        )
+    ratio = seconds[fastest] / seconds["zerolm"]
+    print(f"\nof the fastest backend's raw rate ({fastest}): {ratio:.3f}; the goal is 0.8")
+    stock = [tool for tool in STOCK if tool in runs]
+    if stock:
+        best = min(stock, key=seconds.__getitem__)
+        times = seconds[best] / seconds["zerolm"]
+        print(f"times the fastest peer's rate ({best} of {', '.join(stock)}): {times:.1f}; goal 10")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--text_mb", type=float, default=60)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--text_mb", type=float, default=200)
+    parser.add_argument("--rounds", type=int, default=3, help="of zerolm and the raw loops")
+    parser.add_argument("--peer_rounds", type=int, default=1, help="of the peers, which are slow")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--peers", help="the python that benchmarks/peers.sh made"
+    )
+    parser.add_argument("--megatron", help="a checkout of NVIDIA/Megatron-LM")
+    parser.add_argument("--only", nargs="+", help="only these tools, and raw-tokenizers")
     options = parser.parse_args()
+    tools = [*RAW, *OURS, *PEERS]
+    if options.only:
+        tools = [tool for tool in tools if tool in ("raw-tokenizers", *options.only)]
+    if not options.peers:
+        tools = [tool for tool in tools if tool not in PEERS or tool == "datasets.map"]
+    if not options.megatron:
+        tools = [tool for tool in tools if not tool.startswith("megatron")]
+    print(f"tools: {', '.join(tools)}; left out: {', '.join({*RAW, *OURS, *PEERS} - {*tools})}")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        text_bytes = write_corpus(directory / "corpus.jsonl", int(options.text_mb * 1e6))
-        sample = directory / "sample.jsonl"
-        write_corpus(sample, min(text_bytes, 32_000_000))
+        num_documents, size = write_corpus(directory, int(options.text_mb * 1e6), options.workers)
         subprocess.run(
             [
-                *(sys.executable, "-m", "data_prep", "train-tokenizer", "--input", str(sample)),
-                *("--vocab_size", str(VOCAB_SIZE), "--output", str(directory / "tokenizer")),
+                *(sys.executable, "-m", "data_prep", "train-tokenizer", "--input"),
+                *(str(directory / f"corpus-{part}.jsonl") for part in range(options.workers)),
+                *("--sample_bytes", str(TRAINED_BYTES), "--vocab_size", str(VOCAB_SIZE)),
+                *("--output", str(directory / "tokenizer")),
             ],
             check=True,
             capture_output=True,
-            timeout=3600,
+            timeout=LIMIT_SECONDS,
         )
-        seconds = measure(directory, options.workers, options.pairs)
-    ratios = [reference[0] / mine[0] for reference, mine in seconds]
-    cpu_ratios = [reference[1] / mine[1] for reference, mine in seconds]
-    mb = text_bytes / 1e6
-    print(f"\n{mb:.0f} MB of text, {VOCAB_SIZE:,} ids, {options.workers} cores, medians:\n")
-    print("| what | seconds | MB/s | CPU seconds |")
-    print("|---|---|---|---|")
-    for name, runs in zip(
-        ("tokenizers.encode_batch_fast", "data_prep tokenize"),
-        zip(*seconds, strict=True),
-        strict=True,
-    ):
-        wall, cpu = (statistics.median(column) for column in zip(*runs, strict=True))
-        print(f"| {name} | {wall:.1f} | {mb / wall:.2f} | {cpu:.1f} |")
-    print(f"\nratio of rates, median of {len(ratios)} pairs: {statistics.median(ratios):.3f}")
-    print(f"from {min(ratios):.3f} to {max(ratios):.3f}; the goal is 0.85")
-    print(f"ratio of CPU seconds, median: {statistics.median(cpu_ratios):.3f}")
+        print(f"{num_documents:,} documents, {size / 1e6:.1f} MB of text, {VOCAB_SIZE:,} ids")
+        runs = measure(directory, tools, options)
+    print()
+    show(runs, size)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,223 @@
+"""What benchmarks/tokenize_speed.py runs: each tool as its documentation has it, on two halves.
+
+    python -m benchmarks.tokenize_tools TOOL DIRECTORY OUT WORKERS
+
+DIRECTORY has corpus-0.jsonl, corpus-1.jsonl, ... (one for each worker) and tokenizer/. Every tool
+writes the ids of every document and an EOS id behind each; `ids_of` reads them back in order.
+"""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+BATCH_CHARACTERS = 1 << 20
+TEXT_BATCH = 1000
+RAW = ("raw-tokenizers", "raw-fastokens", "raw-gigatoken")
+EOS = "<|endoftext|>"
+
+
+def raw(name: str, directory: Path, out: Path, workers: int) -> None:
+    """The least that anyone could do: a process a file, texts in batches, written once."""
+    context = multiprocessing.get_context("spawn")
+    jobs = [
+        context.Process(target=_raw, args=(name, directory, number, out / f"{number}.bin"))
+        for number in range(workers)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+        assert job.exitcode == 0, f"{name} ended with {job.exitcode}"
+
+
+def _raw(name: str, directory: Path, number: int, path: Path) -> None:
+    import orjson
+
+    file = str(directory / "tokenizer" / "tokenizer.json")
+    if name == "raw-gigatoken":
+        import gigatoken
+
+        backend = gigatoken.Tokenizer(file)
+
+        def encode(texts):  # one by one: its batches import awkward, which costs 0.5 s
+            ids = [backend.encode(text) for text in texts]
+            return np.concatenate(ids), np.cumsum([len(each) for each in ids])
+    elif name == "raw-fastokens":
+        os.environ["RAYON_NUM_THREADS"] = "1"
+        import fastokens
+
+        flat = fastokens.Tokenizer.from_file(file)
+
+        def encode(texts):
+            ids, offsets = flat.encode_batch_flat(texts)
+            return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64)[1:].astype(int)
+    else:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        import tokenizers
+
+        library = tokenizers.Tokenizer.from_file(file)
+
+        def encode(texts):
+            ids = [each.ids for each in library.encode_batch_fast(texts, add_special_tokens=False)]
+            return np.concatenate(ids), np.cumsum([len(each) for each in ids])
+
+    with open(directory / f"corpus-{number}.jsonl", "rb") as lines, open(path, "wb") as output:
+        texts, size = [], 0
+        for line in lines:
+            texts.append(orjson.loads(line)["text"])
+            size += len(texts[-1])
+            if size >= BATCH_CHARACTERS:
+                _write(output, *encode(texts))
+                texts, size = [], 0
+        if texts:
+            _write(output, *encode(texts))
+        output.flush()
+        os.fsync(output.fileno())
+
+
+def _write(output, ids: np.ndarray, ends: np.ndarray) -> None:
+    output.write(np.insert(ids.astype(np.uint16), ends, 0).tobytes())  # the EOS id is 0
+
+
+def datatrove(directory: Path, out: Path, workers: int) -> None:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    LocalPipelineExecutor(
+        pipeline=[
+            JsonlReader(str(directory), glob_pattern="corpus-*.jsonl"),
+            DocumentTokenizer(
+                str(out / "ids"),
+                str(directory / "tokenizer" / "tokenizer.json"),
+                eos_token=EOS,
+                shuffle_documents=False,
+            ),
+        ],
+        tasks=workers,
+        workers=workers,
+        logging_dir=str(out / "logs"),
+    ).run()
+
+
+def datasets_map(directory: Path, out: Path, workers: int) -> None:
+    import datasets
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(directory / "tokenizer"))
+    eos = tokenizer.eos_token_id
+
+    def encode(batch):
+        ids = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False)
+        return {"input_ids": [[*each, eos] for each in ids["input_ids"]]}
+
+    data = datasets.load_dataset(
+        "json",
+        data_files=[str(directory / f"corpus-{number}.jsonl") for number in range(workers)],
+        split="train",
+        cache_dir=str(out / "cache"),
+    )
+    data = data.map(
+        encode, batched=True, batch_size=TEXT_BATCH, num_proc=workers, remove_columns=["text"]
+    )
+    data.save_to_disk(str(out / "ids"), num_proc=workers)
+
+
+class LitdataEncode:
+    """Yields the ids of each document of a file."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.tokenizer = None
+
+    def __call__(self, path: str):
+        import torch
+        from transformers import AutoTokenizer
+
+        if self.tokenizer is None:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(self.directory / "tokenizer"))
+        with open(path, encoding="utf-8") as lines:
+            for line in lines:
+                ids = self.tokenizer(json.loads(line)["text"], add_special_tokens=False)
+                ids = [*ids["input_ids"], self.tokenizer.eos_token_id]
+                yield torch.tensor(ids, dtype=torch.uint16)
+
+
+def litdata(directory: Path, out: Path, workers: int) -> None:
+    from litdata import TokensLoader, optimize
+
+    optimize(
+        fn=LitdataEncode(directory),
+        inputs=[str(directory / f"corpus-{number}.jsonl") for number in range(workers)],
+        output_dir=str(out / "ids"),
+        num_workers=workers,
+        chunk_bytes="64MB",
+        item_loader=TokensLoader(),
+    )
+
+
+def megatron(directory: Path, out: Path, workers: int, checkout: str, fast: bool) -> None:
+    """Megatron-LM's own tool; with `fast`, by its gigatoken."""
+    whole = out / "corpus.jsonl"  # it takes one file
+    with open(whole, "wb") as file:
+        for number in range(workers):
+            file.write((directory / f"corpus-{number}.jsonl").read_bytes())
+    command = [
+        *(sys.executable, f"{checkout}/tools/preprocess_data.py", "--input", str(whole)),
+        *("--output-prefix", str(out / "ids"), "--tokenizer-type", "HuggingFaceTokenizer"),
+        *("--tokenizer-model", str(directory / "tokenizer"), "--append-eod"),
+        *("--workers", str(workers), "--log-interval", "100000"),
+    ]
+    subprocess.run([*command, *(["--use-gigatoken"] if fast else [])], check=True)
+
+
+def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
+    """Yield the ids that a tool wrote, in the order of the documents."""
+    if tool in RAW:
+        for path in sorted(out.glob("*.bin")):
+            yield np.fromfile(path, np.uint16)
+    elif tool.startswith("zerolm"):
+        for path in sorted((out / "shards").glob("*.bin")):
+            yield np.fromfile(path, np.uint16)
+    elif tool == "datatrove":
+        for path in sorted((out / "ids").glob("*.ds")):
+            yield np.fromfile(path, np.uint16)
+    elif tool == "datasets.map":
+        import pyarrow as pa
+
+        for path in sorted((out / "ids").glob("*.arrow")):
+            with pa.memory_map(str(path)) as source:
+                for batch in pa.ipc.open_stream(source):
+                    column = batch.column(batch.schema.get_field_index("input_ids"))
+                    yield column.flatten().to_numpy(zero_copy_only=False).astype(np.uint16)
+    elif tool == "litdata":
+        for path in sorted((out / "ids").glob("*.bin")):  # a header of offsets, then the items
+            data = path.read_bytes()
+            count = int.from_bytes(data[:4], "little")
+            offsets = np.frombuffer(data, np.uint32, count + 1, 4)
+            yield np.frombuffer(data[offsets[0] : offsets[-1]], np.uint16)
+    else:
+        for path in sorted(out.glob("ids*.bin")):
+            yield np.fromfile(path, np.uint16)
+
+
+def main() -> None:
+    tool, directory, out, workers = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    if tool in RAW:
+        raw(tool, directory, out, int(workers))
+    elif tool.startswith("megatron"):
+        megatron(directory, out, int(workers), sys.argv[5], tool == "megatron-gigatoken")
+    else:
+        {"datatrove": datatrove, "datasets.map": datasets_map, "litdata": litdata}[tool](
+            directory, out, int(workers)
+        )
+
+
+if __name__ == "__main__":
+    main()
