@@ -1,0 +1,122 @@
+import json
+import os
+import stat
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from pipeline_tasks import Cubes
+
+from data_prep.executors import RayExecutor, SlurmExecutor, make_executor
+from data_prep.phases import Phase, completed, fingerprint, run_phase
+from zerolm.errors import ConfigError, ZerolmError
+
+pytest.importorskip("datatrove")
+
+# sbatch runs its array at once, as Slurm would: the script, with the variables of each index
+SBATCH = """
+import os, re, subprocess, sys
+script = open(sys.argv[-1]).read()
+first, last = map(int, re.search(r"#SBATCH --array=(\\d+)-(\\d+)", script).groups())
+offset = re.search(r"RUN_OFFSET=(\\d+)", " ".join(sys.argv))
+assert "--dependency" in script or offset, sys.argv
+here = os.path.dirname(os.path.abspath(__file__))
+number = len(os.listdir(here + "/jobs")) + 1
+log = open(f"{here}/jobs/{number}", "w")
+for index in range(first, last + 1):
+    if "merge_stats" in script or index in map(int, os.environ.get("LOSE", "").split()):
+        continue
+    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(index), "SLURM_NODELIST": "node7",
+        "SLURM_JOB_ID": str(number), "RUN_OFFSET": offset.group(1) if offset else "0"}
+    subprocess.run(["bash", sys.argv[-1]], env=environment, stdout=log, stderr=log, timeout=300)
+print("Submitted batch job", number)
+"""
+SRUN = """
+import subprocess, sys
+words = sys.argv[1:]
+sys.exit(subprocess.call(words[words.index("launch_pickled_pipeline"):]))
+"""
+SCONTROL = "print('node7')\n"
+SQUEUE = "import sys; sys.exit('slurm_load_jobs error: Invalid job id specified')\n"
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> Path:
+    """Put commands on PATH that do what Slurm's do, in this process's place; return their log."""
+    programs = tmp_path / "slurm"
+    (programs / "jobs").mkdir(parents=True)
+    for name, text in zip(
+        ("sbatch", "srun", "scontrol", "squeue"), (SBATCH, SRUN, SCONTROL, SQUEUE), strict=True
+    ):
+        path = programs / name
+        path.write_text(f"#!{sys.executable}\n{textwrap.dedent(text)}")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return programs / "jobs"
+
+
+def phase(directory: Path, num_tasks: int = 3) -> Phase:
+    directory.mkdir(exist_ok=True)
+    return Phase("cubes", directory, num_tasks, Cubes(directory), fingerprint("cubes"))
+
+
+OPTIONS = {"time": "1:00:00", "partition": "cpu", "poll_seconds": 0.05, "tasks_per_job": 2}
+
+
+def test_slurm_runs_every_task_and_a_lost_one_again(tmp_path, slurm, monkeypatch):
+    """Each array index is a real process that loads datatrove's pickle and runs our tasks."""
+    executor = SlurmExecutor(2, OPTIONS)
+    cubes = phase(tmp_path / "out")
+    monkeypatch.setenv("LOSE", "1")  # as a node that fails: the second index, with task 2
+    with pytest.raises(ZerolmError, match=r"1 of 3 tasks have not ended: cubes 2"):
+        run_phase(cubes, executor)
+    assert [record is not None for record in completed(cubes)] == [True, True, False]
+    script = next((cubes.records / "jobs").glob("*/launch_script.slurm")).read_text()
+    assert "#SBATCH --array=0-1%2\n" in script
+    assert "#SBATCH --partition=cpu\n" in script
+
+    monkeypatch.delenv("LOSE")
+    records = run_phase(cubes, executor)
+    assert [record["cube"] for record in records] == [0, 1, 8]
+    assert (tmp_path / "out" / "log").read_text().split() == ["0", "1", "2"]  # none of them twice
+
+
+def test_a_refusal_on_a_slurm_node_is_shown_here(tmp_path, slurm):
+    cubes = phase(tmp_path / "out", 1)
+    (tmp_path / "out" / "refuse-0").touch()
+    with pytest.raises(ConfigError, match=r"input 0: is bad"):
+        run_phase(cubes, SlurmExecutor(1, OPTIONS))
+    note = json.loads(cubes.path(0, ".failed").read_text())
+    assert note["pid"] != os.getpid()
+
+
+@pytest.mark.soak  # a Ray cluster of its own: minutes on a busy machine
+def test_ray_runs_every_task_and_only_what_is_missing(tmp_path):
+    ray = pytest.importorskip("ray")
+    cubes = phase(tmp_path / "out")
+    try:
+        options = {"mem_per_cpu_gb": 0.1, "cpus_per_task": 1}
+        records = run_phase(cubes, RayExecutor(2, options))
+        assert [record["cube"] for record in records] == [0, 1, 8]
+        cubes.path(1).unlink()
+        run_phase(cubes, RayExecutor(2, options))
+        assert sorted((tmp_path / "out" / "log").read_text().split()) == ["0", "1", "1", "2"]
+    finally:
+        ray.shutdown()
+
+
+def test_wrong_options_are_refused_together(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = {"slurm": {"partion": "x", "qos": 3}, "rayy": {}}
+    with pytest.raises(ConfigError) as refused:
+        make_executor("slurm", 2, options, "r.json")
+    text = "\n".join(refused.value.problems)
+    for piece in (
+        'executor.rayy: there are no options of it. Did you mean "ray"?',
+        'executor.slurm.partion: is not an option. Did you mean "partition"?',
+        "executor.slurm.qos: 3 is not of type str",
+        "executor.slurm.time: is missing",
+        "there is no sbatch on PATH",
+    ):
+        assert piece in text
