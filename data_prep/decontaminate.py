@@ -16,11 +16,10 @@ from data_prep.evaluation_items import Item, read_items, split_evaluation
 from data_prep.overlap import build_index, load_index
 from data_prep.phases import Executor, Phase, Record, fingerprint, run_phase
 from data_prep.stage_counts import Counts, merge_counts
-from data_prep.stage_documents import Documents, bad_input, batches, begin_stage
+from data_prep.stage_documents import Documents, bad_input, batches, begin_stage, join_files
 from data_prep.stage_files import (
     StageWriter,
     publish_stage,
-    read_lines,
     stage_file,
 )
 from data_prep.stage_options import options_from
@@ -162,11 +161,7 @@ def run_decontaminate(
     count = documents.num_tasks
     phase = Phase("decontaminate.scan", output, count, task, whole, documents.labels)
     written = run_phase(phase, executor)
-    with StageWriter(output / CONTAMINATED) as contaminated:
-        for unit in range(count):
-            for line in read_lines(output / WORK / "contaminated" / stage_file(unit)):
-                contaminated.write_line(line, 0)
-        contaminated_entry = contaminated.close()
+    contaminated = [output / WORK / "contaminated" / stage_file(unit) for unit in range(count)]
     manifest = publish_stage(
         output,
         "decontaminate",
@@ -181,7 +176,7 @@ def run_decontaminate(
         items=len(items),
         texts=len(index.texts),
         texts_too_short=index.num_short,
-        contaminated=contaminated_entry,
+        contaminated=join_files(contaminated, output / CONTAMINATED),
     )
     shutil.rmtree(output / WORK, ignore_errors=True)
     return manifest

@@ -21,11 +21,10 @@ from data_prep.dedup_files import NUMBER_MASK, UNIT_BITS, array_path, find_range
 from data_prep.minhash import MAX_PERMUTATIONS, Bands, choose_bands, load_rensa
 from data_prep.phases import Executor, Phase, Record, fingerprint, run_phase
 from data_prep.stage_counts import Counts, merge_counts
-from data_prep.stage_documents import Documents, bad_input, begin_stage
+from data_prep.stage_documents import Documents, bad_input, begin_stage, join_files
 from data_prep.stage_files import (
     StageWriter,
     publish_stage,
-    read_lines,
     stage_file,
 )
 from data_prep.stage_options import options_from
@@ -167,10 +166,11 @@ def run_dedup(
 
     signatures = SignatureTask(documents, work, options.exact, options.shingle_words, bands)
     read = run("dedup.signatures", count, signatures)
-    num_documents = sum(record["documents_in"] for record in read)
     num_short = sum(record["short"] for record in read)
-    entries = (num_documents - num_short) * (bands.bands if bands else 0) + num_documents
-    partitions = max(1, -(-entries * BYTES_PER_ENTRY // options.memory_bytes), min(count, 16))
+    num_entries = sum(record["documents_in"] for record in read)
+    num_entries += (num_entries - num_short) * (bands.bands if bands else 0)
+    partitions = -(-num_entries * BYTES_PER_ENTRY // options.memory_bytes)
+    partitions = max(1, partitions, min(count, 16))
     copies = run("dedup.copies", partitions, ExactTask(work, count, partitions))
     pairs: list[Record] = []
     if bands is not None:
@@ -182,11 +182,7 @@ def run_dedup(
     decide = DecideTask(work, count, partitions, bands is not None)
     run("dedup.decide", 1, decide)
     written = run("dedup.write", count, WriteTask(documents, output), output)
-    with StageWriter(output / DUPLICATES) as duplicates:
-        for unit in range(count):
-            for line in read_lines(work / "duplicates" / stage_file(unit)):
-                duplicates.write_line(line, 0)
-        duplicates_entry = duplicates.close()
+    duplicates = [work / "duplicates" / stage_file(unit) for unit in range(count)]
     manifest = publish_stage(
         output,
         "dedup",
@@ -202,7 +198,7 @@ def run_dedup(
         candidate_pairs=sum(record["pairs"] for record in pairs),
         similar_pairs=sum(record["links"] for record in pairs),
         documents_without_shingles=num_short,
-        duplicates=duplicates_entry,
+        duplicates=join_files(duplicates, output / DUPLICATES),
     )
     shutil.rmtree(work, ignore_errors=True)
     return manifest

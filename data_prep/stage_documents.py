@@ -13,6 +13,7 @@ from data_prep.readers import Input
 from data_prep.stage_files import (
     STAGE,
     Stage,
+    StageWriter,
     is_stage,
     provenance_of,
     read_lines,
@@ -194,6 +195,15 @@ def begin_stage(output: Path, name: str, inputs: str) -> dict[str, Any] | None:
         return manifest
     (output / STAGE).unlink()  # of other options or inputs
     return None
+
+
+def join_files(paths: Iterable[Path], target: Path) -> dict[str, Any]:
+    """Write the lines of tasks' files into one, and return its entry for `stage.json`."""
+    with StageWriter(target) as writer:
+        for path in paths:
+            for line in read_lines(path):
+                writer.write_line(line, 0)
+        return writer.close()
 
 
 def bad_input(documents: Documents, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
