@@ -267,14 +267,14 @@ def peak_of(program: str, *words: object) -> tuple[str, int]:
 
 
 def giant_line(path: Path, megabytes: int) -> None:
-    """Write gzip of a good line, one of so many MB of text, and a good one."""
-    rng = random.Random(0)
-    block = "".join(rng.choices("etaoin shrdlu", k=1 << 20)).encode()
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        file.write(GOOD + b'{"text": "')
+    """Write gzip of a good line, one of so many MiB of text, and a good one; a member a MiB."""
+    text = "".join(random.Random(0).choices("etaoin shrdlu", k=1 << 20)).encode()
+    block = gzip.compress(text, 1)
+    with path.open("wb") as file:
+        file.write(gzip.compress(GOOD + b'{"text": "'))
         for _ in range(megabytes):
             file.write(block)
-        file.write(b'"}\n' + GOOD)
+        file.write(gzip.compress(b'"}\n' + GOOD))
 
 
 def peak_with_a_giant_line(tmp_path, tokenizer, megabytes: int) -> int:
