@@ -9,11 +9,12 @@ import torch
 from recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
 from torch.nn import functional
 
-from data_prep.__main__ import main
+from data_prep.pack import pack
 from tests.launching import LLAMA, launch, rows, write_shards
 from zerolm import ledger
 from zerolm.order import Order
 from zerolm.packing import PIECE
+from zerolm.shards import open_source
 
 STEPS, SAVE, KILLED = 8, 3, 5
 
@@ -21,7 +22,7 @@ STEPS, SAVE, KILLED = 8, 3, 5
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     directory = write_shards(tmp_path_factory.mktemp("packed") / "counting", 300, seed=4)
-    assert main(["pack", str(directory), "--seq_len", str(SEQ_LEN)]) == 0
+    pack(open_source(directory), SEQ_LEN)
     return directory
 
 
