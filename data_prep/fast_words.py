@@ -9,6 +9,8 @@ everything that is not spaCy's rule-based tokenizer. Source: spacy/tokenizer.pyx
 `_tokenize_affixes`, `_apply_special_cases` and `_filter_special_spans`.
 """
 
+import contextlib
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,6 +31,8 @@ def install(language: str) -> bool:
     """
     from datatrove.utils.word_tokenizers import SpaCyTokenizer, load_word_tokenizer
 
+    with contextlib.suppress(ImportError):  # the tokenizer of the language may be another's
+        import_spacy()
     tokenizer = load_word_tokenizer(language)
     if not isinstance(tokenizer, SpaCyTokenizer) or tokenizer.config is not None:
         return False
@@ -40,6 +44,22 @@ def install(language: str) -> bool:
     if not isinstance(tokenizer.word_tokenize, FastWords):
         tokenizer.word_tokenize = FastWords(nlp, tokenizer.word_tokenize)
     return True
+
+
+def import_spacy() -> None:
+    """Import spaCy without torch, which its `thinc` imports where it can, for seconds in each task.
+
+    Raises:
+        ImportError: spaCy is not installed.
+    """
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        import spacy  # noqa: F401
+    finally:
+        if hidden:
+            del sys.modules["torch"]
 
 
 class FastWords:

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.fast_words import FastWords
+from data_prep.fast_words import FastWords, import_spacy
 from data_prep.filters import DATATROVE, build, filter_problems
 from zerolm.errors import ConfigError, ZerolmError
 
 pytest.importorskip("datatrove")
-spacy = pytest.importorskip("spacy")
+try:
+    import_spacy()
+except ImportError:
+    pytest.skip("no spaCy here", allow_module_level=True)
 
-from datatrove.data import Document  # noqa: E402
-from datatrove.pipeline.filters.base_filter import get_filter_result  # noqa: E402
-from datatrove.utils.text import split_into_parts  # noqa: E402
-from datatrove.utils.word_tokenizers import load_word_tokenizer  # noqa: E402
+from datatrove.data import Document
+from datatrove.pipeline.filters.base_filter import get_filter_result
+from datatrove.utils.text import split_into_parts
+from datatrove.utils.word_tokenizers import load_word_tokenizer
 
 COMPARED = ("gopher_quality", "gopher_repetition", "c4_quality", "c4_paragraphs", "fineweb_quality")
 ADVERSARIAL = [
