@@ -124,9 +124,10 @@ class Ranges:
         if getattr(fs, "async_impl", False):
             from fsspec.asyn import sync
 
-            content = sync(fs.loop, fs._cat_file, path, start, stop, timeout=ATTEMPT_SECONDS)
+            where = {"start": start, "end": stop}  # s3fs has another argument before them
+            content = sync(fs.loop, fs._cat_file, path, timeout=ATTEMPT_SECONDS, **where)
         else:
-            content = within(ATTEMPT_SECONDS, lambda: fs.cat_file(path, start, stop))
+            content = within(ATTEMPT_SECONDS, lambda: fs.cat_file(path, start=start, end=stop))
         self.counts["bytes"] += len(content)
         return content
 
