@@ -8,6 +8,7 @@ zerolm/shard_files.py has the same methods for what is not remote.
 
 import contextlib
 import fcntl
+import json
 import os
 import tempfile
 import threading
@@ -68,7 +69,7 @@ class RemoteFiles:
         if problem:
             raise ShardError(f"{url}: {problem}")
         try:
-            content = Ranges(url, REACH_SECONDS).read(MANIFEST)
+            content = Ranges(url, REACH_SECONDS).read(MANIFEST, wrong=_not_json)
         except Missing:
             raise ShardError(
                 f"{url}: no {MANIFEST} there, so these are no token shards (or not all of them "
@@ -283,6 +284,15 @@ class RemoteFiles:
                     end = min(first + MOST_BLOCKS, count) * ids
                     for arrival in self._missing(blocks, [(number, first * ids, end)])[0]:
                         arrival.come()
+
+
+def _not_json(content: bytes) -> str | None:
+    """Say why a manifest, whose size nothing tells, cannot be all of it."""
+    try:
+        json.loads(content)
+    except ValueError as error:
+        return f"not JSON ({error}): cut off, or no manifest"
+    return None
 
 
 def _write(content: bytes, file: BinaryIO) -> None:
