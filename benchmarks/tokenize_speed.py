@@ -198,9 +198,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of zerolm and the raw loops")
     parser.add_argument("--peer_rounds", type=int, default=1, help="of the peers, which are slow")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--peers", help="the python that benchmarks/peers.sh made"
-    )
+    parser.add_argument("--peers", help="the python that benchmarks/peers.sh made")
     parser.add_argument("--megatron", help="a checkout of NVIDIA/Megatron-LM")
     parser.add_argument("--only", nargs="+", help="only these tools, and raw-tokenizers")
     options = parser.parse_args()
