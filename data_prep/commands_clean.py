@@ -21,10 +21,10 @@ def clean(options: argparse.Namespace) -> None:
 
     from data_prep.clean import CleanOptions, run_clean
     from data_prep.executors import show_progress
-    from data_prep.filters import filter_problems
     from data_prep.input_flags import input_rules
     from data_prep.phases import LocalExecutor
     from data_prep.sources import find_inputs
+    from data_prep.stage_outputs import dropped_problems, output_problems, overlap_problems
     from zerolm.provenance import versions
 
     problems = Problems()
@@ -35,10 +35,12 @@ def clean(options: argparse.Namespace) -> None:
     skip = rules.on_bad_input == "skip"
     found = problems.of(find_inputs, options.input, options.text_field, skip)
     filters = problems.of(_read_filters, options.filters)
-    if filters is not None:
-        problems.lines += filter_problems(filters, f"{options.filters}")
-    if options.output.exists() and not options.output.is_dir():
-        problems.lines.append(f"--output {options.output}: is a file. Give a new directory.")
+    files = [] if found is None else found[0]
+    problems.lines += output_problems(options.output)
+    problems.lines += overlap_problems(options.output, options.input, files)
+    if (dropped := options.keep_dropped) is not None:
+        problems.lines += dropped_problems(dropped, options.output)
+        problems.lines += overlap_problems(dropped, options.input, files, "--keep_dropped")
     problems.refuse()
     inputs, notes = found
     for note in notes:
@@ -60,7 +62,13 @@ def clean(options: argparse.Namespace) -> None:
 
 
 def _read_filters(path: Path) -> Any:
-    """Return the list of filters in a file, which may be a recipe."""
+    """Return the list of filters in a file, which may be a recipe.
+
+    Raises:
+        ConfigError: all that is wrong with them.
+    """
+    from data_prep.filters import filter_problems
+
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -68,6 +76,8 @@ def _read_filters(path: Path) -> Any:
     if isinstance(content, dict):
         content = content.get("clean", {})
         content = content.get("filters", []) if isinstance(content, dict) else content
+    if wrong := filter_problems(content, f"{path}"):
+        raise ConfigError(wrong)
     return content
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from data_prep.command_line import Problems
 from data_prep.documents import REASONS, InputRules
 from data_prep.input_flags import input_rules
+from zerolm.errors import ConfigError
 
 
 def dedup(options: argparse.Namespace) -> None:
@@ -79,13 +80,15 @@ def _run(
         ConfigError: all that is wrong with the flags and inputs, before anything is written.
     """
     from data_prep.phases import LocalExecutor
+    from data_prep.stage_outputs import output_problems, overlap_problems
 
     workers = problems.number(
         "workers", options.workers, 1, 4096, default=len(os.sched_getaffinity(0))
     )
     problems.lines += [f"--{flags.get(key, key)}: {what}" for key, what in chosen.problems()]
-    problems.lines += _output_problems(options.output, options.input)
-    found = problems.of(_open, options.input, input_rules(options, problems))
+    problems.lines += output_problems(options.output)
+    problems.lines += overlap_problems(options.output, options.input)
+    found = problems.of(_open, options.input, input_rules(options, problems), options.output)
     problems.refuse()
     start = time.monotonic()
     shown = set()
@@ -99,29 +102,20 @@ def _run(
     return manifest, time.monotonic() - start
 
 
-def _open(arguments: list[str], rules: InputRules) -> tuple[Any, str, dict[str, Any]]:
+def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, str, dict[str, Any]]:
     from data_prep.sources import find_inputs
     from data_prep.stage_documents import stage_documents, unit_documents
     from data_prep.stage_files import is_stage, read_stage
+    from data_prep.stage_outputs import overlap_problems
 
     if len(arguments) == 1 and is_stage(arguments[0]):
         return stage_documents(read_stage(arguments[0]))
     inputs, notes = find_inputs(arguments, rules.text_field, rules.on_bad_input == "skip")
+    if among := overlap_problems(output, (), inputs):
+        raise ConfigError(among)
     for note in notes:
         print(note, file=sys.stderr)
     return unit_documents(inputs, rules)
-
-
-def _output_problems(output: Path, inputs: list[str]) -> list[str]:
-    """Return why a stage cannot be written there: only a stage of ours is gone on with."""
-    if output.exists() and not output.is_dir():
-        return [f"--output {output}: is a file. Give a new directory."]
-    if any(Path(each).resolve() == output.resolve() for each in inputs):
-        return [f"--output {output}: is --input too. Give a new directory."]
-    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    if names and not names & {"records", "work", "stage.json"}:
-        return [f"--output {output}: is not empty, and no stage. Give a new directory."]
-    return []
 
 
 def _fraction(problems: Problems, flag: str, text: str | None, default: float) -> float:

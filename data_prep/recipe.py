@@ -21,6 +21,7 @@ from data_prep.documents import InputRules
 from data_prep.filters import filter_problems
 from data_prep.sources import find_inputs
 from data_prep.stage_options import options_from
+from data_prep.stage_outputs import overlap_problems
 from data_prep.tokenizers import load_tokenizer
 from zerolm.errors import ConfigError, did_you_mean
 from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
@@ -161,6 +162,7 @@ def read_recipe(path: Path) -> Recipe:
         name = str(local) if local.exists() else found["tokenize"].tokenizer
         tokenizer = _collect(problems, load_tokenizer, name)
     sources = tuple(_sources(content.get("sources"), path, problems))
+    problems += _overlaps(path, base / output, sources)
     if problems:
         raise ConfigError(problems)
     return Recipe(
@@ -235,6 +237,17 @@ def _sources(given: Any, path: Path, problems: list[str]) -> Iterator[Source]:
         )
         if found is not None:
             yield Source(name, chosen, tuple(found[0]), tuple(found[1]))
+
+
+def _overlaps(path: Path, output: Path, sources: tuple[Source, ...]) -> list[str]:
+    """Say which sources would read what the pipeline writes."""
+    problems = []
+    for read in sources:
+        arguments = [_from_recipe(path.parent, each) for each in read.options.input]
+        where = f"{path}: sources.{read.name}: output"
+        for written in sources:
+            problems += overlap_problems(output / written.name, arguments, read.inputs, where)
+    return problems
 
 
 def _from_recipe(base: Path, argument: str) -> str:

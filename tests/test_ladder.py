@@ -111,6 +111,7 @@ RUNGS = {
         *("data_prep." + name for name in (
             "dedup_candidates", "dedup_clusters", "dedup_files", "evaluation_items", "flags_dedup",
             "minhash", "overlap", "stage_documents", "stage_options", "words",
+            "stage_outputs",
         )),
         # the encoders' parts
         *("data_prep." + name for name in (

@@ -1,0 +1,78 @@
+"""Where stages may be written: never over other files, and never where they would be read."""
+
+import json
+
+import pytest
+from small_corpus import write_jsonl
+
+from data_prep.__main__ import main
+from data_prep.stage_files import StageWriter, stage_file
+
+TEXTS = [f"Document {n} has a few words." for n in range(5)]
+
+
+def write_shard(directory) -> bytes:
+    """Write documents as others name their files too, and return the file's bytes."""
+    with StageWriter(directory / stage_file(0)) as writer:
+        for number, text in enumerate(TEXTS):
+            writer.write({"text": text, "id": number}, len(text))
+        writer.close()
+    return (directory / stage_file(0)).read_bytes()
+
+
+def command(name, *words) -> list[str]:
+    more = {"clean": ("--filters", "filters.json"), "decontaminate": ("--evaluation", "e.txt")}
+    return [name, *more.get(name, ()), *map(str, words)]
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "filters.json").write_text('[{"filter": "length", "min_words": 2}]')
+    (tmp_path / "e.txt").write_text("a paragraph that has six words\n")
+    write_shard(tmp_path / "corpus")
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("name", ["clean", "dedup", "decontaminate"])
+@pytest.mark.parametrize("output", ["corpus", "corpus/new", "others", "filters.json/x"])
+def test_no_stage_is_written_over_other_files_or_among_its_input(name, output, corpus, capsys):
+    others = corpus.parent / "others"
+    write_shard(others)
+    before = {path: path.stat().st_mtime_ns for path in sorted(corpus.parent.rglob("*"))}
+    assert main(command(name, "--input", "corpus", "--output", output, "--workers", 1)) == 2
+    assert f"--output {output}: " in capsys.readouterr().err
+    after = {path: path.stat().st_mtime_ns for path in sorted(corpus.parent.rglob("*"))}
+    assert after == before
+
+
+@pytest.mark.parametrize("directory", ["corpus", "out", "others", "."])
+def test_what_is_dropped_is_kept_nowhere_else_than_in_a_new_directory(directory, corpus, capsys):
+    write_shard(corpus.parent / "others")
+    words = command("clean", "--input", "corpus", "--output", "out", "--keep_dropped", directory)
+    assert main(words) == 2
+    assert f"--keep_dropped {directory}: " in capsys.readouterr().err
+    assert not (corpus.parent / "out").exists()
+
+
+def test_a_glob_that_would_read_the_output_of_the_command_itself_is_refused(corpus, capsys):
+    words = command("clean", "--input", "corpus/**/*.zst", "--output", "corpus/new")
+    assert main(words) == 0
+    (corpus / "new" / "stage.json").unlink()  # as a kill would leave it
+    assert main(words) == 2
+    assert "is in it, which is read by --input corpus/**/*.zst" in capsys.readouterr().err
+
+
+def test_a_recipe_whose_output_is_among_its_input_is_refused(corpus, capsys):
+    recipe = corpus.parent / "r.json"
+    write_jsonl(corpus / "a.jsonl", TEXTS)
+    recipe.write_text(json.dumps({"output": "corpus/out", "sources": {"a": {"input": ["corpus"]}}}))
+    assert main(["run", str(recipe)]) == 2
+    assert "sources.a: output" in capsys.readouterr().err
+    assert not (corpus / "out").exists()
+
+
+def test_filters_that_are_null_are_refused(corpus, capsys):
+    (corpus.parent / "filters.json").write_text("null")
+    assert main(command("clean", "--input", "corpus", "--output", "out")) == 2
+    assert "is not a list of filters" in capsys.readouterr().err
