@@ -67,7 +67,7 @@ def _read_filters(path: Path) -> Any:
     Raises:
         ConfigError: all that is wrong with them.
     """
-    from data_prep.filters import filter_problems
+    from data_prep.filters import filter_problems, relative_to
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -76,6 +76,7 @@ def _read_filters(path: Path) -> Any:
     if isinstance(content, dict):
         content = content.get("clean", {})
         content = content.get("filters", []) if isinstance(content, dict) else content
+    content = relative_to(path.parent.resolve(), content)
     if wrong := filter_problems(content, f"{path}"):
         raise ConfigError(wrong)
     return content

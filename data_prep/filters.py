@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep import fast_words
@@ -106,6 +107,18 @@ def filter_problems(specifications: Any, where: str) -> list[str]:
         except ImportError as error:
             problems.append(_missing_package(place, name, error))
     return problems
+
+
+def relative_to(directory: Path, specifications: Any) -> Any:
+    """Return filters whose model files are those seen from a directory, that of the recipe."""
+    if not isinstance(specifications, list):
+        return specifications
+    return [
+        {**each, "model": str(directory / each["model"])}
+        if isinstance(each, dict) and isinstance(each.get("model"), str)
+        else each
+        for each in specifications
+    ]
 
 
 def build(specifications: Sequence[Json]) -> Filters:
@@ -207,6 +220,8 @@ def _parameter_problems(name: str, given: Json, place: str) -> list[str]:
             f"{place}: needs model, the path of a fastText model file such as lid.176.bin. "
             f"Nothing is downloaded."
         )
+    elif name == "language" and not Path(given["model"]).is_file():
+        problems.append(f"{place}: model: {given['model']}: no such file. Check the path.")
     if name == "python":
         problems += _function_problems(given, place)
     if "language" in given and name in DATATROVE:

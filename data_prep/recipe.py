@@ -5,7 +5,6 @@ of its own: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. docs/data
 keys; `data_prep/recipes/` has examples.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -18,8 +17,8 @@ from typing import Any
 from data_prep.clean import CleanOptions
 from data_prep.dedup import DedupOptions
 from data_prep.documents import InputRules
-from data_prep.filters import filter_problems
-from data_prep.sources import find_inputs
+from data_prep.filters import filter_problems, relative_to
+from data_prep.sources import HUB_ID, find_inputs
 from data_prep.stage_options import options_from
 from data_prep.stage_outputs import overlap_problems
 from data_prep.tokenizers import load_tokenizer
@@ -137,13 +136,13 @@ def read_recipe(path: Path) -> Recipe:
         for key in content
         if key not in KEYS
     ]
-    base = path.parent
+    base = path.parent.resolve()  # the same from wherever the recipe is run, on every machine
     found: dict[str, Any] = {"dedup": None, "decontaminate": None, "tokenize": None}
     kinds = {"dedup": DedupOptions, "decontaminate": DecontaminateOptions, "tokenize": ShardOptions}
     for key, kind in kinds.items():
         if key in content:
             found[key] = _collect(problems, options_from, kind, content[key], f"{path}: {key}")
-    clean = _clean(content.get("clean", {}), f"{path}: clean", problems)
+    clean = _clean(content.get("clean", {}), f"{path}: clean", base, problems)
     output = content.get("output")
     if not isinstance(output, str) or not output:
         problems.append(f"{path}: output: {output!r} is not a directory's path.")
@@ -158,11 +157,12 @@ def read_recipe(path: Path) -> Recipe:
         _collect(problems, found["decontaminate"].read_items)
     tokenizer = None
     if found["tokenize"] is not None:
-        local = base / found["tokenize"].tokenizer
-        name = str(local) if local.exists() else found["tokenize"].tokenizer
+        name = found["tokenize"].tokenizer
+        if os.path.lexists(base / name) or os.path.lexists(name):  # else an id, or an encoding
+            name = str(base / name)
         tokenizer = _collect(problems, load_tokenizer, name)
-    sources = tuple(_sources(content.get("sources"), path, problems))
-    problems += _overlaps(path, base / output, sources)
+    sources = tuple(_sources(content.get("sources"), path, base, problems))
+    problems += _overlaps(path, base, output, sources)
     if problems:
         raise ConfigError(problems)
     return Recipe(
@@ -195,7 +195,7 @@ def _collect(problems: list[str], step: Any, *arguments: Any) -> Any:
         return None
 
 
-def _clean(given: Any, where: str, problems: list[str]) -> CleanOptions:
+def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOptions:
     if not isinstance(given, Mapping):
         problems.append(f"{where}: {given!r} is not an object of options.")
         return CleanOptions()
@@ -205,7 +205,7 @@ def _clean(given: Any, where: str, problems: list[str]) -> CleanOptions:
         for key in given
         if key not in CLEAN_KEYS
     ]
-    filters = given.get("filters", [])
+    filters = relative_to(base, given.get("filters", []))
     problems += filter_problems(filters, f"{where}.filters")
     if not isinstance(given.get("keep_dropped", False), bool):
         problems.append(f"{where}.keep_dropped: {given['keep_dropped']!r} is not true or false.")
@@ -219,7 +219,7 @@ def _clean(given: Any, where: str, problems: list[str]) -> CleanOptions:
                         keep_dropped=keep)  # fmt: skip
 
 
-def _sources(given: Any, path: Path, problems: list[str]) -> Iterator[Source]:
+def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterator[Source]:
     where = f"{path}: sources"
     if not isinstance(given, dict) or not given:
         problems.append(f"{where}: is not an object with at least one source: its name, and input.")
@@ -231,7 +231,7 @@ def _sources(given: Any, path: Path, problems: list[str]) -> Iterator[Source]:
         chosen = _collect(problems, options_from, SourceOptions, options, f"{where}.{name}")
         if chosen is None:
             continue
-        arguments = [_from_recipe(path.parent, each) for each in chosen.input]
+        arguments = [from_recipe(base, each) for each in chosen.input]
         found = _collect(
             problems, find_inputs, arguments, chosen.text_field, chosen.on_bad_input == "skip"
         )
@@ -239,18 +239,21 @@ def _sources(given: Any, path: Path, problems: list[str]) -> Iterator[Source]:
             yield Source(name, chosen, tuple(found[0]), tuple(found[1]))
 
 
-def _overlaps(path: Path, output: Path, sources: tuple[Source, ...]) -> list[str]:
+def _overlaps(path: Path, base: Path, output: str, sources: tuple[Source, ...]) -> list[str]:
     """Say which sources would read what the pipeline writes."""
     problems = []
     for read in sources:
-        arguments = [_from_recipe(path.parent, each) for each in read.options.input]
+        arguments = [from_recipe(base, each) for each in read.options.input]
         where = f"{path}: sources.{read.name}: output"
         for written in sources:
-            problems += overlap_problems(output / written.name, arguments, read.inputs, where)
+            target = base / output / written.name
+            problems += overlap_problems(target, arguments, read.inputs, where)
     return problems
 
 
-def _from_recipe(base: Path, argument: str) -> str:
-    """Return an input as seen from the current directory; ids of the hub stay."""
+def from_recipe(base: Path, argument: str) -> str:
+    """Return the absolute path of a path or glob of a recipe; ids of the hub stay as they are."""
     local = str(base / argument)
-    return local if os.path.lexists(local) or glob.glob(local, recursive=True) else argument  # noqa: PTH207
+    if HUB_ID.fullmatch(argument) and not os.path.lexists(local) and not os.path.lexists(argument):
+        return argument
+    return local

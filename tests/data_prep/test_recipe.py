@@ -96,6 +96,31 @@ def test_a_pipeline_goes_from_text_to_shards_and_starts_again_where_it_changed(r
     assert [stage["documents_out"] for stage in stages] == [41, 40]
 
 
+def test_a_recipe_means_the_same_from_every_directory(recipe, monkeypatch, capsys):
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    monkeypatch.chdir(recipe.parent / "raw")
+    assert main(["run", "../recipe.json", "--check"]) == 0
+    shown = capsys.readouterr().out
+    assert "complete" in shown
+    assert "changed" not in shown
+
+
+def test_what_is_not_beside_the_recipe_is_not_looked_for_elsewhere(recipe, monkeypatch, capsys):
+    elsewhere = recipe.parent / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("raw", "tokenizer"):
+        (recipe.parent / name).rename(elsewhere / name)
+    monkeypatch.chdir(elsewhere)
+    model = [{"filter": "language", "model": "lid.bin"}]
+    (elsewhere / "lid.bin").write_bytes(b"")
+    change(recipe, clean={"filters": model})
+    assert main(["run", "../recipe.json", "--check"]) == 2
+    shown = capsys.readouterr().err
+    assert f"{recipe.parent}/raw/*.jsonl: the glob matches nothing" in shown
+    assert f"{recipe.parent}/tokenizer: no such directory" in shown
+    assert f"{recipe.parent}/lid.bin: no such file" in shown
+
+
 def test_every_mistake_of_a_recipe_is_named_before_anything_is_written(recipe, capsys):
     change(
         recipe,
