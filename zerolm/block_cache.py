@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ TAG_BYTES = 16
 IN_USE = "in-use"
 _SPREAD = 0x9E3779B97F4A7C15  # of the golden ratio: neighbours go to different sets
 _MASK = (1 << 64) - 1
-_OURS = re.compile(r"[0-9a-f]{16}-\d+")
+_OURS = re.compile(r"[0-9a-f]{16}-\d+(\.old-\d+)?")
 
 
 class Cache(NamedTuple):
@@ -43,16 +44,78 @@ def claim(cache: Cache) -> Any:
     """Make a source's directory and mark it as used by this process, until what is returned closes.
 
     Removes what is there of other runs, unless it is in use.
+
+    Raises:
+        OSError: the directory cannot be made or written.
     """
-    cache.directory.mkdir(parents=True, exist_ok=True)
-    mark = open(cache.directory / IN_USE, "ab")
-    _flock(mark, fcntl.LOCK_SH)
+    mark = _marked(cache.directory)
     for other in cache.directory.parent.iterdir():
-        if _OURS.fullmatch(other.name) and other.name not in cache.siblings:
-            with contextlib.suppress(OSError), open(other / IN_USE, "ab") as theirs:
-                fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(other, ignore_errors=True)
+        if other.name in cache.siblings or not _OURS.fullmatch(other.name):
+            continue
+        with _left(other, "ab") as is_left, contextlib.suppress(OSError):
+            if is_left:
+                # Out of the way first: who comes meanwhile makes its own, and finds nothing half.
+                old = other.with_name(f"{other.name.partition('.')[0]}.old-{os.getpid()}")
+                other.rename(old)
+                shutil.rmtree(old, ignore_errors=True)
     return mark
+
+
+def held_bytes(directory: Path, names: Sequence[str]) -> int:
+    """Return the bytes on disk of the caches that are used again or will be removed.
+
+    Args:
+        directory: of all caches.
+        names: of the directories of all sources of the run.
+    """
+    total = 0
+    for cache in directory.iterdir() if directory.is_dir() else ():
+        if not _OURS.fullmatch(cache.name):
+            continue
+        with contextlib.nullcontext(True) if cache.name in names else _left(cache, "r+b") as counts:
+            for path in cache.iterdir() if counts else ():
+                with contextlib.suppress(OSError):
+                    total += path.stat().st_blocks * 512
+    return total
+
+
+def _marked(directory: Path) -> Any:
+    """Return the open mark of a directory, locked with others that use it."""
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            mark = open(directory / IN_USE, "ab")
+        except FileNotFoundError:  # removed by another run since it was made
+            continue
+        _flock(mark, fcntl.LOCK_SH)
+        if _is_there(mark, directory / IN_USE):
+            return mark
+        mark.close()  # of a directory that was removed while this process waited
+
+
+@contextlib.contextmanager
+def _left(directory: Path, mode: str) -> Iterator[bool]:
+    """Tell whether no process uses a cache, and keep them all from it meanwhile."""
+    try:
+        mark = open(directory / IN_USE, mode)
+    except OSError:
+        yield False
+        return
+    with mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left = _is_there(mark, directory / IN_USE)
+        except OSError:  # in use, or a file system without locks
+            left = False
+        yield left
+
+
+def _is_there(file: Any, path: Path) -> bool:
+    """Tell whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _flock(file: Any, how: int) -> None:
@@ -78,6 +141,9 @@ class BlockCache:
 
     Attributes:
         full: why nothing more can be kept, when the disk is full or broken.
+
+    Raises:
+        OSError: its files cannot be made.
     """
 
     def __init__(self, directory: Path, num_blocks: int, num_slots: int):
@@ -123,9 +189,12 @@ class BlockCache:
             tags[way, 0] = 0
         slot = block if tags is None else self._first_slot(block) + way
         try:
-            os.pwrite(self._blocks, content, slot * BLOCK_BYTES)
+            written = os.pwrite(self._blocks, content, slot * BLOCK_BYTES)
         except OSError as error:
             self.full = os.strerror(error.errno or errno.EIO)
+            return
+        if written != len(content):  # what a disk says first when it fills; the rest is a hole
+            self.full = os.strerror(errno.ENOSPC)
             return
         if tags is not None:
             tags[way] = block + 1, self._now(tags)

@@ -7,13 +7,12 @@ A source that fits its share is kept whole; what it leaves is the others'. What 
 there is removed when a run begins, unless a process uses it.
 """
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerolm.block_cache import TAG_BYTES, WAYS, Cache, slots_within
+from zerolm.block_cache import TAG_BYTES, WAYS, Cache, held_bytes, slots_within
 from zerolm.block_sums import BLOCK_BYTES, num_blocks
 from zerolm.settings import Settings
 from zerolm.shards import Source
@@ -69,7 +68,7 @@ def prepare(settings: Settings, sources: Sequence[Source]) -> list[str]:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return []
     wanted = sum(overhead) + sum(slots) * BLOCK_BYTES
-    return _room_problems(settings, directory, wanted)
+    return _room_problems(settings, directory, wanted, names)
 
 
 def figures(sources: Sequence[Source]) -> dict[str, str]:
@@ -95,7 +94,9 @@ def _overhead(source: Source) -> int:
     )
 
 
-def _room_problems(settings: Settings, directory: Path, wanted: int) -> list[str]:
+def _room_problems(
+    settings: Settings, directory: Path, wanted: int, names: Sequence[str]
+) -> list[str]:
     where = f"{settings.where('data_cache')}: {directory}"
     existing = directory
     while not os.path.lexists(existing):
@@ -109,19 +110,10 @@ def _room_problems(settings: Settings, directory: Path, wanted: int) -> list[str
             f"{where}, nothing can be written there ({error.strerror}). Give --data_cache a "
             f"directory on a disk of this node."
         ]
-    has = stat.f_bavail * stat.f_frsize + _held(directory)
+    has = stat.f_bavail * stat.f_frsize + held_bytes(directory, names)
     if has < wanted:
         return [
             f"{where}, its file system has {shown_bytes(has)} for a cache of "
             f"{shown_bytes(wanted)}. Lower --data_cache_bytes, or choose another --data_cache."
         ]
     return []
-
-
-def _held(directory: Path) -> int:
-    """Return the bytes on disk that caches hold already."""
-    total = 0
-    for path in directory.glob("*/*") if directory.is_dir() else ():
-        with contextlib.suppress(OSError):
-            total += path.stat().st_blocks * 512
-    return total

@@ -44,10 +44,15 @@ class RemoteBlocks:
         self._sums: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
         if cache is not None:
-            self._claim = claim(cache)
-            self._kept = BlockCache(cache.directory, self.first_keys[-1], cache.num_slots)
-            if self._kept.is_mirror:
-                self._unchecked = bytearray(b"\1" * self.first_keys[-1])
+            try:
+                self._claim = claim(cache)
+                self._kept = BlockCache(cache.directory, self.first_keys[-1], cache.num_slots)
+            except OSError as error:  # a disk that filled since the run began stops the keeping
+                self.cache = None
+                print(f"note: {cache.directory}: nothing is kept there ({error}); blocks of "
+                      f"{ranges.url} are fetched whenever they are read", flush=True)  # fmt: skip
+        if self._kept is not None and self._kept.is_mirror:
+            self._unchecked = bytearray(b"\1" * self.first_keys[-1])
 
     @property
     def is_mirror(self) -> bool:

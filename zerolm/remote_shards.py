@@ -263,7 +263,10 @@ class RemoteFiles:
         blocks = self._own()
         if self.cache is None or not blocks.is_mirror:
             return
-        mark = open(self.cache.directory / "filling", "ab")
+        try:
+            mark = open(self.cache.directory / "filling", "ab")
+        except OSError:  # a full disk: what is read is fetched as it is needed
+            return
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

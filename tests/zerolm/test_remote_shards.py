@@ -1,5 +1,6 @@
 """Shards in a store, with remote_blocks.py, block_cache.py and the rest: as if they were here."""
 
+import errno
 import os
 import pickle
 import threading
@@ -140,6 +141,35 @@ def test_a_damaged_cache_is_a_miss(shards, server, tmp_path):
     blocks = tmp_path / "cache" / "blocks"
     blocks.write_bytes(os.urandom(blocks.stat().st_size))
     assert_same(training(pickle.loads(pickle.dumps(source)), 50), training(open_source(shards), 50))
+
+
+def test_a_disk_that_fills_stops_the_keeping_and_not_the_run(
+    shards, server, tmp_path, monkeypatch, capsys
+):
+    """Writes come short, as they do first; then a process for whose files there is no room."""
+    source, local = remote(server, tmp_path), open_source(shards)
+    source.files.cache = Cache(tmp_path / "cache", blocks_of(source))
+    real, room = os.pwrite, [10 * BLOCK_BYTES + 100]
+
+    def write(file, data, at):
+        count = min(len(data), room[0])
+        room[0] -= count
+        return real(file, data[:count], at)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write)
+        for start in range(0, 420_000, 10_000):  # three times in each block
+            ours, theirs = (each.ids(0, start, start + 10_000) for each in (source, local))
+            assert ours.tolist() == theirs.tolist(), start
+        assert room == [0]
+    monkeypatch.setattr(os, "ftruncate", full)
+    other = pickle.loads(pickle.dumps(source))
+    other.files.cache = Cache(tmp_path / "other", blocks_of(source))
+    assert_same(training(other, 5), training(local, 5))
+    assert "No space left on device" in capsys.readouterr().out
 
 
 def test_blocks_are_asked_for_ahead_of_their_use(shards, server, tmp_path):
