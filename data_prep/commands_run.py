@@ -22,6 +22,7 @@ from zerolm.errors import ConfigError, ZerolmError
 
 STATE = "pipeline.json"  # of a source: what each of its stages was begun with
 LOCK = ".lock"
+LEFT_OUT = "is not in the recipe now, and stays as it is"
 MANIFESTS = {"shards": "manifest.json"}  # of stages that do not end in stage.json
 
 Json = dict[str, Any]
@@ -95,6 +96,10 @@ class Pipeline:
                 found[stage] = "to do"
         return found
 
+    def left_out(self) -> list[str]:
+        """Return the stages that were begun once and are not in the recipe now."""
+        return [stage for stage in self._begun() if stage not in self.recipe.stages]
+
     def run(self) -> None:
         """Run what is not complete.
 
@@ -103,9 +108,8 @@ class Pipeline:
             ZerolmError: a task was lost.
         """
         states, keys, begun = self.states(), self.keys(), self._begun()
-        for stage in set(begun) - set(keys):  # no longer in the recipe; its place may be needed
-            self._remove(stage)
-            del begun[stage]
+        for stage in self.left_out():
+            print(f"{self.source.name}/{stage}: {LEFT_OUT}")
         before: Path | None = None
         for stage, state in states.items():
             name = f"{self.source.name}/{stage}"
@@ -254,7 +258,10 @@ def _show_plan(recipe: Any, executor: str, workers: int) -> None:
         size = "of unknown size" if None in sizes else f"{sum(sizes) / 1e6:,.1f} MB"
         units = plan_units(source.inputs, recipe.clean.unit_bytes)
         print(f"{source.name}: {len(sizes):,} inputs, {size}, {len(units):,} tasks a stage")
-        for stage, state in Pipeline(recipe, source, None).states().items():
+        pipeline = Pipeline(recipe, source, None)
+        for stage in pipeline.left_out():
+            print(f"    {stage:<14}{LEFT_OUT}")
+        for stage, state in pipeline.states().items():
             print(f"    {stage:<14}{state}")
             for line in _options_of(recipe, stage):
                 print(f"        {line}")

@@ -48,19 +48,19 @@ def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
     """Write the report of all sources below a pipeline's output, and return the page's path."""
     report: Json = {"recipe": dict(recipe), "sources": {}}
     for directory in sorted(path.parent for path in output.glob("*/pipeline.json")):
-        report["sources"][directory.name] = _source(directory)
+        report["sources"][directory.name] = _source(directory, recipe.get("content", {}))
     write_json(output / REPORT, report)
     page = render(report)
     write_atomically(output / PAGE, lambda file: file.write(page.encode("utf-8", "replace")))
     return output / PAGE
 
 
-def _source(directory: Path) -> Json:
-    """Collect what the stages of a source have published."""
+def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
+    """Collect what the stages of a source have published, of those that the recipe has."""
     found: Json = {"stages": [], "shards": {}, "provenance": {}}
     for stage in STAGES[:-1]:
         path = directory / stage / "stage.json"
-        if not path.is_file():
+        if not path.is_file() or (stage != "clean" and stage not in recipe):
             continue
         manifest = json.loads(path.read_text(encoding="utf-8"))
         kept = {key: value for key, value in manifest.items() if key not in ("files", "before")}
@@ -69,7 +69,7 @@ def _source(directory: Path) -> Json:
             found["provenance"] = manifest["before"]
     for name in ("shards", "shards-validation"):
         path = directory / name / "manifest.json"
-        if path.is_file():
+        if path.is_file() and "tokenize" in recipe:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             keys = ("num_documents", "num_tokens", "text_bytes", "dtype", "vocab_size")
             found["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}

@@ -121,6 +121,24 @@ def test_what_is_not_beside_the_recipe_is_not_looked_for_elsewhere(recipe, monke
     assert f"{recipe.parent}/lid.bin: no such file" in shown
 
 
+def test_a_stage_that_is_taken_out_of_the_recipe_stays(recipe, capsys):
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    output = recipe.parent / "out" / "web"
+    first, whole = files_below(output), json.loads(recipe.read_text())
+    recipe.write_text(json.dumps({key: whole[key] for key in ("output", "sources", "clean")}))
+    assert main(["run", str(recipe), "--check"]) == 0
+    assert capsys.readouterr().out.count("is not in the recipe now") == 2
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    assert capsys.readouterr().out.count("is not in the recipe now, and stays as it is") == 2
+    assert files_below(output) == first
+    report = json.loads((recipe.parent / "out" / "report.json").read_text())["sources"]["web"]
+    assert [stage["stage"] for stage in report["stages"]] == ["clean"] and not report["shards"]
+    recipe.write_text(json.dumps(whole))
+    capsys.readouterr()
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    assert "web/shards: is complete" in capsys.readouterr().out
+
+
 def test_every_mistake_of_a_recipe_is_named_before_anything_is_written(recipe, capsys):
     change(
         recipe,
