@@ -19,6 +19,12 @@ from typing import Any, NamedTuple
 # Remembered; some 60 MB. Then it begins anew, which keeps the frequent ones cheap.
 MAX_RUNS = 1 << 18
 
+# spaCy's word number 1. At the end of a memory zone `preshed` does not forget the key 1, so that
+# the next document with this word would read freed memory (datatrove: "breaks the tokenizer
+# completely"). Known before the first zone, it is never freed. Source: preshed/maps.pyx,
+# `map_clear`.
+FIRST_WORD = "IS_ALPHA"
+
 Words = Callable[[str], list[str]]
 
 
@@ -72,6 +78,7 @@ class FastWords:
 
     def __init__(self, nlp: Any, slow: Words):
         self.nlp, self.slow = nlp, slow
+        nlp.vocab[FIRST_WORD]
         rules = nlp.tokenizer
         self.runs: dict[str, _Run] = {}
         self.simple: dict[str, bool] = {}  # of runs that follow each other

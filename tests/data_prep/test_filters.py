@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.fast_words import FastWords, import_spacy
+from data_prep.fast_words import FIRST_WORD, FastWords, import_spacy
 from data_prep.filters import DATATROVE, build, filter_problems
 from zerolm.errors import ConfigError, ZerolmError
 
@@ -19,6 +19,7 @@ except ImportError:
 from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import get_filter_result
 from datatrove.utils.text import split_into_parts
+from datatrove.utils.typeshelper import Languages
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
 COMPARED = ("gopher_quality", "gopher_repetition", "c4_quality", "c4_paragraphs", "fineweb_quality")
@@ -61,7 +62,8 @@ def odd_documents(number: int) -> list[str]:
 @pytest.fixture
 def slow_words():
     """Give datatrove its own words back."""
-    tokenizer = load_word_tokenizer("en")
+    tokenizer = load_word_tokenizer(Languages.english)  # the name decides which: "en" is another
+    tokenizer.tokenizer.vocab[FIRST_WORD]  # datatrove's words of it are undefined otherwise
     vars(tokenizer).pop("word_tokenize", None)
     split_into_parts.cache_clear()
     yield tokenizer
@@ -105,6 +107,16 @@ def test_words_are_those_of_datatrove(slow_words):
     fast = FastWords(slow_words.tokenizer, slow_words.word_tokenize)
     for text in odd_documents(400) + ADVERSARIAL:
         assert fast(text) == slow_words.word_tokenize(text), text
+
+
+def test_the_word_that_spacy_frees_and_keeps_is_a_word_like_others():
+    import spacy
+
+    fast = FastWords(spacy.blank("en"), list)
+    for number in range(300):
+        other = f"other{number}"
+        assert fast(f"an IS_ALPHA and{number} {other}") == ["an", "IS_ALPHA", f"and{number}", other]
+        fast.runs.clear()
 
 
 def test_nothing_remembered_changes_the_words(slow_words, monkeypatch):
