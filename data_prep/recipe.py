@@ -210,7 +210,7 @@ def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOpti
     if not isinstance(given.get("keep_dropped", False), bool):
         problems.append(f"{where}.keep_dropped: {given['keep_dropped']!r} is not true or false.")
     size = given.get("unit_bytes")
-    if size is not None and not (isinstance(size, int | float) and size >= 1):
+    if size is not None and not (isinstance(size, int | float) and 1 <= size < 1 << 63):
         problems.append(f"{where}.unit_bytes: {size!r} is not a number of bytes.")
         size = None
     keep = Path("dropped") if given.get("keep_dropped") is True else None

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from zerolm.errors import ConfigError, did_you_mean
 
 Options = TypeVar("Options")
+LARGEST = (1 << 63) - 1  # number
 
 
 def options_from(kind: type[Options], value: Any, where: str) -> Options:
@@ -32,7 +33,7 @@ def options_from(kind: type[Options], value: Any, where: str) -> Options:
         elif (wanted := _wrong_type(fields[key].type, content)) is not None:
             problems.append(f"{where}.{key}: {content!r} is not {wanted}.")
         else:
-            given[key] = tuple(content) if isinstance(content, list) else content
+            given[key] = _as(fields[key].type, content)
     missing = [
         name
         for name, field in fields.items()
@@ -47,9 +48,17 @@ def options_from(kind: type[Options], value: Any, where: str) -> Options:
     return options
 
 
+def _as(annotation: Any, content: Any) -> Any:
+    """Return a value of JSON as what its field holds: 1e9 is a whole number too."""
+    if annotation is int:
+        return int(content)
+    return tuple(content) if isinstance(content, list) else content
+
+
 def _wrong_type(annotation: Any, content: Any) -> str | None:
     """Say what a value should be and is not."""
     is_number = isinstance(content, int | float) and not isinstance(content, bool)
+    is_number = is_number and -LARGEST <= content <= LARGEST  # neither NaN nor infinite
     rules = {
         int: (is_number and content == int(content), "a whole number"),
         float: (is_number, "a number"),

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.dedup import DedupOptions
 from data_prep.stage_files import read_records, read_stage
+from data_prep.stage_options import options_from
+from zerolm.errors import ConfigError
 from zerolm.manifest import read_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -243,3 +246,18 @@ def test_bad_input_ends_the_command_with_its_place(recipe):
     assert result.returncode == 2
     assert "2.jsonl:1" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_whole_numbers_may_be_written_as_1e9_and_are_whole_then():
+    options = options_from(
+        DedupOptions, {"memory_bytes": 1e9, "permutations": 64.0, "shingle_words": 5.0}, "r"
+    )
+    assert [type(value) for value in (options.memory_bytes, options.permutations)] == [int, int]
+    assert options.bands is not None
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity", "1e30", "true", "1.5"])
+@pytest.mark.parametrize("key", ["memory_bytes", "shingle_words", "permutations"])
+def test_numbers_that_are_none_are_refused(number, key):
+    with pytest.raises(ConfigError, match=f"r.{key}: .* is not a whole number"):
+        options_from(DedupOptions, {key: json.loads(number)}, "r")
