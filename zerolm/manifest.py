@@ -41,6 +41,7 @@ _SHARD_KEYS: dict[str, type] = {
 # Files beside a shard that older releases did not write: key of the file's name -> what it has.
 SIDECARS = {"sums": "sums of the blocks", "origins": "origins of the documents"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # nothing outside of the directory
+_OTHER_FILE_KEYS: dict[str, type] = {"file": str, "size_bytes": int, "sha256": str}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -93,6 +94,7 @@ def checked_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
         for number, shard in enumerate(manifest["shards"]):
             keys = _SHARD_KEYS | _sidecar_keys(shard)
             problems += _wrong_keys(shard, keys, f"shards[{number}].")
+        problems += _wrong_other_files(manifest)
     problems = problems or _contradictions(manifest)
     if problems:
         raise ShardError([f"{path}: {problem} Tokenize again." for problem in problems])
@@ -118,6 +120,33 @@ def _sidecar_keys(shard: Any) -> dict[str, type]:
         for key in present
         for name, kind in ((key, str), (f"{key}_size_bytes", int), (f"{key}_sha256", str))
     }
+
+
+def _wrong_other_files(manifest: dict[str, Any]) -> list[str]:
+    """Say what is wrong with the entries of the tokenizer's files and of the list of inputs."""
+    problems = []
+    if "input_files" in manifest:
+        problems += _wrong_keys(manifest["input_files"], _OTHER_FILE_KEYS, "input_files.")
+    files = manifest["tokenizer"].get("files", [])
+    if not isinstance(files, list):
+        return [*problems, f"tokenizer.files is {files!r}, not a list."]
+    keys = {key: kind for key, kind in _OTHER_FILE_KEYS.items() if key != "file"}
+    for number, entry in enumerate(files):
+        prefix = f"tokenizer.files[{number}]."
+        wrong = _wrong_keys(entry, keys, prefix)
+        if isinstance(entry, dict) and not _is_inside(entry.get("file")):
+            wrong.append(
+                f"{prefix}file is {entry.get('file')!r}, not a path in {TOKENIZER_DIRECTORY}/."
+            )
+        problems += wrong
+    return problems
+
+
+def _is_inside(name: Any) -> bool:
+    """Tell whether a name is one of a file below the directory in which it is listed."""
+    if not isinstance(name, str) or "\0" in name or "\\" in name:
+        return False
+    return bool(name) and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 def _wrong_keys(value: Any, keys: dict[str, type], prefix: str) -> list[str]:

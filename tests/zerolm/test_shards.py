@@ -257,6 +257,43 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
         open_source(directory)
 
 
+@pytest.mark.parametrize(
+    "name", ["../up.json", "/etc/up.json", "a/../../up.json", "", "a//b", "..\\up.json", None, 7]
+)
+def test_a_tokenizer_cannot_write_elsewhere(tmp_path, name):
+    """A store's manifest is anybody's, and its tokenizer's files are copied to this machine."""
+    directory = write(tmp_path / "store" / "s")
+    (directory / "up.json").write_text("{}")
+    entry = {"file": name, "size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["tokenizer"]["files"] = [entry]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    for where in (directory, f"file://{directory}"):
+        with pytest.raises(ShardError, match=r"tokenizer\.files\[0\]\.file is "):
+            open_source(where)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"input_files": "x"}, "input_files is not an object"),
+        ({"input_files": {"file": "../x", "size_bytes": 1, "sha256": "0"}}, "not a plain file"),
+        ({"tokenizer": {"fingerprint": "f", "files": "abc"}}, "tokenizer.files is 'abc'"),
+        ({"tokenizer": {"fingerprint": "f", "files": ["a"]}}, "files\\[0\\] is not an object"),
+        (
+            {"tokenizer": {"fingerprint": "f", "files": [{"file": "sub dir/a.json"}]}},
+            "files\\[0\\].sha256 is missing",
+        ),
+    ],
+)
+def test_entries_of_other_files_are_checked(tmp_path, keys, named):
+    directory = write(tmp_path / "s")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, **keys}))
+    with pytest.raises(ShardError, match=named):
+        open_source(directory)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "null"])
 def test_a_manifest_that_is_not_json_is_refused(tmp_path, content):
     directory = write(tmp_path / "s")
