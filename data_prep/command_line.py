@@ -132,7 +132,7 @@ def _add_tokenize(commands: Any) -> None:
 def _add_pack(commands: Any) -> None:
     what = "index which whole documents share a training row, for --packing best_fit"
     pack = _add(commands, "pack", what)
-    pack.add_argument("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
+    pack.add_argument("shards", nargs="+", type=place, metavar="SHARDS", help="shard directories")
     pack.add_argument("--seq_len", required=True, metavar="T", help="tokens of a sequence")
 
 

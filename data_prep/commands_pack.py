@@ -11,10 +11,18 @@ def pack_shards(options: argparse.Namespace) -> None:
     from data_prep.pack import HEADER, Efficiency, pack
     from zerolm.packing import index_file
     from zerolm.shards import open_source
+    from zerolm.url import is_url
 
     problems = Problems()
     seq_len = problems.number("seq_len", options.seq_len, 1, (1 << 24) - 1)
-    sources = [problems.of(open_source, directory) for directory in options.shards]
+    problems.lines += [
+        f"{place}: an index lies beside its shards, which must be on this machine. Copy them here "
+        f"and pack them by their path."
+        for place in options.shards
+        if is_url(str(place))
+    ]
+    here = [place for place in options.shards if not is_url(str(place))]
+    sources = [problems.of(open_source, directory) for directory in here]
     problems.refuse()
     for source in sources:
         try:

@@ -4,6 +4,7 @@
 depends on where documents end and on `seq_len` only. zerolm/packing.py has its format.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -32,12 +33,12 @@ def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict
     Raises:
         ShardError: the directory cannot be written, or another process packs there now.
     """
+    if (kept := _kept(source, seq_len)) is not None:
+        return kept
     try:
-        return open_packing(source, seq_len).manifest
-    except ShardError:
-        pass  # absent, stale or damaged: made anew
-    try:
-        return _write(source, seq_len, block_pieces)
+        with _alone(source.directory, seq_len):
+            kept = _kept(source, seq_len)  # another process may have been at it just now
+            return kept if kept is not None else _write(source, seq_len, block_pieces)
     except OSError as error:
         raise ShardError(
             f"{source.directory}: the index cannot be written ({error.strerror or error}). Make "
@@ -45,13 +46,37 @@ def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict
         ) from error
 
 
+def _kept(source: Source, seq_len: int) -> dict[str, Any] | None:
+    """Return the manifest of the index that is there, unless it is stale or damaged."""
+    try:
+        packing = open_packing(source, seq_len)
+    except ShardError:
+        return None
+    return None if packing.damage() else packing.manifest
+
+
+@contextlib.contextmanager
+def _alone(directory: Path, seq_len: int) -> Iterator[None]:
+    """Keep other processes from packing the same; a lock that a killed one left is no lock."""
+    path = index_file(directory, seq_len, "lock")
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            own = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            own = False  # in use, or the file of one that ended since it was opened
+        if not own:
+            raise ShardError(f"{directory}: another process packs there now. Wait for it.")
+        try:
+            yield
+        finally:
+            path.unlink()
+
+
 def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
     counts = {"num_rows": 0, "num_pieces": 0, "num_padding": 0}
     index_file(source.directory, seq_len).unlink(missing_ok=True)
-    files = {
-        part: _Part(index_file(source.directory, seq_len, part), lock=part == PARTS[0])
-        for part in PARTS
-    }
+    files = {part: _Part(index_file(source.directory, seq_len, part)) for part in PARTS}
     try:
         for starts, lengths in _blocks(source, seq_len, block_pieces):
             rows, _ = fill_rows(lengths, seq_len + 1)
@@ -82,20 +107,11 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
 
 
 class _Part:
-    """A file of an index in the making; renamed when whole. The lock goes with its process."""
+    """A file of an index in the making; renamed when whole."""
 
-    def __init__(self, path: Path, lock: bool):
+    def __init__(self, path: Path):
         self.path, self.temporary = path, path.with_name(path.name + ".tmp")
-        self.file: BinaryIO = open(self.temporary, "ab")
-        if lock:
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.file.close()
-                raise ShardError(
-                    f"{path.parent}: another process packs there now. Wait for it."
-                ) from None
-        self.file.truncate(0)
+        self.file: BinaryIO = open(self.temporary, "wb")
         self.digest, self.size, self.published = hashlib.sha256(), 0, False
 
     def write(self, values: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.errors import ShardError
+from zerolm.errors import ShardError, ShardReadError
 from zerolm.files import sha256_file
 from zerolm.order import num_windows
 from zerolm.settings import BEST_FIT
@@ -43,6 +43,7 @@ class Packing:
 
     directory: Path
     manifest: dict[str, Any]
+    num_tokens: int  # of the source
     _maps: dict[str, np.ndarray]
 
     @property
@@ -60,11 +61,37 @@ class Packing:
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
     def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where a row's pieces start in the source, and their lengths; in reading order."""
-        ends = self._map("rows", ROW_END)
-        first = int(ends[row - 1]) if row else 0
-        found = self._map("pieces", PIECE)[first : int(ends[row])]
-        return found["start"], found["length"]
+        """Return where a row's pieces start in the source, and their lengths; in reading order.
+
+        Raises:
+            ShardReadError: the index says what cannot be: it is damaged.
+        """
+        ends, pieces = self._map("rows", ROW_END), self._map("pieces", PIECE)
+        first, end = int(ends[row - 1]) if row else 0, int(ends[row])
+        found = pieces[first:end]
+        starts, lengths = found["start"], found["length"]
+        # Compared without sums, in which numbers that are as large as damage makes them wrap.
+        if not (
+            0 <= first < end <= len(pieces)
+            and int(lengths.max()) <= self.num_tokens
+            and int(starts.max()) <= self.num_tokens
+            and int((starts + lengths).max()) <= self.num_tokens
+            and int(lengths.sum(dtype=np.uint64)) <= self.seq_len + 1
+        ):
+            raise ShardReadError(
+                f"{index_file(self.directory, self.seq_len)}: row {row} is not in the source's "
+                f"{self.num_tokens} tokens: the index is damaged. {_command(self)}"
+            )
+        return starts, lengths
+
+    def damage(self) -> list[str]:
+        """Compare the checksums of both files, which are read whole; return a line for each."""
+        files = {part: index_file(self.directory, self.seq_len, part) for part in PARTS}
+        return [
+            f"{file}: is damaged: its SHA-256 differs. {_command(self)}"
+            for part, file in files.items()
+            if sha256_file(file) != self.manifest[part]["sha256"]
+        ]
 
     def _map(self, part: str, dtype: np.dtype) -> np.ndarray:
         if part not in self._maps:
@@ -73,11 +100,15 @@ class Packing:
         return self._maps[part]
 
     def __getstate__(self):  # maps are not sent to loader workers; each opens its own
-        return {"directory": self.directory, "manifest": self.manifest}
+        return {name: value for name, value in vars(self).items() if name != "_maps"}
 
     def __setstate__(self, state):
         for name, value in {**state, "_maps": {}}.items():
             object.__setattr__(self, name, value)
+
+
+def _command(packing: Packing) -> str:
+    return f"Run: python -m data_prep pack {packing.directory} --seq_len {packing.seq_len}"
 
 
 def open_packing(source: Source, seq_len: int) -> Packing:
@@ -104,6 +135,8 @@ def open_packing(source: Source, seq_len: int) -> Packing:
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
         whole = known and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0
         sizes = {part: int(manifest[part]["size_bytes"]) for part in PARTS}
+        whole = whole and sizes["rows"] == manifest["num_rows"] * ROW_END.itemsize
+        whole = whole and all(isinstance(manifest[part]["sha256"], str) for part in PARTS)
         made_of = manifest["source_fingerprint"]
     except (ValueError, KeyError, TypeError):
         whole = False
@@ -123,7 +156,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
             problems.append(f"{file}: {has}, its manifest says {size} bytes. {command}")
     if problems:
         raise ShardError(problems)
-    return Packing(source.directory, manifest, {})
+    return Packing(source.directory, manifest, source.num_tokens, {})
 
 
 def verify_packings(source: Source) -> list[str]:
@@ -140,14 +173,9 @@ def verify_packings(source: Source) -> list[str]:
         if not number.isdigit():
             continue
         try:
-            packing = open_packing(source, int(number))
+            problems += open_packing(source, int(number)).damage()
         except ShardError as error:
             problems += error.problems
-            continue
-        for part in PARTS:
-            file, known = index_file(source.directory, int(number), part), packing.manifest[part]
-            if sha256_file(file) != known["sha256"]:
-                problems.append(f"{file}: is damaged: its SHA-256 differs. Pack again.")
     return problems
 
 

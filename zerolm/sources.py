@@ -1,8 +1,10 @@
 """The shard directories that a run reads: opened, weighted, named, and fit for the model.
 
-Reads manifests only; what the tokens are is shards.py's affair, their order order.py's.
+Reads manifests, and an index of packed rows; what the tokens are is shards.py's affair, their
+order order.py's.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -111,7 +113,10 @@ def source_problems(
             )
         if seq_len and settings.packing == BEST_FIT:
             try:
-                open_packing(source, seq_len)
+                packing = open_packing(source, seq_len)
+                if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node reads it all
+                    damage = packing.damage()
+                    problems += [f"{problem} (--{flag})" for problem in damage]
             except ShardError as error:
                 problems += [f"{problem} (--{flag})" for problem in error.problems]
         elif seq_len and num_windows(source.num_tokens, seq_len) < 1:

@@ -1,5 +1,6 @@
 """`python -m data_prep pack`: the index, from what the shards hold."""
 
+import fcntl
 import json
 import os
 
@@ -9,11 +10,14 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.pack import efficiency, pack
 from tests.launching import write_shards
-from zerolm.errors import ShardError
+from zerolm.errors import ShardError, ShardReadError
 from zerolm.packing import index_file, open_packing, verify_packings
+from zerolm.settings import BEST_FIT, Settings
 from zerolm.shards import open_source
+from zerolm.sources import Sources, source_problems
 
 SEQ_LEN = 64
+SETTINGS = Settings(packing=BEST_FIT)
 
 
 @pytest.fixture
@@ -119,9 +123,52 @@ def test_a_damaged_index_is_named(shards):
     file.write_bytes(data)
     assert "SHA-256 differs" in verify_packings(source)[0]
     assert main(["verify", str(shards)]) == 2
+    with pytest.raises(ShardError, match="SHA-256 differs"):
+        raise ShardError(source_problems(Sources([source], [1.0], []), SETTINGS, None, SEQ_LEN))
     file.write_bytes(data[:-12])
     with pytest.raises(ShardError, match=f"has {len(data) - 12} bytes, its manifest says"):
         open_packing(source, SEQ_LEN)
+
+
+def test_a_damaged_index_is_made_anew(shards):
+    source = open_source(shards)
+    pack(source, SEQ_LEN)
+    for part in ("rows", "pieces"):
+        file = index_file(shards, SEQ_LEN, part)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        pack(source, SEQ_LEN)
+        assert file.read_bytes() == whole and verify_packings(source) == []
+
+
+@pytest.mark.parametrize(("part", "at"), [("pieces", 6), ("pieces", 9), ("rows", 1), ("rows", 6)])
+def test_a_row_that_cannot_be_is_an_error_of_reading(shards, part, at):
+    """Damage since the run began: of the first row's start, its length, or where the row ends."""
+    source = open_source(shards)
+    pack(source, SEQ_LEN)
+    packing, file = open_packing(source, SEQ_LEN), index_file(shards, SEQ_LEN, part)
+    data = bytearray(file.read_bytes())
+    data[at] ^= 0x80
+    file.write_bytes(data)
+    with pytest.raises(ShardReadError, match=r"row 0 .*the index is damaged\. Run: python"):
+        packing.pieces(0)
+
+
+def test_two_do_not_pack_the_same_at_once(shards):
+    source = open_source(shards)
+    lock = index_file(shards, SEQ_LEN, "lock")
+    with open(lock, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ShardError, match="another process packs there now"):
+            pack(source, SEQ_LEN)
+    pack(source, SEQ_LEN)  # what a killed one leaves is no obstacle
+    assert not lock.exists()
+
+
+def test_shards_in_a_store_are_refused_as_such(shards, capsys):
+    assert main(["pack", "s3://bucket/web", f"file://{shards}", "--seq_len", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "s3://bucket/web: an index lies beside" in said and f"file://{shards}: an" in said
 
 
 def test_a_crash_publishes_no_index(shards, monkeypatch):
