@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from zerolm.architecture import ROUTED_EXPERT
 from zerolm.distributed import gather_objects
 from zerolm.errors import ConfigError
 from zerolm.loss import token_losses
 from zerolm.plan import Plan
 
-# Of what the losses move by without a mask, what they may move by with it, if they move at all. In
-# a mixture of experts other tokens change how many an expert is given, and so the order of sums.
+# Of what the losses move by without a mask, what they may move by with it. Where documents are kept
+# apart they do not move by a bit: a masked weight is 0, and the sums are of the same shape. One
+# layer of 16 that takes no notice of the mask moves them by a quarter.
+TOLERANCE = 1e-3
+# In a mixture of experts other tokens change how many an expert is given, and so the order of sums.
 # Chosen, not measured: float32 rounds by 1e-7, while 16-bit logits of about 1 are 2^-8 apart.
-TOLERANCES = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.25}
+TOLERANCES_OF_EXPERTS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 
 
 def check(engine: Any, plan: Plan, device: Any) -> str:
@@ -39,25 +43,36 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
     batch, changed = _rows(plan.micro_batch_size, plan.settings.seq_len, vocab_size, device)
     engine.eval()
     moved = _everywhere(_moved(engine, batch, changed))
-    free = [0.0] * len(moved)
-    if any(each != 0 for each in moved):  # NaN too
-        keep = ("input_ids", "targets")
-        bare, other = ({name: rows[name] for name in keep} for rows in (batch, changed))
-        free = _everywhere(_moved(engine, bare, other))
+    keep = ("input_ids", "targets")
+    bare, other = ({name: rows[name] for name in keep} for rows in (batch, changed))
+    free = _everywhere(_moved(engine, bare, other))  # that they can move is what makes it a test
     engine.train()
-    limit = TOLERANCES[plan.compute_precision]
+    limit = _limit(engine, plan)
     problems = [
         f"--document_mask: with {kernel} the losses of a document move by {with_mask:.1e} when "
         f"another one in its row changes ({without:.1e} without a mask) on rank {rank}: the "
         f"documents are not kept apart. Use another --attn_implementation, or remove the flag."
         for rank, (with_mask, without) in enumerate(zip(moved, free, strict=True))
-        if not with_mask <= limit * without
+        if with_mask and not with_mask <= limit * without  # NaN too
     ]
     if problems:
         raise ConfigError(problems)
+    if not all(free):
+        return (
+            f"documents are kept apart by {kernel}: not tested, the model as it was initialised "
+            f"gives every token the same loss whatever stands before it"
+        )
     much = max(moved)
     how = f"to {much:.1e} of {max(free):.1e} without a mask" if much else "in every bit"
     return f"documents are kept apart by {kernel}: {how}"
+
+
+def _limit(engine: Any, plan: Plan) -> float:
+    """Return the share of the unmasked movement that is rounding and not a leak."""
+    names = (name for name, _ in getattr(engine, "module", engine).named_parameters())
+    if any(ROUTED_EXPERT.search(name) for name in names):
+        return TOLERANCES_OF_EXPERTS[plan.compute_precision]
+    return TOLERANCE
 
 
 def _rows(

@@ -260,3 +260,40 @@ def test_a_run_whose_kernel_takes_no_notice_of_documents_is_refused(monkeypatch,
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
     with pytest.raises(ConfigError, match=r"--document_mask: with eager .* are not kept apart"):
         leakage.check(model, ItsPlan(model, precision), "cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_deaf_layer_of_many_is_enough_to_refuse(monkeypatch, precision):
+    """Measured by the movement without a mask, a single layer's leak is a quarter of it."""
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 16)
+    model = build("llama", "eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+    if precision == "bf16":
+        model.bfloat16()
+    assert "in every bit" in leakage.check(model, ItsPlan(model, precision), "cpu")
+
+    def deaf(module, words, more):
+        mask = more["attention_mask"]
+        length = mask.shape[-1]
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        plain = torch.zeros_like(mask).masked_fill(later, torch.finfo(mask.dtype).min)
+        return words, {**more, "attention_mask": plain}
+
+    model.model.layers[8].self_attn.register_forward_pre_hook(deaf, with_kwargs=True)
+    with pytest.raises(ConfigError, match="are not kept apart"):
+        leakage.check(model, ItsPlan(model, precision), "cpu")
+
+
+def test_a_model_in_which_nothing_moves_is_not_said_to_be_tested():
+    model = build("llama", "eager")
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    assert ": not tested, the model" in leakage.check(model, ItsPlan(model), "cpu")
+
+
+def test_experts_are_given_their_tolerance_in_16_bits():
+    model = build("mixtral", "sdpa").bfloat16()
+    said = leakage.check(model, ItsPlan(model, "bf16"), "cpu")
+    assert said.startswith("documents are kept apart by sdpa: ") and "not tested" not in said
