@@ -128,7 +128,8 @@ def test_units_depend_on_the_inputs_alone(tmp_path):
     (inputs, _) = find_inputs([str(tmp_path)], "text")
     assert default_unit_bytes(inputs) == MIN_UNIT_BYTES
     units = plan_units(inputs)
-    assert len(units) == 64 and sum(unit.size_bytes for unit in units) >= 64 << 20
+    assert len(units) == (64 << 20) // MIN_UNIT_BYTES
+    assert sum(unit.size_bytes for unit in units) >= 64 << 20
     assert units == plan_units(pickle.loads(pickle.dumps(inputs)))
     limits = [(piece.start, piece.stop) for unit in units for piece in unit.pieces]
     assert limits[0][0] == 0 and limits[-1][1] == 64 << 20
