@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_prep.readers import HubId, Input, open_hub, reading_errors
-from data_prep.stage_files import STAGE, read_stage
+from data_prep.stage_files import STAGE, is_unfinished, read_stage
 from data_prep.streams import Failure
 from zerolm.errors import ConfigError
 
@@ -120,6 +120,13 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
         )
 
     for directory, directories, names in os.walk(top, onerror=note):
+        if {"records", "work"} & set(directories) and is_unfinished(directory):
+            problems.append(
+                f"--input {argument}: {directory} is a stage that was not finished. Run its "
+                f"command again, which goes on with it, or remove it."
+            )
+            directories.clear()
+            continue
         paths += [os.path.join(directory, name) for name in names]  # noqa: PTH118
         below = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
         links += [path for path in below if Path(path).is_symlink()]

@@ -119,6 +119,17 @@ def is_stage(directory: str | Path) -> bool:
     return Path(directory, STAGE).is_file()
 
 
+def is_unfinished(directory: str | Path) -> bool:
+    """Say whether a stage was begun in a directory and is not published: what is there is no data.
+
+    That is one with records of tasks and without `stage.json`.
+    """
+    if is_stage(directory):
+        return False
+    notes = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")
+    return any(next(Path(directory).glob(pattern), None) is not None for pattern in notes)
+
+
 def read_stage(directory: str | Path) -> Stage:
     """Open a published stage, and compare the sizes of its files.
 

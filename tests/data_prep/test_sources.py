@@ -175,3 +175,16 @@ def test_every_wrong_input_is_listed(tmp_path):
         lines = [line for line in caught.value.problems if str(argument) in line and named in line]
         assert len(lines) == 1, (argument, caught.value.problems)
     assert any("is named already" in line for line in caught.value.problems)
+
+
+@pytest.mark.parametrize("records", ["records/clean", "work/records/dedup.signatures"])
+def test_a_stage_that_was_not_finished_is_no_data(tmp_path, records):
+    stage = tmp_path / "corpus" / "stage"
+    (stage / records).mkdir(parents=True)
+    (stage / records / "00000.json").write_text("{}")
+    (stage / "00000.jsonl").write_bytes(jsonl())
+    for argument in (stage, stage.parent):
+        with pytest.raises(ConfigError, match=f"{stage} is a stage that was not finished"):
+            find_inputs([str(argument)], "text")
+    (stage / records / "00000.json").unlink()  # any directory may have such names
+    assert len(find_inputs([str(stage)], "text")[0]) == 1
