@@ -23,6 +23,7 @@ from zerolm.errors import ConfigError, ZerolmError
 STATE = "pipeline.json"  # of a source: what each of its stages was begun with
 LOCK = ".lock"
 LEFT_OUT = "is not in the recipe now, and stays as it is"
+NO_LIMIT = 1 << 40
 MANIFESTS = {"shards": "manifest.json"}  # of stages that do not end in stage.json
 
 Json = dict[str, Any]
@@ -166,13 +167,23 @@ class Pipeline:
             self.recipe.tokenizer,
             outputs,
             TokenizeOptions(
-                rules=replace(self.source.options.rules(), keep_records=False),
+                rules=self._rules_of_stages(),
                 encoder=shards.encoder,
                 val_fraction=shards.val_fraction or None,
                 shard_tokens=shards.shard_tokens,
             ),
             self.executor,
             {"pipeline": provenance_of(stage)},
+        )
+
+    def _rules_of_stages(self) -> Any:
+        """Return how stages are read: without limits, since what they hold was let in already.
+
+        A document is a longer line there than it was a text, and its file is compressed well.
+        """
+        rules = self.source.options.rules()
+        return replace(
+            rules, keep_records=False, max_document_bytes=NO_LIMIT, max_expansion=NO_LIMIT
         )
 
     def _provenance(self) -> Json:

@@ -142,6 +142,19 @@ def test_a_stage_that_is_taken_out_of_the_recipe_stays(recipe, capsys):
     assert "web/shards: is complete" in capsys.readouterr().out
 
 
+def test_what_was_let_in_is_not_too_long_for_a_later_stage(recipe):
+    for path in (recipe.parent / "raw").iterdir():
+        path.unlink()
+    texts = ['"quoted" \n' * 17 + str(number) for number in range(9)]
+    for number, text in enumerate(texts):
+        (recipe.parent / "raw" / f"{number}.txt").write_text(text)
+    sources = {"web": {"input": ["raw"], "max_document_bytes": len(texts[0])}}
+    change(recipe, sources=sources, tokenize={"tokenizer": "tokenizer", "encoder": "tokenizers"})
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    manifest = read_manifest(recipe.parent / "out" / "web" / "shards")
+    assert manifest["num_documents"] == len(texts)
+
+
 def test_every_mistake_of_a_recipe_is_named_before_anything_is_written(recipe, capsys):
     change(
         recipe,
