@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,13 @@ import pytest
 import zstandard
 from small_corpus import ROOT, data_prep
 from transformers import AutoTokenizer
+
+from data_prep.documents import InputRules
+from data_prep.phases import LocalExecutor
+from data_prep.sources import find_inputs
+from data_prep.tokenization import TokenizeOptions, run_tokenization
+from data_prep.tokenizers import load_tokenizer
+from zerolm.errors import ConfigError
 
 GOOD = b'{"text": "good"}\n'
 LIMIT = 10_000  # --max_document_bytes
@@ -223,6 +231,38 @@ def test_each_bad_input_is_refused_by_its_place(tmp_path, command, name):
     assert any(case.said.replace("{file}", str(path)) in said for said in lines), lines
     assert all(said.startswith(str(path)) for said in lines)
     assert sorted(each.name for each in tmp_path.iterdir()) == [name]
+
+
+def test_what_was_encoded_before_a_bad_line_is_kept(tmp_path, tokenizer_directory, capsys):
+    """Of a compressed file too, which is one unit: hours of work, for the same with "skip"."""
+    path, output = tmp_path / "a.jsonl.gz", tmp_path / "s"
+    rng = random.Random(0)
+    lines = [b'{"text": "%x"}\n' % rng.getrandbits(400) for _ in range(20000)]
+    path.write_bytes(gzip.compress(b"".join(lines) + b"bad\n" + GOOD))
+    inputs, _ = find_inputs([str(path)], "text")
+    tokenizer = load_tokenizer(str(tokenizer_directory))
+    options = TokenizeOptions(encoder="tokenizers", part_seconds=0)
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz:20001: "):
+        run_tokenization(inputs, tokenizer, [output], options, LocalExecutor(1), {})
+    parts = sorted((output / "parts").rglob("*.ids"))
+    times = [part.stat().st_mtime_ns for part in parts]
+    assert len(parts) > 1 and not (output / "manifest.json").exists()
+    assert "What is encoded is kept" in capsys.readouterr().err
+    changed = []
+
+    class Executor(LocalExecutor):
+        def run(self, phase, tasks):
+            if phase.name == "tokenize.encode":
+                super().run(phase, tasks)
+                changed.extend(part.stat().st_mtime_ns for part in parts)
+            else:
+                super().run(phase, tasks)
+
+    skip = replace(options, rules=InputRules(on_bad_input="skip"))
+    run_tokenization(inputs, tokenizer, [output], skip, Executor(1), {})
+    assert changed[:-1] == times[:-1]
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["num_documents"] == 20001
 
 
 def test_what_is_no_file_is_refused_all_at_once(tmp_path, command):
