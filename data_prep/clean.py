@@ -13,7 +13,7 @@ from typing import Any
 
 from data_prep.bad_input import Tally, check_bad_fraction
 from data_prep.documents import Document, InputRules
-from data_prep.filters import Filters, build
+from data_prep.filters import Filters, build, identity
 from data_prep.phases import Executor, Phase, fingerprint, run_phase
 from data_prep.stage_counts import Counts, merge_counts
 from data_prep.stage_files import (
@@ -155,8 +155,9 @@ def clean_phase(options: CleanOptions, inputs: Sequence[Any], output: Path) -> P
     """Return the phase that writes the files."""
     units = plan_units(inputs, options.unit_bytes)
     names = [_unit_name(inputs, unit) for unit in units]
+    filters = [options.filters, identity(options.filters)]
     key = fingerprint(
-        [inputs_fingerprint(inputs, options.rules), units, options.filters, options.keep_dropped]
+        [inputs_fingerprint(inputs, options.rules), units, filters, options.keep_dropped]
     )
     task = CleanTask(tuple(inputs), tuple(units), options, output)
     return Phase("clean", output, len(units), task, key, names)

@@ -66,6 +66,9 @@ class Pipeline:
 
     def keys(self) -> dict[str, str]:
         """Return the stages in order, each with a fingerprint of all that decides its result."""
+        from data_prep.decontaminate import identity as decontaminate_identity
+        from data_prep.dedup import identity as dedup_identity
+        from data_prep.filters import identity
         from data_prep.phases import fingerprint
         from data_prep.units import fingerprint as inputs_fingerprint
 
@@ -76,10 +79,12 @@ class Pipeline:
             own: Any = content.get("tokenize" if stage == "shards" else stage, {})
             if stage == "shards":
                 own = [asdict(recipe.shards), recipe.tokenizer.fingerprint]
+            elif stage == "clean":
+                own = [own, identity(recipe.clean.filters)]
+            elif stage == "dedup":
+                own = dedup_identity(recipe.dedup)
             elif stage == "decontaminate":
-                files = [each.split(":")[0] for each in recipe.decontaminate.evaluation]
-                stats = [Path(file).stat() for file in files]
-                own = [own, [(each.st_size, each.st_mtime_ns) for each in stats]]
+                own = decontaminate_identity(recipe.decontaminate)
             keys[stage] = key = fingerprint([key, stage, own])
         return keys
 

@@ -125,6 +125,13 @@ class ScanTask:
         }
 
 
+def identity(options: DecontaminateOptions) -> dict[str, Any]:
+    """Return, for a fingerprint, all that decides the result beside the documents."""
+    files = [(each, sha256_file(split_evaluation(each)[0])) for each in options.evaluation]
+    what = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, "files": files}
+    return {**options.as_dict(), **what}
+
+
 def run_decontaminate(
     options: DecontaminateOptions,
     documents: Documents,
@@ -147,9 +154,9 @@ def run_decontaminate(
         ZerolmError: a task was lost.
     """
     items = options.read_items()
-    files = [(each, sha256_file(split_evaluation(each)[0])) for each in options.evaluation]
-    settings = options.as_dict()
-    whole = fingerprint([ALGORITHM, unicodedata.unidata_version, inputs, settings, files])
+    settings, what = options.as_dict(), identity(options)
+    files = what["files"]
+    whole = fingerprint([inputs, what])
     if (published := begin_stage(output, "decontaminate", whole)) is not None:
         shutil.rmtree(output / WORK, ignore_errors=True)
         return published

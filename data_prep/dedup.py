@@ -127,6 +127,19 @@ class WriteTask:
         return names
 
 
+def identity(options: DedupOptions) -> dict[str, Any]:
+    """Return, for a fingerprint, all that decides the result beside the documents.
+
+    Raises:
+        ConfigError: rensa is missing.
+    """
+    what = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, **options.as_dict()}
+    del what["memory_bytes"]
+    if options.bands is not None:
+        what["minhash"] = load_rensa().RMinHash.ALGORITHM_VERSION
+    return what
+
+
 def run_dedup(
     options: DedupOptions,
     documents: Documents,
@@ -148,12 +161,8 @@ def run_dedup(
         ConfigError: the input cannot be read, or rensa is missing.
         ZerolmError: a task was lost.
     """
-    bands = options.bands
-    what = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, "inputs": inputs}
-    settings = options.as_dict()
-    if bands is not None:
-        what["minhash"] = load_rensa().RMinHash.ALGORITHM_VERSION
-    whole = fingerprint([what, {k: v for k, v in settings.items() if k != "memory_bytes"}])
+    bands, settings = options.bands, options.as_dict()
+    whole = fingerprint([inputs, identity(options)])
     if (published := begin_stage(output, "dedup", whole)) is not None:
         shutil.rmtree(output / WORK, ignore_errors=True)
         return published

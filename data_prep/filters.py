@@ -6,8 +6,11 @@ datatrove's: its code decides here, and only its words come from `fast_words`, w
 Optional extra `pipeline`.
 """
 
+import contextlib
 import importlib
+import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 from data_prep import fast_words
 from data_prep.filter_steps import Length, Pii, Url, UserFilter, load_function, load_language
 from zerolm.errors import ConfigError, did_you_mean
+from zerolm.files import sha256_file
 
 DATATROVE = {  # name: module and class; those that can work without a network
     "gopher_quality": "gopher_quality_filter:GopherQualityFilter",
@@ -263,6 +267,33 @@ def _function_problems(given: Json, place: str) -> list[str]:
 
 def _missing_package(place: str, name: str, error: ImportError) -> str:
     return f"{place}: filter {name}: {error}. Install the extra: pip install 'zerolm[pipeline]'."
+
+
+def identity(specifications: Sequence[Json]) -> Json:
+    """Return, for a fingerprint, what filters are made of beside their parameters.
+
+    That is the versions of the packages that decide, the modules of the user's functions (not what
+    these import), and size and time of models.
+
+    Raises:
+        ConfigError: a function that is not there.
+    """
+    found: Json = {}
+    for specification in specifications:
+        name = specification["filter"]
+        if name == "python":
+            load_function(specification["function"])
+            module = specification["function"].partition(":")[0]
+            path = getattr(sys.modules[module], "__file__", None)
+            found[module] = sha256_file(Path(path)) if path else None
+        elif name != "length":
+            for package in ("datatrove", "spacy"):
+                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                    found[package] = importlib.metadata.version(package)
+        if name == "language":
+            status = Path(specification["model"]).stat()
+            found[specification["model"]] = [status.st_size, status.st_mtime_ns]
+    return found
 
 
 def names(specifications: Iterable[Json]) -> list[str]:

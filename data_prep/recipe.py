@@ -112,12 +112,15 @@ class Recipe:
         return ("clean", *(name for name, out in zip(STAGES[1:], left_out, strict=True) if not out))
 
     def provenance(self) -> Json:
-        """Return what every stage and manifest says about the recipe."""
+        """Return what every stage and manifest says about the recipe: all but its executor.
+
+        How tasks are run changes no result, and its options may hold secrets.
+        """
         text = self.path.read_bytes()
         return {
             "file": self.path.name,
             "sha256": hashlib.sha256(text).hexdigest(),
-            "content": self.content,
+            "content": {key: self.content[key] for key in self.content if key != "executor"},
         }
 
 

@@ -155,6 +155,33 @@ def test_what_was_let_in_is_not_too_long_for_a_later_stage(recipe):
     assert manifest["num_documents"] == len(texts)
 
 
+def test_a_filter_that_was_edited_is_another_one(recipe, monkeypatch, capsys):
+    module = recipe.parent / "own_filters_of_this_test.py"
+    module.write_text("def keep(text, record):\n    return True\n")
+    monkeypatch.syspath_prepend(recipe.parent)
+    change(recipe, clean={"filters": [{"filter": "python", "function": f"{module.stem}:keep"}]})
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    module.write_text("def keep(text, record):\n    return False\n")
+    capsys.readouterr()
+    assert main(["run", str(recipe), "--check"]) == 0
+    assert "clean         changed" in capsys.readouterr().out
+
+
+def test_the_memory_of_dedup_changes_no_result_and_makes_nothing_again(recipe, capsys):
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    capsys.readouterr()
+    change(recipe, dedup={"near": False, "memory_bytes": 2e9})
+    assert main(["run", str(recipe), "--check"]) == 0
+    assert "dedup         complete" in capsys.readouterr().out
+
+
+def test_how_tasks_are_run_is_in_no_published_file(recipe):
+    change(recipe, executor={"slurm": {"env_command": "export TOKEN=secret-of-mine"}})
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    for path in (recipe.parent / "out").rglob("*"):
+        assert not path.is_file() or b"secret-of-mine" not in path.read_bytes(), path
+
+
 def test_every_mistake_of_a_recipe_is_named_before_anything_is_written(recipe, capsys):
     change(
         recipe,
