@@ -12,7 +12,7 @@ from data_prep.commands_pack import pack_shards
 from data_prep.commands_run import run
 from data_prep.commands_tokenize import tokenize, verify
 from data_prep.commands_tokenizer import compare_tokenizers, train_tokenizer
-from zerolm.errors import EXIT_DONE, ZerolmError
+from zerolm.errors import EXIT_BUG, EXIT_DONE, ZerolmError
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -46,6 +46,11 @@ def main(argv: Sequence[str]) -> int:
     except ZerolmError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a full disk, an output that cannot be written
+        if error.filename is None and error.errno is None:
+            raise
+        print(f"{error}. Nothing was published; the same command again goes on.", file=sys.stderr)
+        return EXIT_BUG
     except KeyboardInterrupt:
         print("Interrupted; nothing was published.", file=sys.stderr)
         return EXIT_INTERRUPTED

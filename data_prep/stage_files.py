@@ -6,6 +6,7 @@ published last: counts, options, files with sizes and checksums, and the stage b
 without it is not data. Knows nothing of what stages do.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,9 +90,10 @@ class StageWriter:
     def abort(self) -> None:
         """Remove what was written, unless it is published."""
         self.lines = []
-        if not self.file.closed:
-            self.stream.close()
         self.temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk: what it wants to write is not wanted
+            if not self.file.closed:
+                self.stream.close()
 
     def __enter__(self) -> "StageWriter":
         return self

@@ -1,9 +1,14 @@
 """Where stages may be written: never over other files, and never where they would be read."""
 
 import json
+import os
+import random
+import resource
+import subprocess
+import sys
 
 import pytest
-from small_corpus import write_jsonl
+from small_corpus import ROOT, write_jsonl
 
 from data_prep.__main__ import main
 from data_prep.stage_files import StageWriter, stage_file
@@ -53,6 +58,23 @@ def test_what_is_dropped_is_kept_nowhere_else_than_in_a_new_directory(directory,
     assert main(words) == 2
     assert f"--keep_dropped {directory}: " in capsys.readouterr().err
     assert not (corpus.parent / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["clean", "dedup", "decontaminate"])
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(name, corpus):
+    """A limit on the size of files stands for it: the kernel fails the write in the same way."""
+    texts = ["two " + random.Random(n).randbytes(40000).hex() for n in range(50)]
+    write_jsonl(corpus / "a.jsonl", texts)
+    (corpus / stage_file(0)).unlink()
+    result = subprocess.run(
+        [sys.executable, "-m", "data_prep", *command(name, "--input", "corpus", "--output", "out")]
+        + ["--workers", "1"] + (["--near", "off"] if name == "dedup" else []),
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
+    )  # fmt: skip
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert "File too large" in result.stderr
+    assert not list((corpus.parent / "out").rglob("*.jsonl.zst*"))
 
 
 def test_a_glob_that_would_read_the_output_of_the_command_itself_is_refused(corpus, capsys):
