@@ -185,7 +185,7 @@ class _Run:
             DocumentEncoder(
                 self.tokenizer.eos_id, self.tokenizer.vocab_size, self.options.val_fraction
             ),
-            str(phase.records / "{:05d}.running"),
+            phase.records,
             self.options.part_seconds,
         )
         return Phase(**{**vars(phase), "run": job})

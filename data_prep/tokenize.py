@@ -154,7 +154,7 @@ class EncodeUnits:
         units: with the fingerprint of what each one's parts are made of, since parts of something
             else are removed.
         open_encoder: called once in each process.
-        running: where a task notes how far it is; `str.format` puts its number in.
+        running: directory where a task notes how far it is.
         part_seconds: of work in a part.
     """
 
@@ -164,7 +164,7 @@ class EncodeUnits:
     rules: InputRules
     open_encoder: Callable[[], Encoder]
     documents: DocumentEncoder
-    running: str
+    running: Path
     part_seconds: float
 
     @cached_property
@@ -185,7 +185,7 @@ class EncodeUnits:
         directory = self.directory / name
         directory.mkdir(parents=True, exist_ok=True)
         done = parts.read_parts(directory, fingerprint)
-        progress = TaskProgress(Path(self.running.format(task)), unit.size_bytes)
+        progress = TaskProgress(self.running / f"{task:05d}.running", unit.size_bytes)
         for part in done:
             progress.add(part["input_bytes"], *parts.counts_of(part))
         if not (done and done[-1]["last"]):

@@ -235,7 +235,7 @@ def test_each_bad_input_is_refused_by_its_place(tmp_path, command, name):
 
 def test_what_was_encoded_before_a_bad_line_is_kept(tmp_path, tokenizer_directory, capsys):
     """Of a compressed file too, which is one unit: hours of work, for the same with "skip"."""
-    path, output = tmp_path / "a.jsonl.gz", tmp_path / "s"
+    path, output = tmp_path / "a.jsonl.gz", tmp_path / "s{x}"  # a name as any other
     rng = random.Random(0)
     lines = [b'{"text": "%x"}\n' % rng.getrandbits(400) for _ in range(20000)]
     path.write_bytes(gzip.compress(b"".join(lines) + b"bad\n" + GOOD))
