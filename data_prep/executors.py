@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.phases import Executor, LocalExecutor, Phase, Record, run_task
+from data_prep.phases import Executor, LocalExecutor, Phase, Record, run_task, valid_record
 from zerolm.errors import ConfigError, ZerolmError, did_you_mean
 
 NAMES = ("local", "slurm", "ray")
@@ -117,10 +117,8 @@ class TaskStep:
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         """Run task `tasks[rank]`, unless its record is there by now."""
-        from data_prep.phases import completed
-
         task = self.tasks[rank]
-        if completed(self.phase)[task] is None:
+        if valid_record(self.phase, task) is None:
             run_task(self.phase, task)
 
 

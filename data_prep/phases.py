@@ -93,6 +93,9 @@ def run_phase(phase: Phase, executor: Executor) -> list[Record]:
     missing = [task for task, record in enumerate(completed(phase)) if record is None]
     if missing:
         phase.records.mkdir(parents=True, exist_ok=True)
+        for task in missing:  # so that a record which is there is of this run
+            phase.path(task).unlink(missing_ok=True)
+            phase.path(task, ".running").unlink(missing_ok=True)
         executor.run(phase, missing)
     records = completed(phase)
     left = [task for task in missing if records[task] is None]
@@ -105,7 +108,7 @@ def completed(phase: Phase) -> list[Record | None]:
     """Return the valid records of all tasks, in order; None for those that are still to do."""
     if not phase.records.is_dir():
         return [None] * phase.num_tasks
-    return [_valid_record(phase, task) for task in range(phase.num_tasks)]
+    return [valid_record(phase, task) for task in range(phase.num_tasks)]
 
 
 def run_task(phase: Phase, task: int) -> Record:
@@ -189,7 +192,8 @@ def _raise_failure(phase: Phase, left: Sequence[int]) -> None:
     )
 
 
-def _valid_record(phase: Phase, task: int) -> Record | None:
+def valid_record(phase: Phase, task: int) -> Record | None:
+    """Return the record of a task, if its outputs are there and are of these inputs."""
     try:
         record = json.loads(phase.path(task).read_bytes())
         if record["inputs"] != phase.inputs or record["task"] != task:

@@ -69,6 +69,21 @@ def test_only_tasks_without_a_valid_record_are_run_again(tmp_path, num_workers):
     assert ran(tmp_path) == [0, 1, 2, 3, 4]
 
 
+def test_records_of_other_inputs_are_gone_before_an_executor_looks_for_new_ones(tmp_path):
+    run_phase(phase(tmp_path), LocalExecutor(1))
+    other = replace(phase(tmp_path), inputs=fingerprint({"a": 2}))
+    (stale := other.path(4, ".running")).write_text("{}")  # as a killed task leaves it
+    found = []
+
+    class Executor(LocalExecutor):
+        def run(self, phase, tasks):
+            found.extend(task for task in tasks if phase.path(task).exists() or stale.exists())
+            super().run(phase, tasks)
+
+    run_phase(other, Executor(1))
+    assert found == []
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_refusal_names_its_problem_and_keeps_what_is_done(tmp_path, num_workers):
     (tmp_path / "order-3").write_text("refuse")
