@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from zerolm.mixture import Mixture
 from zerolm.order import Order, exact_shares
 from zerolm.settings import REDISTRIBUTE, WARN, Settings
+from zerolm.skipped import Windows, counts
 from zerolm.values import count, parse_number
 
 
@@ -44,6 +45,35 @@ def cap_problems(
             f"warn."
         )
     return (problems, lines) if settings.over_max_epochs == WARN else (problems + lines, [])
+
+
+def left_out_notices(
+    mixture: Mixture,
+    order: Order,
+    names: Sequence[str],
+    end: int,
+    skipped_windows: Windows,
+    settings: Settings,
+) -> list[str]:
+    """Return what is notable of sources that stand in for windows that a rollback left out.
+
+    Args:
+        end: the position at which the run ends; it takes sequences behind this number for those
+            that it left out, of which the plan before the run knew nothing.
+    """
+    if not len(skipped_windows):
+        return []
+    left_out = sum(stop - start for start, stop in skipped_windows)
+    taken = counts(order, end, skipped_windows).tolist()
+    return [
+        f"{settings.where('max_epochs')}: {float(cap):g}, source {name} will be read "
+        f"{sequences / size:.4g} times, since {left_out:,} sequences that rollbacks left out are "
+        f"made up for behind the plan's end"
+        for name, cap, sequences, size in zip(
+            names, mixture.caps, taken, order.num_windows.tolist(), strict=True
+        )
+        if cap is not None and sequences > cap * size
+    ]
 
 
 def table(

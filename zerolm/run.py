@@ -13,6 +13,7 @@ from zerolm import (
     console,
     data,
     distributed,
+    epoch_plan,
     health,
     ledger,
     live_memory,
@@ -182,11 +183,27 @@ class Run:
             **self.cut,
         )
         self.order = stream.order
+        self._note_caps()
         reached = metrics.last_sequence(self.progress.position, self.progress.skipped_windows)
         self.stage = self.order.stage_of(reached)
         on_gpu = self.device.type != "cpu"
         loader = data.make_loader(stream, self.settings.num_workers, pin_memory=on_gpu)
         return iter(data.prefetch_to_device(loader, self.device))
+
+    def _note_caps(self) -> None:
+        """Say, as the run begins or goes on, which caps what it left out makes it exceed."""
+        progress, settings = self.progress, self.settings
+        left = -(-(settings.total_tokens - progress.tokens) // settings.seq_len)
+        for line in epoch_plan.left_out_notices(
+            self.plan.mixture,
+            self.order,
+            self.plan.source_names,
+            progress.position + max(0, left),
+            progress.skipped_windows,
+            settings,
+        ):
+            self.say(f"note: {line}")
+            self.log.event("max_epochs", progress.step, note=line)
 
     def probes(self) -> Any:
         """Return the micro-batches of the fixed batch, the same on every rank."""

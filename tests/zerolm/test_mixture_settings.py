@@ -2,9 +2,11 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
-from zerolm.epoch_plan import cap_problems, table
+from zerolm.epoch_plan import cap_problems, left_out_notices, table
+from zerolm.mixture import redistributed
 from zerolm.mixture_settings import resolve
 from zerolm.order import Stage
 from zerolm.settings import Settings
@@ -93,6 +95,26 @@ def test_what_the_caps_leave_is_refused_and_shown():
     assert cap_problems(found, order, NAMES, supply, settings) == ([], [])
     (problem,), _ = cap_problems(found, order, NAMES, supply + 1, settings)
     assert f"leaves {supply * 100:,} tokens for a run of {supply * 100 + 100:,}" in problem
+
+
+def test_what_a_rollback_left_out_may_exceed_a_cap_and_is_noted():
+    """Behind the supply nothing caps a source any more; counted here sequence by sequence."""
+    sizes, names = [600, 300, 100], ["web", "code", "math"]
+    settings = Settings(over_max_epochs="redistribute")
+    found = redistributed([Stage(0, (5.0, 4.0, 1.0))], [Fraction(1)] * 3, sizes)
+    assert found.supply is not None
+    order = found.order(sizes, 0)
+    end, windows = found.supply, [[100, 164], [300, 340]]
+    left = [n for n in range(end + 104) if not any(a <= n < b for a, b in windows)]
+    taken = np.bincount(order(np.array(left)).source, minlength=3).tolist()
+    expected = [n for n, count, size in zip(names, taken, sizes, strict=True) if count > size]
+    lines = left_out_notices(found, order, names, end, windows, settings)
+    assert expected and [line.split("source ")[1].split(" ")[0] for line in lines] == expected
+    for line, name in zip(lines, expected, strict=True):
+        times = taken[names.index(name)] / sizes[names.index(name)]
+        assert f"will be read {times:.4g} times, since 104 sequences" in line
+    assert not left_out_notices(found, order, names, 500, windows, settings)
+    assert not left_out_notices(found, order, names, end, [], settings)
 
 
 def test_a_stage_behind_the_end_of_the_run_is_refused():
