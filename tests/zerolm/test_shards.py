@@ -325,3 +325,16 @@ def test_the_fingerprint_changes_with_the_ids_and_with_the_tokenizer(tmp_path):
         open_writer.add(np.array([1, EOS]))
     prints.add(open_source(tmp_path / "c").fingerprint)
     assert len(prints) == 3
+
+
+def test_sums_of_a_few_shards_are_kept_and_those_used_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("zerolm.shard_files.SUMS_KEPT", 2)
+    with writer(tmp_path / "s", shard_tokens=2) as open_writer:
+        open_writer.add(np.array([1, EOS, 2, EOS, 3, EOS]), np.array([2, 4, 6]))
+    source = open_source(tmp_path / "s")
+    count = len(source.manifest["shards"])
+    assert count > 2
+    for number in [*range(count), 0]:
+        assert source.ids(number, 0, 2).tolist() == source.shard(number)[:2].tolist()
+        source.files._open.clear()  # as another block would be, it is unchecked again
+    assert list(source.files._sums) == [count - 1, 0]
