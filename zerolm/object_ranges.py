@@ -61,17 +61,20 @@ class Ranges:
         start: int | None = None,
         stop: int | None = None,
         wrong: Callable[[bytes], str | None] = lambda content: None,
+        begun: float | None = None,
     ) -> bytes:
         """Return an object, or its bytes at [start, stop).
 
         Args:
             wrong: says what is wrong with a content, None when nothing is.
+            begun: when the patience began, in time.monotonic(); None: now.
 
         Raises:
             Missing: there is no such object.
             StoreError: it was not to be had; says what the last answer was.
         """
-        begun, attempt, mismatches = time.monotonic(), 0, 0
+        begun = time.monotonic() if begun is None else begun
+        attempt, mismatches = 0, 0
         while True:
             attempt += 1
             try:

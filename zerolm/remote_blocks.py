@@ -6,6 +6,7 @@ What one process has of it; zerolm/remote_shards.py gives the blocks to those wh
 import contextlib
 import hashlib
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -113,7 +114,8 @@ class RemoteBlocks:
         Raises:
             ShardReadError: they are not to be had as they were written.
         """
-        sums = self.sums(number)
+        begun = time.monotonic()  # one patience for both: the watchdog has only one as well
+        sums = self.sums(number, begun)
 
         def wrong(content: bytes) -> str | None:
             view = memoryview(content)
@@ -127,7 +129,7 @@ class RemoteBlocks:
             return None
 
         name, start = self.shards[number]["file"], first * BLOCK_BYTES
-        content = self.read(name, start, self._begin(number, end), wrong)
+        content = self.read(name, start, self._begin(number, end), wrong, begun)
         self.counts["fetched"] += num_blocks(len(content))
         if self._kept is not None:
             for at in range(0, len(content), BLOCK_BYTES):
@@ -137,7 +139,7 @@ class RemoteBlocks:
                     self._unchecked[key] = 0
         return content
 
-    def sums(self, number: int) -> np.ndarray:
+    def sums(self, number: int, begun: float | None = None) -> np.ndarray:
         """Return the sums of a shard, (B,) uint64, from the disk of the node if they are there."""
         with self._lock:
             sums = self._sums.get(number)
@@ -152,7 +154,7 @@ class RemoteBlocks:
                 content = kept.read_bytes()
         if hexadecimal(content) != shard["sums_sha256"]:
             same = sha256_check(shard["sums_sha256"])
-            content = self.read(shard["sums"], 0, shard["sums_size_bytes"], same)
+            content = self.read(shard["sums"], 0, shard["sums_size_bytes"], same, begun)
             if kept is not None:
                 with contextlib.suppress(OSError):
                     write_atomically(kept, lambda file: file.write(content), many_writers=True)
@@ -169,14 +171,15 @@ class RemoteBlocks:
         start: int | None,
         stop: int | None,
         wrong: Callable[[bytes], str | None] = lambda content: None,
+        begun: float | None = None,
     ) -> bytes:
-        """Return bytes of an object.
+        """Return bytes of an object; `begun` as for `Ranges.read`.
 
         Raises:
             ShardReadError: they are not to be had.
         """
         try:
-            return self.ranges.read(name, start, stop, wrong)
+            return self.ranges.read(name, start, stop, wrong, begun)
         except StoreError as error:
             raise ShardReadError(
                 f"{error}. If the store is well, copy the object there again; a run goes on from "
