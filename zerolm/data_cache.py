@@ -110,6 +110,12 @@ def _room_problems(
             f"{where}, nothing can be written there ({error.strerror}). Give --data_cache a "
             f"directory on a disk of this node."
         ]
+    if settings.data_cache is None and _is_in_memory(existing, Path("/proc/self/mountinfo")):
+        return [
+            f"{where}, the directory for temporary files is in this node's memory (tmpfs), which a "
+            f"cache of {shown_bytes(wanted)} would take from the ranks. Give --data_cache a "
+            f"directory on a disk of this node, or that one if you mean it."
+        ]
     has = stat.f_bavail * stat.f_frsize + held_bytes(directory, names)
     if has < wanted:
         return [
@@ -117,3 +123,18 @@ def _room_problems(
             f"{shown_bytes(wanted)}. Lower --data_cache_bytes, or choose another --data_cache."
         ]
     return []
+
+
+def _is_in_memory(path: Path, mounts: Path) -> bool:
+    """Tell whether a path lies in memory, by Linux's list of mounts; False where there is none."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return False
+    path, depth, kind = path.resolve(), -1, ""
+    for line in lines:  # the last one of a place hides those before it
+        words, _, more = line.partition(" - ")
+        place = Path(words.split()[4].replace("\\040", " "))
+        if path.is_relative_to(place) and len(place.parts) >= depth:
+            depth, kind = len(place.parts), more.split()[0]
+    return kind in ("tmpfs", "ramfs")
