@@ -203,7 +203,6 @@ class Run:
             settings,
         ):
             self.say(f"note: {line}")
-            self.log.event("max_epochs", progress.step, note=line)
 
     def probes(self) -> Any:
         """Return the micro-batches of the fixed batch, the same on every rank."""
