@@ -40,7 +40,7 @@ def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, 
     if kernel.startswith("flash"):
         return inputs | document_ends(batch["position_ids"])
     # Without values, on the meta device, transformers cannot tell where documents begin.
-    if kernel in MASKED and (ids_BT.is_meta or layer_kinds(model.config) <= {FULL_ATTENTION}):
+    if ids_BT.is_meta or (kernel in MASKED and layer_kinds(model.config) <= {FULL_ATTENTION}):
         inputs["attention_mask"] = document_mask(ids_BT, model)
     return inputs
 
