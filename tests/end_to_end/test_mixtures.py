@@ -18,6 +18,8 @@ from tests.launching import environment, launch, rows, write_shards
 from zerolm import ledger, preflight
 from zerolm.errors import ConfigError
 
+pytestmark = pytest.mark.soak  # three launches; tests/zerolm/test_mixture.py has the arithmetic
+
 STEPS, SAVE = 16, 4
 NAMES = ("web", "code", "math")
 STAGES = ["--data_stage", "1408:web=1,code=1,math=2", "--data_stage", f"{108 * SEQ_LEN}:math=1"]
