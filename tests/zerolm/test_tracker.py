@@ -184,8 +184,11 @@ def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) 
     metrics.archive(run_dir, 1, 1)
     for steps in ((2, 3), (4,)):
         log = begin(run_dir, steps[0] - 1, tensorboard=True)
+        files = len(list(run_dir.glob("wandb/offline-run-*/*.wandb")))
         log.event("resume", steps[0] - 1, checkpoint="step-00000001")
         write_steps(log, *steps)
+        # However slow the machine is: a tracker that has not begun is given few seconds at the end.
+        wait_for(lambda n=files: len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) > n)
         end(log)
     first, second = wandb_runs(run_dir).values()
     assert wandb_rows(second) == own_rows(run_dir)
