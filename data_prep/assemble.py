@@ -16,7 +16,7 @@ import numpy as np
 from data_prep.parts import COPY_BYTES, DOCUMENT, Slice, plan_shards
 from data_prep.phases import Record
 from zerolm.block_sums import SUMS_SUFFIX, BlockSums
-from zerolm.files import sha256_file
+from zerolm.files import sha256_file, temporary_name
 from zerolm.manifest import files_of
 
 SYNCED_BYTES = 1 << 24
@@ -57,12 +57,12 @@ def is_whole(shard: Shard, entry: dict[str, Any]) -> bool:
 
 
 def remove_others(directories: Sequence[Path], shards: Sequence[Shard]) -> None:
-    """Remove all shards in some directories but for these."""
+    """Remove all shards in some directories but for these, and what was never finished."""
     kept = {(shard.directory, shard.name) for shard in shards}
     for directory in directories:
         for path in directory.glob("shard-*"):
-            if (directory, path.name.partition(".")[0]) not in kept:
-                path.unlink()
+            if path.suffix == ".tmp" or (directory, path.name.partition(".")[0]) not in kept:
+                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _write(
     """
     digest = hashlib.sha256()
     size = 0
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_name(path)
     with open(temporary, "wb", buffering=0) as file:
         for block in blocks:
             _write_all(file, block)

@@ -3,7 +3,9 @@
 A part is what a task has made of some of its documents, for training (split 0) and for validation
 (split 1): `NAME.0.ids` has token ids as shards have them, `NAME.0.docs` a length and an origin for
 each document, and `NAME.json` says what is there and where in the input to go on. A task writes one
-every `seconds` or so, so that it goes on inside of its input after it was killed.
+every `seconds` or so, so that it goes on inside of its input after it was killed. A part's name is
+its writer's own, and each part names the one before: two writers of a unit, such as a task that
+Slurm has started again while the first still ends, never mix.
 
 Nothing is synced: what a power cut or a failing disk does to a part is found by its checksums
 before it is used again, and the part is made again.
@@ -12,6 +14,7 @@ before it is used again, and the part is made again.
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
+
+from zerolm.files import host_name
 
 COPY_BYTES = 1 << 22
 DOCUMENT = np.dtype([("tokens", "<u8"), ("origin", "<u8")])
@@ -36,7 +41,7 @@ class Batch(NamedTuple):
 
 
 class PartWriter:
-    """Writes the part `directory/NAME` (`00003`); nothing of it counts before `close`."""
+    """Writes the part `directory/NAME` (`part_name`); nothing of it counts before `close`."""
 
     def __init__(self, directory: Path, name: str, num_splits: int):
         self.directory, self.name = directory, name
@@ -56,10 +61,14 @@ class PartWriter:
         """Whether it should be closed, so that memory and the copies of it stay bounded."""
         return self.num_documents >= MAX_DOCUMENTS or self.num_bytes >= MAX_BYTES
 
-    def close(self, **more: Any) -> dict[str, Any]:
-        """Finish the part with a record of what is in it and of `more`, which is returned."""
+    def close(self, previous: str | None, **more: Any) -> dict[str, Any]:
+        """Finish the part with a record of what is in it and of `more`, which is returned.
+
+        Args:
+            previous: name of the part before; None of the first.
+        """
         splits = [each.close() for each in self._splits]
-        record = {"name": self.name, "splits": splits, **more}
+        record = {"name": self.name, "previous": previous, "splits": splits, **more}
         path = self.directory / f"{self.name}.json"
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
@@ -161,28 +170,71 @@ def _checksum(path: Path, size: int) -> str | None:
     return digest.hexdigest()
 
 
+def part_name(number: int, writer: str) -> str:
+    """Return the name of a task's part; `writer` is `zerolm.files.attempt_token()` of this go."""
+    return f"{number:05d}-{writer}"
+
+
 def read_parts(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
-    """Return the records of a task's whole parts, from the first on, and remove what follows.
+    """Return the records of a task's whole parts, from the first on.
+
+    What else is there is removed, but for what another process may still be writing.
 
     Args:
         fingerprint: of what the parts are made of; others' parts are removed.
     """
-    found: list[dict[str, Any]] = []
-    while True:
+    records: dict[str, dict[str, Any]] = {}
+    others: set[str] = set()
+    for path in directory.glob("*.json"):
         try:
-            record = json.loads((directory / f"{len(found):05d}.json").read_bytes())
-            right = record["fingerprint"] == fingerprint and is_whole(directory, record)
+            record = json.loads(path.read_bytes())
+            if record["fingerprint"] == fingerprint:
+                records[record["name"]] = record
+            else:
+                others.add(path.stem)
         except (OSError, ValueError, KeyError, TypeError):
-            right = False
-        if not right:
-            break
-        found.append(record)
-        if record["last"]:
-            break
+            others.add(path.stem)
+    found = _longest_chain(directory, records)
+    kept = {record["name"] for record in found}
     for path in directory.iterdir():
-        if int(path.name.partition(".")[0]) >= len(found):
-            path.unlink()
+        name = path.name.partition(".")[0]
+        if name not in kept and (name in others or _has_ended(name)):
+            path.unlink(missing_ok=True)
     return found
+
+
+def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parts that each go on where the one before ends, of one writer or of several."""
+    whole: dict[str, bool] = {}
+    for name in sorted(records, reverse=True):  # by their numbers
+        chain: list[dict[str, Any]] = []
+        at: str | None = name
+        while at is not None and at in records:
+            if at not in whole:
+                whole[at] = is_whole(directory, records[at])
+            if not whole[at]:
+                break
+            chain.insert(0, records[at])
+            at = records[at]["previous"]
+        if at is None:
+            return chain
+    return []
+
+
+def _has_ended(name: str) -> bool:
+    """Say whether the writer of a part is known to write no more: a process of this machine."""
+    match = re.fullmatch(r"\d+-(.*)-(\d+)-[0-9a-f]{8}", name)
+    if match is None or match[1] != host_name():
+        return match is None
+    if int(match[2]) == os.getpid():
+        return True  # a task at a time, so it is one that has failed
+    try:
+        os.kill(int(match[2]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 @dataclass(frozen=True)

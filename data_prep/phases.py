@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from data_prep.workers import ordered_map
 from zerolm.errors import ConfigError, ZerolmError
-from zerolm.files import write_json
+from zerolm.files import temporary_name, write_json
 
 RECORDS = "records"
 MAX_SHOWN_PROBLEMS = 20
@@ -127,7 +127,10 @@ def run_task(phase: Phase, task: int) -> Record:
         result = phase.run(task)
         record = {"task": task, "inputs": phase.inputs, **result}
         record |= {"seconds": time.time() - start, "started": start, **here}
-        (write_json if phase.sync else _write_note)(phase.path(task), record)
+        if phase.sync:
+            write_json(phase.path(task), record, many_writers=True)
+        else:
+            _write_note(phase.path(task), record)
     except Exception as error:
         refused = error.problems if isinstance(error, ConfigError) else None
         note = {**here, "refused": refused, "traceback": traceback.format_exc()}
@@ -208,6 +211,6 @@ def valid_record(phase: Phase, task: int) -> Record | None:
 
 def _write_note(path: Path, value: Any) -> None:
     """Write a small file whole, but without syncing it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     temporary.write_text(json.dumps(value), encoding="utf-8")
     os.replace(temporary, path)

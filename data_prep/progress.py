@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zerolm.files import temporary_name
+
 LINE_SECONDS = 10
 BAR_SECONDS = 0.5
 NOTE_SECONDS = 1.0
@@ -122,7 +124,7 @@ class TaskProgress:
                 "documents": self.num_documents,
                 "tokens": self.num_tokens,
             }
-            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+            temporary = temporary_name(self.path)
             with contextlib.suppress(OSError):  # only people miss it
                 temporary.write_text(json.dumps({**self.note, **counts}), encoding="utf-8")
                 os.replace(temporary, self.path)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.errors import ConfigError
-from zerolm.files import sha256_file, sync_directory, sync_file, write_json
+from zerolm.files import sha256_file, sync_directory, sync_file, temporary_name, write_json
 
 STAGE = "stage.json"
 FORMAT, VERSION = "zerolm-stage", 1
@@ -40,7 +40,7 @@ class StageWriter:
         import pyarrow as pa
 
         self.path = path
-        self.temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self.temporary = temporary_name(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.temporary, "wb")
         self.stream = pa.CompressedOutputStream(pa.PythonFile(self.file, mode="w"), "zstd")

@@ -42,7 +42,7 @@ from zerolm.shard_directory import PARTS, ShardDirectory
 from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
 
 STATE = "state.json"
-PARTS_VERSION = 1  # of the content of parts: with another one they are made again
+PARTS_VERSION = 2  # of the content of parts: with another one they are made again
 SMALL_BYTES = 1 << 28  # of all shards: copying them takes less time than starting processes
 
 
@@ -266,6 +266,7 @@ class _Run:
         remove_others(directories, [shards[task] for task in kept])
         small = sum(sums(records, "num_tokens", len(self.directories))) * token_bytes < SMALL_BYTES
         made = run_phase(phase, LocalExecutor(1) if small else executor)
+        remove_others(directories, shards)
         entries: list[list[dict[str, Any]]] = [[] for _ in self.directories]
         for shard, record in zip(shards, made, strict=True):
             entries[directories.index(shard.directory)].append(record["shard"])

@@ -23,6 +23,7 @@ from data_prep.progress import TaskProgress
 from data_prep.readers import Input
 from data_prep.units import Unit, read_batches
 from zerolm.errors import ShardError, ZerolmError
+from zerolm.files import attempt_token
 from zerolm.manifest import token_dtype
 from zerolm.origins import pack_origins
 
@@ -208,6 +209,7 @@ class _UnitEncoder:
         self.done, self.progress = done, progress
         self.tally = Tally.from_records([part["tally"] for part in done[-1:]])
         self.position = Position(*done[-1]["position"]) if done else None
+        self.writer = attempt_token()
         self._open_part()
 
     def encode(self, unit: Unit) -> None:
@@ -228,7 +230,7 @@ class _UnitEncoder:
             self.part.abort()
 
     def _open_part(self) -> None:
-        name = f"{len(self.done):05d}"
+        name = parts.part_name(len(self.done), self.writer)
         self.part = parts.PartWriter(self.directory, name, self.job.documents.num_splits)
         self.counts = dict.fromkeys(("input_bytes", "no_tokens", "inner_eos_ids"), 0)
         self.encoded_before = Counter(self.job.encoder.counts)
@@ -256,6 +258,7 @@ class _UnitEncoder:
     def _close_part(self, last: bool) -> None:
         self.done.append(
             self.part.close(
+                self.done[-1]["name"] if self.done else None,
                 fingerprint=self.fingerprint,
                 position=self.position,
                 last=last,

@@ -3,6 +3,9 @@
 import hashlib
 import json
 import os
+import re
+import secrets
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,18 +37,32 @@ def sync_file(path: str | Path) -> None:
         os.fsync(file.fileno())
 
 
+def attempt_token() -> str:
+    """Return a name that no other process, here or on another machine, has or will have."""
+    return f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def host_name() -> str:
+    """Return the name of this machine, as file names may have it."""
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32]
+
+
+def temporary_name(path: Path) -> Path:
+    """Return where to write what is renamed to `path` when it is whole, by one writer of many."""
+    return path.with_name(f"{path.name}.{attempt_token()}.tmp")
+
+
 def write_atomically(
     path: str | Path, write: Callable[[BinaryIO], object], many_writers: bool = False
 ) -> None:
     """Write a file so that it is either absent (or as before) or whole, also after a power cut.
 
     Args:
-        many_writers: other processes may write it at the same time; one that is killed then leaves
-            a file that nobody overwrites.
+        many_writers: others, here or on other machines, may write it at the same time; one that is
+            killed then leaves a file that nobody overwrites.
     """
     path = Path(path)
-    suffix = f".{os.getpid()}.tmp" if many_writers else ".tmp"
-    temporary = path.with_name(path.name + suffix)
+    temporary = temporary_name(path) if many_writers else path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -58,7 +75,7 @@ def write_atomically(
     sync_directory(path.parent)
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write JSON atomically, indented, ending in a newline."""
+def write_json(path: str | Path, value: Any, many_writers: bool = False) -> None:
+    """Write JSON atomically, indented, ending in a newline; `write_atomically` has the rest."""
     text = json.dumps(value, indent=2, sort_keys=False, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(text.encode()), many_writers)

@@ -22,7 +22,7 @@ UNFINISHED = ".unfinished"
 PARTS = "parts"  # what a tokenization makes the shards of, until they are published
 
 _OUR_FILE = re.compile(
-    r"shard-\d{5,}\.(bin|idx|org|sums)(\.tmp)?|(manifest|inputs)\.json\.tmp|inputs\.json"
+    r"shard-\d{5,}\.(bin|idx|org|sums)(\.[\w-]+)?(\.tmp)?|(manifest|inputs)\.json\.tmp|inputs\.json"
 )
 
 

@@ -9,7 +9,16 @@ import pytest
 import xxhash
 
 from data_prep.assemble import AssembleShards, Shard
-from data_prep.parts import Batch, PartWriter, are_whole, files_of, plan_shards, read_parts
+from data_prep.parts import (
+    Batch,
+    PartWriter,
+    are_whole,
+    files_of,
+    part_name,
+    plan_shards,
+    read_parts,
+)
+from zerolm.files import attempt_token
 
 
 def shards_one_by_one(lengths: list[int], shard_tokens: int) -> list[list[int]]:
@@ -22,19 +31,24 @@ def shards_one_by_one(lengths: list[int], shard_tokens: int) -> list[list[int]]:
     return shards
 
 
-def write_parts(directory, documents: list[np.ndarray], cuts: list[int]) -> list[tuple]:
+def write_parts(
+    directory, documents: list[np.ndarray], cuts: list[int], token: str | None = None
+) -> list[tuple]:
     """Write documents, cut into parts; return what `plan_shards` takes."""
     parts = []
     limits = [0, *sorted(cuts), len(documents)]
+    token, previous = token or attempt_token(), None
     for number, (first, last) in enumerate(pairwise(limits)):
-        writer = PartWriter(directory, f"{number:05d}", 1)
+        name = part_name(number, token)
+        writer = PartWriter(directory, name, 1)
         own = documents[first:last]
         if own:
             lengths = np.array([len(each) for each in own])
             writer.add(0, Batch(np.concatenate(own), lengths, np.arange(first, last), 7))
-        writer.close(fingerprint="f", last=number == len(limits) - 2)
+        writer.close(previous, fingerprint="f", last=number == len(limits) - 2)
+        previous = name
         if own:
-            parts.append((str(directory / f"{number:05d}.0"), len(own), int(lengths.sum())))
+            parts.append((str(directory / f"{name}.0"), len(own), int(lengths.sum())))
     return parts
 
 
@@ -72,13 +86,14 @@ def test_parts_behind_a_damaged_one_are_made_again(tmp_path, damage):
     documents = [np.full(5, number, "<u2") for number in range(9)]
     write_parts(tmp_path, documents, [3, 6])
     before = read_parts(tmp_path, "f")
-    assert [part["name"] for part in before] == ["00000", "00001", "00002"]
+    names = [part["name"] for part in before]
+    assert [name[:6] for name in names] == ["00000-", "00001-", "00002-"]
     record = {
         "files": {name: size for part in before for name, size, _ in files_of(part)},
         "checksums": [checksum for part in before for _, _, checksum in files_of(part)],
     }
     assert are_whole(tmp_path, record)
-    ids = tmp_path / "00001.0.ids"
+    ids = tmp_path / f"{names[1]}.0.ids"
     content = ids.read_bytes()
     if damage == "flip":
         ids.write_bytes(content[:7] + bytes([content[7] ^ 1]) + content[8:])
@@ -87,11 +102,24 @@ def test_parts_behind_a_damaged_one_are_made_again(tmp_path, damage):
     elif damage == "remove":
         ids.unlink()
     elif damage == "record":
-        (tmp_path / "00001.json").write_text('{"name": "00001", "spl')
+        (tmp_path / f"{names[1]}.json").write_text('{"name": "00001", "spl')
     kept = 0 if damage == "other" else 1
     if damage in ("flip", "cut", "remove"):
         assert not are_whole(tmp_path, record)
     assert read_parts(tmp_path, "g" if damage == "other" else "f") == before[:kept]
-    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"00000"} - {
-        "" if kept else "00000"
-    }
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == set(names[:kept])
+
+
+def test_two_writers_of_a_unit_do_not_harm_each_other(tmp_path):
+    """As when Slurm starts a task again on another node while the first one still writes."""
+    documents = [np.full(5, number, "<u2") for number in range(9)]
+    one = write_parts(tmp_path, documents, [3, 6], "othernode-1-0123abcd")
+    two = write_parts(tmp_path, documents, [4], "thisnode-1-4567cdef")  # cut where its time ended
+    for parts in (one, two):
+        ids = [np.fromfile(f"{path}.ids", "<u2") for path, _, _ in parts]
+        assert np.concatenate(ids).tolist() == np.concatenate(documents).tolist()
+    (tmp_path / "00002-othernode-1-0123abcd.json").unlink()  # it has only two of its parts by now
+    found = read_parts(tmp_path, "f")
+    assert [part["previous"] for part in found] == [None, found[0]["name"]]
+    assert sum(part["splits"][0]["num_documents"] for part in found) in (6, 9)
+    assert (tmp_path / "00002-othernode-1-0123abcd.0.ids").exists()  # which is being written
