@@ -103,6 +103,7 @@ def _run(
 
 
 def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, str, dict[str, Any]]:
+    from data_prep.clean import CleanOptions, run_clean
     from data_prep.sources import find_inputs
     from data_prep.stage_documents import stage_documents, unit_documents
     from data_prep.stage_files import is_stage, read_stage
@@ -115,7 +116,13 @@ def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, s
         raise ConfigError(among)
     for note in notes:
         print(note, file=sys.stderr)
-    return unit_documents(inputs, rules)
+
+    def read(rules: InputRules, directory: Path, executor: Any) -> Any:
+        print(f"{directory}: input that cannot be cut is read into a stage", file=sys.stderr)
+        run_clean(CleanOptions((), rules), inputs, directory, executor, {})
+        return read_stage(directory)
+
+    return unit_documents(inputs, rules, read)
 
 
 def _fraction(problems: Problems, flag: str, text: str | None, default: float) -> float:

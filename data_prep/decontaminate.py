@@ -4,7 +4,6 @@ One phase, a task a unit; the index of the items is made first, and read by each
 docs/deduplication.md says what counts as a part.
 """
 
-import shutil
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -15,19 +14,13 @@ from data_prep.bad_input import Tally
 from data_prep.evaluation_items import Item, read_items, split_evaluation
 from data_prep.overlap import build_index, load_index
 from data_prep.phases import Executor, Phase, Record, fingerprint, run_phase
-from data_prep.stage_counts import Counts, merge_counts
-from data_prep.stage_documents import Documents, bad_input, batches, begin_stage, join_files
-from data_prep.stage_files import (
-    StageWriter,
-    publish_stage,
-    stage_file,
-)
+from data_prep.sieve import WORK, begin_stage, publish_judged, sieve_of
+from data_prep.stage_documents import Documents, batches
 from data_prep.stage_options import options_from
 from zerolm.errors import ConfigError
 from zerolm.files import sha256_file
 
 CONTAMINATED = "contaminated.jsonl.zst"
-WORK = "work"
 ALGORITHM = 1  # to be raised when the same input gives other results
 
 
@@ -92,37 +85,21 @@ class ScanTask:
     min_overlap: float
 
     def __call__(self, unit: int) -> Record:
-        index, counts, tally = load_index(self.index), Counts(), Tally()
-        dropped_path = self.output / WORK / "contaminated" / stage_file(unit)
-        with (
-            StageWriter(self.output / stage_file(unit)) as kept,
-            StageWriter(dropped_path) as contaminated,
-        ):
+        index, tally = load_index(self.index), Tally()
+        with sieve_of(self.output, unit) as sieve:
             for rows in batches(self.documents.read(unit, tally)):
                 found = index.find([row.text for row in rows], self.min_overlap)
                 matches = {match.document: match for match in found}
                 for number, row in enumerate(rows):
                     size = len(row.text.encode())
-                    counts.came_in(size)
                     match = matches.get(number)
                     if match is None:
-                        counts.went_out(size)
-                        kept.write_line(row.line, size)
+                        sieve.keep(row.line, size, size)
                         continue
-                    counts.dropped("contaminated", size, row.id, match.words)
-                    note = match._asdict()
-                    note["id"] = row.id
+                    note = {**match._asdict(), "id": row.id}
                     del note["document"]
-                    contaminated.write(note, 0)
-            entries = [kept.close(), contaminated.close()]
-        names = [stage_file(unit), f"{WORK}/contaminated/{stage_file(unit)}"]
-        sizes = [entry["size_bytes"] for entry in entries]
-        return {
-            "files": dict(zip(names, sizes, strict=True)),
-            "entry": entries[0],
-            "tally": tally.record(),
-            **counts.record(),
-        }
+                    sieve.leave_out("contaminated", size, row.id, match.words, note)
+            return {**sieve.close(), "tally": tally.record()}
 
 
 def identity(options: DecontaminateOptions) -> dict[str, Any]:
@@ -158,8 +135,8 @@ def run_decontaminate(
     files = what["files"]
     whole = fingerprint([inputs, what])
     if (published := begin_stage(output, "decontaminate", whole)) is not None:
-        shutil.rmtree(output / WORK, ignore_errors=True)
         return published
+    documents = documents.prepared(output / WORK / "read", executor)
     (output / WORK).mkdir(parents=True, exist_ok=True)
     index, path = build_index(items, options.ngram_words, options.min_item_words), output / WORK
     path /= f"index-{whole}.npz"
@@ -168,22 +145,17 @@ def run_decontaminate(
     count = documents.num_tasks
     phase = Phase("decontaminate.scan", output, count, task, whole, documents.labels)
     written = run_phase(phase, executor)
-    contaminated = [output / WORK / "contaminated" / stage_file(unit) for unit in range(count)]
-    manifest = publish_stage(
+    return publish_judged(
         output,
         "decontaminate",
-        [record["entry"] for record in written],
+        documents,
+        written,
+        left_out=CONTAMINATED,
         inputs=whole,
-        text_field=documents.text_field,
-        counts=merge_counts(written),
         options=settings,
         before=before,
-        **bad_input(documents, written),
         evaluation=[{"file": each, "sha256": digest} for each, digest in files],
         items=len(items),
         texts=len(index.texts),
         texts_too_short=index.num_short,
-        contaminated=join_files(contaminated, output / CONTAMINATED),
     )
-    shutil.rmtree(output / WORK, ignore_errors=True)
-    return manifest

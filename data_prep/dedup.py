@@ -5,7 +5,6 @@ verify -> decide (one task) -> write (a task a unit). Tasks share files only. Th
 the documents, their order and the options: not on units, tasks, memory or workers.
 """
 
-import shutil
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,17 +19,11 @@ from data_prep.dedup_clusters import DecideTask, MembersTask, VerifyTask, read_n
 from data_prep.dedup_files import NUMBER_MASK, UNIT_BITS, array_path, find_range, load
 from data_prep.minhash import MAX_PERMUTATIONS, Bands, choose_bands, load_rensa
 from data_prep.phases import Executor, Phase, Record, fingerprint, run_phase
-from data_prep.stage_counts import Counts, merge_counts
-from data_prep.stage_documents import Documents, bad_input, begin_stage, join_files
-from data_prep.stage_files import (
-    StageWriter,
-    publish_stage,
-    stage_file,
-)
+from data_prep.sieve import WORK, begin_stage, publish_judged, sieve_of
+from data_prep.stage_documents import Documents
 from data_prep.stage_options import options_from
 
 DUPLICATES = "duplicates.jsonl.zst"
-WORK = "work"  # removed when the stage is published
 ALGORITHM = 1  # to be raised when the same input gives other results
 # Of a range of hashes: read, sorted, and copied for that. 101 were measured with 2 million entries
 # (growth of the resident set in BucketTask, 2026-11-21); copies add to it.
@@ -91,29 +84,18 @@ class WriteTask:
         names = self._names(work, found["kept"])
         dropped = (found["dropped"] & NUMBER_MASK).tolist()
         verdicts = dict(zip(dropped, zip(found.tolist(), names, strict=True), strict=True))
-        counts, tally = Counts(), Tally()
-        (work / "duplicates").mkdir(parents=True, exist_ok=True)
-        with (
-            StageWriter(self.output / stage_file(unit)) as kept,
-            StageWriter(work / "duplicates" / stage_file(unit)) as duplicates,
-        ):
+        tally = Tally()
+        with sieve_of(self.output, unit) as sieve:
             for number, row in enumerate(self.documents.read(unit, tally)):
                 size = len(row.text.encode())
-                counts.came_in(size)
                 if number not in verdicts:
-                    counts.went_out(size)
-                    kept.write_line(row.line, size)
+                    sieve.keep(row.line, size, size)
                     continue
                 (_, _, similarity, exact), name = verdicts[number]
                 kind = "exact" if exact else "near"
-                counts.dropped(f"{kind}_duplicate", size, row.id, row.text)
                 note = {"id": row.id, "kept": name, "similarity": similarity, "kind": kind}
-                duplicates.write(note, 0)
-            entries = [kept.close(), duplicates.close()]
-        names_of_files = [stage_file(unit), f"{WORK}/duplicates/{stage_file(unit)}"]
-        sizes = [entry["size_bytes"] for entry in entries]
-        files = dict(zip(names_of_files, sizes, strict=True))
-        return {"files": files, "entry": entries[0], "tally": tally.record(), **counts.record()}
+                sieve.leave_out(f"{kind}_duplicate", size, row.id, row.text, note)
+            return {**sieve.close(), "tally": tally.record()}
 
     def _names(self, work: Path, kept: np.ndarray) -> list[Any]:
         """Return the ids, as in the input, of the documents that were kept."""
@@ -164,9 +146,10 @@ def run_dedup(
     bands, settings = options.bands, options.as_dict()
     whole = fingerprint([inputs, identity(options)])
     if (published := begin_stage(output, "dedup", whole)) is not None:
-        shutil.rmtree(output / WORK, ignore_errors=True)
         return published
-    work, count = output / WORK, documents.num_tasks
+    work = output / WORK
+    documents = documents.prepared(work / "read", executor)
+    count = documents.num_tasks
 
     def run(name: str, num_tasks: int, task: Any, directory: Path = work) -> list[Record]:
         labels = documents.labels if num_tasks == count else ()
@@ -191,23 +174,18 @@ def run_dedup(
     decide = DecideTask(work, count, partitions, bands is not None)
     run("dedup.decide", 1, decide)
     written = run("dedup.write", count, WriteTask(documents, output), output)
-    duplicates = [work / "duplicates" / stage_file(unit) for unit in range(count)]
-    manifest = publish_stage(
+    return publish_judged(
         output,
         "dedup",
-        [record["entry"] for record in written],
+        documents,
+        written,
+        left_out=DUPLICATES,
         inputs=whole,
-        text_field=documents.text_field,
-        counts=merge_counts(written),
         options=settings,
         before=before,
-        **bad_input(documents, written),
         bands=bands._asdict() if bands else None,
         copies=sum(record["copies"] for record in copies),
         candidate_pairs=sum(record["pairs"] for record in pairs),
         similar_pairs=sum(record["links"] for record in pairs),
         documents_without_shingles=num_short,
-        duplicates=join_files(duplicates, output / DUPLICATES),
     )
-    shutil.rmtree(work, ignore_errors=True)
-    return manifest

@@ -125,10 +125,10 @@ def load_function(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the user's module raises
         raise ConfigError(
-            f"{path} cannot be imported ({error}). Check the name, and that its directory is on "
-            f"PYTHONPATH."
+            f"{path} cannot be imported ({type(error).__name__}: {error}). Check the name, and that "
+            f"its directory is on PYTHONPATH."
         ) from error
     if not callable(function):
         raise ConfigError(f"{path} is a {type(function).__name__} and not a function.")

@@ -1,29 +1,29 @@
 """Documents for the tasks of a stage, whether from the files of the stage before or from inputs."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from data_prep.bad_input import Tally, check_bad_fraction
 from data_prep.documents import InputRules, find_text
-from data_prep.phases import fingerprint
+from data_prep.phases import Executor, fingerprint
 from data_prep.readers import Input
 from data_prep.stage_files import (
-    STAGE,
     Stage,
-    StageWriter,
-    is_stage,
     provenance_of,
     read_lines,
-    read_stage,
 )
-from data_prep.units import Unit, plan_units, read_batches
+from data_prep.units import MAX_UNIT_BYTES, Unit, plan_units, read_batches
 from data_prep.units import fingerprint as fingerprint_inputs
 from zerolm.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20
+LARGE_BYTES = MAX_UNIT_BYTES  # as stored: a unit above is a file that cannot be cut
+
+Json = dict[str, Any]
 
 
 class Row(NamedTuple):
@@ -37,7 +37,10 @@ class Row(NamedTuple):
 class Documents(Protocol):
     """Documents cut into tasks: all of them, in order, are those of the input in its order."""
 
-    text_field: str
+    @property
+    def text_field(self) -> str:
+        """The key of the text."""
+        ...
 
     @property
     def num_tasks(self) -> int:
@@ -57,8 +60,16 @@ class Documents(Protocol):
         """
         ...
 
-    def check(self, tally: Tally) -> None:
-        """Refuse an input of which too much was bad. Raises ConfigError."""
+    def left_out(self, records: Sequence[Json]) -> Tally:
+        """Return what was no document, of all tasks; each of their records has a `tally`.
+
+        Raises:
+            ConfigError: it is too much.
+        """
+        ...
+
+    def prepared(self, directory: Path, executor: Executor) -> "Documents":
+        """Return the same documents in tasks of bounded size, read into a directory if need be."""
         ...
 
 
@@ -69,6 +80,7 @@ class StageDocuments:
     directory: Path
     paths: tuple[Path, ...]
     text_field: str
+    bad: tuple[Json, ...] = ()  # a `tally`, of raw input that was read into this stage
 
     @property
     def num_tasks(self) -> int:
@@ -80,8 +92,13 @@ class StageDocuments:
         """Name what each task reads."""
         return [path.name for path in self.paths]
 
-    def check(self, tally: Tally) -> None:
+    def left_out(self, records: Sequence[Json]) -> Tally:
         """Of a stage, nothing is skipped."""
+        return Tally.from_records(self.bad)
+
+    def prepared(self, directory: Path, executor: Executor) -> Documents:
+        """Return these: the files of a stage are not large."""
+        return self
 
     def read(self, task: int, tally: Tally | None = None) -> Iterator[Row]:
         """Yield the documents of a task, in order.
@@ -115,6 +132,7 @@ class UnitDocuments:
     inputs: tuple[Input, ...]
     units: tuple[Unit, ...]
     rules: InputRules
+    read_first: Callable[[Path, Executor], Stage] | None = None  # where a unit is large
 
     @property
     def text_field(self) -> str:
@@ -131,9 +149,20 @@ class UnitDocuments:
         """Name the first file that each task reads."""
         return [self.inputs[unit.pieces[0].input].name for unit in self.units]
 
-    def check(self, tally: Tally) -> None:
-        """Refuse inputs of which too much was bad. Raises ConfigError."""
+    def left_out(self, records: Sequence[Json]) -> Tally:
+        """Return what was no document. Raises ConfigError where it is too much."""
+        tally = Tally.from_records([record["tally"] for record in records])
         check_bad_fraction(self.inputs, tally, self.rules)
+        return tally
+
+    def prepared(self, directory: Path, executor: Executor) -> Documents:
+        """Return these, or a stage of them where a unit, such as a compressed file, is large."""
+        if self.read_first is None:
+            return self
+        stage = self.read_first(directory, executor)
+        return StageDocuments(
+            stage.directory, tuple(stage.paths), stage.text_field, (stage.manifest["reading"],)
+        )
 
     def read(self, task: int, tally: Tally | None = None) -> Iterator[Row]:
         """Yield the documents of a unit, in order; one without an `id` is named by its place.
@@ -169,52 +198,25 @@ def stage_documents(stage: Stage) -> tuple[StageDocuments, str, dict[str, Any]]:
 
 
 def unit_documents(
-    inputs: Sequence[Input], rules: InputRules
+    inputs: Sequence[Input],
+    rules: InputRules,
+    read: Callable[[InputRules, Path, Executor], Stage] | None = None,
 ) -> tuple[UnitDocuments, str, dict[str, Any]]:
-    """Return the documents of inputs, a fingerprint of them, and where they are from."""
+    """Return the documents of inputs, a fingerprint of them, and where they are from.
+
+    Args:
+        read: makes a stage of the inputs, where one of them is a large unit that cannot be cut.
+    """
     rules = replace(rules, keep_records=True)
-    documents = UnitDocuments(tuple(inputs), tuple(plan_units(inputs)), rules)
+    units = plan_units(inputs)
+    large = any(
+        unit.size_bytes > LARGE_BYTES or inputs[unit.pieces[0].input].suffix == "hub"
+        for unit in units
+    )
+    first = partial(read, rules) if large and read is not None else None
+    documents = UnitDocuments(tuple(inputs), tuple(units), rules, first)
     names = [{"file": each.name, "size_bytes": each.size_bytes} for each in inputs]
     return documents, fingerprint_inputs(inputs, rules), {"stage": "inputs", "inputs": names}
-
-
-def begin_stage(output: Path, name: str, inputs: str) -> dict[str, Any] | None:
-    """Return `stage.json` if the stage is there; else make way for it.
-
-    Raises:
-        ConfigError: another stage is there.
-    """
-    if not is_stage(output):
-        return None
-    manifest = read_stage(output).manifest
-    if manifest["stage"] != name:
-        raise ConfigError(
-            f"{output}: is the stage {manifest['stage']!r}, not {name!r}. Give another directory."
-        )
-    if manifest["inputs"] == inputs:
-        return manifest
-    (output / STAGE).unlink()  # of other options or inputs
-    return None
-
-
-def join_files(paths: Iterable[Path], target: Path) -> dict[str, Any]:
-    """Write the lines of tasks' files into one, and return its entry for `stage.json`."""
-    with StageWriter(target) as writer:
-        for path in paths:
-            for line in read_lines(path):
-                writer.write_line(line, 0)
-        return writer.close()
-
-
-def bad_input(documents: Documents, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return, for `stage.json`, what tasks left out of the input (each with a `tally`).
-
-    Raises:
-        ConfigError: too much of it.
-    """
-    tally = Tally.from_records([record["tally"] for record in records])
-    documents.check(tally)
-    return {"skipped_documents": dict(tally.skipped), "bad_documents": dict(tally.bad)}
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -9,7 +9,8 @@ without it is not data. Knows nothing of what stages do.
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,22 @@ STAGE = "stage.json"
 FORMAT, VERSION = "zerolm-stage", 1
 SUFFIX = ".jsonl.zst"
 BLOCK_BYTES = 1 << 20
+_OF_TASKS = re.compile(r"\d{5,}(_\d{5,})?\.jsonl\.zst|\w+\.jsonl\.zst\.[\w-]+\.tmp")
 
 Json = dict[str, Any]
 
 
-def stage_file(task: int) -> str:
-    """Return the name of the file that a task reads or writes."""
-    return f"{task:05d}{SUFFIX}"
+def stage_file(task: int, piece: int = 0) -> str:
+    """Return the name of the file that a task reads or writes, or of a further one of its own."""
+    return f"{task:05d}{f'_{piece:05d}' if piece else ''}{SUFFIX}"
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """Return a document as a line of JSON, without its newline."""
+    try:
+        return json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate in another key than the text
+        return json.dumps(record).encode()
 
 
 class StageWriter:
@@ -49,11 +59,7 @@ class StageWriter:
 
     def write(self, record: Mapping[str, Any], text_bytes: int) -> None:
         """Write a document; `text_bytes` is the size of its text in UTF-8."""
-        try:
-            line = json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # a lone surrogate in another key than the text
-            line = json.dumps(record).encode()
-        self.write_line(line, text_bytes)
+        self.write_line(json_line(record), text_bytes)
 
     def write_line(self, line: bytes, text_bytes: int) -> None:
         """Write a document that is a line of JSON already, without its newline."""
@@ -226,8 +232,16 @@ def publish_stage(
         "before": before,
         "files": list(files),
     }
+    remove_others(directory, {entry["file"] for entry in files})
     write_json(directory / STAGE, manifest)
     return manifest
+
+
+def remove_others(directory: Path, listed: Set[str]) -> None:
+    """Remove what killed tasks, and those of other options, have left beside the listed files."""
+    for path in directory.iterdir():
+        if _OF_TASKS.fullmatch(path.name) and path.name not in listed:
+            path.unlink(missing_ok=True)
 
 
 def provenance_of(stage: Stage) -> Json:

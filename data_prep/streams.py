@@ -55,10 +55,12 @@ class Stream:
             yield from self._blocks(raw)
 
     def _plain(self, raw: BinaryIO) -> Iterator[bytes]:
-        raw.seek(self.start)
-        self.read_bytes = self.skipped_bytes = self.start
+        skip = self.start % READ_BYTES  # blocks end at the same bytes wherever reading begins
+        raw.seek(self.start - skip)
+        self.read_bytes, self.skipped_bytes = self.start - skip, self.start
         while block := self._read(raw):
-            yield block
+            yield block[skip:]
+            skip = 0
 
     def _read(self, raw: BinaryIO) -> bytes:
         try:
