@@ -127,8 +127,8 @@ def load_function(path: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module raises
         raise ConfigError(
-            f"{path} cannot be imported ({type(error).__name__}: {error}). Check the name, and that "
-            f"its directory is on PYTHONPATH."
+            f"{path} cannot be imported ({type(error).__name__}: {error}). Check the name, and "
+            f"that its directory is on PYTHONPATH."
         ) from error
     if not callable(function):
         raise ConfigError(f"{path} is a {type(function).__name__} and not a function.")
