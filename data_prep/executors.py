@@ -7,23 +7,18 @@ say, so a task that was preempted or lost is run again, and one that has its rec
 
 import contextlib
 import os
-import shlex
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from data_prep.phases import Executor, LocalExecutor, Phase, Record, run_task, valid_record
-from zerolm.errors import ConfigError, ZerolmError, did_you_mean
+from data_prep.phases import Executor, LocalExecutor, Phase, Record
+from data_prep.remote_tasks import TaskStep, fresh_logs, picklable, quiet
+from data_prep.slurm import SlurmExecutor
+from zerolm.errors import ConfigError, did_you_mean
 
 NAMES = ("local", "slurm", "ray")
-LOGS = "jobs"  # what datatrove writes, in the directory of a phase's records
-POLL_SECONDS = 10.0
-LOST_POLLS = 3  # in a row without a job in the queue: its files may be seen late over a network
 SLURM_KEYS = {
     "time": str, "partition": str, "cpus_per_task": int, "mem_per_cpu_gb": int, "qos": str,
     "env_command": str, "venv_path": str, "condaenv": str, "sbatch_args": dict,
@@ -65,6 +60,8 @@ def make_executor(name: str, workers: int, options: Json, where: str) -> Executo
         ]
         if shutil.which("sbatch") is None:
             problems.append("--executor slurm: there is no sbatch on PATH. Run it on a login node.")
+        if "SLURM_ARRAY_TASK_ID" in os.environ:  # datatrove would run one task here, and end
+            problems.append("--executor slurm: this is an array job of Slurm. Run it outside.")
     if name in ("slurm", "ray"):
         problems += _package_problems(name)
     if problems:
@@ -108,83 +105,6 @@ def show_progress(phase: Phase, record: Record) -> None:
         print(f"{phase.name}: {done:,} of {phase.num_tasks:,} tasks", file=sys.stderr, flush=True)
 
 
-@dataclass
-class TaskStep:
-    """The one step of a datatrove pipeline: runs the task that a rank stands for."""
-
-    phase: Phase
-    tasks: tuple[int, ...]
-
-    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Run task `tasks[rank]`, unless its record is there by now."""
-        task = self.tasks[rank]
-        if valid_record(self.phase, task) is None:
-            run_task(self.phase, task)
-
-
-@dataclass(frozen=True)
-class SlurmExecutor:
-    """Runs tasks as an array job of Slurm, and waits for them."""
-
-    workers: int
-    options: Json
-
-    def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Submit the tasks, and return when no job is left.
-
-        Raises:
-            ZerolmError: sbatch failed.
-        """
-        from datatrove.executor import SlurmPipelineExecutor
-
-        logs = _fresh_logs(phase)
-        options = {key: value for key, value in self.options.items() if key != "poll_seconds"}
-        executor = SlurmPipelineExecutor(
-            [_picklable(TaskStep(phase, tuple(tasks)))],
-            tasks=len(tasks),
-            workers=self.workers,
-            job_name=phase.name,
-            logging_dir=str(logs),
-            **{"qos": "", "env_command": _environment(), **options},
-        )
-        with _quiet(logs):
-            try:
-                executor.run()
-            except subprocess.CalledProcessError as error:
-                raise ZerolmError(
-                    f"{phase.name}: sbatch failed with exit code {error.returncode}. "
-                    f"{logs}/launch_script.slurm is what was submitted."
-                ) from error
-        job = executor.job_id
-        print(f"{phase.name}: Slurm job {job}, {len(tasks):,} tasks", file=sys.stderr, flush=True)
-        self._wait(phase, tasks, job)
-
-    def _wait(self, phase: Phase, tasks: Sequence[int], job: str) -> None:
-        left, gone = set(tasks), 0
-        while left and gone < LOST_POLLS:
-            time.sleep(float(self.options.get("poll_seconds", POLL_SECONDS)))
-            before = len(left)
-            left = {task for task in left if not phase.path(task).exists()}
-            if len(left) < before:
-                done = phase.num_tasks - len(left)
-                print(f"{phase.name}: {done:,} of {phase.num_tasks:,} tasks", file=sys.stderr)
-            gone = 0 if _in_queue(job) else gone + 1
-
-
-def _in_queue(job: str) -> bool:
-    """Say whether a job waits or runs; squeue forgets jobs, and then fails."""
-    try:
-        result = subprocess.run(
-            ["squeue", "--noheader", "--jobs", str(job)],
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-    except subprocess.CalledProcessError:
-        return False
-    except (OSError, subprocess.TimeoutExpired):  # a controller that is busy
-        return True
-    return bool(result.stdout.strip())
-
-
 @dataclass(frozen=True)
 class RayExecutor:
     """Runs tasks on a Ray cluster, or on a local one where no address is given."""
@@ -197,7 +117,7 @@ class RayExecutor:
         import ray
         from datatrove.executor.ray import RayPipelineExecutor
 
-        logs = _fresh_logs(phase)
+        logs = fresh_logs(phase)
         options = {key: value for key, value in self.options.items() if key != "address"}
         if not ray.is_initialized():
             path = os.pathsep.join(filter(None, sys.path))
@@ -208,60 +128,11 @@ class RayExecutor:
                 runtime_env={"env_vars": {"PYTHONPATH": path}},
             )
         executor = RayPipelineExecutor(
-            [_picklable(TaskStep(phase, tuple(tasks)))],
+            [picklable(TaskStep(phase, tuple(tasks)))],
             tasks=len(tasks),
             workers=self.workers,
             logging_dir=str(logs),
             **options,
         )
-        with _quiet(logs), contextlib.suppress(ray.exceptions.RayTaskError):
+        with quiet(logs), contextlib.suppress(ray.exceptions.RayTaskError):
             executor.run()  # a task that failed has left its note, which run_phase shows
-
-
-def _fresh_logs(phase: Phase) -> Path:
-    """Return a directory for datatrove: its own marks of completion are of one submission only."""
-    logs = phase.records / LOGS / time.strftime("%Y%m%d-%H%M%S")
-    number = 0
-    while logs.exists():
-        number += 1
-        logs = logs.with_name(f"{logs.name.partition('.')[0]}.{number}")
-    logs.mkdir(parents=True)
-    return logs.absolute()
-
-
-def _picklable(step: TaskStep) -> Any:
-    """Return a pipeline step: datatrove calls it, and wants to count in it."""
-    from datatrove.pipeline.base import PipelineStep
-
-    class Step(PipelineStep):
-        name, type = "zerolm task", "task"
-
-        def __init__(self, inner: TaskStep):
-            super().__init__()
-            self.inner = inner
-
-        def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-            self.inner(data, rank, world_size)
-            return data
-
-    return Step(step)
-
-
-def _environment() -> str:
-    """Return a command that gives a job this process's Python and modules."""
-    path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
-    programs = os.pathsep.join([str(Path(sys.executable).parent), "$PATH"])
-    return f'export PYTHONPATH={shlex.quote(path)}\nexport PATH="{programs}"'
-
-
-@contextlib.contextmanager
-def _quiet(logs: Path) -> Any:
-    """Send what datatrove logs in this process to a file."""
-    from loguru import logger
-
-    logger.remove()
-    number = logger.add(logs / "submission.log")
-    try:
-        yield
-    finally:
-        logger.remove(number)

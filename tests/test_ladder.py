@@ -89,8 +89,8 @@ RUNGS = {
             "processes", "pulse", "stacks", "verdict", "vital_signs",
         )),
         *("data_prep." + name for name in (
-            "command_line", "documents", "phases", "progress", "sieve", "stage_counts",
-            "stage_files", "workers",
+            "command_line", "documents", "phases", "progress", "remote_tasks", "sieve", "slurm",
+            "stage_counts", "stage_files", "workers",
             # filters
             "fast_words", "filter_steps", "filters",
             # between encoding and shards

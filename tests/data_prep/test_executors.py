@@ -4,12 +4,17 @@ import stat
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from pipeline_tasks import Cubes
 
-from data_prep.executors import RayExecutor, SlurmExecutor, make_executor
-from data_prep.phases import Phase, completed, fingerprint, run_phase
+from data_prep.executors import RayExecutor, make_executor
+from data_prep.phases import LocalExecutor, Phase, completed, fingerprint, run_phase
+from data_prep.slurm import SlurmExecutor
+from data_prep.sources import find_inputs
+from data_prep.tokenization import TokenizeOptions, run_tokenization
+from data_prep.tokenizers import load_tokenizer
 from zerolm.errors import ConfigError, ZerolmError
 
 pytest.importorskip("datatrove")
@@ -19,18 +24,24 @@ SBATCH = """
 import os, re, subprocess, sys
 script = open(sys.argv[-1]).read()
 first, last = map(int, re.search(r"#SBATCH --array=(\\d+)-(\\d+)", script).groups())
-offset = re.search(r"RUN_OFFSET=(\\d+)", " ".join(sys.argv))
-assert "--dependency" in script or offset, sys.argv
+offset = re.search(r"RUN_OFFSET=(\\d+)", " ".join(sys.argv)).group(1)
 here = os.path.dirname(os.path.abspath(__file__))
 number = len(os.listdir(here + "/jobs")) + 1
-log = open(f"{here}/jobs/{number}", "w")
+open(f"{here}/jobs/{number}", "w").write(" ".join(sys.argv[1:-1]))
+if os.environ.get("REFUSE") == str(number):
+    sys.exit("sbatch: error: Batch job submission failed")
+logs = re.search(r"#SBATCH --output=(.*)", script).group(1)
 for index in range(first, last + 1):
-    if "merge_stats" in script or index in map(int, os.environ.get("LOSE", "").split()):
+    if index in map(int, os.environ.get("LOSE", "").split()):
         continue
     environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(index), "SLURM_NODELIST": "node7",
-        "SLURM_JOB_ID": str(number), "RUN_OFFSET": offset.group(1) if offset else "0"}
-    subprocess.run(["bash", sys.argv[-1]], env=environment, stdout=log, stderr=log, timeout=300)
-print("Submitted batch job", number)
+        "SLURM_JOB_ID": str(number), "RUN_OFFSET": offset}
+    log = open(logs.replace("%A", str(number)).replace("%a", str(index)), "w")
+    writers = [subprocess.Popen(["bash", sys.argv[-1]], env=environment, stdout=log, stderr=log)
+        for _ in range(int(os.environ.get("WRITERS", 1)))]
+    for each in writers:
+        each.wait(300)
+print("Submitted batch job", number, "on cluster c1")
 """
 SRUN = """
 import subprocess, sys
@@ -39,6 +50,15 @@ sys.exit(subprocess.call(words[words.index("launch_pickled_pipeline"):]))
 """
 SCONTROL = "print('node7')\n"
 SQUEUE = "import sys; sys.exit('slurm_load_jobs error: Invalid job id specified')\n"
+SACCT = "import sys; print('NODE_FAIL|1:0|node7' if sys.argv[5] == '1_1' else '')"
+SCANCEL = """
+import os, sys
+open(os.path.dirname(os.path.abspath(__file__)) + "/cancelled", "a").write(" ".join(sys.argv[1:]))
+"""
+COMMANDS = {
+    "sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "sacct": SACCT,
+    "scancel": SCANCEL,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -46,9 +66,7 @@ def slurm(tmp_path, monkeypatch) -> Path:
     """Put commands on PATH that do what Slurm's do, in this process's place; return their log."""
     programs = tmp_path / "slurm"
     (programs / "jobs").mkdir(parents=True)
-    for name, text in zip(
-        ("sbatch", "srun", "scontrol", "squeue"), (SBATCH, SRUN, SCONTROL, SQUEUE), strict=True
-    ):
+    for name, text in COMMANDS.items():
         path = programs / name
         path.write_text(f"#!{sys.executable}\n{textwrap.dedent(text)}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -64,7 +82,7 @@ def phase(directory: Path, num_tasks: int = 3) -> Phase:
 OPTIONS = {"time": "1:00:00", "partition": "cpu", "poll_seconds": 0.05, "tasks_per_job": 2}
 
 
-def test_slurm_runs_every_task_and_a_lost_one_again(tmp_path, slurm, monkeypatch):
+def test_slurm_runs_every_task_and_a_lost_one_again(tmp_path, slurm, monkeypatch, capfd):
     """Each array index is a real process that loads datatrove's pickle and runs our tasks."""
     executor = SlurmExecutor(2, OPTIONS)
     cubes = phase(tmp_path / "out")
@@ -72,6 +90,9 @@ def test_slurm_runs_every_task_and_a_lost_one_again(tmp_path, slurm, monkeypatch
     with pytest.raises(ZerolmError, match=r"1 of 3 tasks have not ended: cubes 2"):
         run_phase(cubes, executor)
     assert [record is not None for record in completed(cubes)] == [True, True, False]
+    shown = capfd.readouterr().err
+    assert "cubes 2: Slurm job 1_1: NODE_FAIL|1:0|node7" in shown
+    assert "1_1 has left no " in shown
     script = next((cubes.records / "jobs").glob("*/launch_script.slurm")).read_text()
     assert "#SBATCH --array=0-1%2\n" in script
     assert "#SBATCH --partition=cpu\n" in script
@@ -82,13 +103,53 @@ def test_slurm_runs_every_task_and_a_lost_one_again(tmp_path, slurm, monkeypatch
     assert (tmp_path / "out" / "log").read_text().split() == ["0", "1", "2"]  # none of them twice
 
 
-def test_a_refusal_on_a_slurm_node_is_shown_here(tmp_path, slurm):
+def test_a_refusal_on_a_slurm_node_is_shown_here(tmp_path, slurm, capfd):
     cubes = phase(tmp_path / "out", 1)
     (tmp_path / "out" / "refuse-0").touch()
     with pytest.raises(ConfigError, match=r"input 0: is bad"):
         run_phase(cubes, SlurmExecutor(1, OPTIONS))
     note = json.loads(cubes.path(0, ".failed").read_text())
     assert note["pid"] != os.getpid()
+    shown = capfd.readouterr().err
+    assert "cubes 0: the end of " in shown and "ConfigError" in shown  # of the job's log
+
+
+@pytest.mark.parametrize("end", ["interrupt", "refused"])
+def test_no_array_outlives_the_command(tmp_path, slurm, monkeypatch, end):
+    """Of several arrays datatrove knows the last one only."""
+    monkeypatch.setenv("LOSE", "0 1 2")  # nothing runs
+    if end == "interrupt":
+        monkeypatch.setattr("data_prep.slurm.time.sleep", Mock(side_effect=KeyboardInterrupt))
+    else:
+        monkeypatch.setenv("REFUSE", "3")
+    cubes = phase(tmp_path / "out", 5)
+    with pytest.raises(KeyboardInterrupt if end == "interrupt" else ZerolmError):
+        run_phase(cubes, SlurmExecutor(2, {**OPTIONS, "max_array_size": 1}))
+    assert sorted(path.name for path in slurm.iterdir()) == ["1", "2", "3"]
+    assert "--dependency=afterany:1" in (slurm / "2").read_text()
+    expected = "1 2 3" if end == "interrupt" else "1 2"
+    assert (slurm.parent / "cancelled").read_text() == expected
+
+
+def test_two_processes_at_one_task_make_the_same_shards(
+    tmp_path, slurm, monkeypatch, tokenizer_directory
+):
+    """As when Slurm starts a task again before its first process is gone."""
+    lines = "".join(
+        json.dumps({"text": f"Document {n} of a few. " * 900}) + "\n" for n in range(99)
+    )
+    (tmp_path / "a.jsonl").write_text(lines)
+    inputs, _ = find_inputs([str(tmp_path / "a.jsonl")], "text")
+    tokenizer = load_tokenizer(str(tokenizer_directory))
+    monkeypatch.setenv("WRITERS", "2")
+    made = []
+    for name, executor in (("here", LocalExecutor(1)), ("there", SlurmExecutor(2, OPTIONS))):
+        options = TokenizeOptions(encoder="tokenizers", part_seconds=0)
+        summary = run_tokenization(inputs, tokenizer, [tmp_path / name], options, executor, {})
+        (manifest,) = summary.manifests
+        assert manifest["num_documents"] == 99
+        made.append((manifest["shards"], sorted(path.name for path in (tmp_path / name).iterdir())))
+    assert made[0] == made[1]
 
 
 @pytest.mark.soak  # a Ray cluster of its own: minutes on a busy machine
