@@ -19,6 +19,7 @@ def clean(options: argparse.Namespace) -> None:
     """Filter documents, and print what was dropped."""
     from dataclasses import replace
 
+    from data_prep.bad_input import Tally, summary_lines
     from data_prep.clean import CleanOptions, run_clean
     from data_prep.executors import show_progress
     from data_prep.input_flags import input_rules
@@ -58,6 +59,8 @@ def clean(options: argparse.Namespace) -> None:
     print(f"{options.output}: kept {kept:,} of {read:,} documents")
     for reason, count in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
         print(f"    {reason:<48}{count:>12,}")
+    for line in summary_lines(inputs, Tally.from_records([manifest["reading"]]), rules):
+        print(line)
     print(f"seconds: {time.monotonic() - start:,.1f} with {workers} workers")
 
 

@@ -23,7 +23,6 @@ from zerolm.errors import ConfigError, ZerolmError
 STATE = "pipeline.json"  # of a source: what each of its stages was begun with
 LOCK = ".lock"
 LEFT_OUT = "is not in the recipe now, and stays as it is"
-NO_LIMIT = 1 << 40
 MANIFESTS = {"shards": "manifest.json"}  # of stages that do not end in stage.json
 
 Json = dict[str, Any]
@@ -172,23 +171,13 @@ class Pipeline:
             self.recipe.tokenizer,
             outputs,
             TokenizeOptions(
-                rules=self._rules_of_stages(),
+                rules=replace(self.source.options.rules(), keep_records=False),
                 encoder=shards.encoder,
                 val_fraction=shards.val_fraction or None,
                 shard_tokens=shards.shard_tokens,
             ),
             self.executor,
             {"pipeline": provenance_of(stage)},
-        )
-
-    def _rules_of_stages(self) -> Any:
-        """Return how stages are read: without limits, since what they hold was let in already.
-
-        A document is a longer line there than it was a text, and its file is compressed well.
-        """
-        rules = self.source.options.rules()
-        return replace(
-            rules, keep_records=False, max_document_bytes=NO_LIMIT, max_expansion=NO_LIMIT
         )
 
     def _provenance(self) -> Json:
@@ -209,7 +198,9 @@ class Pipeline:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if stage == "shards":
             return f"{manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens"
-        return f"kept {manifest['documents_out']:,} of {manifest['documents_in']:,} documents"
+        words = f"kept {manifest['documents_out']:,} of {manifest['documents_in']:,} documents"
+        bad = sum(manifest.get("reading", {}).get("bad", {}).values())
+        return words + (f", left out {bad:,} that could not be read" if bad else "")
 
     def _begun(self) -> dict[str, str]:
         try:

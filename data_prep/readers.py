@@ -3,7 +3,6 @@
 What cannot be read becomes a chunk of kind "bad", and reading goes on behind it where it can.
 """
 
-import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,10 +11,10 @@ from typing import Any
 
 from data_prep.documents import Chunk, InputRules, Problem, too_long
 from data_prep.streams import Failure, Stream, read_lines
+from data_prep.tables import Refused, group_values, json_values, reading_errors
 from zerolm.errors import ConfigError, ZerolmError
 
 HUB_ROWS = 64  # a batch of the streaming iterator
-TABLE_ROWS = 8192
 SHOWN_CHARACTERS = 200
 END = -1  # as `next` of a chunk: nothing comes behind it
 
@@ -42,6 +41,7 @@ class Input:
     hub: HubId | None = None
     problem: Failure | None = None  # why nothing of it can be read, where bad input is skipped
     num_rows: int = 0  # that are lost with it, where that is known
+    of_stage: bool = False  # whether a stage wrote it: what it holds was let in already
 
 
 def read_input(
@@ -162,7 +162,7 @@ def _read_table(
                 continue
             at = max(begin, start)
             try:
-                for values in _group_values(file, group, at - begin, rules, size):
+                for values in group_values(file, group, at - begin, rules, size):
                     share = stored_bytes * (at + len(values)) // num_rows
                     share -= stored_bytes * at // num_rows
                     chunk = Chunk(each.name, "rows", at, values, share, number)
@@ -172,81 +172,8 @@ def _read_table(
                     raise ValueError(f"{end - at} rows of its row group {group} are missing")
             except reading_errors() as error:
                 lost = stored_bytes * (end - at) // max(1, num_rows)
-                failure = error.failure if isinstance(error, _Refused) else _table_failure(error)
+                failure = error.failure if isinstance(error, Refused) else _table_failure(error)
                 yield _bad(each, number, at, failure, end - at, lost), end
-
-
-class _Refused(ValueError):
-    def __init__(self, failure: Failure):
-        super().__init__(failure.detail)
-        self.failure = failure
-
-
-def _group_values(file: Any, group: int, skip: int, rules: InputRules, size: int) -> Iterator[list]:
-    """Yield the rows of a row group behind the first `skip`, in lists of about `size` bytes."""
-    metadata = file.metadata.row_group(group)
-    field = rules.text_field
-    names = None if rules.keep_records else [field]
-    plain = names is not None and field in file.schema_arrow.names
-    columns = [metadata.column(number) for number in range(metadata.num_columns)]
-    if names is not None:
-        columns = [
-            column
-            for column in columns
-            if column.path_in_schema == field or column.path_in_schema.startswith(field + ".")
-        ]
-    stored = sum(column.total_compressed_size for column in columns)
-    expanded = sum(column.total_uncompressed_size for column in columns)
-    if expanded > max(64 << 20, rules.max_expansion * stored):
-        raise _Refused(
-            Failure(
-                "expands",
-                f"row group {group} expands from {stored:,} to {expanded:,} bytes, more than "
-                f"--max_expansion {rules.max_expansion} times. If it is meant to, raise the limit.",
-            )
-        )
-    rows = min(max(1, size * metadata.num_rows // max(expanded, 1)), TABLE_ROWS)
-    for batch in file.iter_batches(rows, row_groups=[group], columns=names):
-        if skip >= len(batch):
-            skip -= len(batch)
-            continue
-        batch, skip = batch.slice(skip), 0
-        if plain:
-            yield _column_values(batch.column(0))
-        else:
-            yield _json_values(batch.to_pylist())
-
-
-def _json_values(value: Any) -> Any:
-    """Return rows as JSON has them: times in ISO 8601, bytes in base64, decimals as text."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _json_values(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_values(inner) for inner in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
-def _column_values(column: Any) -> list:
-    import pyarrow as pa
-
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:  # each value for itself, as bytes: one of them is not UTF-8
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        large = pa.types.is_large_string(column.type)
-        return column.view(pa.large_binary() if large else pa.binary()).to_pylist()
-
-
-def reading_errors() -> tuple[type[BaseException], ...]:
-    """Return what pyarrow raises for a damaged file; its own errors are not all built-in ones."""
-    import pyarrow as pa
-
-    return (pa.ArrowException, OSError, ValueError, NotImplementedError, OverflowError)
 
 
 def _table_failure(error: BaseException) -> Failure:
@@ -292,7 +219,7 @@ def _read_hub(
                 f"{', '.join(batch)}. Choose one with --text_field."
             )
         if rules.keep_records:
-            rows = _json_values(rows)
+            rows = json_values(rows)
         elif rules.text_field in batch:
             rows = batch[rules.text_field]
         yield Chunk(each.name, "rows", done, rows, 0, number), done + len(rows)

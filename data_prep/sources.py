@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.readers import HubId, Input, open_hub, reading_errors
-from data_prep.stage_files import STAGE, is_unfinished, read_stage
+from data_prep.readers import HubId, Input, open_hub
+from data_prep.stage_files import STAGE, is_stage, is_unfinished, read_stage
 from data_prep.streams import Failure
+from data_prep.tables import reading_errors
 from zerolm.errors import ConfigError
 
 SUFFIXES = (*(".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet"),)
@@ -72,6 +73,10 @@ def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[In
         paths = sorted(glob.glob(argument, recursive=True))  # noqa: PTH207 - absolute ones too
         if "**" in argument:  # it gives directories and what is in them
             paths = [path for path in paths if not Path(path).is_dir()]
+        stages = [each for each in {os.path.dirname(p) for p in paths} if is_stage(each or ".")]  # noqa: PTH120
+        if stages:
+            problems.append(_several_stages(argument, stages))
+            return
         if not paths:
             problems.append(f"--input {argument}: the glob matches nothing. Check the path.")
     elif (match := HUB_ID.fullmatch(argument)) and _suffix(argument) is None:
@@ -105,13 +110,14 @@ def _stage(argument: str, path: str, problems: list[str]) -> Iterator[Input]:
         problems += error.problems
         return
     for file in files:
-        yield _file(argument, str(file), _suffix(file.name) or "")
+        yield replace(_file(argument, str(file), _suffix(file.name) or ""), of_stage=True)
 
 
 def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
     """Yield the files below a directory, sorted by path."""
     paths: list[str] = []
     links: list[str] = []
+    stages: list[str] = []
     unreadable: dict[str, Failure] = {}
 
     def note(error: OSError) -> None:
@@ -120,6 +126,10 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
         )
 
     for directory, directories, names in os.walk(top, onerror=note):
+        if STAGE in names:
+            stages.append(directory)
+            directories.clear()
+            continue
         if {"records", "work"} & set(directories) and is_unfinished(directory):
             problems.append(
                 f"--input {argument}: {directory} is a stage that was not finished. Run its "
@@ -142,13 +152,25 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
             f"--input {argument}: left aside {len(links):,} directories that are symbolic links; "
             f"the first is {min(links)}. Give those that are meant as --input."
         )
-    if not known:
+    if stages:
+        problems.append(_several_stages(argument, stages))
+    elif not known:
         problems.append(f"--input {argument}: no {', '.join(SUFFIXES)} file below {top}.")
-    for path in known:
+    for path in known if not stages else ():
         if path in unreadable:
             yield Input(argument, path, "directory", 0, problem=unreadable[path])
         else:
             yield _file(argument, path, _suffix(path) or "")
+
+
+def _several_stages(argument: str, stages: Sequence[str]) -> str:
+    """Say why files beside each other in stages are not read: the same documents are in several."""
+    shown = ", ".join(sorted(stages)[:5]) + (", ..." if len(stages) > 5 else "")
+    return (
+        f"--input {argument}: means files of {len(stages):,} stages of a pipeline: {shown}. The "
+        f"same documents are in several stages, and in the lists of what was dropped. Give the "
+        f"directory of the stage that is meant."
+    )
 
 
 def _file(argument: str, path: str, suffix: str) -> Input:

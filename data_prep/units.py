@@ -20,12 +20,14 @@ from data_prep.documents import (
     Problem,
     read_documents,
 )
-from data_prep.readers import END, Input, read_input, reading_errors
+from data_prep.readers import END, Input, read_input
+from data_prep.tables import reading_errors
 from zerolm.errors import ConfigError
 
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 21, 1 << 28
 UNITS_OF_A_CORPUS = 128  # enough for many workers, and for an even end, where it is small
+NO_LIMIT = 1 << 40
 FILE_BYTES = 1 << 12  # what a file costs beside its content: a million empty ones are not one unit
 
 
@@ -145,9 +147,20 @@ def read_unit(
         behind = Position(number + 1, 0)
         if number + 1 < len(unit.pieces):
             behind = Position(number + 1, unit.pieces[number + 1].start)
-        chunks = read_input(list(inputs), piece.input, begin, piece.stop, rules, chunk_bytes)
+        own = rules_of(inputs[piece.input], rules)
+        chunks = read_input(list(inputs), piece.input, begin, piece.stop, own, chunk_bytes)
         for chunk, end in chunks:
             yield chunk._replace(next=behind if end == END else Position(number, end))
+
+
+def rules_of(each: Input, rules: InputRules) -> InputRules:
+    """Return the rules for an input: the files of a stage have no limits.
+
+    A document is a longer line there than it was a text, and its file is compressed well.
+    """
+    if not each.of_stage:
+        return rules
+    return replace(rules, max_document_bytes=NO_LIMIT, max_expansion=NO_LIMIT)
 
 
 class Batch(NamedTuple):
@@ -178,7 +191,8 @@ def read_batches(
     """
     fatal: list[Problem] = []
     for chunk in read_unit(inputs, unit, rules, chunk_bytes, start):
-        documents, skipped, problems = read_documents(chunk, rules)
+        own = rules_of(inputs[chunk.input], rules)
+        documents, skipped, problems = read_documents(chunk, own)
         if problems and rules.on_bad_input == "fail":
             fatal += problems
         if fatal:  # nothing will come of this unit; see what else is wrong with it

@@ -96,7 +96,7 @@ RUNGS = {
             # between encoding and shards
             "parts", "reuse",
             # reading inputs
-            "bad_input", "input_flags", "readers", "streams", "units",
+            "bad_input", "input_flags", "readers", "streams", "tables", "units",
             # packing
             "best_fit",
         )),

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from stage_cases import write_stage
 
 from data_prep.documents import InputRules
 from data_prep.readers import HubId, Input
@@ -188,3 +190,30 @@ def test_a_stage_that_was_not_finished_is_no_data(tmp_path, records):
             find_inputs([str(argument)], "text")
     (stage / records / "00000.json").unlink()  # any directory may have such names
     assert len(find_inputs([str(stage)], "text")[0]) == 1
+
+
+def test_stages_below_a_directory_are_named_and_not_read_together(tmp_path, monkeypatch):
+    """Else the documents of each, and the lists of what they dropped, would be one corpus."""
+    (tmp_path / "out").mkdir()
+    for name in ("clean", "dedup"):
+        write_stage(tmp_path / "out" / name, ["a", "b"], 1)
+    (tmp_path / "out" / "dedup" / "duplicates.jsonl.zst").write_bytes(b"")
+    clean, dedup = (str(tmp_path / "out" / name) for name in ("clean", "dedup"))
+    for argument in (tmp_path, tmp_path / "out", tmp_path / "**/*.zst", f"{dedup}/d*.jsonl.zst"):
+        with pytest.raises(ConfigError, match=rf"--input .* of . stages.*{dedup}\b.*Give the dir"):
+            find_inputs([str(argument)], "text")
+    assert len(find_inputs([clean], "text")[0]) == 2
+    monkeypatch.chdir(clean)
+    with pytest.raises(ConfigError, match="of 1 stages"):
+        find_inputs(["*.zst"], "text")
+
+
+def test_what_a_stage_holds_has_no_limit(tmp_path):
+    texts = ["long " * 99, "x"]
+    inputs, _ = find_inputs([str(write_stage(tmp_path / "s", texts, 1))], "text")
+    raw = [replace(each, of_stage=False) for each in inputs]
+    rules, unit = InputRules(max_document_bytes=100), plan_units(inputs)[0]
+    found = [each.text for batch in read_batches(inputs, unit, rules, Tally()) for each in batch[0]]
+    assert found == texts
+    with pytest.raises(ConfigError, match="max_document_bytes"):
+        list(read_batches(raw, unit, rules, Tally()))
