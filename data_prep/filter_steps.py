@@ -60,15 +60,28 @@ class Pii:
 
 
 class Url:
-    """datatrove's URL filter, which needs a URL."""
+    """datatrove's URL filter, which needs a URL; the list of public suffixes is the package's own.
+
+    datatrove's would be downloaded by each process: other verdicts on another day, and without a
+    network a wait and a traceback on standard error.
+    """
 
     def __init__(self, step: Any):
+        from tldextract import TLDExtract
+
         self.step = step
+        self.step.tldextractor = TLDExtract(suffix_list_urls=())
 
     def __call__(self, document: Any) -> bool | tuple[bool, str]:
-        if not document.metadata.get("url"):
+        url = document.metadata.get("url")
+        if not url:
             return False, "no_url"
-        return self.step.filter(document)
+        if not isinstance(url, str):
+            return False, "not_a_url"
+        try:
+            return self.step.filter(document)
+        except ValueError:  # of tldextract and what it is made of
+            return False, "not_a_url"
 
 
 def load_language(given: Json) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,8 +221,8 @@ def _parameter_problems(name: str, given: Json, place: str) -> list[str]:
         ]
     if name == "language" and not isinstance(given.get("model"), str):
         problems.append(
-            f"{place}: needs model, the path of a fastText model file such as lid.176.bin. "
-            f"Nothing is downloaded."
+            f"{place}: needs model, the path of a fastText model file such as lid.176.bin, which "
+            f"fasttext.cc/docs/en/language-identification.html has. Nothing is downloaded."
         )
     elif name == "language" and not Path(given["model"]).is_file():
         problems.append(f"{place}: model: {given['model']}: no such file. Check the path.")
@@ -287,15 +287,10 @@ def identity(specifications: Sequence[Json]) -> Json:
             path = getattr(sys.modules[module], "__file__", None)
             found[module] = sha256_file(Path(path)) if path else None
         elif name != "length":
-            for package in ("datatrove", "spacy"):
+            for package in ("datatrove", "spacy", "tldextract")[: 3 if name == "url" else 2]:
                 with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                     found[package] = importlib.metadata.version(package)
         if name == "language":
             status = Path(specification["model"]).stat()
             found[specification["model"]] = [status.st_size, status.st_mtime_ns]
     return found
-
-
-def names(specifications: Iterable[Json]) -> list[str]:
-    """Return the names of filters, in order."""
-    return [specification["filter"] for specification in specifications]

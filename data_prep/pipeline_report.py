@@ -73,7 +73,24 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             keys = ("num_documents", "num_tokens", "text_bytes", "dtype", "vocab_size")
             found["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}
+    _estimate_tokens(found)
     return found
+
+
+def _estimate_tokens(found: Json) -> None:
+    """Note what the documents of stages are in tokens, from their bytes: only shards are counted.
+
+    Text that was dropped may have another number of bytes in a token than what is in the shards.
+    """
+    shards = found["shards"].values()
+    text_bytes = sum(each["text_bytes"] for each in shards)
+    if not text_bytes:
+        return
+    per_byte = sum(each["num_tokens"] for each in shards) / text_bytes
+    found["estimated_tokens_per_byte"] = per_byte
+    for stage in found["stages"]:
+        for end in ("in", "out"):
+            stage[f"estimated_tokens_{end}"] = round(stage[f"text_bytes_{end}"] * per_byte)
 
 
 def _tasks(directory: Path) -> list[Json]:
@@ -147,19 +164,32 @@ def _funnel(source: Mapping[str, Any]) -> str:
         rows.append(
             f"<tr><td>{stage['stage']}<td>{came:,}<td>{went:,}<td>{_share(went, came)}"
             f"<td>{_bytes(stage['text_bytes_in'])}<td>{_bytes(stage['text_bytes_out'])}"
+            f"<td>{_about(stage, 'in')}<td>{_about(stage, 'out')}"
             f'<td><div class=bar title="of all documents read"><i style="width:{kept:.3f}%"></i>'
             f'<b style="width:{lost:.3f}%"></b></div>'
         )
     for name, shards in source["shards"].items():
         rows.append(
             f"<tr><td>{name}<td>{shards['num_documents']:,}<td>{shards['num_documents']:,}<td>"
-            f"<td>{_bytes(shards['text_bytes'])}<td>{shards['num_tokens']:,} tokens<td>"
+            f"<td>{_bytes(shards['text_bytes'])}<td><td><td>{shards['num_tokens']:,}<td>"
+        )
+    note = ""
+    if "estimated_tokens_per_byte" in source:
+        note = (
+            f"<p>Tokens with ~ are estimated from bytes, at the "
+            f"{1 / source['estimated_tokens_per_byte']:.3f} bytes per token of the shards, whose "
+            f"tokens are counted.</p>"
         )
     return (
         "<h3>Documents through the stages</h3><div class=scroll><table><tr><th>stage<th>in<th>kept"
-        "<th>share<th>text in<th>text out<th>of all documents (green kept, red dropped)"
-        f"{''.join(rows)}</table></div>"
+        "<th>share<th>text in<th>text out<th>tokens in<th>tokens out"
+        f"<th>green kept, red dropped{''.join(rows)}</table></div>{note}"
     )
+
+
+def _about(stage: Mapping[str, Any], end: str) -> str:
+    tokens = stage.get(f"estimated_tokens_{end}")
+    return "" if tokens is None else f"~{tokens:,}"
 
 
 def _reasons(source: Mapping[str, Any]) -> str:

@@ -153,6 +153,21 @@ def keep_short(text: str, record: dict, limit: int = 3) -> object:
     return len(text) <= limit or (False, "long")
 
 
+def test_urls_are_judged_by_datatrove_without_a_network_and_odd_ones_named(capfd, monkeypatch):
+    monkeypatch.setenv("TLDEXTRACT_CACHE", "/dev/null/none")  # what another run has downloaded
+    words = {"extra_domains": ["bad.co.uk"], "banned_words": ["casino"]}
+    filters = build([{"filter": "url", "use_integrated_lists": False, **words}])
+    cases = {
+        "http://good.co.uk/a": "", "http://x.bad.co.uk/": "url.domain", "": "url.no_url",
+        "http://a.com/the-casino": "url.hard_blacklisted", "http://[::1": "", 5: "url.not_a_url",
+        "http://\ud800.com": "", "::::": "",
+    }  # fmt: skip
+    for url, reason in cases.items():
+        assert filters.judge("text", "0", {"url": url}).reason == reason, url
+    assert filters.judge("text", "0", {}).reason == "url.no_url"
+    assert capfd.readouterr().err == ""
+
+
 def test_a_function_of_the_user_decides_and_its_mistakes_are_named():
     path = f"{__name__}:keep_short"
     filters = build([{"filter": "python", "function": path, "options": {"limit": 4}}])

@@ -97,6 +97,12 @@ def test_a_pipeline_goes_from_text_to_shards_and_starts_again_where_it_changed(r
     report = json.loads((recipe.parent / "out" / "report.json").read_text())
     stages = report["sources"]["web"]["stages"]
     assert [stage["documents_out"] for stage in stages] == [41, 40]
+    tokens = training["num_tokens"] + held_out["num_tokens"]  # of what the last stage has kept
+    assert stages[-1]["estimated_tokens_out"] == tokens
+    for stage in stages:
+        for end in ("in", "out"):
+            expected = stage[f"text_bytes_{end}"] * tokens / stages[-1]["text_bytes_out"]
+            assert abs(stage[f"estimated_tokens_{end}"] - expected) <= 1
 
 
 def test_a_recipe_means_the_same_from_every_directory(recipe, monkeypatch, capsys):
