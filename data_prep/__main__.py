@@ -1,5 +1,6 @@
 """Prepare data: `python -m data_prep train-tokenizer | tokenize | verify | inspect | stats`."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def _terminate(*_: object) -> None:
 
 def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
+    # Nothing here multiplies matrices, and a process of one thread starts its workers sooner.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         options = parse(argv)
         COMMANDS[options.command](options)

@@ -148,20 +148,29 @@ class LocalExecutor:
 
     Args:
         on_record: called with the phase and the record of each task, in the order of the tasks.
+        on_start: called when the processes are there; threads are to begin then and not before
+            (data_prep/workers.py says why).
     """
 
     num_workers: int
     on_record: Callable[[Phase, Record], None] | None = None
+    on_start: Callable[[], object] | None = None
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
         """Run the tasks; `Executor.run` says what is raised."""
         num_workers = min(self.num_workers, len(tasks))
         if num_workers == 1:
+            if self.on_start is not None:
+                self.on_start()
             self._show(phase, map(partial(run_task, phase), tasks))
             return
-        prepare = partial(partial, run_task, phase)
         results = ordered_map(
-            prepare, tasks, num_workers, ahead_per_worker=len(tasks), given_per_worker=1
+            partial(partial, run_task, phase),
+            tasks,
+            num_workers,
+            ahead_per_worker=len(tasks),
+            given_per_worker=1,
+            on_start=self.on_start,
         )
         with contextlib.closing(results):
             self._show(phase, results)

@@ -42,6 +42,7 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
+            tqdm.monitor_interval = 0  # no thread: workers start sooner from a process without
             self.bar = tqdm(total=total_bytes, desc=command, unit="B", unit_scale=True)
 
     def add(self, input_bytes: int, num_documents: int, num_tokens: int = 0) -> None:
@@ -136,10 +137,14 @@ class Watch:
     Args:
         records: the directory of the phase's records and notes.
         labels: what each task works at.
+        is_started: whether the thread begins at once, and not when `start` is called.
     """
 
-    def __init__(self, progress: Progress, records: Path, labels: Sequence[str]):
+    def __init__(
+        self, progress: Progress, records: Path, labels: Sequence[str], is_started: bool = True
+    ):
         self.progress, self.records, self.labels = progress, records, labels
+        self.is_started = is_started
         self._done: dict[int, tuple[int, int, int, float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -147,12 +152,19 @@ class Watch:
     def __enter__(self) -> "Watch":
         self._show()
         self.progress.bytes_before = self.progress.input_bytes
-        self._thread.start()
+        if self.is_started:
+            self._thread.start()
         return self
+
+    def start(self) -> None:
+        """Begin, inside of the `with`."""
+        self.is_started = True
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        if self.is_started:
+            self._thread.join()
         self._show()
 
     def _run(self) -> None:

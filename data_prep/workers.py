@@ -4,16 +4,24 @@ Each worker has a pipe of its own, whose other end only it holds: the kernel rep
 once, even in the middle of a message, and tells a worker in the same way that its parent is gone.
 (`ProcessPoolExecutor` shares one pipe, and waits forever for the rest of a message whose sender was
 killed.) Knows nothing of documents and tokens.
+
+A process of one thread is copied (fork): its workers have at once what it has imported and loaded.
+One that has threads cannot be copied, since what they hold locked would stay locked in the copy:
+its workers are new processes (spawn).
 """
 
+import contextlib
 import multiprocessing
+import os
 import queue
 import signal
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 from zerolm.errors import ConfigError, ZerolmError
@@ -21,7 +29,7 @@ from zerolm.errors import ConfigError, ZerolmError
 AHEAD_PER_WORKER = 6  # items between reading and yielding, so that one slow item idles nobody
 GIVEN_PER_WORKER = 2  # one at work and one at hand: a worker never waits for this process's turn
 STOP_SECONDS = 5
-_NO_MORE = object()
+ENDING_SECONDS = 0.005  # for which a thread that was joined may be there still
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -34,12 +42,14 @@ def ordered_map(
     *,
     ahead_per_worker: int = AHEAD_PER_WORKER,
     given_per_worker: int = GIVEN_PER_WORKER,
+    on_start: Callable[[], object] | None = None,
 ) -> Generator[Result, None, None]:
     """Yield `prepare()(item)` for every item, in the order of the items.
 
     `prepare` is sent to every worker and called once there. At most `ahead_per_worker` items for
     each worker exist at a time, whether as items or as results. Items that take minutes want a
     `given_per_worker` of 1, so that no worker keeps one waiting that another is free for.
+    `on_start` is called when all workers are there: threads that begin then cannot hinder them.
 
     Raises:
         ConfigError, ZerolmError, OSError: as raised in a worker.
@@ -50,6 +60,8 @@ def ordered_map(
     try:
         for index in range(num_workers):
             workers.append(_Worker(prepare, index))
+        if on_start is not None:
+            on_start()
         max_ahead = ahead_per_worker * num_workers
         yield from _feed(workers, enumerate(items), max_ahead, given_per_worker)
     finally:
@@ -94,11 +106,11 @@ def _feed(
 
 class _Worker:
     def __init__(self, prepare: Callable[[], Callable], index: int):
-        # spawn, not fork: no copies of the other workers' pipes, of threads, or of CUDA contexts
-        context = multiprocessing.get_context("spawn")
+        copied = _has_one_thread()
+        context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(theirs, prepare), name=f"worker-{index}", daemon=True
+            target=_work, args=(theirs, prepare, copied), name=f"worker-{index}", daemon=True
         )
         self.process.start()
         theirs.close()
@@ -147,15 +159,43 @@ class _Worker:
             self.process.join()
 
 
-def _work(connection: Connection, prepare: Callable[[], Callable]) -> None:
+def _has_one_thread() -> bool:
+    """Say whether this process has no thread but this one, those of libraries counted."""
+    try:
+        for _ in range(2):
+            if len(list(Path("/proc/self/task").iterdir())) == 1:
+                return True
+            time.sleep(ENDING_SECONDS)
+    except OSError:  # no Linux
+        pass
+    return False
+
+
+def _drop_inherited(connection: Connection) -> None:
+    """Let go of what a copy of the parent has open: its locks, and its ends of workers' pipes.
+
+    The numbers stay taken, since objects of the parent that are here too may close them.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number not in (connection.fileno(), nothing):
+            with contextlib.suppress(OSError):  # the one of the listing is closed by now
+                os.fstat(number)
+                os.dup2(nothing, number)
+
+
+def _work(connection: Connection, prepare: Callable[[], Callable], copied: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if copied:
+        _drop_inherited(connection)
     # A thread receives, whatever this one does: the parent that sends can never wait for a worker
     # that waits, with a long answer, for the parent.
     items: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     function = None
-    while (item := items.get()) is not _NO_MORE:
+    while True:
+        item = items.get()
         try:
             function = function or prepare()
             answer = ("done", function(item))
@@ -177,5 +217,5 @@ def _receive(connection: Connection, items: queue.SimpleQueue) -> None:
     try:
         while True:
             items.put(connection.recv())
-    except (EOFError, OSError):
-        items.put(_NO_MORE)
+    except (EOFError, OSError):  # nobody waits for an answer: leave even in the middle of an item
+        os._exit(0)

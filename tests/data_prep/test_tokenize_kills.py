@@ -100,7 +100,7 @@ def kill(process: subprocess.Popen, what: str) -> bool:
     else:
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(process.pid).children(recursive=True)
-            workers = [each for each in children if "spawn_main" in " ".join(each.cmdline())]
+            workers = [each for each in children if "tracker" not in " ".join(each.cmdline())]
             if not workers:
                 return False
             random.choice(workers).kill()

@@ -1,16 +1,28 @@
 """data_prep/workers.py: results in order, bounded, and no hang whatever happens to a worker."""
 
+import fcntl
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
 
+import psutil
 import pytest
+from small_corpus import ROOT
 
+from data_prep import workers
 from data_prep.workers import AHEAD_PER_WORKER, ordered_map
 from zerolm.errors import ConfigError, ZerolmError
+
+
+@pytest.fixture(params=["copies", "new"])
+def started(request, monkeypatch):
+    """Workers that are copies of this process, and new ones."""
+    monkeypatch.setattr(workers, "_has_one_thread", lambda: request.param == "copies")
 
 
 def squarer(delay=0.0):
@@ -50,7 +62,7 @@ def children_left() -> list:
     return [child for child in multiprocessing.active_children() if child.name.startswith("worker")]
 
 
-def test_results_are_in_the_order_of_the_items():
+def test_results_are_in_the_order_of_the_items(started):
     """Though a third of the items take longer."""
     results = ordered_map(partial(squarer, 0.01), range(50), 3)
     assert list(results) == [number * number for number in range(50)]
@@ -80,7 +92,7 @@ def test_nothing_is_read_far_ahead():
         ("killed", ZerolmError, "was killed by SIGKILL"),
     ],
 )
-def test_what_goes_wrong_in_a_worker_ends_the_map(kind, error, message):
+def test_what_goes_wrong_in_a_worker_ends_the_map(started, kind, error, message):
     with pytest.raises(error, match=message):
         list(ordered_map(partial(failing, kind), range(50), 2))
     assert children_left() == []
@@ -91,7 +103,7 @@ def test_a_worker_that_cannot_start_ends_the_map():
         list(ordered_map(unable, range(50), 2))
 
 
-def test_a_worker_killed_in_the_middle_of_a_message_is_noticed():
+def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(started):
     """The others must not wait for its pipe, nor the parent for the rest of the message."""
 
     def items():
@@ -120,3 +132,43 @@ def test_a_failing_source_of_items_ends_the_workers():
     with pytest.raises(OSError, match="gone"):
         list(ordered_map(squarer, items(), 2))
     assert children_left() == []
+
+
+ORPHANS = """
+import fcntl, os, sys, time
+from data_prep.workers import ordered_map
+
+def sleeper():
+    return lambda item: print(os.getpid(), flush=True) or time.sleep(60)
+
+if __name__ == "__main__":
+    if sys.argv[2] == "new":
+        from data_prep import workers
+        workers._has_one_thread = lambda: False
+    lock = open(sys.argv[1], "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    list(ordered_map(sleeper, range(2), 2))
+"""
+
+
+@pytest.mark.parametrize("kind", ["copies", "new"])
+def test_workers_of_a_killed_process_end_at_once_and_hold_no_lock(tmp_path, kind):
+    """In the middle of an item, whose answer nobody would take."""
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "orphans.py"), str(tmp_path / "lock"), kind],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.wait(30)
+    with open(tmp_path / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.stdout.close()
