@@ -14,11 +14,13 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_prep.tokenizer_files import byte_of_character, without_special_tokens
 from zerolm.errors import ConfigError
 from zerolm.excerpts import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
 
@@ -31,6 +33,9 @@ EXTRAS = {"gigatoken": "fast-tokenizers", "fastokens": "fast-tokenizers", "tikto
 # (token ids of all texts (N,) uint32, where each text ends (D,) int64)
 Ids = tuple[np.ndarray, np.ndarray]
 Encode = Callable[[Sequence[str]], Ids]
+
+# A panic of Rust is no `Exception`, so a library's failure is whatever it raises but for these.
+NOT_FAILURES = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
 
 # What GPT-2 splits at, which the byte-level pre-tokenizer of `tokenizers` has built in.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -51,6 +56,10 @@ class BackendRefused(Exception):
     """A backend is not installed, or does not take this tokenizer; the message says why."""
 
 
+class BackendFailed(Exception):
+    """A backend could not encode some text; the message says why."""
+
+
 def reference_backend(directory: Path) -> str:
     """Return the backend whose ids are by definition those of a tokenizer's copy."""
     if (directory / TIKTOKEN_FILE).is_file():
@@ -67,7 +76,9 @@ def installed_version(name: str) -> str | None:
 
 
 def open_backend(name: str, directory: Path) -> Encode:
-    """Load a backend for a tokenizer's copy.
+    """Load a backend for a tokenizer's copy; once in a process, as long as the copy is the same.
+
+    What it returns raises `BackendFailed` for texts that it cannot encode.
 
     Raises:
         BackendRefused: it is not installed, or does not take this tokenizer.
@@ -76,53 +87,43 @@ def open_backend(name: str, directory: Path) -> Encode:
     if installed_version(name) is None:
         extra = EXTRAS.get(name, name)
         raise BackendRefused(f"is not installed (pip install 'zerolm[{extra}]')")
+    copy = [directory / file for file in ID_FILES]
+    states = [each.stat() for each in copy if each.is_file()]
+    return _open(name, directory, tuple((each.st_mtime_ns, each.st_size) for each in states))
+
+
+@lru_cache(maxsize=4)
+def _open(name: str, directory: Path, _: tuple[tuple[int, int], ...]) -> Encode:
     if name == reference_backend(directory):
-        return _REFERENCES[name](directory)
+        return _guarded(_REFERENCES[name](directory))
     if name == "transformers":
-        return _transformers(directory)
+        return _guarded(_transformers(directory))
     try:
-        return _FAST[name](directory)
+        return _guarded(_FAST[name](directory))
     except (BackendRefused, ConfigError):
         raise
     except KeyError as error:
         raise BackendRefused(f"does not take this kind of tokenizer (no {error})") from error
-    except BaseException as error:  # young libraries raise what they like; Rust panics are of
-        if isinstance(error, KeyboardInterrupt | SystemExit):  # BaseException
+    except BaseException as error:
+        if isinstance(error, NOT_FAILURES):
             raise
-        reason = " ".join(f"{error}".split())[:200]
-        raise BackendRefused(f"does not take this tokenizer ({reason})") from error
+        raise BackendRefused(f"does not take this tokenizer ({_plainly(error)})") from error
 
 
-def spellings(directory: Path) -> dict[int, str]:
-    """Return {id: text} of a copy's tokens but for special ones; bytes of no character left out."""
-    if (directory / TIKTOKEN_FILE).is_file():
-        ranks = read_encoding(directory)._mergeable_ranks
-        return {rank: token.decode("utf-8", "ignore") for token, rank in ranks.items()}
-    if not (directory / "tokenizer.json").is_file():
-        return {}
-    content = json.loads((directory / "tokenizer.json").read_bytes())
-    vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):  # of Unigram: pairs of token and score
-        vocab = {token: number for number, (token, _) in enumerate(vocab)}
-    special = {each["id"] for each in content["added_tokens"] if each["special"]}
-    texts = {number: token for token, number in vocab.items() if number not in special}
-    if "ByteLevel" in json.dumps(content["pre_tokenizer"]):
-        byte_of = _byte_of_character()
-        return {
-            number: bytes(byte_of.get(one, 32) for one in token).decode("utf-8", "ignore")
-            for number, token in texts.items()
-        }
-    return texts
+def _guarded(encode: Encode) -> Encode:
+    def guarded(texts: Sequence[str]) -> Ids:
+        try:
+            return encode(texts)
+        except BaseException as error:
+            if isinstance(error, NOT_FAILURES):
+                raise
+            raise BackendFailed(_plainly(error)) from error
+
+    return guarded
 
 
-def special_tokens(directory: Path) -> list[str]:
-    """Return the tokens of a copy that stand beside its vocabulary of text."""
-    if (directory / TIKTOKEN_FILE).is_file():
-        return list(read_encoding(directory)._special_tokens)
-    if not (directory / "tokenizer.json").is_file():
-        return []
-    content = json.loads((directory / "tokenizer.json").read_bytes())
-    return [each["content"] for each in content["added_tokens"]]
+def _plainly(error: BaseException) -> str:
+    return " ".join(f"{error}".split())[:200] or type(error).__name__
 
 
 def flatten(lists: Sequence[Any]) -> Ids:
@@ -181,7 +182,7 @@ def _gigatoken(directory: Path) -> Encode:
         scheme = GIGATOKEN_SCHEMES[name]
         backend: Any = BPETokenizer.from_tiktoken(directory / TIKTOKEN_RANKS, scheme, {})
     else:
-        backend = load_hf_json(json.dumps(_without_special_tokens(directory)))
+        backend = load_hf_json(json.dumps(without_special_tokens(directory)))
     # One document a call: the arrays that a batch returns cost 0.5 s of imports in each worker.
     return lambda texts: flatten([backend.encode(text) for text in texts])
 
@@ -197,7 +198,7 @@ def _fastokens(directory: Path) -> Encode:
             str(directory / TIKTOKEN_RANKS), pattern=pattern, special_tokens={}
         )
     else:
-        backend = fastokens.Tokenizer.from_json_str(json.dumps(_without_special_tokens(directory)))
+        backend = fastokens.Tokenizer.from_json_str(json.dumps(without_special_tokens(directory)))
     backend.no_truncation()
     backend.no_padding()
 
@@ -209,17 +210,9 @@ def _fastokens(directory: Path) -> Encode:
     return encode
 
 
-def _without_special_tokens(directory: Path) -> dict[str, Any]:
-    """Return tokenizer.json without what must not be found in text: there, they are text."""
-    content = json.loads((directory / "tokenizer.json").read_bytes())
-    content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
-    content["truncation"] = content["padding"] = content["post_processor"] = None
-    return content
-
-
 def _tiktoken_of_json(directory: Path) -> Encode:
     """Run byte-level BPE of a tokenizer.json by tiktoken, whose ranks are the order of merges."""
-    content = _without_special_tokens(directory)
+    content = without_special_tokens(directory)
     if content["normalizer"] is not None or content["added_tokens"]:
         raise BackendRefused("has no normalizers and no added tokens that are not special")
     model = content["model"]
@@ -229,7 +222,7 @@ def _tiktoken_of_json(directory: Path) -> Encode:
         raise BackendRefused("has no prefixes of inner subwords and no words that skip merging")
     import tiktoken
 
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     special = {each["content"] for each in json.loads(
         (directory / "tokenizer.json").read_bytes())["added_tokens"]}  # fmt: skip
     try:
@@ -260,15 +253,6 @@ def _split_pattern(pre_tokenizer: dict[str, Any]) -> str:
             if first["behavior"] == "Isolated" and not first["invert"]:
                 return first["pattern"]["Regex"]
     raise BackendRefused("takes one pattern to split at, and no prefix space")
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's alphabet of bytes (Radford et al. 2019, `bytes_to_unicode` of encoder.py)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + number): byte for number, byte in enumerate(others)
-    }
 
 
 _REFERENCES: dict[str, Callable[[Path], Encode]] = {

@@ -126,13 +126,14 @@ def _encoder_words(encoder: dict[str, Any]) -> str:
     words = []
     for key, count in encoder["counts"].items():
         name, _, what = key.rpartition(".")
-        if what == "documents" and name != "checked":
+        if what == "documents" and name not in ("checked", "failed"):
             size = encoder["counts"].get(f"{name}.bytes", 0)
             version = f" {encoder['version']}" if name == encoder["backend"] else ""
             words.append(f"{name}{version}, {count:,} documents, {size / 1e6:,.1f} MB")
-    checked = encoder["counts"].get("checked.documents")
-    if checked:
-        words.append(f"{checked:,} of them checked against {encoder['reference']}")
+    if failed := encoder["counts"].get("failed.documents"):
+        words.append(f"{failed:,} of them since {encoder['backend']} failed")
+    if checked := encoder["counts"].get("checked.documents"):
+        words.append(f"{checked:,} checked against {encoder['reference']}")
     return "; ".join(words)
 
 

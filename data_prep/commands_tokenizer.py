@@ -88,8 +88,8 @@ def train_tokenizer(options: argparse.Namespace) -> None:
 
 
 def _report(directory: Path, texts: dict[str, list[str]]) -> None:
-    from data_prep.backends import spellings
     from data_prep.encoders import load_encoder
+    from data_prep.tokenizer_files import spellings
     from data_prep.tokenizer_report import measure, report_lines
     from zerolm.files import write_json
 
@@ -142,8 +142,9 @@ def compare_tokenizers(options: argparse.Namespace) -> None:
 
 
 def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
-    from data_prep.backends import spellings
-    from data_prep.encoders import choose_backend, load_encoder
+    from data_prep.encoder_choice import choose_backend
+    from data_prep.encoders import load_encoder
+    from data_prep.tokenizer_files import spellings
     from data_prep.tokenizer_report import measure
 
     with tempfile.TemporaryDirectory() as name:

@@ -1,49 +1,29 @@
-"""Encoders: texts to ids by the fastest backend that is proven to give the reference's ids.
+"""Encoders: texts to ids by the backend that was chosen, and by the reference where it must.
 
-`choose_backend` runs once, in the process that starts the others; `load_encoder` runs in every
-worker. A document with a code point outside the proven set goes through the reference, and a
-sample of the others is encoded by both. Knows nothing of documents' files and of shards.
+A document with a code point outside the proven set goes through the reference, and so does one at
+which the backend fails; a sample of the others is encoded by both. encoder_choice.py chooses.
+Knows nothing of documents' files and of shards.
 """
 
-import dataclasses
-import hashlib
-import json
-import os
-import platform
-import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.backends import (
-    BACKENDS,
-    FAST_BACKENDS,
-    ID_FILES,
-    BackendRefused,
-    Encode,
-    installed_version,
-    open_backend,
-    reference_backend,
-    special_tokens,
-    spellings,
-)
-from data_prep.equality import PROOF_VERSION, Proof, prove
-from zerolm.errors import ConfigError, ZerolmError, did_you_mean
-from zerolm.files import write_json
+from data_prep.backends import BackendFailed, Encode, Ids, flatten, open_backend, reference_backend
+from data_prep.encoder_choice import Choice
+from zerolm.errors import ZerolmError
 
 CHECKED_ONE_IN = 1000  # documents, by a hash of their length and beginning
 CHECKED_CHARACTERS = 1 << 15  # of a document: checking the longest costs no more
-# Below this, encoding by `tokenizers` takes less time than the proof: 3 CPU seconds (measured on 2
-# cores of AMD EPYC, 2026-11-21), the time in which it encodes 7 MB on each core.
-PROOF_BYTES = 16 << 20
+MAX_FAILED = 20  # documents in a process: a backend that fails at more is not asked again
 UNICODE_SIZE = 0x110000
+ASCII = bytes(range(128))
 STEP = 1 << 20  # characters looked at together, so that a giant document needs no giant arrays
 
 
@@ -52,34 +32,15 @@ class Encoded(NamedTuple):
 
     ids: np.ndarray  # (N,) uint32
     ends: np.ndarray  # (D,) int64: where each document's ids end
+    text_bytes: np.ndarray  # (D,) int64: of each document, as UTF-8
 
 
 class EncoderError(ZerolmError):
-    """A backend gave other ids than the reference for a document."""
+    """A document that no backend can encode, or that a backend gave other ids for."""
 
     def __init__(self, message: str, document: int):
         super().__init__(message)
         self.document = document  # its index in the texts that were to be encoded
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which backend encodes; picklable and small, made once and sent to the workers."""
-
-    backend: str  # one of backends.BACKENDS
-    reference: str  # the backend whose ids are right by definition
-    version: str | None = None
-    proven: tuple[tuple[int, int], ...] = ()  # ranges [start, stop) of code points
-    notes: tuple[str, ...] = ()  # for people: why others are not used
-
-    def record(self) -> dict[str, Any]:
-        """Return the entry of a manifest."""
-        return {
-            "backend": self.backend,
-            "version": self.version,
-            "reference": self.reference,
-            "proven_code_points": sum(stop - start for start, stop in self.proven),
-        }
 
 
 @dataclass
@@ -88,82 +49,138 @@ class Encoder:
 
     directory: Path
     choice: Choice
-    # "<backend>.documents" and "<backend>.bytes" (of UTF-8), "checked.documents"
+    # "<backend>.documents" and "<backend>.bytes" (of UTF-8), "checked.documents", and if there are
+    # any "failed.documents": those of the reference that the backend could not encode
     counts: Counter[str] = field(default_factory=Counter)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode documents as ordinary text, without special tokens and without truncation.
 
         Raises:
-            EncoderError: a backend's ids of a checked document are not the reference's.
+            EncoderError: a backend's ids of a checked document are not the reference's, or the
+                reference cannot encode a document.
         """
-        if self.choice.backend == self.choice.reference:
-            return self._run(self.choice.reference, self._reference, texts)
-        unproven = self._unproven(texts)
-        if not unproven:
-            encoded = self._run(self.choice.backend, self._fast, texts)
-        elif len(unproven) == len(texts):
-            return self._run(self.choice.reference, self._reference, texts)
+        text_bytes, unproven = self._look_at(texts)
+        choice, given_up = self.choice, self.counts["failed.documents"] >= MAX_FAILED
+        if choice.backend == choice.reference or len(unproven) == len(texts) or given_up:
+            ids, ends = self._by_reference(texts, text_bytes)
+            return Encoded(ids, ends, text_bytes)
+        if unproven:
+            ids, ends, others = self._by_both(texts, text_bytes, unproven)
         else:
-            encoded = self._encode_by_both(texts, unproven)
-        self._check(texts, encoded, set(unproven))
-        return encoded
+            ids, ends, others = self._by_backend(texts, text_bytes)
+        self._check(texts, ids, ends, set(others))
+        return Encoded(ids, ends, text_bytes)
 
     def counters(self) -> dict[str, int]:
         """Return `counts` so far, as sums that may be added up over workers."""
         return dict(sorted(self.counts.items()))
 
-    def _encode_by_both(self, texts: Sequence[str], unproven: list[int]) -> Encoded:
-        is_unproven = np.zeros(len(texts), bool)
-        is_unproven[unproven] = True
-        others = np.flatnonzero(~is_unproven)
-        lengths = np.empty(len(texts), np.int64)
-        pieces: list[np.ndarray] = [np.empty(0)] * len(texts)
-        for name, encode, numbers in (
-            (self.choice.reference, self._reference, unproven),
-            (self.choice.backend, self._fast, others.tolist()),
-        ):
-            ids, ends = self._run(name, encode, [texts[number] for number in numbers])
-            for number, piece in zip(numbers, np.split(ids, ends[:-1]), strict=True):
-                pieces[number] = piece
-                lengths[number] = len(piece)
-        return Encoded(np.concatenate(pieces), np.cumsum(lengths))
+    def _look_at(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+        """Return the UTF-8 bytes of each text, and which texts have an unproven code point."""
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        above_ascii = {}
+        for number, text in enumerate(texts):
+            if not text.isascii():
+                utf8 = text.encode()
+                sizes[number] = len(utf8)
+                if self.choice.backend != self.choice.reference:
+                    above_ascii[number] = utf8.translate(None, ASCII)
+        if not above_ascii or self._is_proven(b"".join(above_ascii.values())):
+            return sizes, []
+        return sizes, [number for number, rest in above_ascii.items() if not self._is_proven(rest)]
 
-    def _run(self, name: str, encode: Encode, texts: Sequence[str]) -> Encoded:
-        self.counts[f"{name}.documents"] += len(texts)
-        self.counts[f"{name}.bytes"] += sum(
-            len(text) if text.isascii() else len(text.encode()) for text in texts
-        )
-        return Encoded(*encode(texts))
-
-    def _unproven(self, texts: Sequence[str]) -> list[int]:
-        """Return which texts have a code point that is not proven (all of ASCII is)."""
-        numbers = [number for number, text in enumerate(texts) if not text.isascii()]
-        if not numbers or self._is_proven("".join([texts[number] for number in numbers])):
-            return []
-        return [number for number in numbers if not self._is_proven(texts[number])]
-
-    def _is_proven(self, text: str) -> bool:
+    def _is_proven(self, utf8: bytes) -> bool:
+        text = utf8.decode()
         for start in range(0, len(text), STEP):
             part = text[start : start + STEP].encode("utf-32-le")
             if not self._table[np.frombuffer(part, np.uint32)].all():
                 return False
         return True
 
-    def _check(self, texts: Sequence[str], encoded: Encoded, unproven: set[int]) -> None:
+    def _by_reference(self, texts: Sequence[str], text_bytes: np.ndarray) -> Ids:
+        self._count(self.choice.reference, text_bytes)
+        try:
+            return self._reference(texts)
+        except BackendFailed:  # one text is enough, so find out which
+            return flatten([self._alone(number, text) for number, text in enumerate(texts)])
+
+    def _alone(self, number: int, text: str) -> np.ndarray:
+        """Return the reference's ids of one text."""
+        try:
+            return self._reference([text])[0]
+        except BackendFailed as failure:
+            raise EncoderError(
+                f"encoder {self.choice.reference}: fails at a document ({failure}), and nothing "
+                f"can take its place. The document begins {text[:60]!r}. Nothing was published: "
+                f"remove the document, and start again.",
+                number,
+            ) from failure
+
+    def _by_backend(
+        self, texts: Sequence[str], text_bytes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Return ids, where each text's end, and which texts the reference had to encode."""
+        failed: list[int] = []
+        try:
+            ids, ends = self._fast(texts)
+        except BackendFailed:
+            pieces = [self._attempt(text) for text in texts]
+            failed = [number for number, piece in enumerate(pieces) if piece is None]
+            self.counts["failed.documents"] += len(failed)
+            self._count(self.choice.reference, text_bytes[failed])
+            ids, ends = flatten(
+                [
+                    self._alone(number, text) if piece is None else piece
+                    for number, (text, piece) in enumerate(zip(texts, pieces, strict=True))
+                ]
+            )
+        self._count(self.choice.backend, np.delete(text_bytes, failed))
+        return ids, ends, failed
+
+    def _attempt(self, text: str) -> np.ndarray | None:
+        """Return the fast backend's ids of one text, None where it fails."""
+        try:
+            return self._fast([text])[0]
+        except BackendFailed:
+            return None
+
+    def _by_both(
+        self, texts: Sequence[str], text_bytes: np.ndarray, unproven: list[int]
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Return the same as `_by_backend`; the reference encodes those that are unproven too."""
+        proven = sorted(set(range(len(texts))) - set(unproven))
+        ids, ends = self._by_reference([texts[each] for each in unproven], text_bytes[unproven])
+        pieces = dict(zip(unproven, np.split(ids, ends[:-1]), strict=True))
+        ids, ends, failed = self._by_backend([texts[each] for each in proven], text_bytes[proven])
+        pieces.update(zip(proven, np.split(ids, ends[:-1]), strict=True))
+        ids, ends = flatten([pieces[number] for number in range(len(texts))])
+        return ids, ends, unproven + [proven[each] for each in failed]
+
+    def _count(self, name: str, text_bytes: np.ndarray) -> None:
+        if len(text_bytes):
+            self.counts[f"{name}.documents"] += len(text_bytes)
+            self.counts[f"{name}.bytes"] += int(text_bytes.sum())
+
+    def _check(
+        self, texts: Sequence[str], ids: np.ndarray, ends: np.ndarray, others: set[int]
+    ) -> None:
+        """Compare a sample of what the fast backend encoded; `others` it did not."""
         for number, text in enumerate(texts):
             beginning = text[:64].encode()
-            if zlib.crc32(beginning, len(text)) % CHECKED_ONE_IN or number in unproven:
+            if zlib.crc32(beginning, len(text)) % CHECKED_ONE_IN or number in others:
                 continue
-            start = int(encoded.ends[number - 1]) if number else 0
-            ids = encoded.ids[start : encoded.ends[number]]
+            own = ids[int(ends[number - 1]) if number else 0 : ends[number]]
             if len(text) > CHECKED_CHARACTERS:
                 text = text[:CHECKED_CHARACTERS]
-                ids = self._fast([text])[0]
+                beginning_ids = self._attempt(text)
+                if beginning_ids is None:
+                    continue
+                own = beginning_ids
             self.counts["checked.documents"] += 1
-            right = self._reference([text])[0]
-            if not np.array_equal(ids, right):
-                raise self._mismatch(number, text, ids, right)
+            right = self._alone(number, text)
+            if not np.array_equal(own, right):
+                raise self._mismatch(number, text, own, right)
 
     def _mismatch(self, number: int, text: str, ids: np.ndarray, right: np.ndarray) -> EncoderError:
         common = min(len(ids), len(right))
@@ -204,91 +221,3 @@ def load_encoder(directory: Path, choice: Choice | None = None) -> Encoder:
     encoder.encode([""])  # what cannot be loaded fails here
     encoder.counts.clear()
     return encoder
-
-
-def choose_backend(
-    directory: Path, backend: str = "auto", input_bytes: int | None = None
-) -> Choice:
-    """Choose the backend for a tokenizer's copy; seconds, where equality has to be proven first.
-
-    Args:
-        backend: one of `backends.BACKENDS`, or "auto" for the fastest that is proven.
-        input_bytes: of what is to be encoded; a proof that costs more than it saves is left out.
-
-    Raises:
-        ConfigError: a backend asked for by name that cannot be used.
-    """
-    reference = reference_backend(directory)
-    if backend not in ("auto", *BACKENDS):
-        raise ConfigError(
-            f"--encoder {backend}: is not one of auto, {', '.join(BACKENDS)}."
-            f"{did_you_mean(backend, BACKENDS)}"
-        )
-    names: tuple[str, ...] = (backend,)
-    if backend == "auto":
-        names = FAST_BACKENDS if reference != "transformers" else ()
-    small = backend == "auto" and input_bytes is not None and input_bytes < PROOF_BYTES
-    notes = []
-    for name in names:
-        if name == reference:
-            break
-        try:
-            proof = _proof(directory, name, reference, only_known=small)
-        except BackendRefused as refusal:
-            notes.append(f"{name} {refusal}")
-            continue
-        if proof is None:
-            notes.append(f"{name} is not proven equal yet: the input is small")
-        elif proof.refused:
-            notes.append(f"{name} {proof.refused}")
-        else:
-            return Choice(name, reference, installed_version(name), proof.proven, tuple(notes))
-    if backend not in ("auto", reference):
-        raise ConfigError(
-            f"--encoder {backend}: cannot be used for this tokenizer: {notes[0]}. "
-            f"Use --encoder auto or --encoder {reference}."
-        )
-    return Choice(reference, reference, installed_version(reference), (), tuple(notes))
-
-
-def _proof(directory: Path, name: str, reference: str, only_known: bool) -> Proof | None:
-    """Return the proof for a backend: a known one, or a new one unless `only_known`."""
-    candidate = open_backend(name, directory)
-    path = _cache_directory() / f"{_key(directory, name, reference)}.json"
-    known = _read_proof(path)
-    if known is None and not only_known:
-        texts = dict.fromkeys([*special_tokens(directory), *spellings(directory).values()])
-        proof = prove(open_backend(reference, directory), candidate, [*filter(None, texts)])
-        with suppress(OSError):  # a home that cannot be written: the next run proves it again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, dataclasses.asdict(proof))
-        return proof
-    return known
-
-
-def _read_proof(path: Path) -> Proof | None:
-    try:
-        content = json.loads(path.read_bytes())
-        proven = tuple((int(start), int(stop)) for start, stop in content.pop("proven"))
-        return Proof(proven=proven, **content)
-    except (OSError, ValueError, KeyError, TypeError):  # none, or another version's
-        return None
-
-
-def _key(directory: Path, name: str, reference: str) -> str:
-    """Return a digest of everything that a proof depends on."""
-    digest = hashlib.sha256()
-    for part in (
-        f"proof {PROOF_VERSION}, Unicode {unicodedata.unidata_version}, {platform.machine()}",
-        *(f"{each} {installed_version(each)}" for each in (name, reference)),
-    ):
-        digest.update(part.encode() + b"\n")
-    for file in ID_FILES:
-        if (directory / file).is_file():
-            digest.update(file.encode() + (directory / file).read_bytes())
-    return digest.hexdigest()[:40]
-
-
-def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "zerolm" / "encoders"

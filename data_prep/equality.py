@@ -123,7 +123,7 @@ class _Trial:
             try:
                 sides.append(str(encode([text])[0][:6].tolist()))
             except Exception as error:
-                sides.append(type(error).__name__)
+                sides.append(type(error.__cause__ or error).__name__)
         reason = f"gives {sides[0]} for {text[:40]!r} instead of {sides[1]}"
         return Proof(reason, (), 0, self.num_texts, self.num_bytes)
 

@@ -20,7 +20,8 @@ BATCH_TEXTS = 64
 UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"}
 _WORD = re.compile(r"[^\W\d_]+")
 
-Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+# texts to (ids of all, where each text's ids end), and what else an encoder knows
+Encode = Callable[[Sequence[str]], tuple[np.ndarray, ...]]
 
 
 def measure(
@@ -37,7 +38,7 @@ def measure(
     for name, texts in sources.items():
         tokens = 0
         for start in range(0, len(texts), BATCH_TEXTS):
-            ids, _ = encode(texts[start : start + BATCH_TEXTS])
+            ids = encode(texts[start : start + BATCH_TEXTS])[0]
             counts += np.bincount(ids, minlength=vocab_size)
             tokens += len(ids)
         num_bytes = sum(len(text.encode()) for text in texts)
@@ -84,7 +85,7 @@ def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dic
         if found.total() < FEWEST_WORDS:
             continue
         space = "" if script in UNSPACED else " "
-        _, ends = encode([space + word for word in found])
+        ends = encode([space + word for word in found])[1]
         lengths = np.diff(ends, prepend=0)
         tokens = int((lengths * np.fromiter(found.values(), np.int64)).sum())
         result[script.lower()] = {

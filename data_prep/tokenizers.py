@@ -3,15 +3,14 @@
 The kinds are Hugging Face directories, Hugging Face hub ids, and `tiktoken:<encoding>`. A copy has
 `tokenizer.json` (run by the Rust library `tokenizers` alone), or `tiktoken.json` with its ranks, or
 whatever `transformers` saves of a tokenizer that exists in Python only. Ids are always made by the
-copy, so the copy cannot disagree with them. Knows nothing of documents and shards.
+copy (data_prep/backends.py), so it cannot disagree with them. Knows nothing of documents.
 """
 
 import base64
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,6 @@ _INERT_KEYS = {
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _PLAIN_FILES = {"tokenizer.json", "tokenizer_config.json"}
 _MAX_PLAIN_VOCAB = 100_000  # above it transformers looks for a pattern of Mistral's to correct
-
-Encoder = Callable[[Sequence[str]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -84,33 +81,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ConfigError(f"--tokenizer {name}: no such directory. Check the path.")
     return _load_with_transformers(name, local=False)
-
-
-def load_encoder(directory: Path) -> Encoder:
-    """Return a function from texts to ids, made from a copy; the seam for other backends.
-
-    No special tokens are added, none are looked for in the text (so that a document that spells
-    out the EOS token does not end there), and nothing is truncated. Uses the calling thread only.
-    """
-    if (directory / TIKTOKEN_FILE).is_file():
-        encoding = read_encoding(directory)
-        return lambda texts: [encoding.encode_ordinary(text) for text in texts]
-    if (directory / "tokenizer.json").is_file():
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        import tokenizers
-
-        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
-        return lambda texts: [
-            encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
-    tokenizer = auto_tokenizer(str(directory), local=True)
-    return lambda texts: [
-        tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        for text in texts
-    ]
 
 
 def _load_plain(directory: Path) -> Tokenizer | None:

@@ -12,8 +12,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
+
+from data_prep.encoders import load_encoder
 from data_prep.tokenizer_training import Recipe, train_tokenizer
-from data_prep.tokenizers import load_encoder, load_tokenizer
+from data_prep.tokenizers import load_tokenizer
 from zerolm.shards import ShardWriter
 
 VOCABULARY = 512
@@ -59,12 +62,12 @@ def write_text_shards(directory: Path, tokenizer_dir: Path) -> Path:
     """Write a shard directory as `data_prep tokenize` does, its tokenizer beside it."""
     tokenizer = load_tokenizer(str(tokenizer_dir))
     entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "files": []}
-    encode = load_encoder(tokenizer_dir)
+    ids, ends, _ = load_encoder(tokenizer_dir).encode(paragraphs()[:1500])
     with ShardWriter(
         directory, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, tokenizer=entry
     ) as writer:
-        for ids in encode(paragraphs()[:1500]):
-            writer.add([*ids, tokenizer.eos_id])
+        for document in np.split(ids, ends[:-1]):
+            writer.add([*document, tokenizer.eos_id])
     shutil.copytree(tokenizer_dir, directory / "tokenizer")
     return directory
 

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 from tokenizer_definitions import DEFINITIONS, texts, write_definition
 
-from data_prep import encoders, equality, fuzz_texts
+from data_prep import backends, encoder_choice, encoders, equality, fuzz_texts
 from data_prep.backends import FAST_BACKENDS, BackendRefused, open_backend
-from data_prep.encoders import Choice, EncoderError, choose_backend, load_encoder
+from data_prep.encoder_choice import Choice, choose_backend
+from data_prep.encoders import EncoderError, load_encoder
 from data_prep.equality import Proof, prove
 from zerolm.errors import ConfigError
 
@@ -112,7 +113,7 @@ def test_what_is_proven_is_kept_and_used_for_small_inputs_too(copies, cache, mon
     assert choose_backend(copies["gpt2"], input_bytes=1000).backend == "tokenizers"
     proofs = []
     monkeypatch.setattr(
-        encoders, "prove", lambda *given: proofs.append(given) or Proof(None, ((0, 200),))
+        encoder_choice, "prove", lambda *given: proofs.append(given) or Proof(None, ((0, 200),))
     )
     choice = choose_backend(copies["gpt2"], input_bytes=1 << 30)
     assert choice.backend == "gigatoken" and choice.proven == ((0, 200),)
@@ -125,7 +126,9 @@ def test_what_is_proven_is_kept_and_used_for_small_inputs_too(copies, cache, mon
 
 
 def test_a_backend_that_is_not_equal_is_not_chosen(copies, monkeypatch):
-    monkeypatch.setattr(encoders, "prove", lambda *given: Proof("gives [1] for 'a' instead of [2]"))
+    monkeypatch.setattr(
+        encoder_choice, "prove", lambda *given: Proof("gives [1] for 'a' instead of [2]")
+    )
     choice = choose_backend(copies["gpt2"])
     assert choice.backend == choice.reference == "tokenizers"
     assert (
@@ -148,6 +151,58 @@ def test_without_the_optional_packages_the_library_encodes(copies, monkeypatch):
     assert "pip install 'zerolm[fast-tokenizers]'" in choice.notes[0]
     with pytest.raises(ConfigError, match="fast-tokenizers"):
         choose_backend(copies["gpt2"], "fastokens")
+
+
+class Panic(BaseException):
+    """As a panic of Rust comes: no `Exception`."""
+
+
+def failing_at(word, encode):
+    def encode_or_panic(given):
+        if any(word in text for text in given):
+            raise Panic(f"panicked at {word}")
+        return encode(given)
+
+    return encode_or_panic
+
+
+def test_documents_at_which_a_backend_panics_go_through_the_library(copies, monkeypatch):
+    choice = Choice("gigatoken", "tokenizers", "0", ALL_OF_UNICODE)
+    encoder = load_encoder(copies["gpt2"], choice)
+    encoder.__dict__["_fast"] = backends._guarded(failing_at("bad", encoder._fast))
+    documents = [f"{'bad' if number % 10 == 3 else 'good'} {number} ž" for number in range(50)]
+    right = library_ids(copies["gpt2"], documents)
+    assert lists(encoder.encode(documents)) == right
+    assert lists(encoder.encode(documents[4:13])) == right[4:13]
+    counts = encoder.counters()
+    assert counts["failed.documents"] == counts["tokenizers.documents"] == 5
+    assert counts["gigatoken.documents"] == 45 + 9
+    monkeypatch.setattr(encoders, "MAX_FAILED", 5)
+    assert lists(encoder.encode(documents)) == right  # by the library alone
+    assert encoder.counters()["tokenizers.documents"] == 5 + 50
+    reference = failing_at("bad 43", encoder._reference)
+    encoder.__dict__["_reference"] = backends._guarded(reference)
+    with pytest.raises(
+        EncoderError, match=r"tokenizers: fails at a document .panicked at bad 43"
+    ) as e:
+        encoder.encode(documents)
+    assert e.value.document == 43
+
+
+def test_a_backend_that_panics_in_the_proof_is_not_chosen(copies, monkeypatch):
+    right = open_backend("tokenizers", copies["gpt2"])
+    monkeypatch.setattr(encoder_choice, "FAST_BACKENDS", ("gigatoken", "fastokens"))
+    for name, load in (
+        ("gigatoken", lambda directory: failing_at("{", right)),
+        ("fastokens", lambda directory: failing_at("x", right)(["x"])),
+    ):
+        monkeypatch.setitem(backends._FAST, name, load)
+    backends._open.cache_clear()
+    choice = choose_backend(copies["gpt2"])
+    backends._open.cache_clear()
+    assert choice.backend == "tokenizers"
+    assert "gigatoken gives Panic for '{' instead of [" in choice.notes[0]
+    assert choice.notes[1] == "fastokens does not take this tokenizer (panicked at x)"
 
 
 def test_unigram_and_wordpiece_fall_back(copies):
