@@ -18,9 +18,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line whose flags have underscores or dashes.
 
     Raises:
-        ConfigError: flags that do not exist.
+        ConfigError: flags that do not exist, and words that are not UTF-8.
     """
     words = list(argv)
+    if odd := [word for word in words if not _is_utf8(word)]:
+        raise ConfigError(
+            f"{word!a}: is not UTF-8, and no manifest could name it. Rename the file, or give "
+            f"the directory above it."
+            for word in odd
+        )
     for number, word in enumerate(words):
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
@@ -34,6 +40,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             for word in unknown
         )
     return options
+
+
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # Python has other bytes as lone surrogates
+        return False
+    return True
 
 
 def parser() -> argparse.ArgumentParser:

@@ -158,7 +158,7 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
         problems.append(f"--input {argument}: no {', '.join(SUFFIXES)} file below {top}.")
     for path in known if not stages else ():
         if path in unreadable:
-            yield Input(argument, path, "directory", 0, problem=unreadable[path])
+            yield Input(argument, _shown(path), "directory", 0, problem=unreadable[path])
         else:
             yield _file(argument, path, _suffix(path) or "")
 
@@ -174,6 +174,10 @@ def _several_stages(argument: str, stages: Sequence[str]) -> str:
 
 
 def _file(argument: str, path: str, suffix: str) -> Input:
+    shown = _shown(path)
+    if shown != path:  # manifests and records could not name it
+        odd = Failure("unreadable", "has a name that is not UTF-8. Rename it.")
+        return Input(argument, shown, suffix, 0, problem=odd)
     detail = None
     try:
         status = Path(path).stat()
@@ -187,6 +191,11 @@ def _file(argument: str, path: str, suffix: str) -> Input:
     if detail is not None:
         return Input(argument, path, suffix, 0, problem=Failure("unreadable", detail))
     return Input(argument, path, suffix, status.st_size, status.st_mtime_ns)
+
+
+def _shown(path: str) -> str:
+    """Return a path as text: bytes that are not UTF-8, lone surrogates in Python, as `\\xe9`."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _suffix(path: str) -> str | None:

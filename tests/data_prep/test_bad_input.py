@@ -131,7 +131,9 @@ def odd_files(directory: Path) -> dict[str, str]:
     os.mkfifo(directory / "pipe.jsonl")
     (directory / "link.jsonl").symlink_to(directory / "absent")
     (directory / "loop.txt").symlink_to(directory / "loop.txt")
+    Path(os.fsdecode(bytes(directory) + b"/caf\xe9.jsonl")).write_bytes(GOOD)
     said = {
+        r"caf\xe9.jsonl": "has a name that is not UTF-8",
         "pipe.jsonl": "it is neither a file nor a directory",
         "link.jsonl": "a link to nothing",
         "loop.txt": "is not a readable file",
@@ -272,6 +274,11 @@ def test_what_is_no_file_is_refused_all_at_once(tmp_path, command):
     assert code == 2 and len(lines) == len(odd)
     for name, said in odd.items():
         assert any(f"{tmp_path / 'corpus' / name}: " in each and said in each for each in lines)
+
+
+def test_words_that_are_not_utf8_are_refused(tmp_path, command):
+    code, lines = command(tmp_path / "caf\udce9.jsonl", tmp_path / "s\udce9")
+    assert code == 2 and len(lines) == 2 and r"caf\udce9.jsonl': is not UTF-8" in lines[0]
 
 
 def test_flags_for_bad_input_are_checked(tmp_path, command):
