@@ -5,12 +5,12 @@
         --peers .venv-peers/bin/python --megatron ../Megatron-LM
 
 All tools run in turn, in rounds, each in new processes and with start-up included; the figures are
-medians. Each gets the same documents, the same tokenizer and --workers processes, and the ids that
-it writes are compared, all of them, with those of the library `tokenizers`. The text is real: code
-and documentation that this machine has (Python's library and packages, C headers, /usr/share), a
-file a document, each content once, in the order of a hash; files that spell out the EOS token are
-left out, since most tools take it there for the end of the document. Peers that --peers or
---megatron do not give are left out, and that is said.
+medians; CPU seconds are of all processes of a tool together. Each gets the same documents, the same
+tokenizer and --workers processes, and the ids that it writes are compared, all of them, with those
+of the library `tokenizers`. The text is real: code and documentation that this machine has (that of
+Python, its packages, and /usr), a file a document, each content once, in the order of a hash;
+files that spell out the EOS token are left out, since most tools take it there for the end of the
+document. Peers that --peers or --megatron do not give are left out, and that is said.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -36,7 +37,7 @@ VOCAB_SIZE = 32_000
 TRAINED_BYTES = 16_000_000
 SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".html", ".pm", ".pl", ".h", ".c", ".cpp", ".js"}
 OURS = ("zerolm", "zerolm-tokenizers")
-PEERS = ("datatrove", "datasets.map", "litdata", "megatron", "megatron-gigatoken")
+PEERS = ("datatrove", "datasets.map", "litdata", "megatron", "megatron-gigatoken", "megatron-fast")
 STOCK = ("datatrove", "datasets.map", "litdata", "megatron")  # by the library `tokenizers`
 LIMIT_SECONDS = 1800
 
@@ -45,7 +46,7 @@ def write_corpus(directory: Path, text_bytes: int, parts: int) -> tuple[int, int
     """Write corpus-<n>.jsonl, contiguous parts of one order; return documents and bytes of text."""
     paths = sysconfig.get_paths()
     found = []
-    for top in (paths["stdlib"], paths["purelib"], "/usr/share", "/usr/include"):
+    for top in (paths["stdlib"], paths["purelib"], "/usr/share", "/usr/include", "/usr/lib"):
         for base, _, names in os.walk(top):
             files = (Path(base) / name for name in names if Path(name).suffix in SUFFIXES)
             found += [file for file in files if not file.is_symlink()]
@@ -75,6 +76,14 @@ def write_corpus(directory: Path, text_bytes: int, parts: int) -> tuple[int, int
     return len(texts), size
 
 
+def join_corpus(directory: Path, parts: int) -> None:
+    """Write corpus.jsonl: Megatron's tools take one file."""
+    with open(directory / "corpus.jsonl", "wb") as whole:
+        for part in range(parts):
+            with open(directory / f"corpus-{part}.jsonl", "rb") as file:
+                shutil.copyfileobj(file, whole, 1 << 22)
+
+
 def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespace) -> list[str]:
     """Return the command of a tool."""
     if tool in OURS:
@@ -90,36 +99,47 @@ def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespac
     return [python, "-m", "benchmarks.tokenize_tools", *words]
 
 
-def run_timed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """Return wall seconds, and peak MB of resident memory of all processes together."""
-    start = time.perf_counter()
-    process = psutil.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    peak, ended = 0, threading.Event()
+class Run(NamedTuple):
+    """What a run of a tool took."""
 
-    def watch() -> None:
-        nonlocal peak
-        while not ended.wait(0.1):
-            size = 0
-            try:
-                for each in (process, *process.children(recursive=True)):
-                    size += each.memory_info().rss
-            except psutil.Error:
-                continue
-            peak = max(peak, size)
+    seconds: float
+    cpu_seconds: float  # of all processes, in user and in kernel
+    peak_mb: float  # of resident memory of all processes, what they share counted in each
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        shown, _ = process.communicate(timeout=LIMIT_SECONDS)
-    finally:
+
+def run_timed(command: list[str], environment: dict[str, str], is_watched: bool) -> Run:
+    """Run a tool; watching its memory takes time from it, so that is for runs of its own."""
+    with tempfile.TemporaryFile() as shown:
+        start = time.perf_counter()
+        process = psutil.Popen(command, env=environment, stdout=shown, stderr=subprocess.STDOUT)
+        peak, ended = 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while is_watched and not ended.wait(0.05):
+                size = 0
+                try:
+                    for each in (process, *process.children(recursive=True)):
+                        size += each.memory_info().rss
+                except psutil.Error:
+                    continue
+                peak = max(peak, size)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        limit = threading.Timer(LIMIT_SECONDS, process.kill)
+        limit.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        limit.cancel()
         ended.set()
         watcher.join()
-    seconds = time.perf_counter() - start
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)}:\n{shown.decode(errors='replace')[-3000:]}")
-    return seconds, peak / 1e6
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if status:
+            shown.seek(0)
+            text = shown.read().decode(errors="replace")[-3000:]
+            raise RuntimeError(f"{' '.join(command)}: ended with {process.returncode}\n{text}")
+    return Run(seconds, usage.ru_utime + usage.ru_stime, peak / 1e6)
 
 
 def digest_of(tool: str, out: Path) -> tuple[str, int]:
@@ -131,58 +151,71 @@ def digest_of(tool: str, out: Path) -> tuple[str, int]:
     return digest.hexdigest(), count
 
 
-def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> dict[str, dict]:
-    """Run the tools in rounds; peers fewer times, since they take longer."""
+def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> dict[str, list]:
+    """Run the tools in rounds, peers fewer times since they take longer; return runs and ids."""
     environment = {
         **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent.parent),
         "XDG_CACHE_HOME": str(directory / "cache"),
     }  # fmt: skip
-    runs: dict[str, dict] = {}
-    for number in range(options.rounds):
-        given = [tool for tool in tools if tool not in PEERS or number < options.peer_rounds]
-        for tool in given if number % 2 == 0 else given[::-1]:
-            out = directory / "out"
-            out.mkdir()
-            name = f"{tool}, first run" if tool == "zerolm" and tool not in runs else tool
-            try:
-                seconds, megabytes = run_timed(
-                    command_of(tool, directory, out, options), environment
-                )
-                if name != tool:  # the proof of equality is part of the first run, and kept
-                    runs[name] = {"seconds": [seconds], "peak": [megabytes]}
-                    runs[name]["ids"] = digest_of(tool, out)
-                    shutil.rmtree(out)
-                    out.mkdir()
-                    seconds, megabytes = run_timed(
-                        command_of(tool, directory, out, options), environment
-                    )
-                entry = runs.setdefault(tool, {"seconds": [], "peak": []})
-                entry["seconds"].append(seconds)
-                entry["peak"].append(megabytes)
-                entry["ids"] = digest_of(tool, out)
-                print(f"round {number}: {tool} {seconds:.1f} s, {megabytes:.0f} MB", flush=True)
-            except RuntimeError as error:
-                print(f"round {number}: {tool} FAILED, and is left out: {error}", flush=True)
-                tools.remove(tool)
+    runs: dict[str, list] = {}
+
+    def once(name: str, tool: str, is_watched: bool) -> None:
+        out = directory / "out"
+        out.mkdir()
+        try:
+            command = command_of(tool, directory, out, options)
+            run = run_timed(command, environment, is_watched)
+            runs.setdefault(name, []).append((run, digest_of(tool, out)))
+            print(
+                f"{name}: {run.seconds:.2f} s, {run.cpu_seconds:.2f} CPU s, {run.peak_mb:.0f} MB",
+                flush=True,
+            )
+        except RuntimeError as error:
+            print(f"{tool} FAILED, and is left out: {error}", flush=True)
+            tools.remove(tool)
+            runs.pop(tool, None)
+        finally:
             shutil.rmtree(out)
+
+    if "zerolm" in tools:  # the proof of equality is part of the first run, and kept
+        once("zerolm, first run", "zerolm", is_watched=True)
+    for number in range(options.rounds):
+        slow = {*PEERS, "raw-tokenizers", "zerolm-tokenizers"}
+        given = [tool for tool in tools if tool not in slow or number < options.peer_rounds]
+        for tool in given if number % 2 == 0 else given[::-1]:
+            once(tool, tool, is_watched=tool in slow)
+    for tool in [tool for tool in tools if tool not in slow]:
+        once(f"{tool} watched", tool, is_watched=True)
     return runs
 
 
-def show(runs: dict[str, dict], text_bytes: int) -> None:
+def show(runs: dict[str, list], text_bytes: int) -> None:
     """Print the table, the ratios, and whose ids are not those of `tokenizers`."""
-    seconds = {tool: statistics.median(run["seconds"]) for tool, run in runs.items()}
-    right, tokens = runs["raw-tokenizers"]["ids"]
+    peaks = {name: max(run.peak_mb for run, _ in each) for name, each in runs.items()}
+    for name in [name for name in runs if name.endswith(" watched")]:
+        peaks[name.removesuffix(" watched")] = peaks[name]
+        runs[name.removesuffix(" watched")] += [(None, ids) for _, ids in runs.pop(name)]
+    timed = {name: [run for run, _ in each if run is not None] for name, each in runs.items()}
+    seconds = {name: statistics.median(run.seconds for run in each) for name, each in timed.items()}
+    cpu = {name: statistics.median(run.cpu_seconds for run in each) for name, each in timed.items()}
+    right = runs["raw-tokenizers"][0][1]
     fastest = min((tool for tool in RAW if tool in runs), key=seconds.__getitem__)
-    print(f"| tool | seconds | MB/s | million tokens/s | peak MB | of {fastest} | ids |")
-    print("|---|---|---|---|---|---|---|")
-    for tool, run in sorted(runs.items(), key=lambda item: seconds[item[0]]):
-        same = "identical" if run["ids"] == (right, tokens) else f"DIFFER ({run['ids'][1]:,})"
+    print(
+        f"| tool | seconds | MB/s | million tokens/s | CPU seconds | peak MB | of {fastest} "
+        f"| by CPU | ids |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in sorted(runs, key=seconds.__getitem__):
+        found = {ids for _, ids in runs[name]}
+        same = "identical" if found == {right} else f"DIFFER ({[ids[1] for ids in found]})"
         print(
-            f"| {tool} | {seconds[tool]:.2f} | {text_bytes / 1e6 / seconds[tool]:.2f} "
-            f"| {tokens / 1e6 / seconds[tool]:.2f} | {max(run['peak']):.0f} "
-            f"| {seconds[fastest] / seconds[tool]:.3f} | {same} |"
+            f"| {name} | {seconds[name]:.2f} | {text_bytes / 1e6 / seconds[name]:.2f} "
+            f"| {right[1] / 1e6 / seconds[name]:.2f} | {cpu[name]:.2f} | {peaks[name]:.0f} "
+            f"| {seconds[fastest] / seconds[name]:.3f} | {cpu[fastest] / cpu[name]:.3f} | {same} |"
         )
+    if "zerolm" not in runs:
+        return
     ratio = seconds[fastest] / seconds["zerolm"]
     print(f"\nof the fastest backend's raw rate ({fastest}): {ratio:.3f}; the goal is 0.8")
     stock = [tool for tool in STOCK if tool in runs]
@@ -224,6 +257,8 @@ def main() -> None:
             capture_output=True,
             timeout=LIMIT_SECONDS,
         )
+        if options.megatron:
+            join_corpus(directory, options.workers)
         print(f"{num_documents:,} documents, {size / 1e6:.1f} MB of text, {VOCAB_SIZE:,} ids")
         runs = measure(directory, tools, options)
     print()

@@ -162,19 +162,18 @@ def litdata(directory: Path, out: Path, workers: int) -> None:
     )
 
 
-def megatron(directory: Path, out: Path, workers: int, checkout: str, fast: bool) -> None:
-    """Megatron-LM's own tool; with `fast`, by its gigatoken."""
-    whole = out / "corpus.jsonl"  # it takes one file
-    with open(whole, "wb") as file:
-        for number in range(workers):
-            file.write((directory / f"corpus-{number}.jsonl").read_bytes())
+def megatron(tool: str, directory: Path, out: Path, workers: int, checkout: str) -> None:
+    """Megatron-LM's own tool; with gigatoken instead of `tokenizers`; and its new tool for that."""
+    script = "preprocess_data_fast.py" if tool == "megatron-fast" else "preprocess_data.py"
     command = [
-        *(sys.executable, f"{checkout}/tools/preprocess_data.py", "--input", str(whole)),
-        *("--output-prefix", str(out / "ids"), "--tokenizer-type", "HuggingFaceTokenizer"),
-        *("--tokenizer-model", str(directory / "tokenizer"), "--append-eod"),
-        *("--workers", str(workers), "--log-interval", "100000"),
+        *(sys.executable, f"{checkout}/tools/{script}", "--append-eod"),
+        *("--input", str(directory / "corpus.jsonl"), "--output-prefix", str(out / "ids")),
+        *("--tokenizer-type", "HuggingFaceTokenizer"),
+        *("--tokenizer-model", str(directory / "tokenizer")),
     ]
-    subprocess.run([*command, *(["--use-gigatoken"] if fast else [])], check=True)
+    if tool != "megatron-fast":  # which uses all cores in one process
+        command += ["--workers", str(workers), "--log-interval", "100000"]
+    subprocess.run([*command, *(["--use-gigatoken"] if tool != "megatron" else [])], check=True)
 
 
 def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
@@ -197,7 +196,9 @@ def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
                     column = batch.column(batch.schema.get_field_index("input_ids"))
                     yield column.flatten().to_numpy(zero_copy_only=False).astype(np.uint16)
     elif tool == "litdata":
-        for path in sorted((out / "ids").glob("*.bin")):  # a header of offsets, then the items
+        chunks = (out / "ids").glob("*.bin")  # chunk-<worker>-<number>.bin
+        for path in sorted(chunks, key=lambda path: [*map(int, path.stem.split("-")[1:])]):
+            # a header of offsets, then the items
             data = path.read_bytes()
             count = int.from_bytes(data[:4], "little")
             offsets = np.frombuffer(data, np.uint32, count + 1, 4)
@@ -212,7 +213,7 @@ def main() -> None:
     if tool in RAW:
         raw(tool, directory, out, int(workers))
     elif tool.startswith("megatron"):
-        megatron(directory, out, int(workers), sys.argv[5], tool == "megatron-gigatoken")
+        megatron(tool, directory, out, int(workers), sys.argv[5])
     else:
         {"datatrove": datatrove, "datasets.map": datasets_map, "litdata": litdata}[tool](
             directory, out, int(workers)
