@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -248,17 +248,18 @@ class Slice:
     last_token: int
 
 
-def plan_shards(parts: Sequence[tuple[str, int, int]], shard_tokens: int) -> Iterator[list[Slice]]:
-    """Yield what each shard is made of: the same documents, however they lie in parts.
+def plan_shards(
+    parts: Iterable[tuple[str, int, int]], shard_tokens: int
+) -> Iterator[tuple[int, Slice]]:
+    """Yield (number of the shard, what it has next): the same documents, however they lie in parts.
 
     A shard ends before the document with which it would exceed `shard_tokens`; a document that is
-    longer than that has a shard of its own.
+    longer than that has a shard of its own. What is yielded does not depend on the parts behind.
 
     Args:
         parts: path without .docs, number of documents, and of tokens of each.
     """
-    shard: list[Slice] = []
-    room = shard_tokens
+    number, is_empty, room = 0, True, shard_tokens
     for path, num_documents, num_tokens in parts:
         first = start = 0
         ends = None
@@ -269,14 +270,12 @@ def plan_shards(parts: Sequence[tuple[str, int, int]], shard_tokens: int) -> Ite
                 if ends is None:
                     ends = np.cumsum(np.fromfile(f"{path}.docs", DOCUMENT)["tokens"]).astype(int)
                 last = int(np.searchsorted(ends, start + room, side="right"))
-                if last <= first and shard:  # not even one document fits
-                    yield shard
-                    shard, room = [], shard_tokens
+                if last <= first and not is_empty:  # not even one document fits
+                    number, is_empty, room = number + 1, True, shard_tokens
                     continue
                 last = max(last, first + 1)
                 stop = int(ends[last - 1])
-            shard.append(Slice(path, first, last, start, stop))
+            yield number, Slice(path, first, last, start, stop)
+            is_empty = False
             room -= stop - start
             first, start = last, stop
-    if shard:
-        yield shard

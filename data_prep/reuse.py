@@ -27,6 +27,8 @@ def keep_whole(phase: Phase, is_whole: Callable[[int, Record], bool]) -> list[in
         return False
 
     records = completed(phase)
+    if not any(records):
+        return []
     with ThreadPoolExecutor(CHECKING_THREADS) as threads:
         kept = list(threads.map(check, range(phase.num_tasks), records))
     return [task for task, whole in enumerate(kept) if whole]

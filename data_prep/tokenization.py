@@ -6,24 +6,25 @@ the same call again goes on from there. data_prep/commands_tokenize.py is the co
 data_prep/recipe.py makes it the last stage of a pipeline.
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep import encoders, parts, shard_manifests
-from data_prep.assemble import AssembleShards, is_whole, plan, remove_others
+from data_prep import encoders, parts, shard_manifests, tokenization_state
+from data_prep.assemble import AssembleAhead, run_assembly
 from data_prep.bad_input import Tally, check_bad_fraction, describe, summary_lines
 from data_prep.documents import InputRules
+from data_prep.encoder_choice import Choice, choose_backend
 from data_prep.phases import (
     Executor,
     LocalExecutor,
     Phase,
     Record,
+    completed,
     fingerprint,
     run_phase,
 )
@@ -35,15 +36,10 @@ from data_prep.tokenize import ENCODED, PART_SECONDS, DocumentEncoder, EncodeUni
 from data_prep.tokenizers import Tokenizer
 from data_prep.units import Unit, plan_units
 from zerolm.errors import ConfigError, ZerolmError
-from zerolm.files import write_json
 from zerolm.manifest import TOKENIZER_DIRECTORY, token_dtype
 from zerolm.origins import MAX_INPUTS
 from zerolm.shard_directory import PARTS, ShardDirectory
 from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
-
-STATE = "state.json"
-PARTS_VERSION = 2  # of the content of parts: with another one they are made again
-SMALL_BYTES = 1 << 28  # of all shards: copying them takes less time than starting processes
 
 
 @dataclass(frozen=True)
@@ -132,12 +128,18 @@ class _Run:
         self.inputs, self.tokenizer, self.options = tuple(inputs), tokenizer, options
         self.directories, self.progress = directories, progress
         self.entry: dict[str, Any] = {}
-        self.choice = encoders.Choice("", "")
+        self.choice = Choice("", "")
+        self.made: dict[tuple[Path, int], dict[str, Any]] = {}  # entries of shards, made ahead
 
     @property
     def parts(self) -> Path:
         """The directory of what is kept until the manifests are there."""
         return self.directories[0].directory / PARTS
+
+    @property
+    def token_bytes(self) -> int:
+        """Of an id in parts and shards."""
+        return token_dtype(self.tokenizer.vocab_size).itemsize
 
     def encode(self, executor: Executor) -> list[Record]:
         """Run the first phase, and return its records.
@@ -145,19 +147,28 @@ class _Run:
         Raises:
             ConfigError: input that cannot be read.
         """
-        self._begin()
+        tokenization_state.begin(
+            self.directories,
+            self.inputs,
+            tokenization_state.settings(
+                self.options.rules, self.options.val_fraction, self.tokenizer.fingerprint
+            ),
+        )
         for claim in self.directories:
             copy = claim.directory / TOKENIZER_DIRECTORY
             shutil.rmtree(copy, ignore_errors=True)
             self.entry = self.tokenizer.write_copy(copy)
         copy = self.directories[0].directory / TOKENIZER_DIRECTORY
-        self.choice = encoders.choose_backend(
+        self.choice = choose_backend(
             copy, self.options.encoder, input_bytes=self.progress.total_bytes
         )
         phase = self._encode_phase(copy)
         keep_whole(phase, lambda task, record: parts.are_whole(self.parts, record))
-        with Watch(self.progress, phase.records, phase.labels):
-            records = run_phase(phase, executor)
+        if isinstance(executor, LocalExecutor):
+            records = self._run_locally(phase, executor)
+        else:
+            with Watch(self.progress, phase.records, phase.labels):
+                records = run_phase(phase, executor)
         tally = Tally.from_records([record["tally"] for record in records])
         if tally.bad and self.options.rules.on_bad_input == "fail":  # an earlier run has skipped it
             raise ConfigError(describe(self.inputs, tally.examples, self.options.rules))
@@ -166,7 +177,12 @@ class _Run:
 
     def _encode_phase(self, copy: Path) -> Phase:
         units = plan_units(self.inputs, self.options.unit_bytes)
-        prints = [self._fingerprint(unit) for unit in units]
+        settings = tokenization_state.settings(
+            self.options.rules, self.options.val_fraction, self.tokenizer.fingerprint
+        )
+        prints = [
+            tokenization_state.unit_fingerprint(settings, self.inputs, each) for each in units
+        ]
         phase = Phase(
             name="tokenize.encode",
             directory=self.parts,
@@ -188,89 +204,54 @@ class _Run:
             phase.records,
             self.options.part_seconds,
         )
-        return Phase(**{**vars(phase), "run": job})
-
-    def _fingerprint(self, unit: Unit) -> str:
-        pieces = []
-        for piece in unit.pieces:
-            each = self.inputs[piece.input]
-            revision = each.hub.revision if each.hub else None
-            pieces.append(
-                [*piece, each.name, each.suffix, each.size_bytes, each.modified_ns, revision]
-            )
-        return fingerprint([self._settings(), pieces])
-
-    def _settings(self) -> dict[str, Any]:
-        rules = asdict(self.options.rules)
-        for key in ("on_bad_input", "max_bad_fraction"):  # without them documents are the same
-            del rules[key]
-        return {
-            "version": PARTS_VERSION,
-            "--tokenizer": self.tokenizer.fingerprint,
-            "--val_fraction": self.options.val_fraction,
-            "rules of input": rules,
-        }
+        return replace(phase, run=job)
 
     def _label(self, unit: Unit) -> str:
         name = self.inputs[unit.pieces[0].input].name
         return name + (f" and {len(unit.pieces) - 1} more" if len(unit.pieces) > 1 else "")
 
-    def _begin(self) -> None:
-        """Go on from what another call has left, if it is of the same kind; else remove it."""
-        state = {
-            **self._settings(),
-            "--input": [each.name for each in self.inputs],
-            "outputs": [str(each.directory.resolve()) for each in self.directories],
-        }
-        output = self.directories[0].directory
-        path = self.parts / STATE
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            changed = [key for key in state if before.get(key) != state[key]]
-        except (OSError, ValueError, AttributeError):
-            before, changed = None, []
-        if before is not None and not changed:
-            say(f"{output}: goes on from what the last run of this command has left.")
-            return
-        if before is not None:
-            say(
-                f"{output}: what another command has left there is removed, since it had "
-                f"another {', '.join(changed)}."
-            )
-        for claim in self.directories:
-            claim.clear()
-        self.parts.mkdir()
-        write_json(path, state)
+    def _run_locally(self, phase: Phase, executor: LocalExecutor) -> list[Record]:
+        """Run the first phase in processes of this machine, and assemble shards meanwhile."""
+        before = completed(phase)
+        assert isinstance(phase.run, EncodeUnits)
+        if None in before:
+            phase.run.load()
+        ahead = AssembleAhead(
+            [claim.directory.absolute() for claim in self.directories],
+            self.parts,
+            self.options.shard_tokens,
+            self.token_bytes,
+        )
+        watch = Watch(self.progress, phase.records, phase.labels, is_started=False)
+
+        def start() -> None:
+            watch.start()
+            ahead.start()
+            for record in before:
+                if record is not None:
+                    ahead.add(record)
+
+        def take(phase: Phase, record: Record) -> None:
+            ahead.add(record)
+            if executor.on_record is not None:
+                executor.on_record(phase, record)
+
+        with watch, ahead:
+            records = run_phase(phase, replace(executor, on_start=start, on_record=take))
+            self.made = ahead.finish()
+        return records
 
     def assemble(self, executor: Executor, records: Sequence[Record]) -> list[list[dict[str, Any]]]:
         """Run the second phase, and return the manifests' entries of the shards of each output."""
-        directories = [claim.directory.absolute() for claim in self.directories]
-        shards = [
-            shard
-            for split, directory in enumerate(directories)
-            for shard in plan(directory, self.parts, records, split, self.options.shard_tokens)
-        ]
-        token_bytes = token_dtype(self.tokenizer.vocab_size).itemsize
-        phase = Phase(
-            name="tokenize.assemble",
-            directory=self.parts,
-            num_tasks=len(shards),
-            run=AssembleShards(tuple(shards), token_bytes, self.parts.absolute()),
-            inputs=fingerprint(
-                [self.options.shard_tokens, [record["checksums"] for record in records]]
-            ),
-            labels=[f"{shard.directory / shard.name}.bin" for shard in shards],
-            sync=False,
+        return run_assembly(
+            [claim.directory.absolute() for claim in self.directories],
+            self.parts,
+            records,
+            self.options.shard_tokens,
+            self.token_bytes,
+            self.made,
+            executor,
         )
-        kept = keep_whole(phase, lambda task, record: is_whole(shards[task], record["shard"]))
-        remove_others(directories, [shards[task] for task in kept])
-        small = sum(sums(records, "num_tokens", len(self.directories))) * token_bytes < SMALL_BYTES
-        made = run_phase(phase, LocalExecutor(1) if small else executor)
-        remove_others(directories, shards)
-        entries: list[list[dict[str, Any]]] = [[] for _ in self.directories]
-        for shard, record in zip(shards, made, strict=True):
-            entries[directories.index(shard.directory)].append(record["shard"])
-        return entries
 
     def publish(
         self,

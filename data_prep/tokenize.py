@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,8 +39,8 @@ class Encoder(Protocol):
 
     counts: Counter[str]
 
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, (N,), and where each text's ids end, (D,)."""
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ids of all texts, (N,), and each text's end in them and UTF-8 bytes, (D,)."""
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:
@@ -80,16 +80,12 @@ class DocumentEncoder:
             ShardError: an id outside of the vocabulary.
         """
         texts = [document.text for document in documents]
-        ids, ends = encoder.encode(texts)
+        ids, ends, text_bytes = encoder.encode(texts)
         lengths = ends.copy()
         lengths[1:] -= ends[:-1]
         held_out = np.zeros(len(texts), bool)
-        if self.val_fraction is None:
-            sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-        else:
-            utf8 = [text.encode() for text in texts]
-            held_out[:] = [is_held_out(each, self.val_fraction) for each in utf8]
-            sizes = [len(each) for each in utf8]
+        if self.val_fraction is not None:
+            held_out[:] = [is_held_out(text.encode(), self.val_fraction) for text in texts]
         if len(ids):
             self._check_range(ids)
         tokens = self._with_eos(ids, ends[lengths > 0])
@@ -99,7 +95,6 @@ class DocumentEncoder:
             np.array([document.start for document in documents], np.uint64),
         )
         lengths = np.where(lengths > 0, lengths + 1, 0)
-        text_bytes = np.array(sizes, np.int64)
         if not held_out.any():
             chosen: list[Any] = [slice(None)]
         else:
@@ -170,8 +165,15 @@ class EncodeUnits:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder of this process."""
+        """The encoder of this process, and of those that are copies of it."""
         return self.open_encoder()
+
+    def load(self) -> None:
+        """Make the encoder now."""
+        assert self.encoder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __call__(self, task: int) -> dict[str, Any]:
         """Encode what is left of a unit.

@@ -39,7 +39,7 @@ RUNGS = {
         "data_prep.pipeline_report",
         "data_prep.encoders",
         "data_prep.tokenizer_training",
-        *("data_prep." + name for name in ("assemble", "shard_manifests")),
+        *("data_prep." + name for name in ("assemble", "shard_manifests", "tokenization_state")),
         "data_prep.pack",
         "data_prep.dedup", "data_prep.decontaminate",
         "zerolm.leakage",
@@ -94,7 +94,7 @@ RUNGS = {
             # filters
             "fast_words", "filter_steps", "filters",
             # between encoding and shards
-            "parts", "reuse",
+            "parts", "reuse", "write_shard",
             # reading inputs
             "bad_input", "input_flags", "readers", "streams", "tables", "units",
             # packing
@@ -115,8 +115,8 @@ RUNGS = {
         )),
         # the encoders' parts
         *("data_prep." + name for name in (
-            "backends", "equality", "fuzz_texts", "text_sample", "tokenizer_flags",
-            "tokenizer_report",
+            "backends", "encoder_choice", "equality", "fuzz_texts", "text_sample",
+            "tokenizer_files", "tokenizer_flags", "tokenizer_report",
         )),
     },
 }  # fmt: skip

@@ -2,22 +2,23 @@
 
 import hashlib
 import random
+import shutil
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import xxhash
 
-from data_prep.assemble import AssembleShards, Shard
+from data_prep import assemble
 from data_prep.parts import (
     Batch,
     PartWriter,
     are_whole,
     files_of,
     part_name,
-    plan_shards,
     read_parts,
 )
+from data_prep.phases import LocalExecutor
 from zerolm.files import attempt_token
 
 
@@ -33,8 +34,8 @@ def shards_one_by_one(lengths: list[int], shard_tokens: int) -> list[list[int]]:
 
 def write_parts(
     directory, documents: list[np.ndarray], cuts: list[int], token: str | None = None
-) -> list[tuple]:
-    """Write documents, cut into parts; return what `plan_shards` takes."""
+) -> list[list]:
+    """Write documents, cut into parts; return what the record of a unit says of each part."""
     parts = []
     limits = [0, *sorted(cuts), len(documents)]
     token, previous = token or attempt_token(), None
@@ -48,37 +49,80 @@ def write_parts(
         writer.close(previous, fingerprint="f", last=number == len(limits) - 2)
         previous = name
         if own:
-            parts.append((str(directory / f"{name}.0"), len(own), int(lengths.sum())))
+            parts.append([f"{name}.0", len(own), int(lengths.sum())])
     return parts
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_shards_hold_the_documents_that_fit_whatever_the_parts(tmp_path, seed):
+def check_shards(directory, documents, expected, entries):
     """Against the rule written plainly; sums and hashes against the libraries that define them."""
+    assert len(entries) == len(expected) == len(list(directory.glob("shard-*.bin")))
+    for number, (entry, members) in enumerate(zip(entries, expected, strict=True)):
+        content = np.concatenate([documents[each] for each in members]).tobytes()
+        stem = directory / f"shard-{number:05d}"
+        assert stem.with_suffix(".bin").read_bytes() == content
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+        ends = np.fromfile(stem.with_suffix(".idx"), "<u8").tolist()
+        assert ends == np.cumsum([len(documents[each]) for each in members]).tolist()
+        assert np.fromfile(stem.with_suffix(".org"), "<u8").tolist() == members
+        sums = np.fromfile(stem.with_suffix(".sums"), "<u8").tolist()
+        blocks = [content[start : start + 65536] for start in range(0, len(content), 65536)]
+        assert sums == [xxhash.xxh3_64_intdigest(block) for block in blocks]
+        assert entry["num_documents"] == len(members) and entry["num_tokens"] == ends[-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_shards_hold_the_documents_that_fit_whatever_the_parts_and_whoever_assembles(
+    tmp_path, monkeypatch, seed
+):
+    """By tasks; by a thread that gets the units in another order; by a thread that comes late."""
     rng = random.Random(seed)
     lengths = [rng.choice([1, 2, 9, 30, 200]) for _ in range(rng.randrange(1, 60))]
     documents = [np.array([rng.randrange(500) for _ in range(n)], "<u2") for n in lengths]
     cuts = [rng.randrange(len(documents) + 1) for _ in range(rng.randrange(6))]
     shard_tokens = rng.choice([1, 40, 100, 10_000])
     (tmp_path / "parts").mkdir()
-    planned = list(plan_shards(write_parts(tmp_path / "parts", documents, cuts), shard_tokens))
+    parts = write_parts(tmp_path / "parts", documents, cuts)
+    units = [{"task": n, "parts": [[part]], "checksums": []} for n, part in enumerate(parts)]
     expected = shards_one_by_one(lengths, shard_tokens)
-    assert len(planned) == len(expected)
-    shards = tuple(Shard(tmp_path, number, tuple(each)) for number, each in enumerate(planned))
-    assemble = AssembleShards(shards, 2, tmp_path)
-    for number, members in enumerate(expected):
-        entry = assemble(number)["shard"]
-        content = np.concatenate([documents[each] for each in members]).tobytes()
-        stem = tmp_path / f"shard-{number:05d}"
-        assert stem.with_suffix(".bin").read_bytes() == content
-        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
-        ends = np.fromfile(stem.with_suffix(".idx"), "<u8").tolist()
-        assert ends == np.cumsum([lengths[each] for each in members]).tolist()
-        assert np.fromfile(stem.with_suffix(".org"), "<u8").tolist() == members
-        sums = np.fromfile(stem.with_suffix(".sums"), "<u8").tolist()
-        blocks = [content[start : start + 65536] for start in range(0, len(content), 65536)]
-        assert sums == [xxhash.xxh3_64_intdigest(block) for block in blocks]
-        assert entry["num_documents"] == len(members) and entry["num_tokens"] == ends[-1]
+    for name in ("tasks", "thread", "late"):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "shard-09999.bin").write_bytes(b"left there")
+        made = {}
+        if name != "tasks":
+            monkeypatch.setattr(assemble, "LATE_BYTES", 20 if name == "late" else 1 << 28)
+            arguments = ([directory], tmp_path / "parts", shard_tokens, 2)
+            with assemble.AssembleAhead(*arguments) as ahead:
+                for unit in rng.sample(units, len(units)):
+                    ahead.add(unit)
+                if name == "late":
+                    ahead._is_ended = True
+                ahead.start()
+                made = ahead.finish()
+            left = sum(lengths) - sum(entry["num_tokens"] for entry in made.values())
+            assert left in ((0,) if name == "thread" else (0, sum(lengths)))
+        records = tmp_path / "parts" / "records"
+        shutil.rmtree(records, ignore_errors=True)
+        (entries,) = assemble.run_assembly(
+            [directory], tmp_path / "parts", units, shard_tokens, 2, made, LocalExecutor(1)
+        )
+        check_shards(directory, documents, expected, entries)
+
+
+def test_an_assembly_that_is_left_early_leaves_no_half_of_a_shard(tmp_path):
+    documents = [np.full(5, number, "<u2") for number in range(9)]
+    parts = write_parts(tmp_path, documents, [3, 6])
+    (tmp_path / "out").mkdir()
+    with assemble.AssembleAhead([tmp_path / "out"], tmp_path, 1000, 2) as ahead:
+        ahead.start()
+        ahead.add({"task": 0, "parts": [[parts[0]]]})
+        ahead.add({"task": 2, "parts": [[parts[2]]]})  # and never the one between
+    assert list((tmp_path / "out").iterdir()) == []
+    with assemble.AssembleAhead([tmp_path / "absent"], tmp_path, 1000, 2) as ahead:
+        ahead.start()
+        ahead.add({"task": 0, "parts": [[parts[0]]]})
+        with pytest.raises(FileNotFoundError):
+            ahead.finish()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "record", "other"])
@@ -116,7 +160,7 @@ def test_two_writers_of_a_unit_do_not_harm_each_other(tmp_path):
     one = write_parts(tmp_path, documents, [3, 6], "othernode-1-0123abcd")
     two = write_parts(tmp_path, documents, [4], "thisnode-1-4567cdef")  # cut where its time ended
     for parts in (one, two):
-        ids = [np.fromfile(f"{path}.ids", "<u2") for path, _, _ in parts]
+        ids = [np.fromfile(tmp_path / f"{name}.ids", "<u2") for name, _, _ in parts]
         assert np.concatenate(ids).tolist() == np.concatenate(documents).tolist()
     (tmp_path / "00002-othernode-1-0123abcd.json").unlink()  # it has only two of its parts by now
     found = read_parts(tmp_path, "f")

@@ -1,0 +1,119 @@
+"""One shard out of slices of parts: copied in blocks, and hashed on the way.
+
+Knows nothing of which slices make a shard; data_prep/assemble.py does.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.parts import DOCUMENT, Slice
+from zerolm.block_sums import SUMS_SUFFIX, BlockSums
+from zerolm.files import temporary_name
+
+BLOCK_BYTES = 1 << 19  # copied at a time: it is still in the processor's cache when it is hashed
+SYNCED_BYTES = 1 << 25  # written to disk together
+
+
+def write_shard(
+    directory: Path, number: int, slices: Iterable[Slice], token_bytes: int
+) -> dict[str, Any]:
+    """Write the files of a shard, and return its entry of the manifest."""
+    stem = directory / f"shard-{number:05d}"
+    sums = BlockSums()
+    documents: list[np.ndarray] = []
+
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+
+    def blocks() -> Iterator[memoryview]:
+        for each in slices:
+            documents.append(_read_documents(each))
+            yield from _token_blocks(each, token_bytes, buffer)
+
+    size, sha256 = _write(stem.with_suffix(".bin"), blocks(), sums.update)
+    rows = np.concatenate(documents)
+    entry: dict[str, Any] = {
+        "file": f"{stem.name}.bin",
+        "num_tokens": size // token_bytes,
+        "num_documents": len(rows),
+        "size_bytes": size,
+        "sha256": sha256,
+    }
+    ends = np.cumsum(rows["tokens"], dtype="<u8")
+    for key, suffix, content in (
+        ("index", ".idx", ends.tobytes()),
+        ("origins", ".org", rows["origin"].astype("<u8").tobytes()),
+        ("sums", SUMS_SUFFIX, sums.content()),
+    ):
+        size, sha256 = _write(stem.with_suffix(suffix), iter([content]))
+        entry[key] = stem.name + suffix
+        entry[f"{key}_size_bytes"] = size
+        entry[f"{key}_sha256"] = sha256
+    return entry
+
+
+def _read_documents(each: Slice) -> np.ndarray:
+    return np.fromfile(
+        f"{each.part}.docs",
+        DOCUMENT,
+        count=each.last_document - each.first_document,
+        offset=each.first_document * DOCUMENT.itemsize,
+    )
+
+
+def _token_blocks(each: Slice, token_bytes: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the ids of a slice in blocks, each valid until the next one is asked for."""
+    left = (each.last_token - each.first_token) * token_bytes
+    with open(f"{each.part}.ids", "rb", buffering=0) as file:
+        file.seek(each.first_token * token_bytes)
+        while left:
+            count = file.readinto(buffer[: min(left, len(buffer))])
+            if not count:
+                raise EOFError(f"{each.part}.ids ends {left} bytes too early")
+            left -= count
+            yield buffer[:count]
+
+
+def _write(
+    path: Path,
+    blocks: Iterator[Any],
+    also: Callable[[Any], object] | None = None,
+) -> tuple[int, str]:
+    """Write a file under a temporary name and rename it; return its size and SHA-256.
+
+    Large ones are synced here, on the way, where others go on meanwhile, and all of them before the
+    manifest is published.
+    """
+    digest = hashlib.sha256()
+    size = synced = 0
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            for block in blocks:
+                _write_all(file, block)
+                digest.update(block)
+                size += len(block)
+                if also is not None:
+                    also(block)
+                if size - synced >= SYNCED_BYTES:
+                    os.fdatasync(file.fileno())
+                    synced = size
+            if synced:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return size, digest.hexdigest()
+
+
+def _write_all(file: Any, block: Any) -> None:
+    view = memoryview(block)
+    while view:
+        view = view[file.write(view) :]
