@@ -59,7 +59,7 @@ RUNGS = {
             "topology", "unpickling", "values", "windows", "zero_files",
             # blocks of shards, and shards that are elsewhere
             "block_cache", "block_sums", "data_cache", "object_ranges", "range_threads",
-            "remote_blocks", "remote_shards", "shard_files", "shares", "url",
+            "remote_blocks", "remote_shards", "shard_files", "shares", "url", "window_readers",
             # looking at memory
             "activations", "live_memory",
             # the loss without all of its logits

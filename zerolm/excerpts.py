@@ -59,9 +59,11 @@ def read_row(source: Source, packing: Packing, row: int) -> list[Part]:
 
 
 def _read_parts(source: Source, start: int, stop: int) -> list[Part]:
+    first = int(np.searchsorted(source.starts, start, side="right")) - 1
+    end = int(np.searchsorted(source.starts[:-1], stop, side="left"))
     return [
         part
-        for number in range(len(source.manifest["shards"]))
+        for number in range(first, end)
         for part in _parts_in_shard(source, number, start, stop)
     ]
 

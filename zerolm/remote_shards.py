@@ -51,6 +51,7 @@ class RemoteFiles:
     """
 
     is_remote = True
+    wants_notice = True
 
     def __init__(self, url: Url, manifest: dict[str, Any], cache: Cache | None = None):
         self.url, self.manifest, self.cache = url, manifest, cache

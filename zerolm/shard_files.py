@@ -5,16 +5,26 @@ source, a window or a document is.
 """
 
 import hashlib
+import mmap
+import os
+import resource
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zerolm.block_sums import BLOCK_BYTES, block_sum
+from zerolm.block_sums import BLOCK_BYTES, block_sum, num_blocks
 from zerolm.errors import ShardReadError
 from zerolm.manifest import DTYPES, TOKENIZER_DIRECTORY, files_of
 
-SUMS_KEPT = 1024  # shards whose sums stay in memory: 34 MB of those of 256 MiB, in each process
+# A map keeps a descriptor, and an open shard has two: a quarter of what a process may have. The
+# system's limit of maps (65,530) is far above the most.
+FEWEST_OPEN, MOST_OPEN, OPEN_SHARE = 16, 8192, 8
+CACHED_SHARE = 4  # of the machine's memory: a source below it is read from the disk once
 
 
 class LocalFiles:
@@ -30,30 +40,70 @@ class LocalFiles:
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         self.directory, self.manifest = directory, manifest
         self.dtype = DTYPES[manifest["dtype"]]
-        # Of each open shard: its ids, and a byte for each block, 1 until it is checked.
-        self._open: dict[int, tuple[np.ndarray, bytearray]] = {}
-        self._sums: dict[int, np.ndarray] = {}
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        size = manifest["num_tokens"] * self.dtype.itemsize
+        self._stays_cached = size <= memory // CACHED_SHARE
+        self._begin()
+
+    def _begin(self) -> None:
+        self._open: dict[int, _Shard] = {}
+        self._closed: dict[int, bytes] = {}  # which blocks are unchecked, a bit each
+        self._with_sums: set[int] = set()  # shards whose sums were compared with the manifest
+        self._num_checked = 0
 
     def __getstate__(self) -> dict[str, Any]:  # maps are not sent: each process opens its own
-        return {**self.__dict__, "_open": {}, "_sums": {}}
+        return {"directory": self.directory, "manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the sizes of the files, a line each."""
+        """Return what is wrong with the sizes of the files, a line each.
+
+        One process of a node looks: all of them see the same files.
+        """
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return []
+        files = [file for shard in self.manifest["shards"] for file in files_of(shard)]
+        found = _sizes(self.directory, [name for name, _, _ in files])
         problems = []
-        for shard in self.manifest["shards"]:
-            for name, size, _ in files_of(shard):
-                path = self.directory / name
-                if not path.is_file():
-                    problems.append(
-                        f"{path}: the manifest lists it, but it is missing. Restore it, or "
-                        f"tokenize again."
-                    )
-                elif path.stat().st_size != size:
-                    problems.append(
-                        f"{path}: {path.stat().st_size} bytes, the manifest says {size}. "
-                        f"The file was cut or overwritten: restore it, or tokenize again."
-                    )
+        for name, size, _ in files:
+            actual = found.get(name)
+            if actual == size:
+                continue
+            path = self.directory / name
+            if actual is None:
+                problems.append(
+                    f"{path}: the manifest lists it, but it is missing. Restore it, or "
+                    f"tokenize again."
+                )
+            else:
+                problems.append(
+                    f"{path}: {actual} bytes, the manifest says {size}. "
+                    f"The file was cut or overwritten: restore it, or tokenize again."
+                )
         return problems
+
+    @property
+    def wants_notice(self) -> bool:
+        """Whether `expect` does anything: not once everything is in memory, and checked."""
+        return not self._stays_cached or self._num_checked != self._num_blocks
+
+    def expect(self, ranges: Iterable[tuple[int, int, int]]) -> list[Any]:
+        """Have the system read what will be read soon: (shard, first id, end) each.
+
+        All at once, and only that: a page that is first touched when it is needed would be waited
+        for alone, with as much around it as the disk's read-ahead is set to.
+        """
+        size = self.dtype.itemsize
+        for number, start, stop in ranges:
+            shard = self._open.get(number) or self._opened(number)
+            first, end = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
+            if shard.unchecked.find(1, first, end) >= 0:
+                shard.fetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
+            elif not (self._stays_cached and shard.unchecked):
+                shard.fetch(start * size, stop * size)
+        return []
 
     def ids(self, number: int, start: int, stop: int) -> np.ndarray:
         """Return the ids at [start, stop) of a shard, a read-only view.
@@ -61,16 +111,18 @@ class LocalFiles:
         Raises:
             ShardReadError: a block of them is not as it was written.
         """
-        tokens, unchecked = self._open.get(number) or self._opened(number)
+        shard = self._open.get(number) or self._opened(number)
         size = self.dtype.itemsize
         first, end = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
-        if unchecked.find(1, first, end) >= 0:
-            self._check(number, first, end)
-        return tokens[start:stop]
+        if shard.unchecked.find(1, first, end) >= 0:
+            self._check(number, shard, first, end)
+        return shard.tokens[start:stop]
 
     def shard(self, number: int) -> np.ndarray:
         """Return all ids of a shard, unchecked."""
-        return (self._open.get(number) or self._opened(number))[0]
+        shard = self._open.get(number) or self._opened(number)
+        shard.fetch(0, shard.tokens.nbytes)
+        return shard.tokens
 
     def bytes_of(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes of a file of the directory, unchecked, fewer if there are no more."""
@@ -86,43 +138,141 @@ class LocalFiles:
         """Return where the tokenizer's copy is, or would be."""
         return self.directory / TOKENIZER_DIRECTORY
 
-    def _opened(self, number: int) -> tuple[np.ndarray, bytearray]:
-        shard = self.manifest["shards"][number]
-        # A plain ndarray view: slicing np.memmap itself costs 2 us of subclass bookkeeping.
-        tokens = np.memmap(self.directory / shard["file"], self.dtype, mode="r").view(np.ndarray)
-        blocks = shard["sums_size_bytes"] // 8 if "sums" in shard else 0
-        self._open[number] = tokens, bytearray(b"\1" * blocks)
-        return self._open[number]
+    # ---- Open shards
 
-    def _check(self, number: int, first: int, end: int) -> None:
+    @cached_property
+    def _num_blocks(self) -> int:
+        """Return how many blocks there are, with sums or without."""
+        return sum(num_blocks(shard["size_bytes"]) for shard in self.manifest["shards"])
+
+    def _opened(self, number: int) -> "_Shard":
+        _close_oldest()
+        entry = self.manifest["shards"][number]
+        mapped = _map(self.directory / entry["file"], entry["size_bytes"])
+        blocks = entry["sums_size_bytes"] // 8 if "sums" in entry else 0
+        known = self._closed.pop(number, None)
+        if known is None:
+            unchecked = bytearray(b"\1" * blocks)
+        else:
+            unchecked = bytearray(np.unpackbits(np.frombuffer(known, np.uint8), count=blocks))
+        shard = self._open[number] = _Shard(mapped, self.dtype, unchecked)
+        _OPENED.append((weakref.ref(self), number))
+        return shard
+
+    def _close(self, number: int) -> None:
+        """Let go of a shard; who reads in it now keeps its map."""
+        shard = self._open.pop(number, None)
+        if shard is not None and shard.unchecked:
+            self._closed[number] = np.packbits(np.frombuffer(shard.unchecked, np.uint8)).tobytes()
+
+    def _check(self, number: int, shard: "_Shard", first: int, end: int) -> None:
         """Check those blocks of [first, end) that are not yet."""
-        tokens, unchecked = self._open[number]
-        shard, sums = self.manifest["shards"][number], self._sums_of(number)
-        content = memoryview(tokens).cast("B")  # type: ignore[arg-type]
+        entry = self.manifest["shards"][number]
+        if shard.sums is None:
+            shard.sums = self._sums(number)
+        shard.fetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
+        content = memoryview(shard.mapped)
         for block in range(first, end):
-            if not unchecked[block]:
+            if not shard.unchecked[block]:
                 continue
             part = content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            if block_sum(part) != int(sums[block]):
+            if block_sum(part) != int(shard.sums[block]):
                 raise ShardReadError(
-                    damage(self.directory / shard["file"], shard["num_tokens"], block, self.dtype)
+                    damage(self.directory / entry["file"], entry["num_tokens"], block, self.dtype)
                 )
-            unchecked[block] = 0
+            shard.unchecked[block] = 0
+            self._num_checked += 1
 
-    def _sums_of(self, number: int) -> np.ndarray:
-        """Return the sums of a shard's blocks; those that were used last are kept."""
-        sums = self._sums.pop(number, None)
-        if sums is None:
-            shard = self.manifest["shards"][number]
-            where = self.directory / shard["sums"]
-            sums = checked_sums(where, where.read_bytes(), shard)
-        self._sums[number] = sums
-        while len(self._sums) > SUMS_KEPT:
-            del self._sums[next(iter(self._sums))]
-        return sums
+    def _sums(self, number: int) -> np.ndarray:
+        """Return the sums of a shard's blocks, mapped; compared with the manifest the first time.
+
+        A sum that is damaged later is another than its block's, and so not taken for right.
+        """
+        entry = self.manifest["shards"][number]
+        where = self.directory / entry["sums"]
+        content = _map(where, entry["sums_size_bytes"])
+        if number not in self._with_sums:
+            checked_sums(where, content, entry)
+            self._with_sums.add(number)
+        return np.frombuffer(content, "<u8")
 
 
-def checked_sums(where: Any, content: bytes, shard: dict[str, Any]) -> np.ndarray:
+class _Shard:
+    """An open shard.
+
+    Attributes:
+        tokens: all its ids.
+        unchecked: a byte for each block, 1 until it is checked; empty without sums.
+        sums: of the blocks; None until the first check.
+    """
+
+    __slots__ = ("mapped", "sums", "tokens", "unchecked")
+
+    def __init__(self, mapped: mmap.mmap, dtype: np.dtype, unchecked: bytearray):
+        mapped.madvise(mmap.MADV_RANDOM)
+        self.mapped, self.unchecked = mapped, unchecked
+        # A plain ndarray: slicing np.memmap itself costs 2 us of subclass bookkeeping.
+        self.tokens = np.frombuffer(mapped, dtype)
+        self.sums: np.ndarray | None = None
+
+    def fetch(self, start: int, stop: int) -> None:
+        """Have the system read these bytes, without waiting for them."""
+        start -= start % mmap.PAGESIZE
+        self.mapped.madvise(mmap.MADV_WILLNEED, start, stop - start)
+
+
+# Every open shard of this process, the oldest first, of whatever source.
+_OPENED: deque[tuple[weakref.ref[LocalFiles], int]] = deque()
+
+
+def _close_oldest() -> None:
+    """Make room for one more open shard."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = MOST_OPEN if limit == resource.RLIM_INFINITY else limit // OPEN_SHARE
+    while len(_OPENED) >= max(FEWEST_OPEN, min(most, MOST_OPEN)):
+        files, number = _OPENED.popleft()
+        owner = files()
+        if owner is not None:
+            owner._close(number)
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    """Map a file to read it.
+
+    Raises:
+        ShardReadError: it is not there any more, or shorter than it was.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:  # ValueError: longer than the file
+        raise ShardReadError(
+            f"{path}: cannot be opened with {size} bytes ({error}), as it could when this began. "
+            f"Restore it."
+        ) from error
+
+
+def _sizes(directory: Path, names: Sequence[str]) -> dict[str, int]:
+    """Return the size of each of these files that is there.
+
+    From one listing, with which file systems of a network send the sizes.
+    """
+    wanted, sizes = set(names), {}
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name in wanted and entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+    except OSError:  # a directory that may not be listed; or a file went while it was
+        paths = {name: directory / name for name in names}
+        return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+    return sizes
+
+
+def checked_sums(where: Any, content: Any, shard: dict[str, Any]) -> np.ndarray:
     """Return the sums of a shard's blocks, (B,) uint64.
 
     Raises:

@@ -15,6 +15,7 @@ be imported from here.
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -93,7 +94,7 @@ class Source:
         """Whether what is read is checked; shards of older releases have no sums of blocks."""
         return all("sums" in shard for shard in self.manifest["shards"])
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of what the ids are: dtype, tokenizer and every shard's checksum."""
         what = [self.manifest["dtype"], self.manifest["tokenizer"]["fingerprint"]]
@@ -129,6 +130,14 @@ class Source:
             filled = len(out) - (stop - start)
             out[filled : filled + upto - start] = self.ids(number, start - first, upto - first)
             start, number = upto, number + 1
+
+    def expect(self, start: int, stop: int) -> None:
+        """Begin to read the ids at [start, stop), which will be read soon."""
+        number = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while start < stop:
+            first, end = int(self.starts[number]), int(self.starts[number + 1])
+            self.files.expect([(number, start - first, min(stop, end) - first)])
+            start, number = end, number + 1
 
     def document_ends(self, number: int) -> np.ndarray:
         """Return the ends of one shard's documents, (D,) uint64, counted from the shard's start."""

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from zerolm.errors import ShardError
 from zerolm.faults import fault_point
 from zerolm.loss import IGNORED
-from zerolm.order import num_windows
-from zerolm.packing import Packing, open_packing
+from zerolm.packing import open_packing
 from zerolm.settings import BEST_FIT, CONCAT
 from zerolm.shards import Source
+from zerolm.window_readers import PackedReader, WindowReader
 
 PLACED_SEQUENCES = 8192  # found at once, which takes the cost of one from 30 us to 0.2 us
 # Asked for ahead of their use where shards are in a store: most requests are for one block, so
@@ -122,25 +121,26 @@ class WindowStream(IterableDataset):
         Worker w of k yields groups w, w + k, w + 2k, ..., so that a loader that asks its workers
         in turn has all of them in order.
         """
-        located = self._located(group)
-        if isinstance(self.reader, WindowReader) and self.reader.is_remote:
-            located = self._ahead(located, self.reader)
-        for shards, offsets, sequence_ids, sources in located:
+        for shards, offsets, sequence_ids, sources in self._ahead(self._located(group)):
             yield Tokens(self.reader.read(shards, offsets), sequence_ids, sources)
 
-    def _ahead(self, located: Iterator["Located"], reader: "WindowReader") -> Iterator["Located"]:
-        """Yield the same, later: what is read from stores has been asked for long before."""
+    def _ahead(self, located: Iterator["Located"]) -> Iterator["Located"]:
+        """Yield the same, later: what is not in memory has been asked for long before."""
+        reader = self.reader
         if self.reads_on:
             reader.mirror()
         waiting: deque[tuple[Located, list[Any]]] = deque()
         coming = 0
+        # Disks answer at once: the first batch does not wait until more has been asked for.
+        groups = AHEAD_GROUPS if reader.is_remote else 0
         for part in located:
             arrivals = reader.expect(part.shards, part.offsets)
             waiting.append((part, arrivals))
             coming += len(arrivals)
-            while coming > AHEAD_REQUESTS or len(waiting) > AHEAD_GROUPS:
+            while coming > AHEAD_REQUESTS or len(waiting) > groups:
                 part, arrivals = waiting.popleft()
                 coming -= len(arrivals)
+                groups = min(groups + 1, AHEAD_GROUPS)
                 yield part
         while waiting:
             part, arrivals = waiting.popleft()  # held while the part is read
@@ -194,136 +194,6 @@ class WindowStream(IterableDataset):
         if sequence_ids[-1] < 0:  # rows that fill up come last
             batch["targets"][batch["sequence_ids"] < 0] = IGNORED
         return batch
-
-
-class WindowReader:
-    """Reads windows of several sources.
-
-    Args:
-        sources: opened shard directories.
-        seq_len: targets of a window.
-
-    Attributes:
-        num_windows: (S,) int64, of each source.
-        dtype: the narrowest one that holds the ids of every source.
-        eos_ids: (S,) int64.
-
-    Raises:
-        ShardError: a source too short for one window; every one is listed.
-    """
-
-    def __init__(self, sources: Sequence[Source], seq_len: int):
-        counts = [num_windows(source.num_tokens, seq_len) for source in sources]
-        problems = [
-            f"{source.directory}: {source.num_tokens} tokens are too few for one sequence: "
-            f"--seq_len {seq_len} takes {seq_len + 1}. Add text, or lower --seq_len."
-            for source, count in zip(sources, counts, strict=True)
-            if count == 0
-        ]
-        if problems:
-            raise ShardError(problems)
-        self.seq_len = seq_len
-        self.num_windows = np.array(counts, np.int64)
-        self.dtype = np.result_type(*(source.dtype for source in sources))
-        self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
-        # The shards of all sources laid end to end, so that one search finds any window's shard.
-        lengths = [source.num_tokens for source in sources]
-        self._source_starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-        starts = zip(sources, self._source_starts, strict=True)
-        self._shard_starts = np.concatenate(
-            [source.starts[:-1] + start for source, start in starts]
-        )
-        self._sizes = np.concatenate([np.diff(source.starts) for source in sources]).tolist()
-        self._shards = [
-            (source, number) for source in sources for number in range(len(source.starts) - 1)
-        ]
-
-    def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shard in which each window starts, and where in it. Any shape, int64."""
-        assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such window"
-        positions = windows * self.seq_len + self._source_starts[sources]
-        shards = np.searchsorted(self._shard_starts, positions, side="right") - 1
-        return shards, positions - self._shard_starts[shards]
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether anything is read from a store."""
-        return any(source.is_remote for source, _ in self._shards)
-
-    def mirror(self) -> None:
-        """Have whole shards fetched in idle times, of sources whose cache has room for all."""
-        for source in {id(source): source for source, _ in self._shards}.values():
-            if source.is_remote:
-                source.files.mirror()
-
-    def expect(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
-        """Begin to fetch located windows from stores; what is returned keeps them in memory."""
-        wanted: dict[int, tuple[Source, list[tuple[int, int, int]]]] = {}
-        for shard, offset in zip(shards.ravel().tolist(), offsets.ravel().tolist(), strict=True):
-            stop = offset + self.seq_len + 1
-            while stop > 0:  # a window may go on in the next shards
-                source, number = self._shards[shard]
-                size = int(source.starts[number + 1] - source.starts[number])
-                if source.is_remote:
-                    ranges = wanted.setdefault(id(source), (source, []))[1]
-                    ranges.append((number, offset, min(stop, size)))
-                offset, stop, shard = 0, stop - size, shard + 1
-        return [
-            arrival for source, ranges in wanted.values() for arrival in source.files.expect(ranges)
-        ]
-
-    def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Return the ids of located windows, (..., seq_len + 1) of `dtype`.
-
-        Raises:
-            ShardReadError: some are damaged, or a store does not give them.
-        """
-        length = self.seq_len + 1
-        tokens = np.empty((shards.size, length), self.dtype)
-        for row, shard, offset in zip(
-            tokens, shards.ravel().tolist(), offsets.ravel().tolist(), strict=True
-        ):
-            source, number = self._shards[shard]
-            if offset + length <= self._sizes[shard]:
-                row[:] = source.files.ids(number, offset, offset + length)
-            else:  # it goes on in the next shard
-                source.read(int(source.starts[number]) + offset, row)
-        return tokens.reshape(*shards.shape, length)
-
-
-class PackedReader:
-    """Reads rows of packed documents of several sources; the same face as `WindowReader`.
-
-    Args:
-        sources: opened shard directories.
-        packings: the index of each, all of one `seq_len`.
-    """
-
-    def __init__(self, sources: Sequence[Source], packings: Sequence[Packing]):
-        self.sources, self.packings = list(sources), list(packings)
-        self.seq_len = packings[0].seq_len
-        self.num_windows = np.array([packing.num_rows for packing in packings], np.int64)
-        self.dtype = np.result_type(*(source.dtype for source in sources))
-        self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
-
-    def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `read` takes. Any shape, int64."""
-        assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such row"
-        return sources, windows
-
-    def read(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the ids of rows, (..., seq_len + 1) of `dtype`, filled up with EOS ids."""
-        tokens = np.empty((rows.size, self.seq_len + 1), self.dtype)
-        for out, number, row in zip(
-            tokens, sources.ravel().tolist(), rows.ravel().tolist(), strict=True
-        ):
-            filled = 0
-            starts, lengths = self.packings[number].pieces(row)
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-                self.sources[number].read(start, out[filled : filled + length])
-                filled += length
-            out[filled:] = self.eos_ids[number]
-        return tokens.reshape(*rows.shape, self.seq_len + 1)
 
 
 def number_documents(last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

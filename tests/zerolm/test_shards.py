@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import pickle
+import resource
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerolm.errors import ShardError
+from zerolm import manifest, shard_files
+from zerolm.block_sums import block_sum
+from zerolm.errors import ShardError, ShardReadError
 from zerolm.shards import ShardWriter, open_source, output_problems, token_dtype, verify
 
 EOS = 0
@@ -327,14 +331,102 @@ def test_the_fingerprint_changes_with_the_ids_and_with_the_tokenizer(tmp_path):
     assert len(prints) == 3
 
 
-def test_sums_of_a_few_shards_are_kept_and_those_used_last(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerolm.shard_files.SUMS_KEPT", 2)
-    with writer(tmp_path / "s", shard_tokens=2) as open_writer:
-        open_writer.add(np.array([1, EOS, 2, EOS, 3, EOS]), np.array([2, 4, 6]))
-    source = open_source(tmp_path / "s")
-    count = len(source.manifest["shards"])
-    assert count > 2
-    for number in [*range(count), 0]:
-        assert source.ids(number, 0, 2).tolist() == source.shard(number)[:2].tolist()
-        source.files._open.clear()  # as another block would be, it is unchecked again
-    assert list(source.files._sums) == [count - 1, 0]
+def many_shards(directory, count, monkeypatch) -> Path:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)  # which is most of the time
+        return write(directory, [[number + 1, EOS] for number in range(count)], shard_tokens=2)
+
+
+def test_few_shards_are_open_at_a_time_and_each_block_is_checked_once(tmp_path, monkeypatch):
+    """Of all sources together; a shard that was closed meanwhile knows what was checked."""
+    summed = []
+    monkeypatch.setattr(shard_files, "MOST_OPEN", 3)
+    monkeypatch.setattr(shard_files, "FEWEST_OPEN", 3)
+    monkeypatch.setattr(shard_files, "block_sum", lambda b: summed.append(b) or block_sum(b))
+    names = ("a", "b")
+    sources = [open_source(many_shards(tmp_path / name, 4, monkeypatch)) for name in names]
+    for _ in range(3):
+        for number in range(4):
+            for source in sources:
+                assert source.files.ids(number, 0, 2).tolist() == [number + 1, EOS]
+                assert sum(len(each.files._open) for each in sources) <= 3
+    assert len(summed) == 8
+    assert not any(source.files.wants_notice for source in sources)
+    copy = pickle.loads(pickle.dumps(sources[0]))  # another process has checked nothing
+    assert copy.files.wants_notice and copy.ids(0, 0, 2).tolist() == [1, EOS]
+    assert len(summed) == 9
+
+
+def test_more_shards_can_be_read_than_files_may_be_open(tmp_path, monkeypatch):
+    source = open_source(many_shards(tmp_path / "s", 90, monkeypatch))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, before[1]))
+    try:
+        for number in [*range(90), *range(90)]:
+            source.files.expect([(number, 0, 2)])
+            assert source.ids(number, 0, 2).tolist() == [number + 1, EOS]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_file_that_is_cut_or_gone_after_the_start_ends_the_run_by_its_name(tmp_path):
+    source = open_source(write(tmp_path / "s"))
+    for change in (lambda path: os.truncate(path, 4), Path.unlink):
+        change(tmp_path / "s" / "shard-00000.bin")
+        with pytest.raises(ShardReadError, match=r"shard-00000\.bin: cannot be opened with 18"):
+            source.ids(0, 0, 2)
+
+
+def test_one_process_of_a_node_looks_at_the_files(tmp_path, monkeypatch):
+    (write(tmp_path / "s") / "shard-00000.idx").unlink()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert open_source(tmp_path / "s").num_tokens == 9
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ShardError, match="is missing"):
+        open_source(tmp_path / "s")
+
+
+WRONG = (
+    None,
+    "",
+    "x",
+    "../x",
+    ".x",
+    "-x",
+    "a b",
+    "x\ny",
+    "é",
+    True,
+    -1,
+    0,
+    7,
+    1.0,
+    1 << 60,
+    1 << 63,
+)
+
+
+def test_the_quick_look_at_a_manifest_misses_nothing_that_the_slow_one_finds(monkeypatch, tmp_path):
+    """Whatever stands under a key of a shard, or does not: the same refusal, or none."""
+    content = (many_shards(tmp_path / "s", 3, monkeypatch) / "manifest.json").read_bytes()
+    refused = 0
+    for key in json.loads(content)["shards"][1]:
+        for value in WRONG:
+            changed = json.loads(content)
+            changed["shards"][1][key] = value
+            if value is None:
+                del changed["shards"][1][key]
+            found = []
+            for quick in (manifest._shards_are_right, lambda manifest: False):
+                with monkeypatch.context() as patch:
+                    patch.setattr(manifest, "_shards_are_right", quick)
+                    try:
+                        manifest.checked_manifest(json.dumps(changed).encode(), Path("m"))
+                        found.append([])
+                    except ShardError as error:
+                        found.append(error.problems)
+            assert found[0] == found[1], (key, value)
+            refused += bool(found[0])
+    assert refused > 100
+    assert manifest._shards_are_right(json.loads(content))

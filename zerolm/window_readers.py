@@ -1,0 +1,171 @@
+"""Reads the token ids of windows, and of packed rows, from the shards of several sources.
+
+Knows where a window lies, and asks for it ahead of its use; not which window comes when, nor what
+becomes of its ids (zerolm/windows.py).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zerolm.errors import ShardError
+from zerolm.order import num_windows
+from zerolm.packing import Packing
+from zerolm.shards import Source
+
+
+class WindowReader:
+    """Reads windows of several sources.
+
+    Args:
+        sources: opened shard directories.
+        seq_len: targets of a window.
+
+    Attributes:
+        num_windows: (S,) int64, of each source.
+        dtype: the narrowest one that holds the ids of every source.
+        eos_ids: (S,) int64.
+
+    Raises:
+        ShardError: a source too short for one window; every one is listed.
+    """
+
+    def __init__(self, sources: Sequence[Source], seq_len: int):
+        counts = [num_windows(source.num_tokens, seq_len) for source in sources]
+        problems = [
+            f"{source.directory}: {source.num_tokens} tokens are too few for one sequence: "
+            f"--seq_len {seq_len} takes {seq_len + 1}. Add text, or lower --seq_len."
+            for source, count in zip(sources, counts, strict=True)
+            if count == 0
+        ]
+        if problems:
+            raise ShardError(problems)
+        self.seq_len = seq_len
+        self.num_windows = np.array(counts, np.int64)
+        self.dtype = np.result_type(*(source.dtype for source in sources))
+        self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
+        # The shards of all sources laid end to end, so that one search finds any window's shard.
+        lengths = [source.num_tokens for source in sources]
+        self._source_starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+        starts = zip(sources, self._source_starts, strict=True)
+        self._shard_starts = np.concatenate(
+            [source.starts[:-1] + start for source, start in starts]
+        )
+        self._sizes = np.concatenate([np.diff(source.starts) for source in sources])
+        self._sources = list(sources)
+        num_shards = [len(source.starts) - 1 for source in sources]
+        self._owners = np.repeat(np.arange(len(sources)), num_shards)  # of each shard
+        self._numbers = np.concatenate([np.arange(count) for count in num_shards])
+
+    def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shard in which each window starts, and where in it. Any shape, int64."""
+        assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such window"
+        positions = windows * self.seq_len + self._source_starts[sources]
+        shards = np.searchsorted(self._shard_starts, positions, side="right") - 1
+        return shards, positions - self._shard_starts[shards]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether anything is read from a store."""
+        return any(source.is_remote for source in self._sources)
+
+    def mirror(self) -> None:
+        """Have whole shards fetched in idle times, of sources whose cache has room for all."""
+        for source in self._sources:
+            if source.is_remote:
+                source.files.mirror()
+
+    def expect(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
+        """Begin to fetch located windows; what is returned keeps those from stores in memory."""
+        wanting = [source.files.wants_notice for source in self._sources]
+        if not any(wanting):
+            return []
+        wanted: dict[int, list[tuple[int, int, int]]] = {}
+        for shard, offset in zip(shards.ravel().tolist(), offsets.ravel().tolist(), strict=True):
+            stop = offset + self.seq_len + 1
+            while stop > 0:  # a window may go on in the next shards
+                owner, size = int(self._owners[shard]), int(self._sizes[shard])
+                if wanting[owner]:
+                    ranges = wanted.setdefault(owner, [])
+                    ranges.append((int(self._numbers[shard]), offset, min(stop, size)))
+                offset, stop, shard = 0, stop - size, shard + 1
+        return [
+            arrival
+            for owner, ranges in wanted.items()
+            for arrival in self._sources[owner].files.expect(ranges)
+        ]
+
+    def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return the ids of located windows, (..., seq_len + 1) of `dtype`.
+
+        Raises:
+            ShardReadError: some are damaged, or a store does not give them.
+        """
+        length = self.seq_len + 1
+        tokens = np.empty((shards.size, length), self.dtype)
+        found, starts = shards.ravel(), offsets.ravel()
+        is_whole = starts + length <= self._sizes[found]
+        ids = [source.files.ids for source in self._sources]
+        for row, owner, number, start, whole in zip(
+            tokens,
+            self._owners[found].tolist(),
+            self._numbers[found].tolist(),
+            starts.tolist(),
+            is_whole.tolist(),
+            strict=True,
+        ):
+            if whole:
+                row[:] = ids[owner](number, start, start + length)
+            else:  # it goes on in the next shard
+                source = self._sources[owner]
+                source.read(int(source.starts[number]) + start, row)
+        return tokens.reshape(*shards.shape, length)
+
+
+class PackedReader:
+    """Reads rows of packed documents of several sources; the same face as `WindowReader`.
+
+    Args:
+        sources: opened shard directories.
+        packings: the index of each, all of one `seq_len`.
+    """
+
+    is_remote = False
+
+    def __init__(self, sources: Sequence[Source], packings: Sequence[Packing]):
+        self.sources, self.packings = list(sources), list(packings)
+        self.seq_len = packings[0].seq_len
+        self.num_windows = np.array([packing.num_rows for packing in packings], np.int64)
+        self.dtype = np.result_type(*(source.dtype for source in sources))
+        self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
+
+    def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `read` takes. Any shape, int64."""
+        assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such row"
+        return sources, windows
+
+    def mirror(self) -> None:
+        """Do nothing: packed sources are on this machine."""
+
+    def expect(self, sources: np.ndarray, rows: np.ndarray) -> list[Any]:
+        """Begin to read rows, as `WindowReader.expect`."""
+        for number, row in zip(sources.ravel().tolist(), rows.ravel().tolist(), strict=True):
+            if self.sources[number].files.wants_notice:
+                for start, length in zip(*self.packings[number].pieces(row), strict=True):
+                    self.sources[number].expect(int(start), int(start + length))
+        return []
+
+    def read(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the ids of rows, (..., seq_len + 1) of `dtype`, filled up with EOS ids."""
+        tokens = np.empty((rows.size, self.seq_len + 1), self.dtype)
+        for out, number, row in zip(
+            tokens, sources.ravel().tolist(), rows.ravel().tolist(), strict=True
+        ):
+            filled = 0
+            starts, lengths = self.packings[number].pieces(row)
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                self.sources[number].read(start, out[filled : filled + length])
+                filled += length
+            out[filled:] = self.eos_ids[number]
+        return tokens.reshape(*rows.shape, self.seq_len + 1)
