@@ -1,233 +1,227 @@
-"""Seconds to the first batch and to go on, by the size of the data; and cold reads.
+"""Seconds to the first batch, and to go on late in an epoch, by the size of the data.
 
-    python benchmarks/stream_start.py
+    python -m benchmarks.stream_start [--output FILE]
 
-Start and resume: token shards of 1 M, 1 B and (simulated) 10 T ids are opened as a run opens them,
-and the first batch is read, from position 0 and from nine tenths of an epoch on. The files are
-holes, which have no content to wait for: what is measured is what a run computes before its first
-batch, which may not grow with the data. (There are no sums: 10 T zeros would have to be hashed.)
-Bare np.memmap with a stored permutation, the usual way to shuffle, is beside it as far as it fits
-the memory.
+Token shards of 1 M, 1 B and (simulated) 10 T ids are opened as a run opens them: the manifest is
+checked, every file's size is compared with it, the fingerprint is taken, and the first batch is
+read and compared with its blocks' sums, from sequence 0 and from nine tenths of an epoch on. 10 T
+ids are there twice: in shards of 16 GiB, and in shards of the size that `data_prep tokenize` makes
+by default. The second table says which part of the start takes how long.
 
-Cold: batches of random windows of a file of real bytes that the page cache has let go of
-(posix_fadvise DONTNEED before each repetition), by TokenStream with each block checked, without
-sums, and by bare np.memmap. The share of pages that stayed in memory (mincore) is printed.
+The token files are holes of the right size: what is measured is what is computed and looked up
+before the first batch, with the directory's entries in memory, not how fast a disk is (cold reads
+are in benchmarks/stream_speed.py). Each repetition has another seed, and so other windows. Beside
+it: np.memmap with a stored permutation, the usual way to shuffle, as far as it fits the memory.
 """
 
 import argparse
-import ctypes
+import datetime
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from stream_speed import BareReader, write_source  # noqa: E402 - this file is run as a script
-
+from benchmarks.stream_speed import hardware  # noqa: E402 - this file may be run as a script
+from zerolm.block_sums import BLOCK_BYTES  # noqa: E402
 from zerolm.data import TokenStream  # noqa: E402
+from zerolm.manifest import read_manifest  # noqa: E402
 from zerolm.schedule import BatchSchedule  # noqa: E402
-from zerolm.shards import Source, open_source  # noqa: E402
+from zerolm.shard_files import LocalFiles  # noqa: E402
+from zerolm.shards import DEFAULT_SHARD_TOKENS, open_source  # noqa: E402
 
-SHARD_TOKENS = 1 << 38  # of the largest data: as few files as file systems allow
+LARGE_SHARD_TOKENS = 1 << 33
+CASES = (
+    (10**6, DEFAULT_SHARD_TOKENS),
+    (10**9, DEFAULT_SHARD_TOKENS),
+    (10**13, LARGE_SHARD_TOKENS),
+    (10**13, DEFAULT_SHARD_TOKENS),
+)
+SUFFIXES = {"index": "idx", "sums": "sums"}
 MOST_PERMUTED = 1 << 28  # windows whose permutation is made at all
+MOST_LINKS = 10_000  # to one file, which file systems limit
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e9, 1e13])
     parser.add_argument("--batch_rows", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=2048)
-    parser.add_argument("--megabytes", type=int, default=400, help="of the file that is read cold")
-    parser.add_argument("--cold_batches", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--directory", type=Path, help="on the disk to measure")
     parser.add_argument("--output", type=Path, help="also write the tables here")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        report = "\n\n".join(
-            [
-                f"batch {arguments.batch_rows} x {arguments.seq_len}, median of "
-                f"{arguments.repeats}; Python {platform.python_version()}, torch "
-                f"{torch.__version__}, numpy {np.__version__}, {os.cpu_count()} cores",
-                start_table(Path(scratch), arguments),
-                cold_table(Path(scratch), arguments),
-            ]
-        )
-    if arguments.output:
-        arguments.output.write_text(report + "\n")
+    about = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
+    found: dict[tuple[int, int], dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
+        directories = {
+            case: hollow_shards(Path(scratch) / f"{case[0]}-{case[1]}", *case) for case in CASES
+        }
+        for repeat in range(options.repeats):
+            for case, directory in directories.items():
+                each = found.setdefault(case, {})
+                for name, seconds in measured(directory, case[0], options, repeat).items():
+                    each.setdefault(name, []).append(seconds)
+            print(f"turn {repeat + 1}: done", flush=True)
+    report = "\n\n".join([*about, *tables(found, options)])
+    if options.output:
+        options.output.write_text(report + "\n")
     print(f"\n{report}")
 
 
-# ---- Start and resume
+def measured(
+    directory: Path, num_tokens: int, options: argparse.Namespace, repeat: int
+) -> dict[str, float]:
+    """Return the seconds of each thing that is measured."""
+    windows = (num_tokens - 1) // options.seq_len
+    late = windows * 9 // 10 // options.batch_rows * options.batch_rows
+    took = {}
+    for name, position in (("start", 0), ("resume", late)):
+        took[name] = timed(lambda at=position: first_batch(directory, at, options, 2 * repeat))[0]
+    took["manifest"], manifest = timed(lambda: read_manifest(directory))
+    files = LocalFiles(directory, manifest)
+    took["sizes"], problems = timed(files.problems)
+    assert not problems
+    source = open_source(directory)
+    took["fingerprint"] = timed(lambda: source.fingerprint)[0]
+    took["stream"], stream = timed(lambda: stream_of(source, 0, options, 2 * repeat + 1))
+    took["batch"] = timed(lambda: next(iter(stream)))[0]
+    if windows <= MOST_PERMUTED:
+        took["stored"] = timed(lambda: permuted_batch(directory, windows, options, repeat))[0]
+    return took
 
 
-def start_table(scratch: Path, arguments: argparse.Namespace) -> str:
-    lines = [
-        "| tokens | shards | first batch, ms | first batch at 0.9 of an epoch, ms | "
-        "stored permutation + np.memmap, ms |",
+def tables(
+    found: dict[tuple[int, int], dict[str, list[float]]], options: argparse.Namespace
+) -> list[str]:
+    start = [
+        f"Batch {options.batch_rows} x {options.seq_len}, {options.repeats} turns, medians (least "
+        f"to most), ms:",
+        "",
+        "| tokens | shards | first batch | first batch at 0.9 of an epoch | np.memmap, stored "
+        "permutation |",
         "|---|---|---|---|---|",
     ]
-    for count in map(int, arguments.tokens):
-        directory = hollow_shards(scratch / f"hollow-{count}", count)
-        windows = (count - 1) // arguments.seq_len
-        late = windows * 9 // 10 // arguments.batch_rows * arguments.batch_rows
-        times: dict[int, list[float]] = {0: [], late: []}
-        for _ in range(arguments.repeats):
-            for position, found in times.items():
-                found.append(seconds(partial(first_batch, directory, position, arguments)))
-        bare = "does not fit"
-        if windows <= MOST_PERMUTED:
-            took = [
-                seconds(partial(permuted_batch, directory, windows, arguments))
-                for _ in range(arguments.repeats)
-            ]
-            bare = f"{statistics.median(took) * 1e3:.2f}"
-        shards = len(json.loads((directory / "manifest.json").read_text())["shards"])
-        lines.append(
-            f"| {count:.0e} | {shards} | {statistics.median(times[0]) * 1e3:.2f} | "
-            f"{statistics.median(times[late]) * 1e3:.2f} | {bare} |"
+    parts = [
+        "Of the first batch, ms:",
+        "",
+        "| tokens | shards | read and check the manifest | sizes of all files | fingerprint | "
+        "make the stream | read the batch |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (tokens, shard_tokens), took in found.items():
+        what = (
+            f"| {tokens:.0e} | {-(-tokens // shard_tokens):,} of {shard_tokens * 2 / 1e6:,.0f} MB"
         )
-        print(f"{count:.0e} tokens: done", flush=True)
-    return "\n".join(lines)
+        start.append(
+            f"{what} | {milliseconds(took['start'])} | {milliseconds(took['resume'])} | "
+            f"{milliseconds(took['stored']) if 'stored' in took else 'does not fit'} |"
+        )
+        names = ("manifest", "sizes", "fingerprint", "stream", "batch")
+        parts.append(f"{what} | {' | '.join(milliseconds(took[name]) for name in names)} |")
+    return ["\n".join(start), "\n".join(parts)]
 
 
-def hollow_shards(directory: Path, num_tokens: int) -> Path:
+def milliseconds(seconds: list[float]) -> str:
+    each = [1e3 * one for one in seconds]
+    return f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})"
+
+
+def hollow_shards(directory: Path, num_tokens: int, shard_tokens: int) -> Path:
     """Write a shard directory whose token files are holes of the right size."""
     directory.mkdir()
-    shards = []
-    for number, start in enumerate(range(0, num_tokens, SHARD_TOKENS)):
-        tokens = min(SHARD_TOKENS, num_tokens - start)
+    shards: list[dict[str, Any]] = []
+    beside: dict[int, dict[str, bytes]] = {}
+    digests: dict[bytes, str] = {}
+    for number, start in enumerate(range(0, num_tokens, shard_tokens)):
+        tokens = min(shard_tokens, num_tokens - start)
         name = f"shard-{number:05d}"
         with open(directory / f"{name}.bin", "wb") as file:
             file.truncate(2 * tokens)
-        np.array([tokens], "<u8").tofile(directory / f"{name}.idx")
         shard = {"file": f"{name}.bin", "num_tokens": tokens, "num_documents": 1}
-        shard |= {"size_bytes": 2 * tokens, "sha256": f"{number}", "index": f"{name}.idx"}
-        shards.append({**shard, "index_size_bytes": 8, "index_sha256": "none"})
+        shard |= {"size_bytes": 2 * tokens, "sha256": sha256(str(number).encode()).hexdigest()}
+        if tokens not in beside:
+            one_end = np.array([tokens], "<u8").tobytes()
+            beside[tokens] = {"index": one_end, "sums": sums_of_zeros(2 * tokens)}
+        for key, content in beside[tokens].items():
+            path = directory / f"{name}.{SUFFIXES[key]}"
+            like = number // MOST_LINKS * MOST_LINKS
+            if number > like and tokens == shards[like]["num_tokens"]:
+                os.link(directory / shards[like][key], path)
+            else:
+                path.write_bytes(content)
+                digests[content] = sha256(content).hexdigest()
+            shard |= {key: path.name, f"{key}_size_bytes": len(content)}
+            shard |= {f"{key}_sha256": digests[content]}
+        shards.append(shard)
     manifest = {
         "format": "zerolm-shards", "version": 1, "dtype": "uint16", "vocab_size": 50_000,
         "eos_id": 0, "num_tokens": num_tokens, "num_documents": len(shards),
         "tokenizer": {"name": "none", "fingerprint": "none", "files": []}, "shards": shards,
     }  # fmt: skip
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.json").write_text(json.dumps(manifest, indent=2))
     return directory
 
 
-def first_batch(directory: Path, position: int, arguments: argparse.Namespace) -> None:
-    next(iter(stream_of(open_source(directory), position, position + (1 << 40), arguments, 0)))
+def sums_of_zeros(size: int) -> bytes:
+    blocks, rest = divmod(size, BLOCK_BYTES)
+    last = [xxhash.xxh3_64_intdigest(bytes(rest))] if rest else []
+    whole = xxhash.xxh3_64_intdigest(bytes(BLOCK_BYTES))
+    return np.concatenate([np.full(blocks, whole, "<u8"), np.array(last, "<u8")]).tobytes()
 
 
-def permuted_batch(directory: Path, windows: int, arguments: argparse.Namespace) -> None:
-    tokens = np.memmap(directory / "shard-00000.bin", np.uint16, mode="r")
-    order = np.random.default_rng(0).permutation(windows)
-    rows = [
-        tokens[row * arguments.seq_len : (row + 1) * arguments.seq_len + 1].astype(np.int64)
-        for row in order[: arguments.batch_rows].tolist()
-    ]
-    torch.from_numpy(np.stack(rows))
+def first_batch(directory: Path, position: int, options: argparse.Namespace, seed: int) -> None:
+    source = open_source(directory)
+    assert source.fingerprint
+    next(iter(stream_of(source, position, options, seed)))
 
 
-# ---- Cold reads
-
-
-def cold_table(scratch: Path, arguments: argparse.Namespace) -> str:
-    checked = write_source(scratch / "real", arguments.megabytes)
-    path = checked.directory / checked.manifest["shards"][0]["file"]
-    os.sync()  # what is not written yet cannot be let go of
-    rows = arguments.cold_batches * arguments.batch_rows
-    readers: dict[str, Callable[[int], object]] = {
-        "TokenStream, each block checked": lambda seed: stream_of(
-            open_source(checked.directory), 0, rows, arguments, seed
-        ),
-        "TokenStream without sums": lambda seed: stream_of(
-            without_sums(checked), 0, rows, arguments, seed
-        ),
-        "bare np.memmap": lambda seed: BareReader(
-            path, rows, arguments.seq_len, arguments.batch_rows, seed
-        ),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in readers}
-    resident: list[float] = []
-    for seed in range(arguments.repeats):
-        for name, make in readers.items():
-            resident.append(let_go(path))
-            batches = make(seed)
-            took = seconds(lambda these=batches: sum(1 for _ in these))
-            rates[name].append(rows * arguments.seq_len / took)
-    first = rates["bare np.memmap"]
-    lines = [
-        f"{'Cold' if max(resident) < 0.05 else 'NOT COLD'}: {arguments.megabytes} MB, "
-        f"{arguments.cold_batches} batches; "
-        f"{max(resident):.1%} of it was in memory at most when a repetition began.",
-        "",
-        "| reader | Mtok/s | against bare np.memmap |",
-        "|---|---|---|",
-    ]
-    for name, found in rates.items():
-        ratios = [mine / bare for mine, bare in zip(found, first, strict=True)]
-        lines.append(
-            f"| {name} | {statistics.median(found) / 1e6:.1f} | {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f}) |"
-        )
-    return "\n".join(lines)
-
-
-def let_go(path: Path) -> float:
-    """Have the page cache forget a file, and return the share of it that stays."""
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    tokens = np.memmap(path, np.uint8, mode="r")
-    vector = (ctypes.c_ubyte * (-(-len(tokens) // 4096)))()
-    libc = ctypes.CDLL(None, use_errno=True)
-    address = ctypes.c_void_p(tokens.ctypes.data)
-    assert libc.mincore(address, ctypes.c_size_t(len(tokens)), vector) == 0
-    return float((np.frombuffer(vector, np.uint8) & 1).mean())
-
-
-def without_sums(source: Source) -> Source:
-    """Return the same source as an older release would have written it."""
-    plain = open_source(source.directory)
-    for shard in plain.manifest["shards"]:
-        shard.pop("sums", None)
-    return plain
-
-
-def stream_of(
-    source: Source, position: int, end: int, arguments: argparse.Namespace, seed: int
-) -> TokenStream:
+def stream_of(source: Any, position: int, options: argparse.Namespace, seed: int) -> TokenStream:
     return TokenStream(
         [source],
         [1.0],
-        seq_len=arguments.seq_len,
+        seq_len=options.seq_len,
         seed=seed,
-        batch_schedule=BatchSchedule(arguments.batch_rows),
-        micro_batch_size=arguments.batch_rows,
+        batch_schedule=BatchSchedule(options.batch_rows),
+        micro_batch_size=options.batch_rows,
         rank=0,
         world_size=1,
         position=position,
-        end_position=end,
+        end_position=position + (1 << 40),
     )
 
 
-def seconds(call: Callable[[], object]) -> float:
+def permuted_batch(
+    directory: Path, windows: int, options: argparse.Namespace, seed: int
+) -> torch.Tensor:
+    """Read a batch of the first shard's windows in the order of a permutation of all."""
+    tokens = np.memmap(directory / "shard-00000.bin", np.uint16, mode="r")
+    order = np.random.default_rng(seed).permutation(windows) % (len(tokens) // options.seq_len)
+    rows = [
+        tokens[row * options.seq_len :][: options.seq_len + 1].astype(np.int64)
+        for row in order[: options.batch_rows].tolist()
+    ]
+    return torch.from_numpy(np.stack([row[: options.seq_len] for row in rows]))
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    result = call()
+    return time.perf_counter() - started, result
 
 
 if __name__ == "__main__":

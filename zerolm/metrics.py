@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,22 @@ def data_row(
         row[f"data/{name}/tokens"] = sequences * seq_len
         row[f"data/{name}/epochs"] = sequences / windows
     return row
+
+
+def store_row(traffic: Counter[str]) -> Row:
+    """Return what came from stores and from the cache; nothing without sources in stores.
+
+    Args:
+        traffic: of a `WindowStream`.
+    """
+    blocks = traffic["hits"] + traffic["fetched"]
+    if not blocks:
+        return {}
+    return {
+        "data/store_bytes": traffic["bytes"],
+        "data/store_repeats": traffic["repeated"],
+        "data/cache_hits": traffic["hits"] / blocks,
+    }
 
 
 def last_sequence(position: int, skipped_windows: skipped.Windows) -> int:

@@ -153,8 +153,9 @@ class RemoteFiles:
 
         Blocks: `hits` and `fetched`; `requests`, of which some were `repeated`, and their `bytes`.
         """
-        blocks = self._own()
-        return blocks.counts + blocks.ranges.counts
+        if self._pid != os.getpid() or self._blocks is None:
+            return Counter()
+        return self._blocks.counts + self._blocks.ranges.counts
 
     # ---- Reading
 

@@ -182,7 +182,7 @@ class Run:
             stages=self.plan.mixture.stages[1:],
             **self.cut,
         )
-        self.order = stream.order
+        self.order, self.traffic = stream.order, stream.traffic
         self._note_caps()
         reached = metrics.last_sequence(self.progress.position, self.progress.skipped_windows)
         self.stage = self.order.stage_of(reached)
@@ -357,6 +357,7 @@ class Run:
                 seq_len,
                 progress.skipped_windows,
             ),
+            **metrics.store_row(self.traffic),
             **throughput.slowest_rank(self.watch.own_seconds(), self.device),
             **self.watch.report(self.world_size, plan.flops_per_token, self.peak_flops),
             **throughput.memory(self.device),

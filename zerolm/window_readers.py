@@ -4,6 +4,7 @@ Knows where a window lies, and asks for it ahead of its use; not which window co
 becomes of its ids (zerolm/windows.py).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class WindowReader:
         num_windows: (S,) int64, of each source.
         dtype: the narrowest one that holds the ids of every source.
         eos_ids: (S,) int64.
+        is_remote: whether anything is read from a store.
 
     Raises:
         ShardError: a source too short for one window; every one is listed.
@@ -54,6 +56,8 @@ class WindowReader:
         )
         self._sizes = np.concatenate([np.diff(source.starts) for source in sources])
         self._sources = list(sources)
+        self.is_remote = any(source.is_remote for source in sources)
+        self._told: Counter[str] = Counter()
         num_shards = [len(source.starts) - 1 for source in sources]
         self._owners = np.repeat(np.arange(len(sources)), num_shards)  # of each shard
         self._numbers = np.concatenate([np.arange(count) for count in num_shards])
@@ -65,10 +69,16 @@ class WindowReader:
         shards = np.searchsorted(self._shard_starts, positions, side="right") - 1
         return shards, positions - self._shard_starts[shards]
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether anything is read from a store."""
-        return any(source.is_remote for source in self._sources)
+    def traffic(self) -> Counter[str]:
+        """Return what came from stores, and their caches, since this was last asked."""
+        if not self.is_remote:
+            return self._told
+        counts: Counter[str] = Counter()
+        for source in self._sources:
+            if source.is_remote:
+                counts += source.files.counts
+        new, self._told = counts - self._told, counts
+        return new
 
     def mirror(self) -> None:
         """Have whole shards fetched in idle times, of sources whose cache has room for all."""
@@ -145,8 +155,12 @@ class PackedReader:
         assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such row"
         return sources, windows
 
+    def traffic(self) -> Counter[str]:
+        """Return nothing: packed sources are on this machine."""
+        return Counter()
+
     def mirror(self) -> None:
-        """Do nothing: packed sources are on this machine."""
+        """Do nothing, likewise."""
 
     def expect(self, sources: np.ndarray, rows: np.ndarray) -> list[Any]:
         """Begin to read rows, as `WindowReader.expect`."""

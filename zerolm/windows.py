@@ -7,7 +7,8 @@ subclass of `WindowStream` which ones come when (zerolm/data.py has two).
 Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
 """
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Tokens(NamedTuple):
     tokens: np.ndarray  # (C, M, T + 1), in the dtype of the shards
     sequence_ids: np.ndarray  # (C, M) int64
     sources: np.ndarray  # (C, M) int64
+    traffic: Counter[str]  # with stores, since this process sent the ones before
 
 
 class WindowStream(IterableDataset):
@@ -96,6 +98,7 @@ class WindowStream(IterableDataset):
         self.micro_batch_size = micro_batch_size
         self.rank, self.world_size = rank, world_size
         self.document_mask = document_mask
+        self.traffic: Counter[str] = Counter()  # with stores, of this process and its workers
 
     def starts(self) -> Iterator[int]:
         """Yield the first sequence number of each micro-batch of this rank."""
@@ -121,8 +124,12 @@ class WindowStream(IterableDataset):
         Worker w of k yields groups w, w + k, w + 2k, ..., so that a loader that asks its workers
         in turn has all of them in order.
         """
-        for shards, offsets, sequence_ids, sources in self._ahead(self._located(group)):
-            yield Tokens(self.reader.read(shards, offsets), sequence_ids, sources)
+        located = self._located(group)
+        if get_worker_info() is None:
+            located = _first_alone(located)
+        for shards, offsets, sequence_ids, sources in self._ahead(located):
+            tokens = self.reader.read(shards, offsets)
+            yield Tokens(tokens, sequence_ids, sources, self.reader.traffic())
 
     def _ahead(self, located: Iterator["Located"]) -> Iterator["Located"]:
         """Yield the same, later: what is not in memory has been asked for long before."""
@@ -170,7 +177,9 @@ class WindowStream(IterableDataset):
 
     def batches(self, reads: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
         """Yield the batches of micro-batches that were read, here or by a worker."""
-        for read in reads:
+        for *read, traffic in reads:
+            if traffic:
+                self.traffic += traffic
             for tokens, sequence_ids, sources in zip(*read, strict=True):
                 yield self._batch(tokens, sequence_ids, sources, pin_memory)
 
@@ -194,6 +203,15 @@ class WindowStream(IterableDataset):
         if sequence_ids[-1] < 0:  # rows that fill up come last
             batch["targets"][batch["sequence_ids"] < 0] = IGNORED
         return batch
+
+
+def _first_alone(located: Iterator[Located]) -> Iterator[Located]:
+    """Yield the same, the first micro-batch by itself: nothing waits for those that come after."""
+    for part in itertools.islice(located, 1):
+        yield Located(*(each[:1] for each in part))
+        if len(part.shards) > 1:
+            yield Located(*(each[1:] for each in part))
+    yield from located
 
 
 def number_documents(last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -111,6 +111,8 @@ def test_a_store_that_fails_gives_the_ledger_and_the_losses_of_local_shards(tmp_
         step: list(range((step - 1) * BATCH, step * BATCH)) for step in range(1, STEPS + 1)
     }
     assert rows(tmp_path / "there", "train/loss") == rows(tmp_path / "here", "train/loss")
+    assert list(rows(tmp_path / "there", "data/store_bytes").values())[-1] > SLOTS * 65_536
+    assert not rows(tmp_path / "here", "data/store_bytes")
     held = sum(path.stat().st_size for directory in data for path in directory.glob("*.bin"))
     assert held > 2 * SLOTS * 65_536 and len(asked) > SLOTS
     assert watch.looked_to_the_end and 0 < watch.largest <= CACHE_BYTES

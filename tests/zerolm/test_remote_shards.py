@@ -18,6 +18,7 @@ from zerolm.block_cache import Cache
 from zerolm.block_sums import BLOCK_BYTES
 from zerolm.data import TokenStream, ValidationStream, make_loader
 from zerolm.errors import ShardError, ShardReadError
+from zerolm.metrics import store_row
 from zerolm.schedule import BatchSchedule
 from zerolm.shards import ShardWriter, open_source, verify
 
@@ -91,8 +92,10 @@ def test_a_store_that_fails_in_every_way_gives_the_batches_of_local_shards(
     server.fail_every, server.cut_every, server.shorten_every = 5, 7, 11
     server.corrupt_every, server.seconds = 13, 0.001
     steps = 2 * (source.num_tokens // SEQ_LEN) // 4
-    assert_same(training(source, steps), training(open_source(shards), steps))
+    loader = training(source, steps)
+    assert_same(loader, training(open_source(shards), steps))
     assert source.files.counts["repeated"] > 5
+    assert loader.stream.traffic == source.files.counts
     if num_slots == "all":
         kept = next(tmp_path.glob("*/blocks")).read_bytes()
         assert source.files.counts["fetched"] <= blocks_of(source) * 1.5
@@ -111,7 +114,11 @@ def test_validation_and_loader_workers_read_a_store_as_well(shards, server, tmp_
         make_loader(ValidationStream([source], num_sequences=50, **CUT), 0, False),
         make_loader(ValidationStream([local], num_sequences=50, **CUT), 0, False),
     )
-    assert_same(training(source, 20, 8, num_workers=2), training(local, 20, 8))
+    loader = training(source, 20, 8, num_workers=2)
+    assert_same(loader, training(local, 20, 8))
+    row = store_row(loader.stream.traffic)  # what the workers have told of
+    assert row["data/store_bytes"] > 0 and 0 < row["data/cache_hits"] < 1
+    assert store_row(training(local, 1).stream.traffic) == {}
 
 
 def test_the_bound_of_the_cache_holds_for_all_processes_of_a_node(shards, server, tmp_path):

@@ -1,0 +1,102 @@
+"""The copies of the same ids that the readers of benchmarks/stream_readers.py read."""
+
+import argparse
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+EOS_ID, VOCAB_SIZE, DOCUMENT_TOKENS = 0, 50_000, 1000
+
+
+def write(reader: str, directory: Path, ids: np.ndarray, options: argparse.Namespace) -> None:
+    """Write a reader's copy of ids, (N,) uint16."""
+    if reader.startswith("zerolm"):
+        shards(directory, ids, options.seq_len)
+    elif reader.startswith("np.memmap"):
+        directory.mkdir(parents=True)
+        ids.tofile(directory / "ids.bin")
+    elif reader.startswith("megatron"):
+        size = len(ids) if "one" in reader else DOCUMENT_TOKENS
+        write_megatron(directory, ids, options.megatron, size)
+    else:
+        {"mosaicml-streaming": write_mds, "litdata": write_litdata}[reader](
+            directory, ids, options.seq_len
+        )
+
+
+def shards(directory: Path, ids: np.ndarray, seq_len: int) -> None:
+    from zerolm.shard_writer import ShardWriter
+
+    tokenizer = {"name": "none", "fingerprint": "none", "files": []}
+    with ShardWriter(
+        directory, vocab_size=VOCAB_SIZE, eos_id=EOS_ID, tokenizer=tokenizer
+    ) as writer:
+        for start in range(0, len(ids), 1000 * DOCUMENT_TOKENS):
+            part = ids[start : start + 1000 * DOCUMENT_TOKENS]
+            ends = np.arange(DOCUMENT_TOKENS, len(part) + DOCUMENT_TOKENS, DOCUMENT_TOKENS)
+            writer.add(part, np.minimum(ends, len(part)))
+
+
+def import_streaming() -> Any:
+    """mosaicml-streaming, without its image data sets, which need torchvision."""
+    for name in ("streaming.vision", "streaming.multimodal"):
+        sys.modules[name] = types.ModuleType(name)
+    import streaming
+
+    return streaming
+
+
+def write_mds(directory: Path, ids: np.ndarray, seq_len: int) -> None:
+    columns = {"tokens": f"ndarray:uint16:{seq_len + 1}"}
+    with import_streaming().MDSWriter(out=str(directory), columns=columns) as writer:
+        for window in windows(ids, seq_len):
+            writer.write({"tokens": np.ascontiguousarray(window)})
+
+
+def write_litdata(directory: Path, ids: np.ndarray, seq_len: int) -> None:
+    from litdata.streaming import Cache
+    from litdata.streaming.item_loader import TokensLoader
+
+    loader = TokensLoader(seq_len + 1)
+    cache = Cache(str(directory), chunk_size=(seq_len + 1) * 8192, item_loader=loader)
+    number = 0
+    for number, window in enumerate(windows(ids, seq_len)):
+        cache[number] = torch.from_numpy(np.ascontiguousarray(window))
+    cache.done()
+    cache.merge()
+
+
+def import_megatron(checkout: Path) -> Any:
+    """Megatron-LM's data sets, without the rest of its package, which needs a GPU's libraries."""
+    sys.path.insert(0, str(checkout))
+    core = types.ModuleType("megatron.core")
+    core.__path__ = [str(checkout / "megatron/core")]
+    sys.modules["megatron.core"] = core
+    importlib.import_module("megatron.core.parallel_state")  # first: the others import in a ring
+    from megatron.core.datasets import gpt_dataset, indexed_dataset, utils
+
+    return gpt_dataset, indexed_dataset, utils
+
+
+def write_megatron(directory: Path, ids: np.ndarray, checkout: Path, document_tokens: int) -> None:
+    directory.mkdir(parents=True)
+    builder = import_megatron(checkout)[1].IndexedDatasetBuilder(
+        str(directory / "ids.bin"), np.uint16
+    )
+    lengths = np.diff(np.append(np.arange(0, len(ids), document_tokens), len(ids)))
+    builder.add_document(torch.from_numpy(ids.astype(np.int32)), lengths.tolist())
+    builder.finalize(str(directory / "ids.idx"))
+
+
+def windows(ids: np.ndarray, seq_len: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(ids) - seq_len, seq_len):
+        yield ids[start : start + seq_len + 1]

@@ -1,0 +1,279 @@
+"""The readers that benchmarks/stream_speed.py compares, each measured in a process of its own.
+
+    python -m benchmarks.stream_readers write READER DIRECTORY TOKENS.bin --seq_len T
+    python -m benchmarks.stream_readers read READER DIRECTORY TOKENS.bin --seq_len T [...]
+
+`write` makes a reader's own copy of the same ids; `read` prints one line of JSON. Every reader
+hands out each window of one epoch once, in an order that it shuffles, as int64 inputs and targets.
+"""
+
+import argparse
+import gc
+import json
+import os
+import resource
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.stream_copies import (  # noqa: E402 - this file may be run as a script
+    EOS_ID,
+    VOCAB_SIZE,
+    import_megatron,
+    import_streaming,
+    windows,
+    write,
+)
+
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+def zerolm(directory: Path, options: argparse.Namespace, with_sums: bool = True) -> Batches:
+    from zerolm.data import TokenStream, make_loader
+    from zerolm.schedule import BatchSchedule
+    from zerolm.shards import open_source
+
+    source = open_source(directory)
+    for shard in () if with_sums else source.manifest["shards"]:
+        del shard["sums"]  # as an older release would have written it
+    stream = TokenStream(
+        [source],
+        [1.0],
+        seq_len=options.seq_len,
+        seed=options.seed,
+        batch_schedule=BatchSchedule(options.batch_rows),
+        micro_batch_size=options.batch_rows,
+        rank=0,
+        world_size=1,
+        position=0,
+        end_position=(source.num_tokens - 1) // options.seq_len,
+    )
+    loader = make_loader(stream, options.workers, pin_memory=False)
+    return ((batch["input_ids"], batch["targets"]) for batch in loader)
+
+
+class MemoryMap(IterableDataset):
+    """What one writes: nanoGPT's `get_batch`, with each window once and a loader's workers.
+
+    Source: https://github.com/karpathy/nanoGPT/blob/master/train.py
+    """
+
+    def __init__(self, path: Path, options: argparse.Namespace):
+        self.path, self.seq_len, self.rows = path, options.seq_len, options.batch_rows
+        count = (path.stat().st_size // 2 - 1) // self.seq_len
+        self.order = np.random.default_rng(options.seed).permutation(count) * self.seq_len
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        batches = self.order[: len(self.order) // self.rows * self.rows].reshape(-1, self.rows)
+        worker = get_worker_info()
+        for starts in batches[worker.id :: worker.num_workers] if worker else batches:
+            yield self.read(starts)
+
+    def read(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        data = np.memmap(self.path, dtype=np.uint16, mode="r")  # anew each time, as it does
+        x, y = (
+            torch.stack(
+                [
+                    torch.from_numpy(data[i + shift : i + shift + self.seq_len].astype(np.int64))
+                    for i in starts
+                ]
+            )
+            for shift in (0, 1)
+        )
+        return x, y
+
+
+class TightMap(MemoryMap):
+    """The same without what can be avoided: one plain array, one conversion, targets a view."""
+
+    def __init__(self, path: Path, options: argparse.Namespace):
+        super().__init__(path, options)
+        self.data = np.memmap(path, np.uint16, mode="r").view(np.ndarray)
+
+    def read(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = np.empty((self.rows, self.seq_len + 1), np.int64)
+        for row, start in zip(batch, starts.tolist(), strict=True):
+            row[:] = self.data[start : start + self.seq_len + 1]
+        both = torch.from_numpy(batch)
+        return both[:, :-1], both[:, 1:]
+
+
+def memory_map(directory: Path, options: argparse.Namespace, kind: type = MemoryMap) -> Batches:
+    dataset = kind(directory / "ids.bin", options)
+    if not options.workers:
+        return dataset
+    return DataLoader(dataset, batch_size=None, num_workers=options.workers)
+
+
+def mosaic(directory: Path, options: argparse.Namespace) -> Batches:
+    dataset = import_streaming().StreamingDataset(
+        local=str(directory), shuffle=True, batch_size=options.batch_rows, shuffle_seed=options.seed
+    )
+    return DataLoader(
+        dataset, options.batch_rows, num_workers=options.workers, collate_fn=_collate_mds
+    )
+
+
+def _collate_mds(samples: list[dict[str, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.from_numpy(np.stack([each["tokens"] for each in samples]).astype(np.int64))
+    return both[:, :-1], both[:, 1:]
+
+
+def litdata(directory: Path, options: argparse.Namespace) -> Batches:
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming.item_loader import TokensLoader
+
+    dataset = StreamingDataset(
+        str(directory),
+        item_loader=TokensLoader(options.seq_len + 1),
+        shuffle=True,
+        seed=options.seed,
+    )
+    loader = StreamingDataLoader(
+        dataset, batch_size=options.batch_rows, num_workers=options.workers
+    )
+    return ((both[:, :-1], both[:, 1:]) for both in (batch.long() for batch in loader))
+
+
+def megatron(directory: Path, options: argparse.Namespace) -> Batches:
+    gpt_dataset, indexed_dataset, utils = import_megatron(options.megatron)
+    tokenizer = types.SimpleNamespace(
+        vocab_size=VOCAB_SIZE, eod=EOS_ID, eos=EOS_ID, pad=-1, special_tokens_dict={},
+        unique_identifiers={"name": "none"},
+    )  # fmt: skip
+    prefix = str(directory / "ids")
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=options.seed, sequence_length=options.seq_len, tokenizer=tokenizer,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False, blend=([prefix], None), split="1",
+    )  # fmt: skip
+    low = indexed_dataset.IndexedDataset(prefix)
+    sequences = np.arange(len(low), dtype=np.int32)
+    count = (int(low.sequence_lengths.sum()) - 1) // options.seq_len
+    dataset = gpt_dataset.GPTDataset(low, prefix, sequences, count, utils.Split.train, config)
+    loader = DataLoader(dataset, options.batch_rows, num_workers=options.workers)  # it shuffles
+    return ((batch["tokens"], batch["labels"]) for batch in loader)
+
+
+READERS: dict[str, Any] = {
+    "zerolm": zerolm,
+    "zerolm, blocks unchecked": lambda *given: zerolm(*given, with_sums=False),
+    "np.memmap, nanoGPT's loop": memory_map,
+    "np.memmap, tight": lambda *given: memory_map(*given, kind=TightMap),
+    "mosaicml-streaming": mosaic,
+    "litdata": litdata,
+    "megatron": megatron,
+    "megatron, one document": megatron,
+}
+
+
+def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Read one epoch, or the first batches of it, and say what it took and what came."""
+    prepare = {"mosaicml-streaming": import_streaming, "litdata": lambda: __import__("litdata")}
+    if reader.startswith("megatron"):
+        import_megatron(options.megatron)
+    elif reader.startswith("zerolm"):
+        __import__("zerolm.data")
+    else:
+        prepare.get(reader, lambda: None)()
+    gc.collect()
+    rows = found = memory = 0
+    total = (ids.stat().st_size // 2 - 1) // options.seq_len // options.batch_rows
+    half = min(total, options.batches or total) // 2
+    looked = 0.0
+    digests: list[int] = []
+    before, disk, started = own_bytes(), disk_bytes(), time.perf_counter()
+    first_at = started
+    batches = iter(READERS[reader](directory, options))
+    for inputs, targets in batches:
+        if not found:
+            first_at = time.perf_counter()
+            rows -= len(inputs)
+        found, rows = found + 1, rows + len(inputs)
+        if found == half:
+            begun = time.perf_counter()
+            memory = own_bytes() - before
+            looked = time.perf_counter() - begun
+        if options.verify:
+            both = torch.cat([inputs, targets[:, -1:]], dim=1).numpy()
+            digests += [xxhash.xxh3_64_intdigest(row.tobytes()) for row in both]
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        if found == options.batches:
+            break
+    seconds = time.perf_counter() - first_at - looked
+    answer = {
+        "first_batch_seconds": first_at - started,
+        "tokens_per_second": rows * options.seq_len / seconds,
+        "own_bytes": memory,
+        "disk_bytes": disk_bytes() - disk,
+        "rows": rows + len(inputs),
+        "cpu_seconds": sum(
+            sum(resource.getrusage(who)[:2])
+            for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        ),
+    }
+    if options.verify:
+        raw = np.fromfile(ids, np.uint16)
+        expected = {
+            xxhash.xxh3_64_intdigest(window.astype(np.int64).tobytes())
+            for window in windows(raw, options.seq_len)
+        }
+        answer["windows"] = len(expected)
+        answer["same_windows"] = len(expected & set(digests))
+        answer["twice"] = len(digests) - len(set(digests))
+    return answer
+
+
+def own_bytes() -> int:
+    """Return the memory of this process and its children that no file stands behind."""
+    me = os.getpid()
+    children = Path(f"/proc/{me}/task/{me}/children").read_text().split()
+    total = 0
+    for process in [str(me), *children]:
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith(("Pss_Anon", "Pss_Shmem")):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def disk_bytes() -> int:
+    """Return what this process has had read from a disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("write", "read"))
+    parser.add_argument("reader", choices=READERS)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("ids", type=Path)
+    parser.add_argument("--seq_len", type=int, required=True)
+    parser.add_argument("--batch_rows", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--batches", type=int, default=0, help="0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--megatron", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "write":
+        ids = np.fromfile(options.ids, np.uint16)
+        write(options.reader, options.directory, ids, options)
+    else:
+        print(json.dumps(read(options.reader, options.directory, options.ids, options)))
+
+
+if __name__ == "__main__":
+    main()
