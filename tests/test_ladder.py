@@ -58,8 +58,9 @@ RUNGS = {
             "shard_directory", "shard_writer", "shards", "skipped", "snapshot", "sources", "spike",
             "topology", "unpickling", "values", "windows", "zero_files",
             # blocks of shards, and shards that are elsewhere
-            "block_cache", "block_sums", "data_cache", "object_ranges", "range_threads",
-            "remote_blocks", "remote_shards", "shard_files", "shares", "url", "window_readers",
+            "block_cache", "block_sums", "data_cache", "object_ranges", "own_directory",
+            "range_threads", "remote_blocks", "remote_shards", "shard_files", "shares",
+            "store_copies", "url", "window_readers",
             # looking at memory
             "activations", "live_memory",
             # the loss without all of its logits

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerolm.block_sums import BLOCK_BYTES
+from zerolm.own_directory import make_own
 
 WAYS = 16
 TAG_BYTES = 16
@@ -82,7 +83,7 @@ def held_bytes(directory: Path, names: Sequence[str]) -> int:
 def _marked(directory: Path) -> Any:
     """Return the open mark of a directory, locked with others that use it."""
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_own(directory)
         try:
             mark = open(directory / IN_USE, "ab")
         except FileNotFoundError:  # removed by another run since it was made
@@ -151,8 +152,8 @@ class BlockCache:
         self.num_blocks, self.num_slots = num_blocks, num_slots
         self.is_mirror = num_slots >= num_blocks
         self.full: str | None = None
-        directory.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        make_own(directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._blocks = os.open(directory / "blocks", flags, 0o600)
         _grow(self._blocks, num_slots * BLOCK_BYTES)
         self._tags: np.ndarray | None = None

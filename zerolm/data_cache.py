@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zerolm.block_cache import TAG_BYTES, WAYS, Cache, held_bytes, slots_within
 from zerolm.block_sums import BLOCK_BYTES, num_blocks
+from zerolm.own_directory import own_directory, own_problem
 from zerolm.settings import Settings
 from zerolm.shards import Source
 from zerolm.shares import split_evenly
@@ -26,9 +27,7 @@ PATIENCE_SHARE = 0.5  # of --hang_timeout: the store's silence is told of before
 
 def directory_of(settings: Settings) -> Path:
     """Return where the cache is: on this node, since every node has its own."""
-    return Path(
-        settings.data_cache or Path(tempfile.gettempdir()) / f"zerolm-data-cache-{os.getuid()}"
-    )
+    return Path(settings.data_cache) if settings.data_cache else own_directory("data-cache")
 
 
 def prepare(settings: Settings, sources: Sequence[Source]) -> list[str]:
@@ -98,6 +97,11 @@ def _room_problems(
     settings: Settings, directory: Path, wanted: int, names: Sequence[str]
 ) -> list[str]:
     where = f"{settings.where('data_cache')}: {directory}"
+    if settings.data_cache is None and (problem := own_problem(directory)):
+        return [
+            f"{where}, {problem}: what lies there cannot be trusted. Remove it (or have its owner "
+            f"do so), or give --data_cache a directory."
+        ]
     existing = directory
     while not os.path.lexists(existing):
         existing = existing.parent

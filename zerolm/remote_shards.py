@@ -10,27 +10,26 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from zerolm import store_copies
 from zerolm.block_cache import Cache
 from zerolm.block_sums import BLOCK_BYTES, num_blocks
 from zerolm.errors import ShardError, ShardReadError
-from zerolm.files import write_atomically
 from zerolm.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, checked_manifest, files_of
 from zerolm.object_ranges import PATIENCE_SECONDS, Ranges
 from zerolm.object_store import Missing, StoreError
 from zerolm.range_threads import Arrival, RangeThreads
-from zerolm.remote_blocks import RemoteBlocks, hexadecimal, sha256_check
+from zerolm.remote_blocks import RemoteBlocks, sha256_check
 from zerolm.url import Url, url_problem
 
 REACH_SECONDS = 30.0  # for the first answers of a store, when a run starts
@@ -231,25 +230,23 @@ class RemoteFiles:
         wrong = sha256_check(shard[f"{key}_sha256"])
         return self._own().read(shard[key], 0, shard[f"{key}_size_bytes"], wrong)
 
+    def index(self, number: int) -> bytes:
+        """Return the `index` beside a shard, from this machine if it was fetched before."""
+        digest = self.manifest["shards"][number]["index_sha256"]
+        return store_copies.index(digest, partial(self.sidecar, number, "index"))
+
     def tokenizer_directory(self) -> Path:
         """Return a directory of this machine with the copy of the tokenizer, fetched and checked.
 
         Raises:
             ShardReadError: it is not to be had as the manifest says.
         """
-        files = self.manifest["tokenizer"].get("files", [])
-        names = "\n".join(f"{entry['file']} {entry['sha256']}" for entry in files)
-        name = f"zerolm-tokenizer-{os.getuid()}-{hexadecimal(names.encode())[:16]}"
-        target = Path(tempfile.gettempdir()) / name
-        for entry in files:
-            path = target / entry["file"]
-            if path.is_file() and hexadecimal(path.read_bytes()) == entry["sha256"]:
-                continue
+
+        def fetch(entry: dict[str, Any]) -> bytes:
             name, wrong = f"{TOKENIZER_DIRECTORY}/{entry['file']}", sha256_check(entry["sha256"])
-            content = self._own().read(name, 0, entry["size_bytes"], wrong)
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomically(path, partial(_write, content), many_writers=True)
-        return target
+            return self._own().read(name, 0, entry["size_bytes"], wrong)
+
+        return store_copies.tokenizer(self.manifest["tokenizer"].get("files", []), fetch)
 
     def _blocks_of(self, start: int, stop: int) -> range:
         size = self.dtype.itemsize
@@ -298,10 +295,6 @@ def _not_json(content: bytes) -> str | None:
     except ValueError as error:
         return f"not JSON ({error}): cut off, or no manifest"
     return None
-
-
-def _write(content: bytes, file: BinaryIO) -> None:
-    file.write(content)
 
 
 def _runs(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:

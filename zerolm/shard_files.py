@@ -134,6 +134,10 @@ class LocalFiles:
         """Return what lies beside a shard, unchecked: `index`, `sums` or `origins`."""
         return self.bytes_of(self.manifest["shards"][number][key])
 
+    def index(self, number: int) -> bytes:
+        """Return the `index` beside a shard, unchecked."""
+        return self.sidecar(number, "index")
+
     def tokenizer_directory(self) -> Path:
         """Return where the tokenizer's copy is, or would be."""
         return self.directory / TOKENIZER_DIRECTORY

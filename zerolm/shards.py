@@ -141,7 +141,7 @@ class Source:
 
     def document_ends(self, number: int) -> np.ndarray:
         """Return the ends of one shard's documents, (D,) uint64, counted from the shard's start."""
-        return np.frombuffer(self.files.sidecar(number, "index"), "<u8")
+        return np.frombuffer(self.files.index(number), "<u8")
 
     def tokenizer_directory(self) -> Path:
         """Return where the copy of the tokenizer is on this machine, or would be.

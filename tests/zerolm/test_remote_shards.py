@@ -135,10 +135,25 @@ def test_what_is_cached_is_not_fetched_again_by_the_next_process(shards, server,
     source = remote(server, tmp_path, 1 << 10)
     source.files.cache = source.files.cache._replace(num_slots=blocks_of(source))
     list(training(source, 100))
+    deadline = time.monotonic() + 30
+    while source.files.counts["fetched"] < blocks_of(source) and time.monotonic() < deadline:
+        time.sleep(0.01)  # what no window needed comes in idle times
     before = server.count
     again = pickle.loads(pickle.dumps(source))
     assert_same(training(again, 100), training(open_source(shards), 100))
     assert again.files.counts["fetched"] == 0 and server.count == before
+
+
+def test_where_documents_end_is_fetched_once(shards, server, monkeypatch, tmp_path):
+    """Whoever looks at data does it again and again, each time in a process of its own."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ends = open_source(shards).document_ends(1).tolist()
+    assert open_source(f"{server.url}/web").document_ends(1).tolist() == ends
+    again = open_source(f"{server.url}/web")
+    before = server.count
+    assert again.document_ends(1).tolist() == ends and server.count == before
+    verify(f"{server.url}/web")  # which looks at what is in the store
+    assert server.count > before + 9
 
 
 def test_a_damaged_cache_is_a_miss(shards, server, tmp_path):
