@@ -1,6 +1,7 @@
 """`python -m data_prep train-tokenizer` and `compare-tokenizers`: what they do and say."""
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
@@ -12,21 +13,18 @@ from typing import Any
 from data_prep.command_line import Problems
 from data_prep.input_flags import input_rules
 from data_prep.tokenizer_flags import COMPARED_BYTES
-from zerolm.errors import ConfigError
 
 MIN_VOCAB_SIZE = 257  # every byte, and the EOS token
 MAX_VOCAB_SIZE = 1 << 32
-REPORT_FILE = "report.json"
-REPORT_BYTES = 4_000_000  # of text, which a report on a new tokenizer is made from
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
     """Train a tokenizer, print the report on it, and write both."""
-    from data_prep import sources, text_sample
-    from data_prep.bad_input import Tally, summary_lines
-    from data_prep.progress import Progress
+    from data_prep import sources
+    from data_prep.bad_input import summary_lines
+    from data_prep.tokenizer_report import report_lines
+    from data_prep.tokenizer_run import REPORT_FILE, train_on
     from data_prep.tokenizer_training import Recipe
-    from data_prep.tokenizer_training import train_tokenizer as train
     from zerolm.shards import output_problems
 
     for number in (signal.SIGINT, signal.SIGTERM):  # while Rust computes, Python hears nothing;
@@ -49,57 +47,23 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     problems.lines += [f"--output {line}" for line in output_problems(options.output)]
     problems.refuse()
     inputs = _show_notes(*found)
-    progress = Progress("train-tokenizer", _total_bytes(inputs))
-    tally = Tally()
-    samples = text_sample.make_samples(inputs, sample_bytes or REPORT_BYTES)
-    texts = text_sample.through(samples, text_sample.read_texts(inputs, rules, tally, progress.add))
-
-    def all_texts():
-        yield from texts
-        progress.close()
-        if not progress.num_documents:
-            raise ConfigError("--input: no documents to train on.")
-
+    trained = train_on([(inputs, rules)], recipe, sample_bytes or 0, options.output)
+    print(f"tokenizer   {options.output}: {trained.vocab_size:,} ids")
+    size = f"{trained.num_bytes / 1e6:,.1f} MB of text"
+    print(f"trained on  {trained.num_documents:,} documents, {size}")
     if sample_bytes:
-        for _ in all_texts():
-            pass
-        chosen: Any = [text for each in samples.values() for text in each.texts()]
-        num_documents, num_bytes = len(chosen), sum(each.kept_bytes for each in samples.values())
-    else:
-        chosen = all_texts()
-    reached = train(chosen, recipe, options.output, sys.stderr.isatty())
-    if not sample_bytes:
-        num_documents = progress.num_documents
-        num_bytes = sum(each.num_bytes for each in samples.values())
-    print(f"tokenizer   {options.output}: {reached:,} ids")
-    print(f"trained on  {num_documents:,} documents, {num_bytes / 1e6:,.1f} MB of text")
-    if sample_bytes:
-        whole = sum(each.num_bytes for each in samples.values())
-        print(f"sampled     from {progress.num_documents:,} documents, {whole / 1e6:,.1f} MB")
-    print(f"seconds     {progress.seconds:,.1f}")
-    for line in summary_lines(inputs, tally, rules):
+        whole = f"{trained.read_bytes / 1e6:,.1f} MB"
+        print(f"sampled     from {trained.read_documents:,} documents, {whole}")
+    print(f"seconds     {trained.seconds:,.1f}")
+    for line in summary_lines(inputs, trained.tally, rules):
         print(line)
-    _report(options.output, {name: each.texts() for name, each in samples.items()})
-    if reached < recipe.vocab_size:
+    for line in report_lines(json.loads((options.output / REPORT_FILE).read_bytes())):
+        print(line)
+    if trained.vocab_size < recipe.vocab_size:
         print(
             f"note        --vocab_size {recipe.vocab_size:,} was not reached: the text has no more "
-            f"pairs to merge. Set vocab_size {reached:,} in the model's config."
+            f"pairs to merge. Set vocab_size {trained.vocab_size:,} in the model's config."
         )
-
-
-def _report(directory: Path, texts: dict[str, list[str]]) -> None:
-    from data_prep.encoders import load_encoder
-    from data_prep.tokenizer_files import spellings
-    from data_prep.tokenizer_report import measure, report_lines
-    from zerolm.files import write_json
-
-    limit = REPORT_BYTES  # a sample for training may be large; its first documents are one too
-    texts = {name: _first(each, limit * len(each) // _total(texts)) for name, each in texts.items()}
-    known = spellings(directory)
-    report = measure(load_encoder(directory).encode, max(known) + 1, known, texts)
-    for line in report_lines(report):
-        print(line)
-    write_json(directory / REPORT_FILE, report)
 
 
 def compare_tokenizers(options: argparse.Namespace) -> None:
@@ -161,18 +125,6 @@ def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
     report["encoder"] = choice.backend
     report["megabytes_per_second"] = round(num_bytes / 1e6 / max(seconds, 1e-9), 2)
     return report
-
-
-def _first(texts: list[str], limit_bytes: int) -> list[str]:
-    size, number = 0, 0
-    while number < len(texts) and size < limit_bytes:
-        size += len(texts[number].encode())
-        number += 1
-    return texts[:number]
-
-
-def _total(texts: dict[str, list[str]]) -> int:
-    return max(1, sum(map(len, texts.values())))
 
 
 def _show_notes(inputs: list, notes: list[str]) -> list:

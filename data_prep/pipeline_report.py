@@ -5,42 +5,18 @@ shards. Documents and bytes into and out of each stage, why documents were dropp
 lengths before and after, the time of each task, and where everything is from.
 """
 
-import html
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data_prep.pipeline_page import render
 from zerolm.files import write_atomically, write_json
+from zerolm.packing import index_file
 
-STAGES = ("clean", "dedup", "decontaminate", "shards")
+STAGES = ("clean", "dedup", "decontaminate")
 REPORT, PAGE = "report.json", "report.html"
 MAX_SLOW_TASKS = 5
-STYLE = """
-:root { --ink: #1c2733; --soft: #5b6b7b; --line: #dde3ea; --kept: #2a7f62; --lost: #c8553d;
-  --wash: #f5f7f9 }
-* { box-sizing: border-box }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 0 auto; max-width: 1080px;
-  padding: 24px 20px 60px }
-h1 { font-size: 26px; margin: 0 } h2 { margin: 44px 0 8px; border-top: 2px solid var(--ink);
-  padding-top: 10px } h3 { margin: 24px 0 6px; font-size: 16px }
-p, .soft { color: var(--soft) } p { margin: 4px 0 12px }
-.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100% }
-th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--line);
-  font-variant-numeric: tabular-nums; white-space: nowrap }
-th { color: var(--soft); font-weight: 600; font-size: 13px }
-th:first-child, td:first-child { text-align: left; padding-left: 0 }
-.bar { display: flex; height: 14px; min-width: 160px; background: var(--wash) }
-.bar i { background: var(--kept) } .bar b { background: var(--lost) }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 8px 32px }
-.example { border-left: 3px solid var(--lost); padding: 2px 10px; margin: 8px 0;
-  overflow-wrap: anywhere; white-space: pre-wrap; font: 13px/1.45 ui-monospace, monospace }
-.example span { color: var(--soft); display: block }
-svg { width: 100%; height: auto; display: block } svg text { fill: var(--soft); font-size: 11px }
-pre { background: var(--wash); padding: 12px; overflow-x: auto; font-size: 12px }
-details { margin: 10px 0 } summary { cursor: pointer; font-weight: 600 }
-"""
-
 Json = dict[str, Any]
 
 
@@ -49,6 +25,9 @@ def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
     report: Json = {"recipe": dict(recipe), "sources": {}}
     for directory in sorted(path.parent for path in output.glob("*/pipeline.json")):
         report["sources"][directory.name] = _source(directory, recipe.get("content", {}))
+    trained = output / "tokenizer" / "report.json"
+    if trained.is_file() and "train_tokenizer" in recipe.get("content", {}):
+        report["tokenizer"] = json.loads(trained.read_text(encoding="utf-8"))
     write_json(output / REPORT, report)
     page = render(report)
     write_atomically(output / PAGE, lambda file: file.write(page.encode("utf-8", "replace")))
@@ -57,8 +36,8 @@ def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
 
 def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
     """Collect what the stages of a source have published, of those that the recipe has."""
-    found: Json = {"stages": [], "shards": {}, "provenance": {}}
-    for stage in STAGES[:-1]:
+    found: Json = {"stages": [], "shards": {}, "packing": {}, "provenance": {}}
+    for stage in STAGES:
         path = directory / stage / "stage.json"
         if not path.is_file() or (stage != "clean" and stage not in recipe):
             continue
@@ -73,8 +52,21 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             keys = ("num_documents", "num_tokens", "text_bytes", "dtype", "vocab_size")
             found["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}
+            if (packed := _packing(path.parent, recipe)) is not None:
+                found["packing"][name] = packed
     _estimate_tokens(found)
     return found
+
+
+def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
+    """Return what best-fit packing makes of some shards, beside windows cut from all the text."""
+    if "pack" not in recipe:
+        return None
+    path = index_file(directory, int(recipe["pack"]["seq_len"]))
+    if not path.is_file():
+        return None
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    return {key: manifest[key] for key in ("seq_len", "num_rows", "efficiency")}
 
 
 def _estimate_tokens(found: Json) -> None:
@@ -117,195 +109,3 @@ def _tasks(directory: Path) -> list[Json]:
             }
         )
     return sorted(rows, key=lambda row: row["phase"])
-
-
-def render(report: Mapping[str, Any]) -> str:
-    """Return the page."""
-    parts = [_header(report)]
-    for name, source in report["sources"].items():
-        parts.append(f"<h2>{_text(name)}</h2>")
-        parts += [_funnel(source), _lengths(source), _reasons(source), _times(source)]
-        inputs = source["provenance"].get("inputs", [])
-        shown = json.dumps({**source["provenance"], "recipe": "below"}, indent=2)
-        parts.append(
-            f"<details><summary>Provenance: {len(inputs):,} input files, versions</summary>"
-            f"<pre>{_text(shown)}</pre></details>"
-        )
-    shown = json.dumps(report["recipe"].get("content"), indent=2, ensure_ascii=False)
-    parts.append(f"<h2>Recipe</h2><p>sha256 {_text(report['recipe'].get('sha256'))}</p>")
-    parts.append(f"<pre>{_text(shown)}</pre>")
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{_text(report['recipe'].get('file'))}: data</title><style>{STYLE}</style>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
-
-
-def _header(report: Mapping[str, Any]) -> str:
-    sources = report["sources"].values()
-    tokens = sum(part["num_tokens"] for each in sources for part in each["shards"].values())
-    read = sum(each["stages"][0]["text_bytes_in"] for each in sources if each["stages"])
-    words = f"{len(report['sources']):,} sources, {_bytes(read)} of text in"
-    words += f", {tokens:,} tokens out" if tokens else ""
-    return f"<h1>{_text(report['recipe'].get('file'))}</h1><p>{words}</p>"
-
-
-def _funnel(source: Mapping[str, Any]) -> str:
-    """Return the table of stages; the bars are shares of what the first stage has read."""
-    stages = source["stages"]
-    if not stages:
-        return "<p>No stage is complete.</p>"
-    first = max(stages[0]["documents_in"], 1)
-    rows = []
-    for stage in stages:
-        came, went = stage["documents_in"], stage["documents_out"]
-        kept, lost = 100 * went / first, 100 * (came - went) / first
-        rows.append(
-            f"<tr><td>{stage['stage']}<td>{came:,}<td>{went:,}<td>{_share(went, came)}"
-            f"<td>{_bytes(stage['text_bytes_in'])}<td>{_bytes(stage['text_bytes_out'])}"
-            f"<td>{_about(stage, 'in')}<td>{_about(stage, 'out')}"
-            f'<td><div class=bar title="of all documents read"><i style="width:{kept:.3f}%"></i>'
-            f'<b style="width:{lost:.3f}%"></b></div>'
-        )
-    for name, shards in source["shards"].items():
-        rows.append(
-            f"<tr><td>{name}<td>{shards['num_documents']:,}<td>{shards['num_documents']:,}<td>"
-            f"<td>{_bytes(shards['text_bytes'])}<td><td><td>{shards['num_tokens']:,}<td>"
-        )
-    note = ""
-    if "estimated_tokens_per_byte" in source:
-        note = (
-            f"<p>Tokens with ~ are estimated from bytes, at the "
-            f"{1 / source['estimated_tokens_per_byte']:.3f} bytes per token of the shards, whose "
-            f"tokens are counted.</p>"
-        )
-    return (
-        "<h3>Documents through the stages</h3><div class=scroll><table><tr><th>stage<th>in<th>kept"
-        "<th>share<th>text in<th>text out<th>tokens in<th>tokens out"
-        f"<th>green kept, red dropped{''.join(rows)}</table></div>{note}"
-    )
-
-
-def _about(stage: Mapping[str, Any], end: str) -> str:
-    tokens = stage.get(f"estimated_tokens_{end}")
-    return "" if tokens is None else f"~{tokens:,}"
-
-
-def _reasons(source: Mapping[str, Any]) -> str:
-    parts = []
-    for stage in source["stages"]:
-        parts += [_what_was_read(stage), _what_was_dropped(stage)]
-        if stage["changed"]:
-            words = ", ".join(f"{_text(key)} {count:,}" for key, count in stage["changed"].items())
-            parts.append(f"<p>Documents changed in {stage['stage']}: {words}</p>")
-    return "".join(parts)
-
-
-def _what_was_read(stage: Mapping[str, Any]) -> str:
-    reading = stage.get("reading", {})
-    left_out = {**reading.get("skipped", {}), **reading.get("bad", {})}
-    if not left_out:
-        return ""
-    words = ", ".join(f"{_text(key)} {count:,}" for key, count in left_out.items())
-    return f"<p>Not read as documents: {words}</p>"
-
-
-def _what_was_dropped(stage: Mapping[str, Any]) -> str:
-    dropped = stage["dropped"]
-    if not dropped:
-        return f"<h3>Dropped in {stage['stage']}</h3><p>Nothing.</p>"
-    most = max(dropped.values())
-    rows, examples = [], []
-    for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
-        rows.append(
-            f"<tr><td>{_text(reason)}<td>{count:,}<td>{_share(count, stage['documents_in'])}"
-            f"<td>{_bytes(stage['dropped_bytes'].get(reason, 0))}"
-            f'<td><div class=bar><b style="width:{100 * count / most:.2f}%"></b></div>'
-        )
-        shown = "".join(
-            f"<div class=example><span>{_text(each['id'])}</span>{_text(each['text'])}</div>"
-            for each in stage["examples"].get(reason, [])
-        )
-        examples.append(f"<details><summary>{_text(reason)}</summary>{shown}</details>")
-    return (
-        f"<h3>Dropped in {stage['stage']}</h3><div class=scroll><table><tr><th>reason<th>documents"
-        f"<th>of those in<th>text<th>{''.join(rows)}</table></div>"
-        f"<h3>Examples of what {stage['stage']} dropped</h3>{''.join(examples)}"
-    )
-
-
-def _lengths(source: Mapping[str, Any]) -> str:
-    stages = source["stages"]
-    if not stages:
-        return ""
-    pairs = (("read", stages[0]["lengths_in"]), ("kept at last", stages[-1]["lengths_out"]))
-    charts = "".join(
-        f"<div><p>{name}</p>{_histogram({int(k): v for k, v in counts.items()})}</div>"
-        for name, counts in pairs
-    )
-    return f"<h3>Bytes of a document</h3><div class=grid>{charts}</div>"
-
-
-def _histogram(counts: Mapping[int, int]) -> str:
-    """Draw bins that are powers of two."""
-    if not counts:
-        return "<p>No documents.</p>"
-    low, high = min(counts), max(counts)
-    bins = [0] if low == 0 else []
-    step = max(low, 1)
-    while step <= high:
-        bins.append(step)
-        step *= 2
-    most, width = max(counts.values()), 420 / len(bins)
-    marks = []
-    for number, size in enumerate(bins):
-        count = counts.get(size, 0)
-        tall, left = 120 * count / most, 4 + number * width
-        marks.append(
-            f'<rect x="{left:.1f}" y="{130 - tall:.1f}" width="{width - 2:.1f}" '
-            f'height="{tall:.1f}" fill="#2a7f62"><title>{_bytes(size)} to {_bytes(2 * size)}: '
-            f"{count:,} documents</title></rect>"
-        )
-        if number % max(1, len(bins) // 6) == 0:
-            marks.append(f'<text x="{left:.1f}" y="145">{_bytes(size)}</text>')
-    return f'<svg viewBox="0 0 430 150" role=img>{"".join(marks)}</svg>'
-
-
-def _times(source: Mapping[str, Any]) -> str:
-    rows = []
-    for stage in source["stages"]:
-        for phase in stage["tasks"]:
-            slowest = ", ".join(
-                f"{each['task']} ({each['seconds']:.1f} s)" for each in phase["slowest"][:3]
-            )
-            seconds = sorted(phase["seconds"])
-            rows.append(
-                f"<tr><td>{_text(phase['phase'])}<td>{phase['num_tasks']:,}"
-                f"<td>{phase['wall_seconds']:,.1f}<td>{phase['task_seconds']:,.1f}"
-                f"<td>{seconds[len(seconds) // 2]:.2f}<td>{_text(slowest)}"
-                f"<td>{len(phase['hosts']):,}"
-            )
-    if not rows:
-        return ""
-    return (
-        "<h3>Time</h3><div class=scroll><table><tr><th>phase<th>tasks<th>seconds from first to last"
-        "<th>seconds of all tasks<th>median task<th>slowest tasks<th>hosts"
-        f"{''.join(rows)}</table></div>"
-    )
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
-
-
-def _text(value: Any) -> str:
-    return html.escape(str(value))

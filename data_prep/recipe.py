@@ -1,8 +1,9 @@
 """A recipe: one JSON file for a whole pipeline, checked as a whole before anything is written.
 
 Paths are relative to the recipe. Every source goes through the same stages, each into a directory
-of its own: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. docs/data_pipeline.md has the
-keys; `data_prep/recipes/` has examples.
+of its own: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. A tokenizer that is trained
+is that of all sources, in `OUTPUT/tokenizer`. docs/data_pipeline.md has the keys;
+`data_prep/recipes/` has examples.
 """
 
 import hashlib
@@ -10,74 +11,31 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep.clean import CleanOptions
 from data_prep.dedup import DedupOptions
-from data_prep.documents import InputRules
 from data_prep.filters import filter_problems, relative_to
+from data_prep.recipe_options import PackOptions, ShardOptions, SourceOptions, TokenizerOptions
 from data_prep.sources import HUB_ID, find_inputs
 from data_prep.stage_options import options_from
 from data_prep.stage_outputs import overlap_problems
+from data_prep.tokenizer_training import Recipe as TokenizerRecipe
 from data_prep.tokenizers import load_tokenizer
 from zerolm.errors import ConfigError, did_you_mean
-from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
 
-KEYS = ("output", "sources", "clean", "dedup", "decontaminate", "tokenize", "executor")
+KEYS = (
+    *("output", "sources", "clean", "dedup", "decontaminate", "train_tokenizer", "tokenize"),
+    *("pack", "executor"),
+)
 CLEAN_KEYS = ("filters", "keep_dropped", "unit_bytes")
-STAGES = ("clean", "dedup", "decontaminate", "shards")
+STAGES = ("clean", "dedup", "decontaminate", "shards", "pack")
+TOKENIZER = "tokenizer"  # directory of the one that a pipeline trains
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-BACKENDS = ("auto", "tokenizers", "gigatoken", "fastokens", "tiktoken", "transformers")
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """Where a source's documents are, and how they are read: as the flags of `tokenize`."""
-
-    input: tuple[str, ...]
-    text_field: str = "text"
-    on_bad_input: str = "fail"
-    max_bad_fraction: float = 0.01
-    max_document_bytes: int = 1 << 26
-    max_expansion: int = 200
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, what is wrong with it)."""
-        if self.on_bad_input not in ("fail", "skip"):
-            yield "on_bad_input", f"{self.on_bad_input!r} is not fail or skip."
-        if not 0 <= self.max_bad_fraction <= 1:
-            yield "max_bad_fraction", f"{self.max_bad_fraction} is not from 0 to 1."
-        for name in ("max_document_bytes", "max_expansion"):
-            if getattr(self, name) < 1:
-                yield name, f"{getattr(self, name)} is not from 1 up."
-
-    def rules(self) -> InputRules:
-        """Return the rules of reading; whole records are read, to be written again."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return InputRules(**given, keep_records=True)
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How the documents that are left become token shards: as the flags of `tokenize`."""
-
-    tokenizer: str
-    val_fraction: float = 0.0
-    shard_tokens: int = DEFAULT_SHARD_TOKENS
-    encoder: str = "auto"
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, what is wrong with it)."""
-        if not 0 <= self.val_fraction < 1:
-            yield "val_fraction", f"{self.val_fraction} is not from 0 to below 1."
-        if self.shard_tokens < 1:
-            yield "shard_tokens", f"{self.shard_tokens} is not from 1 up."
-        if self.encoder not in BACKENDS:
-            yield "encoder", f"{self.encoder!r} is not one of {', '.join(BACKENDS)}."
 
 
 @dataclass(frozen=True)
@@ -102,13 +60,16 @@ class Recipe:
     dedup: DedupOptions | None
     decontaminate: Any  # its DecontaminateOptions, or None
     shards: ShardOptions | None
-    tokenizer: Any  # loaded, where there are shards
+    tokenizer: Any  # loaded, where there are shards; None if it is to be trained
+    training: TokenizerOptions | None
+    pack: PackOptions | None
     executor: Json  # options of Slurm or Ray
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages of each source, in order."""
-        left_out = [self.dedup is None, self.decontaminate is None, self.shards is None]
+        given = (self.dedup, self.decontaminate, self.shards, self.pack)
+        left_out = [each is None for each in given]
         return ("clean", *(name for name, out in zip(STAGES[1:], left_out, strict=True) if not out))
 
     def provenance(self) -> Json:
@@ -140,8 +101,14 @@ def read_recipe(path: Path) -> Recipe:
         if key not in KEYS
     ]
     base = path.parent.resolve()  # the same from wherever the recipe is run, on every machine
-    found: dict[str, Any] = {"dedup": None, "decontaminate": None, "tokenize": None}
-    kinds = {"dedup": DedupOptions, "decontaminate": DecontaminateOptions, "tokenize": ShardOptions}
+    kinds: dict[str, Any] = {
+        "dedup": DedupOptions,
+        "decontaminate": DecontaminateOptions,
+        "tokenize": ShardOptions,
+        "train_tokenizer": TokenizerOptions,
+        "pack": PackOptions,
+    }
+    found: dict[str, Any] = dict.fromkeys(kinds)
     for key, kind in kinds.items():
         if key in content:
             found[key] = _collect(problems, options_from, kind, content[key], f"{path}: {key}")
@@ -159,8 +126,8 @@ def read_recipe(path: Path) -> Recipe:
         found["decontaminate"] = found["decontaminate"].relative_to(base)
         _collect(problems, found["decontaminate"].read_items)
     tokenizer = None
-    if found["tokenize"] is not None:
-        name = found["tokenize"].tokenizer
+    problems += _tokenizer_problems(content, found, f"{path}")
+    if found["tokenize"] is not None and (name := found["tokenize"].tokenizer):
         if os.path.lexists(base / name) or os.path.lexists(name):  # else an id, or an encoding
             name = str(base / name)
         tokenizer = _collect(problems, load_tokenizer, name)
@@ -170,7 +137,7 @@ def read_recipe(path: Path) -> Recipe:
         raise ConfigError(problems)
     return Recipe(
         path, content, base / output, sources, clean, found["dedup"], found["decontaminate"],
-        found["tokenize"], tokenizer, executor,
+        found["tokenize"], tokenizer, found["train_tokenizer"], found["pack"], executor,
     )  # fmt: skip
 
 
@@ -196,6 +163,42 @@ def _collect(problems: list[str], step: Any, *arguments: Any) -> Any:
     except ConfigError as error:
         problems += error.problems
         return None
+
+
+def _tokenizer_problems(content: Json, found: Mapping[str, Any], where: str) -> list[str]:
+    """Say what is wrong between the keys that make a tokenizer and those that need one."""
+    problems = []
+    training = found["train_tokenizer"]
+    if training is not None:
+        recipe = training_recipe(training)
+        lines = recipe.problems()
+        problems += [f"{where}: train_tokenizer.{line.removeprefix('--')}" for line in lines]
+        if "tokenize" not in content:
+            problems.append(f"{where}: train_tokenizer: needs tokenize too, which uses it.")
+        if TOKENIZER in (content.get("sources") or ()):
+            problems.append(
+                f"{where}: sources.{TOKENIZER}: is where the tokenizer goes. Rename it."
+            )
+    if "pack" in content and "tokenize" not in content:
+        problems.append(f"{where}: pack: needs tokenize too, whose shards it packs.")
+    given = bool(found["tokenize"] and found["tokenize"].tokenizer)
+    if found["tokenize"] is not None and given == ("train_tokenizer" in content):
+        problems.append(
+            f"{where}: tokenize.tokenizer: is needed, or else train_tokenizer; one of them."
+        )
+    return problems
+
+
+def training_recipe(options: TokenizerOptions) -> TokenizerRecipe:
+    """Return what the tokenizer of a pipeline is trained to be."""
+    return TokenizerRecipe(
+        options.vocab_size,
+        options.split,
+        options.digits or None,
+        options.whitespace,
+        options.special_tokens,
+        options.min_frequency,
+    )
 
 
 def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOptions:

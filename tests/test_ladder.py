@@ -21,7 +21,8 @@ RUNGS = {
     3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize",
         "data_prep.commands_dedup", "data_prep.commands_clean", "data_prep.commands_run",
         "data_prep.commands_look", "data_prep.commands_tokenizer"},
-    2: {"zerolm.evaluations", "data_prep.tokenization", "data_prep.recipe"},
+    2: {"zerolm.evaluations", "data_prep.tokenization", "data_prep.recipe",
+        "data_prep.tokenizer_run", "data_prep.pipeline_plan"},
     1: {
         *("zerolm." + name for name in (
             "checkpoint", "checkpoint_writer", "data", "evaluate", "evaluate_export", "export",
@@ -118,6 +119,7 @@ RUNGS = {
         *("data_prep." + name for name in (
             "backends", "encoder_choice", "equality", "fuzz_texts", "text_sample",
             "tokenizer_files", "tokenizer_flags", "tokenizer_report",
+            "pipeline_page", "pipeline_state", "recipe_options",
         )),
     },
 }  # fmt: skip

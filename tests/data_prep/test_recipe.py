@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from data_prep.__main__ import main
 from data_prep.dedup import DedupOptions
@@ -14,6 +16,7 @@ from data_prep.stage_files import read_records, read_stage
 from data_prep.stage_options import options_from
 from zerolm.errors import ConfigError
 from zerolm.manifest import read_manifest
+from zerolm.packing import index_file
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {n} says that the number {n} is followed by {n + 1}. " * 3 for n in range(40)]
@@ -103,6 +106,59 @@ def test_a_pipeline_goes_from_text_to_shards_and_starts_again_where_it_changed(r
         for end in ("in", "out"):
             expected = stage[f"text_bytes_{end}"] * tokens / stages[-1]["text_bytes_out"]
             assert abs(stage[f"estimated_tokens_{end}"] - expected) <= 1
+
+
+def test_a_tokenizer_and_packing_are_stages_of_a_recipe(recipe, capsys):
+    """Ids against Transformers with the tokenizer that was trained; rows by closed form."""
+    (recipe.parent / "notes.jsonl").write_text(json.dumps({"body": "Notes of few words here."}))
+    notes = {"input": ["notes.jsonl"], "text_field": "body"}
+    sources = {"web": {"input": ["raw/*.jsonl"]}, "notes": notes}
+    training = {"vocab_size": 300, "split": "llama3"}
+    change(recipe, sources=sources, train_tokenizer=training, tokenize={"encoder": "tokenizers"})
+    change(recipe, pack={"seq_len": 99})
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    output = recipe.parent / "out"
+    tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
+    assert len(tokenizer) == 300
+    texts = {}
+    for name, field in (("web", "text"), ("notes", "body")):
+        paths = read_stage(output / name / "dedup").paths
+        texts[name] = [each[field] for path in paths for each in read_records(path)]
+        ids = np.fromfile(output / name / "shards" / "shard-00000.bin", "<u2").tolist()
+        encoded = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts[name]]
+        assert ids == [token for each in encoded for token in each]
+        packed = json.loads(index_file(output / name / "shards", 99).read_text())
+        rows = {each["packing"]: each["rows"] for each in packed["efficiency"]}
+        assert rows == {"concat": max(0, (len(ids) - 1) // 99), "best_fit": packed["num_rows"]}
+    report = json.loads((output / "report.json").read_text())
+    assert report["tokenizer"]["sources"]["notes"]["bytes"] == len(texts["notes"][0])
+    assert "<h2>Tokenizer" in (output / "report.html").read_text()
+    assert report["sources"]["web"]["packing"]["shards"]["seq_len"] == 99
+
+    def states() -> list[str]:
+        capsys.readouterr()
+        assert main(["run", str(recipe), "--check"]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return [line[-1] for line in lines if line[0] in ("tokenizer", "clean", "shards", "pack")]
+
+    assert states() == ["complete"] * 7
+    change(recipe, pack={"seq_len": 50})
+    assert states() == ["complete"] * 3 + ["changed"] + ["complete"] * 2 + ["changed"]
+    change(recipe, train_tokenizer={**training, "vocab_size": 290})
+    assert states() == ["changed", "complete", "changed", "changed", "complete", *["changed"] * 2]
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    assert "tokenizer: is made again" in capsys.readouterr().out
+    assert states() == ["complete"] * 7
+    for wrong, said in (
+        ({"train_tokenizer": {"vocab_size": 100}}, "train_tokenizer.vocab_size 100: has no room"),
+        ({"tokenize": {"tokenizer": "tokenizer"}}, "tokenize.tokenizer: is needed, or else train"),
+        ({"pack": {"seq_len": 0}}, "pack.seq_len: 0 is not from 1"),
+    ):
+        whole = recipe.read_text()
+        change(recipe, **wrong)
+        assert main(["run", str(recipe), "--check"]) == 2
+        assert said in capsys.readouterr().err
+        recipe.write_text(whole)
 
 
 def test_a_recipe_means_the_same_from_every_directory(recipe, monkeypatch, capsys):
