@@ -10,7 +10,7 @@ import pytest
 from pipeline_tasks import Cubes
 
 from data_prep.executors import RayExecutor, make_executor
-from data_prep.phases import LocalExecutor, Phase, completed, fingerprint, run_phase
+from data_prep.phases import Executor, LocalExecutor, Phase, completed, fingerprint, run_phase
 from data_prep.slurm import SlurmExecutor
 from data_prep.sources import find_inputs
 from data_prep.tokenization import TokenizeOptions, run_tokenization
@@ -131,29 +131,39 @@ def test_no_array_outlives_the_command(tmp_path, slurm, monkeypatch, end):
     assert (slurm.parent / "cancelled").read_text() == expected
 
 
+def tokenize(directory: Path, name: str, executor: Executor, tokenizer: Path) -> tuple[list, list]:
+    """Return the shards' entries and the names of all files."""
+    inputs, _ = find_inputs([str(directory / "a.jsonl")], "text")
+    options = TokenizeOptions(encoder="tokenizers", part_seconds=0, unit_bytes=900_000)
+    output = directory / name
+    summary = run_tokenization(
+        inputs, load_tokenizer(str(tokenizer)), [output], options, executor, {}
+    )
+    (manifest,) = summary.manifests
+    assert manifest["num_documents"] == 99
+    return manifest["shards"], sorted(path.name for path in output.iterdir())
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """Write documents for three tasks."""
+    lines = [json.dumps({"text": f"Document {n} of a few. " * 900}) + "\n" for n in range(99)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
 def test_two_processes_at_one_task_make_the_same_shards(
-    tmp_path, slurm, monkeypatch, tokenizer_directory
+    corpus, slurm, monkeypatch, tokenizer_directory
 ):
     """As when Slurm starts a task again before its first process is gone."""
-    lines = "".join(
-        json.dumps({"text": f"Document {n} of a few. " * 900}) + "\n" for n in range(99)
-    )
-    (tmp_path / "a.jsonl").write_text(lines)
-    inputs, _ = find_inputs([str(tmp_path / "a.jsonl")], "text")
-    tokenizer = load_tokenizer(str(tokenizer_directory))
     monkeypatch.setenv("WRITERS", "2")
-    made = []
-    for name, executor in (("here", LocalExecutor(1)), ("there", SlurmExecutor(2, OPTIONS))):
-        options = TokenizeOptions(encoder="tokenizers", part_seconds=0)
-        summary = run_tokenization(inputs, tokenizer, [tmp_path / name], options, executor, {})
-        (manifest,) = summary.manifests
-        assert manifest["num_documents"] == 99
-        made.append((manifest["shards"], sorted(path.name for path in (tmp_path / name).iterdir())))
-    assert made[0] == made[1]
+    here = tokenize(corpus, "here", LocalExecutor(1), tokenizer_directory)
+    there = SlurmExecutor(3, {**OPTIONS, "tasks_per_job": 3})
+    assert tokenize(corpus, "there", there, tokenizer_directory) == here
 
 
 @pytest.mark.soak  # a Ray cluster of its own: minutes on a busy machine
-def test_ray_runs_every_task_and_only_what_is_missing(tmp_path):
+def test_ray_runs_every_task_and_only_what_is_missing(corpus, tmp_path, tokenizer_directory):
     ray = pytest.importorskip("ray")
     cubes = phase(tmp_path / "out")
     try:
@@ -163,6 +173,8 @@ def test_ray_runs_every_task_and_only_what_is_missing(tmp_path):
         cubes.path(1).unlink()
         run_phase(cubes, RayExecutor(2, options))
         assert sorted((tmp_path / "out" / "log").read_text().split()) == ["0", "1", "1", "2"]
+        made = tokenize(corpus, "there", RayExecutor(2, options), tokenizer_directory)
+        assert made == tokenize(corpus, "here", LocalExecutor(1), tokenizer_directory)
     finally:
         ray.shutdown()
 
