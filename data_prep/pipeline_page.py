@@ -14,6 +14,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 0 auto; 
 h1 { font-size: 26px; margin: 0 } h2 { margin: 44px 0 8px; border-top: 2px solid var(--ink);
   padding-top: 10px } h3 { margin: 24px 0 6px; font-size: 16px }
 p, .soft { color: var(--soft) } p { margin: 4px 0 12px }
+p, h1, h2, h3, summary { overflow-wrap: anywhere }
 .scroll { overflow-x: auto } table { border-collapse: collapse; width: 100% }
 th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums; white-space: nowrap }
@@ -189,7 +190,8 @@ def _lengths(source: Mapping[str, Any]) -> str:
         return ""
     pairs = (("read", stages[0]["lengths_in"]), ("kept at last", stages[-1]["lengths_out"]))
     charts = "".join(
-        f"<div><p>{name}</p>{_histogram({int(k): v for k, v in counts.items()})}</div>"
+        f"<div><p>{name}: {sum(counts.values()):,} documents, {max(counts.values(), default=0):,} "
+        f"in the highest bar</p>{_histogram({int(k): v for k, v in counts.items()})}</div>"
         for name, counts in pairs
     )
     return f"<h3>Bytes of a document</h3><div class=grid>{charts}</div>"
@@ -215,7 +217,7 @@ def _histogram(counts: Mapping[int, int]) -> str:
             f'height="{tall:.1f}" fill="#2a7f62"><title>{_bytes(size)} to {_bytes(2 * size)}: '
             f"{count:,} documents</title></rect>"
         )
-        if number % max(1, len(bins) // 6) == 0:
+        if number % -(-len(bins) // 6) == 0:
             marks.append(f'<text x="{left:.1f}" y="145">{_bytes(size)}</text>')
     return f'<svg viewBox="0 0 430 150" role=img>{"".join(marks)}</svg>'
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.phases import RECORDS
 from data_prep.stage_counts import Counts, merge_counts
 from data_prep.stage_files import (
     STAGE,
@@ -100,6 +101,15 @@ def begin_stage(output: Path, name: str, inputs: str) -> Json | None:
     return None
 
 
+def _keep_records(output: Path) -> None:
+    """Move the records of all phases beside those that stay: they say what took how long."""
+    for phase in (output / WORK / RECORDS).glob("*"):
+        kept = output / RECORDS / phase.name
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.parent.mkdir(exist_ok=True)
+        phase.rename(kept)
+
+
 def join_files(paths: Iterable[Path], target: Path) -> Json:
     """Write the lines of tasks' files into one, and return its entry for `stage.json`."""
     with StageWriter(target) as writer:
@@ -152,5 +162,6 @@ def publish_judged(
         left_out=join_files(notes, output / left_out),
         **more,
     )
+    _keep_records(output)
     shutil.rmtree(output / WORK, ignore_errors=True)
     return published

@@ -13,8 +13,10 @@ Decode = Callable[[Sequence[int]], str]
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;
 color:#222;background:#fff}table{border-collapse:collapse;margin:1rem 0}td,th{text-align:right;
-padding:.2rem .8rem;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}
-img{max-width:100%}code{background:#f3f3f3;padding:0 .2rem;white-space:pre-wrap}"""
+padding:.2rem .6rem;border-bottom:1px solid #ddd;white-space:nowrap}
+td:first-child,th:first-child{text-align:left;padding-left:0}h2{overflow-wrap:anywhere}
+.scroll{overflow-x:auto}.scroll img{min-width:46rem;max-width:100%}.ids span{white-space:nowrap;
+display:inline-block;margin-right:.7rem}code{background:#f3f3f3;padding:0 .2rem}"""
 
 
 def lines(found: Sequence[Figures]) -> Iterator[str]:
@@ -123,13 +125,14 @@ def page(found: Sequence[Figures], decoders: Sequence[Decode | None]) -> str:
                  f"{ids['unused']:,} of {ids['vocab_size']:,}", f"{ids['eos_inside_documents']:,}",
                  f"{twice['again']:,} ({twice['share']:.2%})"]  # fmt: skip
         table += "</tr><tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-    body = f'<img alt="histograms" src="data:image/png;base64,{image}"><table><tr>{table}</tr>'
-    body += "</table>" + "".join(
+    body = f'<div class=scroll><img alt="histograms" src="data:image/png;base64,{image}"></div>'
+    body += f"<div class=scroll><table><tr>{table}</tr></table></div>" + "".join(
         _section(name, figures, decode)
         for name, figures, decode in zip(_names(found), found, decoders, strict=True)
     )
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Token shards</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Token shards</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style><h1>Token shards</h1>{body}</html>\n"
     )
 
@@ -142,7 +145,8 @@ def _section(name: str, figures: Figures, decode: Decode | None) -> str:
         for limit in figures["length"]["longer_than"]
     )
     frequent = " ".join(
-        f"<code>{html.escape(_text(each['id'], decode))}</code>&nbsp;{each['times'] / tokens:.2%}"
+        f"<span><code>{html.escape(_text(each['id'], decode))}</code> "
+        f"{each['times'] / tokens:.2%}</span>"
         for each in figures["ids"]["most_frequent"]
     )
     repeats = "".join(
@@ -154,9 +158,13 @@ def _section(name: str, figures: Figures, decode: Decode | None) -> str:
         f"<h2>{html.escape(name)}</h2>"
         f"<p>{count(tokens)} tokens in {count(documents)} documents.</p><h3>Long documents</h3>"
         f"<table><tr><th>above</th><th>documents</th><th>of documents</th><th>of tokens</th></tr>"
-        f"{longer}</table><h3>Most frequent ids</h3><p>{frequent}</p>{shown}"
+        f"{longer}</table><h3>Most frequent ids</h3><p class=ids>{frequent}</p>{shown}"
     )
 
 
 def _text(token_id: int, decode: Decode | None) -> str:
-    return str(token_id) if decode is None else repr(decode([token_id]))[1:-1]
+    if decode is None:
+        return str(token_id)
+    text = repr(decode([token_id]))[1:-1]
+    spaces = len(text) - len(text.strip(" "))
+    return f"{spaces} spaces" if spaces == len(text) > 3 else text.replace(" ", "␣")
