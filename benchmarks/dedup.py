@@ -127,10 +127,10 @@ def write_jsonl(path: Path, texts: list[str]) -> None:
             file.write(json.dumps({"id": number, "text": text}) + "\n")
 
 
-def timed(command: list[str]) -> float:
-    """Run a command; return its seconds."""
+def timed(command: list[str], limit_seconds: float = 3600) -> float:
+    """Run a command; return its seconds. Raises subprocess.TimeoutExpired."""
     start = time.perf_counter()
-    result = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds)
     if result.returncode:
         raise SystemExit(result.stdout + result.stderr)
     return time.perf_counter() - start
@@ -142,8 +142,14 @@ def dedup_command(corpus: Path, output: Path, workers: int, *more: str) -> list[
     return [sys.executable, "-m", "data_prep", *words, *more]
 
 
-def found_pairs(corpus: Path, work: Path) -> dict[str, tuple[set[tuple[int, int]], float]]:
-    """Return the pairs that each contender calls duplicates, and its seconds with one process."""
+def found_pairs(
+    corpus: Path, work: Path, peer_seconds: float
+) -> dict[str, tuple[set[tuple[int, int]], float]]:
+    """Return the pairs that each contender calls duplicates, and its seconds with one process.
+
+    Args:
+        peer_seconds: after which datatrove is stopped and left out.
+    """
     from data_prep.stage_files import read_records
 
     found = {}
@@ -154,7 +160,11 @@ def found_pairs(corpus: Path, work: Path) -> dict[str, tuple[set[tuple[int, int]
     seconds = timed([sys.executable, "-c", DATASKETCH, str(corpus), str(work / "pairs.json")])
     pairs = {(one, two) for one, two in json.loads((work / "pairs.json").read_text())}
     found["datasketch"] = pairs, seconds
-    seconds = timed([sys.executable, "-c", DATATROVE, str(corpus), str(work)])
+    try:
+        seconds = timed([sys.executable, "-c", DATATROVE, str(corpus), str(work)], peer_seconds)
+    except subprocess.TimeoutExpired:
+        print(f"datatrove was stopped after {peer_seconds:,.0f} s without an end.\n", flush=True)
+        return found
     pairs = set()
     for path in (work / "buckets").glob("*.dups"):
         for _, one, _, two in struct.iter_unpack("<4I", path.read_bytes()):
@@ -163,7 +173,7 @@ def found_pairs(corpus: Path, work: Path) -> dict[str, tuple[set[tuple[int, int]
     return found
 
 
-def show_accuracy(count: int, lines: list[str], work: Path) -> None:
+def show_accuracy(count: int, lines: list[str], work: Path, peer_seconds: float) -> None:
     """Print how many of the pairs of each similarity every contender calls duplicates."""
     texts = accuracy_texts(lines, count, random.Random(1))
     corpus = work / "accuracy.jsonl"
@@ -175,7 +185,7 @@ def show_accuracy(count: int, lines: list[str], work: Path) -> None:
         f"{time.perf_counter() - start:.0f} s, {len(truth):,} share a shingle\n",
         flush=True,
     )
-    contenders = found_pairs(corpus, work)
+    contenders = found_pairs(corpus, work, peer_seconds)
     print(f"| Jaccard index | pairs | {' | '.join(contenders)} |")
     print("|---|" + "---|" * (len(contenders) + 1))
     for low, high in pairwise(BINS):
@@ -267,11 +277,12 @@ def main() -> None:
     parser.add_argument("--growth", default="2000,20000,200000", help="documents of each run")
     parser.add_argument("--datasketch", type=int, default=20_000, help="documents it gets at most")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--peer_seconds", type=float, default=600, help="datatrove gets at most")
     options = parser.parse_args()
     lines = real_text()
     with tempfile.TemporaryDirectory() as name:
         if options.accuracy:
-            show_accuracy(options.accuracy, lines, Path(name))
+            show_accuracy(options.accuracy, lines, Path(name), options.peer_seconds)
         if options.growth:
             counts = [int(count) for count in options.growth.split(",")]
             show_growth(counts, lines, options.workers, options.datasketch, Path(name))
