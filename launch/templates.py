@@ -91,7 +91,7 @@ def slurm_script(job: Job) -> str:
     words[words.index("MASTER")] = '"$master"'
     task = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     lines += [
-        'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         f"exec {shlex.quote(job.python)} -m launch supervise --requeue -- \\",
         f"    {task} --kill-on-bad-exit=1 \\",
         f"    {' '.join(words)}",
@@ -220,7 +220,7 @@ def skypilot_task(job: Job) -> str:
     run_lines = [
         "set -euo pipefail",
         f"cd {shlex.quote(job.directory)}",
-        'master=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+        'master=$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)',
         f"exec {' '.join(words)}",
     ]
     recovery = {"max_restarts_on_errors": job.max_restarts, "recover_on_exit_codes": [EXIT_STOPPED]}

@@ -104,7 +104,7 @@ def test_slurm_script_runs_the_supervisor_over_one_task_on_each_node(script, tmp
     """Run the script itself: `scontrol`, and a Python that says what it was started with."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "scontrol").write_text("#!/bin/sh\necho node-a\necho node-b\n")
+    (programs / "scontrol").write_text("#!/bin/sh\necho node-a\nsleep 0.1\necho node-b\n")
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$NCCL_SOCKET_IFNAME" "$@"\n')
