@@ -233,7 +233,7 @@ def test_a_store_that_stays_away_is_given_up_and_its_last_answer_named(
     source = remote(server, tmp_path)
     source.files.patience_seconds = 0.2
     server.fail_every = 1
-    with pytest.raises(ShardReadError, match=r"shard-0000\d\.(bin|sums): .*503.*attempts in 0 s"):
+    with pytest.raises(ShardReadError, match=r"shard-0000\d\.(bin|sums): .*503.*attempts in \d+ s"):
         list(training(source, 3))
 
 
