@@ -88,12 +88,25 @@ def command(num_ranks: int, *arguments: object, launcher: tuple[str, ...] = ()) 
 def launch(
     num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `pretrain.py` on `num_ranks` ranks to its end, in a session of its own.
+    """Run `pretrain.py` under `deepspeed` to its end, in a session of its own.
 
     On a timeout every process of that session is killed, so that no rank outlives its test.
     """
+    return _run(command(num_ranks, *arguments), timeout, more)
+
+
+def run_ranks(
+    num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Do as `launch`, without the launcher: for tests of what is learned, in two thirds of it."""
+    line = [sys.executable, str(ROOT / "tests" / "ranks.py"), str(num_ranks), str(free_port())]
+    words = [str(ROOT / "pretrain.py"), *map(str, arguments)]
+    return _run([*line, *words], timeout, more)
+
+
+def _run(line: list[str], timeout: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
-        command(num_ranks, *arguments),
+        line,
         env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

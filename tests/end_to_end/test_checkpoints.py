@@ -13,7 +13,7 @@ import pytest
 from oracle import differences, digest
 from recipe import profile, recipe
 
-from tests.launching import ROOT, environment, launch
+from tests.launching import ROOT, environment, run_ranks
 from zerolm.faults import POINTS
 
 STEPS, SAVE = 24, 6
@@ -27,7 +27,7 @@ def words(llama, corpus, run_dir: Path, stage: int = 2) -> list[object]:
 
 def run(arguments: list[object], ledger: Path, **more: str) -> subprocess.CompletedProcess[str]:
     ledger.mkdir(exist_ok=True)
-    return launch(2, *arguments, ZEROLM_LEDGER=str(ledger), **more)
+    return run_ranks(2, *arguments, ZEROLM_LEDGER=str(ledger), **more)
 
 
 def events(run_dir: Path, kind: str) -> list[dict]:
@@ -222,13 +222,14 @@ def test_a_failed_save_is_said_and_training_goes_on(tmp_path, llama, corpus, who
     assert differences(digest(run_dir, tmp_path / "ledger"), oracle) == []
 
 
+@pytest.mark.soak
 def test_a_run_ends_when_saves_go_on_failing(tmp_path, llama, corpus) -> None:
     """A limit on the size of files: the real error of a real system call."""
     run_dir = tmp_path / "run"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
     try:
-        ended = launch(2, *words(llama, corpus, run_dir), "--checkpoint_failures", 2)
+        ended = run_ranks(2, *words(llama, corpus, run_dir), "--checkpoint_failures", 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout, ended.stdout[-4000:]
@@ -247,7 +248,7 @@ def test_a_full_disk_says_what_it_needs_and_has(tmp_path, llama, corpus) -> None
         pytest.skip("needs the right to mount a tmpfs")
     try:
         arguments = words(llama, corpus, disk / "run")
-        ended = launch(2, *arguments, "--checkpoint_failures", 1)
+        ended = run_ranks(2, *arguments, "--checkpoint_failures", 1)
         assert ended.returncode == 1 and "Traceback" not in ended.stdout, ended.stdout[-4000:]
         (failed,) = events(disk / "run", "checkpoint_failed")
         assert "needs 1." in failed["error"] and ", has " in failed["error"], failed
@@ -257,7 +258,7 @@ def test_a_full_disk_says_what_it_needs_and_has(tmp_path, llama, corpus) -> None
         )  # fmt: skip
         assert verified.returncode == 0, verified.stderr
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True, timeout=30)
-        refused = launch(2, *arguments)
+        refused = run_ranks(2, *arguments)
         assert refused.returncode == 2 and "Traceback" not in refused.stdout
         assert f"--run_dir: {disk / 'run'}" in refused.stdout, refused.stdout[-3000:]
     finally:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recipe import profile, recipe
 
-from tests.launching import LLAMA, VOCABULARY, launch, rows, write_json
+from tests.launching import LLAMA, VOCABULARY, rows, run_ranks, write_json
 
 STEPS = 20
 SIZES = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
@@ -52,7 +52,7 @@ def test_chunks_change_the_curve_by_rounding_alone(
         words = [*recipe(model, corpus, run, ds, STEPS, micro=2), "--val_data", held_out]
         words += ["--eval_interval", STEPS, "--loss_chunk_tokens", chunk, "--wandb", "off"]
         words += ["--gradient_checkpointing"] if checkpointing else []
-        done = launch(2, *words)
+        done = run_ranks(2, *words)
         assert done.returncode == 0, done.stdout[-4000:]
         keys = ("train/loss", "train/grad_norm", "eval/loss")
         found.append([np.array(list(rows(run, key).values())) for key in keys])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recipe import STEP_TOKENS, profile, recipe
 
-from tests.launching import launch, rows, write_shards
+from tests.launching import rows, run_ranks, write_shards
 
 STEPS = 12
 
@@ -17,7 +17,7 @@ def second_corpus(tmp_path_factory):
 
 
 def train(run_dir, num_ranks, micro, *words):
-    done = launch(num_ranks, *words, "--micro_batch_size", micro, "--run_dir", run_dir)
+    done = run_ranks(num_ranks, *words, "--micro_batch_size", micro, "--run_dir", run_dir)
     assert done.returncode == 0, done.stdout[-4000:]
     metrics = ("train/loss", "train/grad_norm", "train/batch_tokens", "data/other/loss")
     return {name: rows(run_dir, name) for name in metrics}

@@ -14,7 +14,7 @@ import torch
 from oracle import newest_checkpoint
 from recipe import BATCH, STEP_TOKENS, recipe
 
-from tests.launching import LLAMA, launch, rows, write_json
+from tests.launching import LLAMA, rows, run_ranks, write_json
 from zerolm import ledger
 from zerolm.checkpoint_directory import digest_of
 
@@ -52,7 +52,7 @@ def run(base: Path, name: str, ranks: int, arguments, *, fault: str = ""):
     seen = base / f"ledger-{name}"
     seen.mkdir()
     more = {"FAULT": fault} if fault else {}
-    return launch(ranks, *arguments, ZEROLM_LEDGER=str(seen), **more)
+    return run_ranks(ranks, *arguments, ZEROLM_LEDGER=str(seen), **more)
 
 
 def merged_ledger(base: Path, first: int, last: int, name: str) -> list[list[int]]:
@@ -178,13 +178,13 @@ def test_what_is_not_the_checkpoint_is_refused_and_runs_nothing(
     only = run_dir / "checkpoints" / "step-00000012"
     arguments = words(model, corpus, run_dir, profile(tmp_path / "ds.json", 2, precision))
 
-    wrong = launch(1, *arguments, FAULT="resume.probe:0:*:x10")
+    wrong = run_ranks(1, *arguments, FAULT="resume.probe:0:*:x10")
     assert wrong.returncode == 2, wrong.stdout[-3000:]
     assert "probe.loss" in wrong.stdout and "on rank 0 after loading" in wrong.stdout
 
     victim = next(only.glob("*optim_states.pt"))
     torch.save(Malicious(mark), victim)
-    refused = launch(1, *arguments)
+    refused = run_ranks(1, *arguments)
     assert refused.returncode == 2, refused.stdout[-3000:]
     assert str(victim) in refused.stdout and "no whole checkpoint is left" in refused.stdout
     assert not mark.exists()
@@ -195,7 +195,7 @@ def test_what_is_not_the_checkpoint_is_refused_and_runs_nothing(
             entry["size_bytes"] = victim.stat().st_size
             entry["sha256"] = hashlib.sha256(victim.read_bytes()).hexdigest()
     write_json(only / "MANIFEST.json", {**manifest, "digest": digest_of(manifest)})
-    forged = launch(1, *arguments)
+    forged = run_ranks(1, *arguments)
     assert forged.returncode == 2, forged.stdout[-3000:]
     assert f"{victim}: holds more than tensors and numbers" in forged.stdout
     assert "posix.mkdir" in forged.stdout and "Traceback" not in forged.stdout
@@ -210,7 +210,7 @@ def test_changed_settings_go_on_only_when_accepted(chain, tmp_path, llama, tied_
     shutil.rmtree(run_dir / "checkpoints" / "step-00000016")
     json_file = profile(tmp_path / "ds.json", 2, precision)
     changed = words(model, corpus, run_dir, json_file, "--seed", 12, "--seq_len", 16)
-    refused = launch(1, *changed)
+    refused = run_ranks(1, *changed)
     assert refused.returncode == 2, refused.stdout[-3000:]
     for line in ("settings.seed: 11 -> 12", "settings.seq_len: 32 -> 16"):
         assert line in refused.stdout
@@ -219,7 +219,7 @@ def test_changed_settings_go_on_only_when_accepted(chain, tmp_path, llama, tied_
 
     seen = tmp_path / "ledger"
     seen.mkdir()
-    accepted = launch(1, *changed, "--accept_changes", ZEROLM_LEDGER=str(seen))
+    accepted = run_ranks(1, *changed, "--accept_changes", ZEROLM_LEDGER=str(seen))
     assert accepted.returncode == 0, accepted.stdout[-3000:]
     (event,) = events(run_dir, "changed")
     assert event["changes"] == {"settings.seed": [11, 12], "settings.seq_len": [32, 16]}

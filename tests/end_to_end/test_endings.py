@@ -47,7 +47,7 @@ def test_check_needs_no_ranks_and_writes_nothing(tmp_path, llama, corpus) -> Non
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_a_diverging_run_gives_up_and_saves_no_nan(tmp_path, llama, corpus, stage) -> None:
     json_file = profile(tmp_path / "ds.json", stage, False)
     words = recipe(llama, corpus, tmp_path / "run", json_file, 50, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recipe import BATCH, profile, recipe
 
-from tests.launching import LLAMA, launch, rows, write_json
+from tests.launching import LLAMA, rows, run_ranks, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
 
 STEPS, ITEMS, POSITIONS, NEW_TOKENS = 4, 200, 96, 12
@@ -77,7 +77,7 @@ def train(texts: Path, run_dir: Path, stage: int, num_ranks: int, evaluated: boo
     if evaluated and stage == 3:
         words += ["--eval_tasks", "broken,local_hellaswag", "--eval_tasks", "local_generation"]
         words += ["--eval_task_path", texts / "tasks", "--eval_task_items", 30]
-    return launch(num_ranks, *words, **more)
+    return run_ranks(num_ranks, *words, **more)
 
 
 def samples(run_dir: Path) -> list[dict]:
@@ -262,6 +262,6 @@ def test_a_task_that_takes_its_time_is_no_hang(tmp_path, texts) -> None:
     words += ["--seq_len", SEQ_LEN, "--batch_tokens", STEP_TOKENS, "--total_tokens", STEP_TOKENS]
     words += ["--wandb", "off", "--eval_tasks", "broken", "--eval_task_path", base / "tasks"]
     words += ["--eval_task_items", 30, "--hang_timeout", 12, "--downstream_interval", 1]
-    done = launch(2, *words)
+    done = run_ranks(2, *words)
     assert done.returncode == 0, done.stdout[-4000:]
     assert rows(run_dir, "eval/broken/acc") == {1: 1.0}

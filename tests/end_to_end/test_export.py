@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from recipe import STEP_TOKENS, profile, recipe
 from transformers import AutoModelForCausalLM
 
-from tests.launching import LLAMA, ROOT, VOCABULARY, environment, launch, write_json
+from tests.launching import LLAMA, ROOT, VOCABULARY, environment, run_ranks, write_json
 from zerolm.errors import CheckpointError
 from zerolm.export import export
 
@@ -30,7 +30,7 @@ MODELS = {
         "output_router_logits": True,
     },
 }  # fmt: skip
-ALWAYS = {("gpt2", 3, "fp32"), ("mixtral", 2, "bf16")}
+ALWAYS = {("gpt2", 3, "fp32")}
 COMBINATIONS = [
     pytest.param(
         model, stage, precision, id=f"{model}-{stage}-{precision}",
@@ -60,7 +60,7 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
     config = write_json(tmp_path / "model.json", MODELS[model])
     json_file = profile(tmp_path / "ds.json", stage, precision == "bf16")
     words = recipe(config, corpus, run_dir, json_file, steps=6, micro=2)
-    done = launch(2, *words, "--wandb", "off")
+    done = run_ranks(2, *words, "--wandb", "off")
     assert done.returncode == 0, done.stdout[-4000:]
 
     exported = zerolm("export", run_dir, out, "--max_shard_size", SHARD_BYTES)

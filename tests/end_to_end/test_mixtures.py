@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from recipe import BATCH, SEQ_LEN, profile, recipe
 
-from tests.launching import environment, launch, rows, write_shards
+from tests.launching import environment, rows, run_ranks, write_shards
 from zerolm import ledger, preflight
 from zerolm.errors import ConfigError
 
@@ -48,15 +48,15 @@ def runs(tmp_path_factory, llama, data):
     for name in ("whole", "cut", "rest"):
         (base / f"ledger-{name}").mkdir()
     arguments = words(llama, data, base / "whole", json_file, *STAGES)
-    done = launch(2, *arguments, ZEROLM_LEDGER=str(base / "ledger-whole"))
+    done = run_ranks(2, *arguments, ZEROLM_LEDGER=str(base / "ledger-whole"))
     assert done.returncode == 0, done.stdout[-4000:]
     (base / "log").write_text(done.stdout)
     arguments = words(llama, data, base / "run", json_file, *STAGES)
     seen = str(base / "ledger-cut")
-    ended = launch(2, *arguments, ZEROLM_LEDGER=seen, FAULT="step.begin:0:11:kill")
+    ended = run_ranks(2, *arguments, ZEROLM_LEDGER=seen, FAULT="step.begin:0:11:kill")
     assert ended.returncode != 0, ended.stdout[-4000:]
     look_at_changed_stages(llama, data, base / "run", json_file)
-    ended = launch(1, *arguments, ZEROLM_LEDGER=str(base / "ledger-rest"))
+    ended = run_ranks(1, *arguments, ZEROLM_LEDGER=str(base / "ledger-rest"))
     assert ended.returncode == 0, ended.stdout[-4000:]
     return base
 

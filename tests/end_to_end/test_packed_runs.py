@@ -10,7 +10,7 @@ from recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
 from torch.nn import functional
 
 from data_prep.pack import pack
-from tests.launching import LLAMA, launch, rows, write_shards
+from tests.launching import LLAMA, rows, run_ranks, write_shards
 from zerolm import ledger
 from zerolm.order import Order
 from zerolm.packing import PIECE
@@ -66,9 +66,11 @@ def test_a_killed_packed_run_learns_what_each_document_alone_teaches(
     words += ["--packing", "best_fit", "--document_mask", "--schedule", "constant"]
     words += ["--warmup_tokens", 0, "--wandb", "off", "--checkpoint_interval", SAVE]
     more = {"ZEROLM_LEDGER": str(seen)}
-    killed = launch(2, *words, "--no-async_checkpoint", FAULT=f"step.end:*:{KILLED}:kill", **more)
+    killed = run_ranks(
+        2, *words, "--no-async_checkpoint", FAULT=f"step.end:*:{KILLED}:kill", **more
+    )
     assert killed.returncode != 0 and "documents are kept apart by sdpa" in killed.stdout
-    again = launch(2, *words, **more)
+    again = run_ranks(2, *words, **more)
     assert again.returncode == 0, again.stdout[-4000:]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "resume"] == [SAVE]

@@ -15,7 +15,7 @@ from recipe import (
     recipe,
 )
 
-from tests.launching import LLAMA, launch, rows, write_json
+from tests.launching import LLAMA, rows, run_ranks, write_json
 
 STEPS = 20
 WARMUP_TOKENS = 4 * STEP_TOKENS
@@ -37,7 +37,7 @@ def reference(corpus):
     return curve
 
 
-ALWAYS = {("fp32", 1, 2), ("fp32", 2, 1), ("fp32", 3, 2), ("bf16", 2, 2), ("bf16", 3, 1)}
+ALWAYS = {("fp32", 2, 1), ("fp32", 3, 2), ("bf16", 2, 2)}
 COMBINATIONS = [
     pytest.param(
         precision == "bf16", stage, world_size, tied,
@@ -59,7 +59,7 @@ def test_curve_and_health_equal_plain_pytorch(
     micro = BATCH // 2 // world_size  # accumulation 2
     words = recipe(llama, corpus, run_dir, json_file, STEPS, micro)
     words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
-    done = launch(world_size, *words)
+    done = run_ranks(world_size, *words)
     assert done.returncode == 0, done.stdout[-4000:]
     curve = reference(bf16, tied)
     losses = np.array([step.loss for step in curve])
@@ -82,7 +82,7 @@ def test_what_is_learned_is_the_same_in_every_bit_however_often_it_is_measured(
         run_dir = tmp_path / str(interval)
         words = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
         words += ["--log_interval", interval, "--wandb", "off"]
-        done = launch(2, *words)
+        done = run_ranks(2, *words)
         assert done.returncode == 0, done.stdout[-4000:]
         found[interval] = [
             [rows(run_dir, f"train/{key}")[step] for step in (10, 20)]

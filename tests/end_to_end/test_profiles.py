@@ -70,7 +70,9 @@ def curve(run_dir, llama, corpus, json_file) -> np.ndarray:
     return np.array(list(rows(run_dir, "train/loss").values()))
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, *USERS])
+@pytest.mark.parametrize(
+    "name", [*SHIPPED, *(pytest.param(name, marks=pytest.mark.soak) for name in USERS)]
+)
 def test_every_profile_gives_the_same_curve(tmp_path, llama, corpus, expected, name) -> None:
     json_file = ROOT / "ds_configs" / name
     if name in USERS:

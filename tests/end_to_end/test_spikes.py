@@ -9,7 +9,7 @@ import torch
 from oracle import differences, digest, losses, newest_checkpoint, tensors
 from recipe import BATCH, STEP_TOKENS, profile, recipe
 
-from tests.launching import launch, rows, write_json
+from tests.launching import rows, run_ranks, write_json
 from zerolm import ledger
 
 # Three anomalies of different kinds: each is one refused step.
@@ -43,7 +43,8 @@ def assert_no_nan(run_dir: Path) -> None:
                 stack += value.values() if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
 def test_refused_steps_are_as_if_their_batches_had_never_been_drawn(
     tmp_path, llama, corpus, stage
 ) -> None:
@@ -53,7 +54,7 @@ def test_refused_steps_are_as_if_their_batches_had_never_been_drawn(
     for directory in (*books, oracle):
         directory.mkdir()
     policy = ["--spike_window", 16, "--cooldown_after", 0, "--wandb", "off"]
-    done = launch(
+    done = run_ranks(
         2,
         *recipe(llama, corpus, run, json_file, 24, 2),
         *policy,
@@ -74,7 +75,7 @@ def test_refused_steps_are_as_if_their_batches_had_never_been_drawn(
         "spikes": 0, "skipped_windows": windows, "skipped_window": windows[0],
     }  # fmt: skip
     write_json(oracle / "rollbacks.json", {"rollbacks": [entry]})
-    done = launch(
+    done = run_ranks(
         2,
         *recipe(llama, corpus, oracle, json_file, 24, 2),
         *policy,
@@ -110,20 +111,29 @@ ROLLBACK = ["--spike_window", 16, "--rollback_after", 3, "--rollback_margin", 2]
 ROLLBACK += ["--cooldown_after", 2, "--checkpoint_interval", 10, "--wandb", "off"]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
+KILLS = ["rollback.recorded:0:32:kill", "rollback.aside:0:30:kill", "step.end:1:36:kill"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kills"),
+    [
+        pytest.param(3, KILLS[:1], id="3-once"),
+        pytest.param(2, KILLS, id="2", marks=pytest.mark.soak),
+        pytest.param(3, KILLS, id="3", marks=pytest.mark.soak),
+    ],
+)
 def test_a_rollback_is_the_same_whether_or_not_it_is_killed_on_the_way(
-    tmp_path, llama, corpus, stage
+    tmp_path, llama, corpus, stage, kills
 ) -> None:
     json_file = profile(tmp_path / "ds.json", stage, bf16=stage == 2)
     digests = {}
-    kills = ["rollback.recorded:0:32:kill", "rollback.aside:0:30:kill", "step.end:1:36:kill"]
     for name, faults, workers in (("oracle", [], 2), ("killed", kills, 0)):
         run_dir, book, once = (tmp_path / f"{name}{part}" for part in ("", "-ledger", "-once"))
         book.mkdir()
         once.mkdir()
         words = [*recipe(llama, corpus, run_dir, json_file, 45, 2), *ROLLBACK]
         for number in range(len(faults) + 1):
-            done = launch(
+            done = run_ranks(
                 2,
                 *words,
                 "--num_workers",
@@ -157,6 +167,7 @@ def test_a_rollback_is_the_same_whether_or_not_it_is_killed_on_the_way(
         assert_no_nan(run_dir)
 
 
+@pytest.mark.soak
 def test_a_run_that_is_killed_in_a_spike_decides_the_same_when_resumed(
     tmp_path, llama, corpus
 ) -> None:
@@ -167,7 +178,7 @@ def test_a_run_that_is_killed_in_a_spike_decides_the_same_when_resumed(
     digests = []
     for name, launches in (("oracle", [""]), ("killed", [",step.end:0:31:kill", ""])):
         for kill in launches:
-            done = launch(
+            done = run_ranks(
                 2,
                 *recipe(llama, corpus, tmp_path / name, json_file, 40, 2),
                 *policy,
@@ -188,7 +199,7 @@ def test_a_spike_that_comes_back_spends_the_budget(tmp_path, llama, corpus) -> N
     """Without FAULT_ONCE the spike is there again after each rollback."""
     run = tmp_path / "run"
     words = recipe(llama, corpus, run, profile(tmp_path / "ds.json", 2, bf16=False), 45, 2)
-    done = launch(2, *words, *ROLLBACK, "--max_rollbacks", 1, FAULT=",".join(SPIKE))
+    done = run_ranks(2, *words, *ROLLBACK, "--max_rollbacks", 1, FAULT=",".join(SPIKE))
     assert done.returncode == 76, done.stdout[-4000:]
     assert "Traceback" not in done.stdout
     assert "--max_rollbacks 1 are spent" in done.stdout

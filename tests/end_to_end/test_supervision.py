@@ -88,6 +88,7 @@ def test_killed_ranks_and_launchers_are_named_and_the_run_goes_on_in_every_bit(
     assert same(run_dir, uninterrupted) == [], f"rank {victim} killed at step {step}"
 
 
+@pytest.mark.soak
 def test_a_request_to_stop_saves_once_and_the_run_goes_on_in_every_bit(
     place, uninterrupted
 ) -> None:
@@ -172,6 +173,7 @@ def test_what_hangs_is_named_with_stacks_and_ended_by_the_deadline(place, uninte
     assert same(run_dir, uninterrupted) == []
 
 
+@pytest.mark.soak
 def test_the_same_crash_three_times_ends_in_a_diagnosis(place) -> None:
     run_dir, arguments, _ = place
     with Supervised(run_dir, arguments, FAULT="step.end:1:14:kill") as run:

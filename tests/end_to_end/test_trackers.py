@@ -83,11 +83,8 @@ def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
         )
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["refuse", pytest.param("hang", marks=pytest.mark.soak),
-     pytest.param("500", marks=pytest.mark.soak)],
-)  # fmt: skip
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["refuse", "hang", "500"])
 def test_a_run_whose_wandb_does_not_work_is_done_and_can_be_sent_later(
     tmp_path, llama, corpus, held_out, mode
 ) -> None:
