@@ -40,6 +40,8 @@ _SHARD_KEYS: dict[str, type] = {
 }
 # Files beside a shard that older releases did not write: key of the file's name -> what it has.
 SIDECARS = {"sums": "sums of the blocks", "origins": "origins of the documents"}
+# The files of a shard: key of the name -> key of the size.
+FILE_KEYS = {"file": "size_bytes"} | {key: f"{key}_size_bytes" for key in ("index", *SIDECARS)}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # nothing outside of the directory
 _FILE_NAME_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-"
 _OTHER_FILE_KEYS: dict[str, type] = {"file": str, "size_bytes": int, "sha256": str}

@@ -4,13 +4,14 @@ zerolm/remote_shards.py does the same for files in a store. Both know the format
 source, a window or a document is.
 """
 
+import contextlib
 import hashlib
 import mmap
 import os
 import resource
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from zerolm.block_sums import BLOCK_BYTES, block_sum, num_blocks
 from zerolm.errors import ShardReadError
-from zerolm.manifest import DTYPES, TOKENIZER_DIRECTORY, files_of
+from zerolm.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY
 
 # A map keeps a descriptor, and an open shard has two: a quarter of what a process may have. The
 # system's limit of maps (65,530) is far above the most.
@@ -64,25 +65,32 @@ class LocalFiles:
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return []
-        files = [file for shard in self.manifest["shards"] for file in files_of(shard)]
-        found = _sizes(self.directory, [name for name, _, _ in files])
-        problems = []
-        for name, size, _ in files:
-            actual = found.get(name)
-            if actual == size:
-                continue
-            path = self.directory / name
-            if actual is None:
-                problems.append(
-                    f"{path}: the manifest lists it, but it is missing. Restore it, or "
-                    f"tokenize again."
-                )
-            else:
-                problems.append(
-                    f"{path}: {actual} bytes, the manifest says {size}. "
-                    f"The file was cut or overwritten: restore it, or tokenize again."
-                )
+        try:
+            found = _sizes(self.directory)
+        except OSError as error:
+            return [
+                f"{self.directory}: cannot be listed ({error.strerror}). Let this user read it."
+            ]
+        shards, problems = self.manifest["shards"], []
+        for name, size in FILE_KEYS.items():
+            wrong = [
+                (shard[name], shard[size])
+                for shard in shards
+                if name in shard and found.get(shard[name]) != shard[size]
+            ]
+            problems += [self._problem(*file, found) for file in wrong]
         return problems
+
+    def _problem(self, name: str, size: int, found: dict[str, int]) -> str:
+        path = self.directory / name
+        if name not in found:
+            return (
+                f"{path}: the manifest lists it, but it is missing. Restore it, or tokenize again."
+            )
+        return (
+            f"{path}: {found[name]} bytes, the manifest says {size}. "
+            f"The file was cut or overwritten: restore it, or tokenize again."
+        )
 
     @property
     def wants_notice(self) -> bool:
@@ -259,20 +267,21 @@ def _map(path: Path, size: int) -> mmap.mmap:
         ) from error
 
 
-def _sizes(directory: Path, names: Sequence[str]) -> dict[str, int]:
-    """Return the size of each of these files that is there.
+def _sizes(directory: Path) -> dict[str, int]:
+    """Return the size of each file of a directory, by its name.
 
-    From one listing, with which file systems of a network send the sizes.
+    In the order of the listing, with which file systems of a network send the sizes.
     """
-    wanted, sizes = set(names), {}
+    sizes = {}
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with os.scandir(directory) as entries:
+        with os.scandir(descriptor) as entries:
             for entry in entries:
-                if entry.name in wanted and entry.is_file():
-                    sizes[entry.name] = entry.stat().st_size
-    except OSError:  # a directory that may not be listed; or a file went while it was
-        paths = {name: directory / name for name in names}
-        return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+                with contextlib.suppress(FileNotFoundError):  # a link to nothing
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+    finally:
+        os.close(descriptor)
     return sizes
 
 
