@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# A virtual environment for the tools that benchmarks/tokenize_speed.py compares with. It sees the
-# packages of the Python that runs this; litdata comes without its dependencies, which would bring
-# CUDA libraries and another torch.
+# A virtual environment for the tools that benchmarks/tokenize_speed.py and stream_speed.py compare
+# with. It sees the packages of the Python that runs this; litdata and mosaicml-streaming come
+# without their dependencies, which would bring CUDA libraries and another torch.
 #     bash benchmarks/peers.sh .venv-peers
+# Megatron-LM is no package: for `--megatron CHECKOUT`,
+#     git clone https://github.com/NVIDIA/Megatron-LM CHECKOUT  # measured: d98e8a64dd
+#     make -C CHECKOUT/megatron/core/datasets PATH="$PWD/.venv-peers/bin:$PATH"
 set -euo pipefail
 target=${1:?"usage: bash benchmarks/peers.sh DIRECTORY"}
 packages=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
@@ -11,6 +14,8 @@ own=$("$target/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["pu
 echo "$packages" > "$own/main.pth"
 "$target/bin/python" -m pip install -q --no-deps \
     litdata==0.2.76 lightning-utilities tifffile obstore loguru
+"$target/bin/python" -m pip install -q --no-deps \
+    mosaicml-streaming==0.13.0 zstd Brotli python-snappy cramjam paramiko pybind11
 "$target/bin/python" -c 'import datatrove' 2>/dev/null ||
     "$target/bin/python" -m pip install -q --no-deps datatrove==0.10.1 dill multiprocess humanize loguru
 "$target/bin/python" -c 'import datatrove, litdata; print("ready")'

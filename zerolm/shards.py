@@ -131,13 +131,15 @@ class Source:
             out[filled : filled + upto - start] = self.ids(number, start - first, upto - first)
             start, number = upto, number + 1
 
-    def expect(self, start: int, stop: int) -> None:
-        """Begin to read the ids at [start, stop), which will be read soon."""
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return where the ids at [start, stop) are: (shard, first id in it, end) each."""
         number = int(np.searchsorted(self.starts, start, side="right")) - 1
+        found = []
         while start < stop:
             first, end = int(self.starts[number]), int(self.starts[number + 1])
-            self.files.expect([(number, start - first, min(stop, end) - first)])
+            found.append((number, start - first, min(stop, end) - first))
             start, number = end, number + 1
+        return found
 
     def document_ends(self, number: int) -> np.ndarray:
         """Return the ends of one shard's documents, (D,) uint64, counted from the shard's start."""

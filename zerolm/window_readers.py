@@ -92,14 +92,18 @@ class WindowReader:
         if not any(wanting):
             return []
         wanted: dict[int, list[tuple[int, int, int]]] = {}
-        for shard, offset in zip(shards.ravel().tolist(), offsets.ravel().tolist(), strict=True):
-            stop = offset + self.seq_len + 1
-            while stop > 0:  # a window may go on in the next shards
-                owner, size = int(self._owners[shard]), int(self._sizes[shard])
-                if wanting[owner]:
-                    ranges = wanted.setdefault(owner, [])
-                    ranges.append((int(self._numbers[shard]), offset, min(stop, size)))
-                offset, stop, shard = 0, stop - size, shard + 1
+        found, starts = shards.ravel(), offsets.ravel()
+        stops, sizes = starts + self.seq_len + 1, self._sizes[found]
+        owners, numbers = self._owners[found].tolist(), self._numbers[found].tolist()
+        ends = np.minimum(stops, sizes).tolist()
+        for owner, number, start, end in zip(owners, numbers, starts.tolist(), ends, strict=True):
+            if wanting[owner]:
+                wanted.setdefault(owner, []).append((number, start, end))
+        for place in np.flatnonzero(stops > sizes).tolist():  # they go on in the next shards
+            source = self._sources[owners[place]]
+            start = int(source.starts[numbers[place] + 1])
+            if wanting[owners[place]]:
+                wanted[owners[place]] += source.ranges(start, start + int((stops - sizes)[place]))
         return [
             arrival
             for owner, ranges in wanted.items()
@@ -167,7 +171,8 @@ class PackedReader:
         for number, row in zip(sources.ravel().tolist(), rows.ravel().tolist(), strict=True):
             if self.sources[number].files.wants_notice:
                 for start, length in zip(*self.packings[number].pieces(row), strict=True):
-                    self.sources[number].expect(int(start), int(start + length))
+                    source = self.sources[number]
+                    source.files.expect(source.ranges(int(start), int(start + length)))
         return []
 
     def read(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
