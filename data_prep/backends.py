@@ -10,6 +10,7 @@ gigatoken and fastokens are young: optional (`pip install zerolm[fast-tokenizers
 only way.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from data_prep.tokenizer_files import byte_of_character, without_special_tokens
 from zerolm.errors import ConfigError
-from zerolm.excerpts import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
+from zerolm.tokenizer_copy import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
 
 # Fastest first, as measured on one core (benchmarks/results/tokenize_speed.md).
 FAST_BACKENDS = ("gigatoken", "fastokens", "tiktoken")
@@ -134,11 +136,27 @@ def flatten(lists: Sequence[Any]) -> Ids:
     return np.concatenate([np.asarray(ids, np.uint32) for ids in lists]), ends
 
 
-def _tokenizers(directory: Path) -> Encode:
+def library_tokenizer(path: Path) -> Any:
+    """Return what the library `tokenizers` makes of a tokenizer.json.
+
+    The last one is kept, for another file with the same content: a copy.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
-    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).digest()
+    if digest not in _LAST:
+        _LAST.clear()
+        _LAST[digest] = tokenizers.Tokenizer.from_buffer(content)
+    return _LAST[digest]
+
+
+_LAST: dict[bytes, Any] = {}
+
+
+def _tokenizers(directory: Path) -> Encode:
+    backend = library_tokenizer(directory / "tokenizer.json")
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -182,7 +200,7 @@ def _gigatoken(directory: Path) -> Encode:
         scheme = GIGATOKEN_SCHEMES[name]
         backend: Any = BPETokenizer.from_tiktoken(directory / TIKTOKEN_RANKS, scheme, {})
     else:
-        backend = load_hf_json(json.dumps(without_special_tokens(directory)))
+        backend = load_hf_json(orjson.dumps(without_special_tokens(directory)))
     # One document a call: the arrays that a batch returns cost 0.5 s of imports in each worker.
     return lambda texts: flatten([backend.encode(text) for text in texts])
 
@@ -198,7 +216,8 @@ def _fastokens(directory: Path) -> Encode:
             str(directory / TIKTOKEN_RANKS), pattern=pattern, special_tokens={}
         )
     else:
-        backend = fastokens.Tokenizer.from_json_str(json.dumps(without_special_tokens(directory)))
+        content = orjson.dumps(without_special_tokens(directory))
+        backend = fastokens.Tokenizer.from_json_str(content.decode())
     backend.no_truncation()
     backend.no_padding()
 

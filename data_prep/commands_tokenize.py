@@ -17,7 +17,7 @@ def tokenize(options: argparse.Namespace) -> None:
     from data_prep.input_flags import input_rules
     from data_prep.phases import LocalExecutor
     from data_prep.tokenization import TokenizeOptions, run_tokenization
-    from zerolm.shards import DEFAULT_SHARD_TOKENS
+    from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
 
     problems = Problems()
     workers = problems.number(
@@ -54,7 +54,7 @@ def tokenize(options: argparse.Namespace) -> None:
 def _check_outputs(
     options: argparse.Namespace, problems: Problems
 ) -> tuple[list[Path], float | None]:
-    from zerolm.shards import output_problems
+    from zerolm.shard_directory import output_problems
 
     fraction = None
     if options.val_fraction is not None:

@@ -7,7 +7,6 @@ for them adds the notes up (`Watch`).
 import contextlib
 import json
 import os
-import statistics
 import sys
 import threading
 import time
@@ -200,7 +199,7 @@ class Watch:
         if running and self._done:
             slowest = max(running, key=lambda task: running[task][3])
             seconds = running[slowest][3]
-            usual = statistics.median(each[3] for each in self._done.values())
+            usual = sorted(each[3] for each in self._done.values())[len(self._done) // 2]
             if seconds > max(STRAGGLING * usual, STRAGGLING_SECONDS):
                 words.append(
                     f"slowest={self.labels[slowest]} ({seconds:.0f} s, others {usual:.0f} s)"

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerolm.excerpts import TIKTOKEN_FILE, read_encoding
+import orjson
+
+from zerolm.tokenizer_copy import TIKTOKEN_FILE, read_encoding
 
 
 def spellings(directory: Path) -> dict[int, str]:
@@ -44,7 +46,7 @@ def special_tokens(directory: Path) -> list[str]:
 
 def without_special_tokens(directory: Path) -> dict[str, Any]:
     """Return tokenizer.json without what must not be found in text: there, they are text."""
-    content = json.loads((directory / "tokenizer.json").read_bytes())
+    content = orjson.loads((directory / "tokenizer.json").read_bytes())
     content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
     content["truncation"] = content["padding"] = content["post_processor"] = None
     return content

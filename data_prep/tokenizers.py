@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.backends import library_tokenizer
 from zerolm.errors import ConfigError
-from zerolm.excerpts import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
 from zerolm.files import sha256_file, write_json
+from zerolm.tokenizer_copy import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
 
 EOS_TOKEN = "<|endoftext|>"  # of tiktoken's encodings
 TIKTOKEN_PREFIX = "tiktoken:"
@@ -109,10 +110,8 @@ def _load_plain(directory: Path) -> Tokenizer | None:
         return None  # transformers says what is wrong
     if not known or "eos_token" not in config:
         return None
-    import tokenizers
-
     try:
-        backend = tokenizers.Tokenizer.from_file(str(backend_path))
+        backend = library_tokenizer(backend_path)
     except Exception:  # the library raises bare Exception; transformers says what is wrong
         return None
     eos_id = backend.token_to_id(config["eos_token"])
@@ -155,7 +154,9 @@ def _describe_backend(
 ) -> Tokenizer:
     content = json.loads(backend.to_str())
     what = [content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
-    largest = max(backend.get_vocab(with_added_tokens=True).values())
+    vocab = content["model"]["vocab"]  # a list of pairs, in the order of their ids, of Unigram
+    largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab) - 1
+    largest = max([largest, *(token["id"] for token in content["added_tokens"])])
     # Where a vocabulary has holes, its largest id is beyond its length.
     return Tokenizer(name, max(length, largest + 1), eos_id, _fingerprint([*what, eos_id]), save)
 

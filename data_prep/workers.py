@@ -11,6 +11,7 @@ its workers are new processes (spawn).
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
@@ -188,6 +189,7 @@ def _work(connection: Connection, prepare: Callable[[], Callable], copied: bool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if copied:
+        gc.freeze()  # what the parent has made is not looked through, and so stays shared
         _drop_inherited(connection)
     # A thread receives, whatever this one does: the parent that sends can never wait for a worker
     # that waits, with a long answer, for the parent.

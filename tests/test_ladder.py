@@ -69,7 +69,7 @@ RUNGS = {
             # what a run takes from its sources
             "epoch_plan", "mixture", "mixture_settings", "permutation", "run_order",
             # looking at data
-            "excerpts",
+            "excerpts", "tokenizer_copy",
             # documents kept apart
             "document_mask",
             # export's parts

@@ -4,19 +4,16 @@ Decodes with the tokenizer's copy that lies beside the shards. Knows nothing of 
 sequence is, is the business of zerolm/order.py.
 """
 
-import base64
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from zerolm.errors import ConfigError
 from zerolm.packing import Packing
 from zerolm.shards import Source
-
-TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
+from zerolm.tokenizer_copy import TIKTOKEN_FILE, auto_tokenizer, read_encoding
 
 Decoder = Callable[[Sequence[int]], str]
 
@@ -129,32 +126,3 @@ def load_decoder(directory: Path) -> Decoder:
         return lambda ids: backend.decode(ids, skip_special_tokens=False)
     tokenizer = auto_tokenizer(str(directory), local=True)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def auto_tokenizer(name: str, local: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local)
-    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError, Exception
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        where = "directory" if local else "directory, nor a hub id that can be loaded"
-        raise ConfigError(
-            f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
-            f"tokenizer.json, a hub id, or tiktoken:<encoding>."
-        ) from error
-
-
-def read_encoding(directory: Path) -> Any:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise ConfigError(
-            f"{directory}: the package tiktoken is not installed. Run: pip install tiktoken"
-        ) from error
-    content = json.loads((directory / TIKTOKEN_FILE).read_text(encoding="utf-8"))
-    ranks = {}
-    for line in (directory / TIKTOKEN_RANKS).read_bytes().splitlines():
-        token, rank = line.split()
-        ranks[base64.b64decode(token)] = int(rank)
-    return tiktoken.Encoding(**content, mergeable_ranks=ranks)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,7 @@ def sync_file(path: str | Path) -> None:
 
 def attempt_token() -> str:
     """Return a name that no other process, here or on another machine, has or will have."""
-    return f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{host_name()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 def host_name() -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.errors import ConfigError
-from zerolm.excerpts import TIKTOKEN_FILE, auto_tokenizer, read_encoding
 from zerolm.likelihood import Row, problem_of
+from zerolm.tokenizer_copy import TIKTOKEN_FILE, auto_tokenizer, read_encoding
 
 DEFAULT_MAX_LENGTH = 2048  # of a model without such a bound, as in lm-eval
 

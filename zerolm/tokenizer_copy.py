@@ -1,0 +1,44 @@
+"""The copy of a tokenizer that lies beside shards: its files, and what loads them.
+
+Imports the libraries when they are needed, and nothing else that takes time.
+"""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from zerolm.errors import ConfigError
+
+TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
+
+
+def auto_tokenizer(name: str, local: bool) -> Any:
+    """Return what transformers loads; `ConfigError` if that is nothing."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=local)
+    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError, Exception
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        where = "directory" if local else "directory, nor a hub id that can be loaded"
+        raise ConfigError(
+            f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
+            f"tokenizer.json, a hub id, or tiktoken:<encoding>."
+        ) from error
+
+
+def read_encoding(directory: Path) -> Any:
+    """Return the tiktoken encoding of a copy."""
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ConfigError(
+            f"{directory}: the package tiktoken is not installed. Run: pip install tiktoken"
+        ) from error
+    content = json.loads((directory / TIKTOKEN_FILE).read_text(encoding="utf-8"))
+    ranks = {}
+    for line in (directory / TIKTOKEN_RANKS).read_bytes().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    return tiktoken.Encoding(**content, mergeable_ranks=ranks)
