@@ -6,19 +6,22 @@ DIRECTORY has corpus-0.jsonl, corpus-1.jsonl, ... (one for each worker) and toke
 writes the ids of every document and an EOS id behind each; `ids_of` reads them back in order.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 
 BATCH_CHARACTERS = 1 << 20
 TEXT_BATCH = 1000
 RAW = ("raw-tokenizers", "raw-fastokens", "raw-gigatoken")
+HUGE = "raw-gigatoken-huge"  # with the setting of malloc that data_prep/huge_pages.py asks for
 EOS = "<|endoftext|>"
 
 
@@ -157,6 +160,7 @@ def litdata(directory: Path, out: Path, workers: int) -> None:
         inputs=[str(directory / f"corpus-{number}.jsonl") for number in range(workers)],
         output_dir=str(out / "ids"),
         num_workers=workers,
+        reorder_files=False,
         chunk_bytes="64MB",
         item_loader=TokensLoader(),
     )
@@ -165,20 +169,23 @@ def litdata(directory: Path, out: Path, workers: int) -> None:
 def megatron(tool: str, directory: Path, out: Path, workers: int, checkout: str) -> None:
     """Megatron-LM's own tool; with gigatoken instead of `tokenizers`; and its new tool for that."""
     script = "preprocess_data_fast.py" if tool == "megatron-fast" else "preprocess_data.py"
-    command = [
-        *(sys.executable, f"{checkout}/tools/{script}", "--append-eod"),
-        *("--input", str(directory / "corpus.jsonl"), "--output-prefix", str(out / "ids")),
-        *("--tokenizer-type", "HuggingFaceTokenizer"),
+    sys.argv = [
+        *(script, "--append-eod", "--input", str(directory / "corpus.jsonl")),
+        *("--output-prefix", str(out / "ids"), "--tokenizer-type", "HuggingFaceTokenizer"),
         *("--tokenizer-model", str(directory / "tokenizer")),
     ]
     if tool != "megatron-fast":  # which uses all cores in one process
-        command += ["--workers", str(workers), "--log-interval", "100000"]
-    subprocess.run([*command, *(["--use-gigatoken"] if tool != "megatron" else [])], check=True)
+        sys.argv += ["--workers", str(workers), "--log-interval", "100000"]
+    if tool != "megatron":
+        sys.argv.append("--use-gigatoken")
+    if importlib.util.find_spec("triton") is None:  # which this imports for kernels of GPUs
+        sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = MagicMock()
+    runpy.run_path(f"{checkout}/tools/{script}", run_name="__main__")
 
 
 def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
     """Yield the ids that a tool wrote, in the order of the documents."""
-    if tool in RAW:
+    if tool in (*RAW, HUGE):
         for path in sorted(out.glob("*.bin")):
             yield np.fromfile(path, np.uint16)
     elif tool.startswith("zerolm"):
@@ -210,8 +217,8 @@ def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
 
 def main() -> None:
     tool, directory, out, workers = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    if tool in RAW:
-        raw(tool, directory, out, int(workers))
+    if tool in (*RAW, HUGE):
+        raw(tool.removesuffix("-huge"), directory, out, int(workers))
     elif tool.startswith("megatron"):
         megatron(tool, directory, out, int(workers), sys.argv[5])
     else:
