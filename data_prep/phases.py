@@ -10,6 +10,7 @@ names (`"files": {"parts/00003.bin": size in bytes}`, relative to `directory`) h
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -117,7 +118,7 @@ def run_task(phase: Phase, task: int) -> Record:
     Raises:
         ConfigError: the task refused its input; it is in the `.failed` file too.
     """
-    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    here = {"host": _host(), "pid": os.getpid()}
     start = time.time()
     running, failed = phase.path(task, ".running"), phase.path(task, ".failed")
     phase.records.mkdir(parents=True, exist_ok=True)
@@ -216,6 +217,11 @@ def valid_record(phase: Phase, task: int) -> Record | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record
+
+
+@functools.cache
+def _host() -> str:
+    return socket.gethostname()
 
 
 def _write_note(path: Path, value: Any) -> None:

@@ -25,7 +25,7 @@ from data_prep.tables import reading_errors
 from zerolm.errors import ConfigError
 
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
-MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 21, 1 << 28
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
 UNITS_OF_A_CORPUS = 128  # enough for many workers, and for an even end, where it is small
 NO_LIMIT = 1 << 40
 FILE_BYTES = 1 << 12  # what a file costs beside its content: a million empty ones are not one unit
@@ -47,7 +47,7 @@ class Unit(NamedTuple):
 
 
 def default_unit_bytes(inputs: Sequence[Input]) -> int:
-    """Return the size of a unit: a 128th of the corpus, from 2 to 256 MiB."""
+    """Return the size of a unit: a 128th of the corpus, from 4 to 256 MiB."""
     total = sum(each.size_bytes or 0 for each in inputs)
     return min(max(total // UNITS_OF_A_CORPUS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 

@@ -1,5 +1,6 @@
 """Files that are either absent or whole: hashing, syncing, atomic writes. Standard library only."""
 
+import functools
 import hashlib
 import json
 import os
@@ -41,6 +42,7 @@ def attempt_token() -> str:
     return f"{host_name()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
+@functools.cache
 def host_name() -> str:
     """Return the name of this machine, as file names may have it."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32]
