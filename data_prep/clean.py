@@ -17,6 +17,7 @@ from data_prep.bad_input import Tally, check_bad_fraction
 from data_prep.documents import Document, InputRules
 from data_prep.filters import Filters, build, identity
 from data_prep.phases import Executor, Phase, fingerprint, run_phase
+from data_prep.progress import TaskProgress
 from data_prep.sieve import Sieve
 from data_prep.stage_counts import merge_counts
 from data_prep.stage_files import (
@@ -33,7 +34,8 @@ from zerolm.errors import ConfigError
 from zerolm.files import write_json
 
 ID = "id"
-PIECES = "records/clean/pieces"  # records of files whose task has not ended
+RECORDS = "records/clean"
+PIECES = f"{RECORDS}/pieces"  # records of files whose task has not ended
 # A minute of filters such as Gopher's and FineWeb's, which a stopped task does again at most, and
 # what the tasks of the next stages read.
 PIECE_BYTES = 1 << 27
@@ -76,11 +78,14 @@ class CleanTask:
         pieces = self._read_pieces(task)
         tally = Tally.from_records([piece["reading"] for piece in pieces[-1:]])
         start = pieces[-1]["next"] if pieces else None
-        batches = read_batches(self.inputs, self.units[task], options.rules, tally, start=start)
+        unit = self.units[task]
+        note = TaskProgress(self.output / RECORDS / f"{task:05d}.running", unit.size_bytes)
+        note.add(tally.input_bytes, tally.num_documents, 0)
+        batches = read_batches(self.inputs, unit, options.rules, tally, start=start)
         more = True
         while more:
             with self._sieve(task, len(pieces)) as sieve:
-                end = self._fill(sieve, batches)
+                end = self._fill(sieve, batches, note)
                 more = end is not None
                 if more or not pieces or sieve.counts.sums["documents_in"]:
                     piece = {**sieve.close(), "inputs": self.key, "next": end}
@@ -97,12 +102,15 @@ class CleanTask:
             "reading": tally.record(),
         }
 
-    def _fill(self, sieve: Sieve, batches: Iterator[Batch]) -> Sequence[int] | None:
+    def _fill(
+        self, sieve: Sieve, batches: Iterator[Batch], note: TaskProgress
+    ) -> Sequence[int] | None:
         """Judge documents until a file is full; return where to go on, or None at the end."""
         filters = _filters(_Frozen(self.options.filters))
         for batch in batches:
             for document in batch.documents:
                 self._judge(filters, document, sieve)
+            note.add(batch.input_bytes, len(batch.documents), 0)
             if sieve.counts.sums["text_bytes_in"] >= self.options.piece_bytes:
                 return batch.next
         return None

@@ -115,7 +115,10 @@ def _show_phase(phase: Path, name: Path) -> None:
     for task, note in running.items():
         age = time.time() - note["started"]
         slow = ", more than three times the median" if age > limit else ""
-        print(f"    task {task} on {note['host']} (pid {note['pid']}) for {age:,.0f} s{slow}")
+        read = ""
+        if note.get("total_bytes"):
+            read = f", {note['input_bytes'] / note['total_bytes']:.0%} read"
+        print(f"    task {task} on {note['host']} (pid {note['pid']}) for {age:,.0f} s{read}{slow}")
     for task in failed:
         note = _read(phase / f"{task}.failed") or {}
         lines = note.get("refused") or note.get("traceback", "unknown").strip().splitlines()[-1:]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -79,7 +80,9 @@ def run(directory: Path, name: str) -> dict:
     return run_clean(chosen, inputs, output, LocalExecutor(1), {})
 
 
-def test_a_killed_task_goes_on_behind_its_last_file_to_the_same_bytes(tmp_path, monkeypatch):
+def test_a_killed_task_goes_on_behind_its_last_file_to_the_same_bytes(
+    tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("datatrove")
     (tmp_path / "own_slow_filter.py").write_text(FILTER)
     monkeypatch.syspath_prepend(tmp_path)
@@ -98,6 +101,8 @@ def test_a_killed_task_goes_on_behind_its_last_file_to_the_same_bytes(tmp_path, 
     assert not (tmp_path / "killed" / "stage.json").exists()
     done = len(list((tmp_path / "killed" / "records/clean/pieces").iterdir()))
     assert done >= 2
+    assert main(["progress", str(tmp_path)]) == 0
+    assert re.search(r"task 00000 on \S+ \(pid \d+\) for [\d,]+ s", capsys.readouterr().out)
     again = run(tmp_path, "killed")
     assert again["files"] == whole["files"] and len(whole["files"]) > done + 1
     for key in ("documents_in", "documents_out", "dropped", "reading", "lengths_in", "examples"):
