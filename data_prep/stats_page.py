@@ -157,7 +157,8 @@ def _section(name: str, figures: Figures, decode: Decode | None) -> str:
     return (
         f"<h2>{html.escape(name)}</h2>"
         f"<p>{count(tokens)} tokens in {count(documents)} documents.</p><h3>Long documents</h3>"
-        f"<div class=scroll><table><tr><th>above</th><th>documents</th><th>of documents</th><th>of tokens</th></tr>"
+        f"<div class=scroll><table><tr><th>above</th><th>documents</th><th>of documents</th>"
+        f"<th>of tokens</th></tr>"
         f"{longer}</table></div><h3>Most frequent ids</h3><p class=ids>{frequent}</p>{shown}"
     )
 
