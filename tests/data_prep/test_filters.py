@@ -185,14 +185,9 @@ def test_language_comes_from_a_model_file(tmp_path):
     labels = ["__label__en", "__label__fr"] * 50
     data = tmp_path / "train.txt"
     data.write_text("\n".join(f"{label} {line}" for label, line in zip(labels, lines, strict=True)))
-    for left in reversed(range(20)):  # fastText's training ends in NaN now and then
-        try:
-            model = fasttext.train_supervised(
-                str(data), epoch=50, lr=0.5, dim=8, thread=1, verbose=0
-            )
-            break
-        except RuntimeError:
-            assert left, "twenty trainings in a row gave NaN"
+    # Each thread fills a tenth of the weights: fewer than 11 leave some of them as the memory was,
+    # which may be NaN (facebookresearch/fastText, densematrix.cc, uniform).
+    model = fasttext.train_supervised(str(data), epoch=50, lr=0.5, dim=8, thread=11, verbose=0)
     model.save_model(str(tmp_path / "lid.bin"))
     given = {"filter": "language", "model": str(tmp_path / "lid.bin"), "languages": ["en"]}
     assert filter_problems([given], "r") == []
