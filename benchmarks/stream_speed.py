@@ -19,8 +19,8 @@ before, untimed. benchmarks/stream_readers.py has the readers:
 Each measurement is a process, with the imports done before the clock starts. Readers take turns (A
 B C, A B C, ...); ratios are taken within a turn, and the table has medians and quartiles. Warm: the
 files are read once before. Cold: the page cache has let go of them (posix_fadvise), which mincore
-confirms. What a reader lacks otherwise is in docs/data_order.md. A peer that is not installed is
-left out and named.
+confirms. A loop over np.memmap has one file, no weights, no checks, and a stored permutation for a
+position. A peer that is not installed is left out and named.
 """
 
 import argparse
