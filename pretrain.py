@@ -118,7 +118,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
-    from zerolm import chunked_head, leakage
+    from zerolm import chunked_head, compiled_blocks, leakage
     from zerolm import model as models
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -146,6 +146,8 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     buffers = models.float32_buffers(model)
     if plan.settings.loss_chunk_tokens:
         chunked_head.install(model, plan.settings.loss_chunk_tokens)
+    if plan.settings.compile:
+        compiled_blocks.prepare(model, plan.zero_stage)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, plan.weight_decay),
@@ -153,7 +155,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     )
     models.restore_float32_buffers(engine.module, buffers)
     if plan.settings.compile:
-        engine.compile()
+        say(compiled_blocks.compile_blocks(engine.module))
     engine.train()
     if plan.settings.document_mask:
         say(leakage.check(engine, plan, device))

@@ -112,7 +112,7 @@ def estimate(
     hours = calendar / 3600 * subject.devices
     price = hardware.price_per_hour
     again = 0.0
-    if settings.gradient_checkpointing:
+    if settings.gradient_checkpointing is True:  # selective repeats no matrix product
         again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
     if settings.loss_chunk_tokens:
         again += head_flops_per_token(model.config, model.shapes)

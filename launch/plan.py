@@ -53,8 +53,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for name, (shows, text) in SETTINGS.items():
         group.add_argument(f"--{name}", metavar=shows, help=text)
     group.add_argument(
-        "--gradient_checkpointing", action="store_true", help="compute activations again"
-    )
+        "--gradient_checkpointing", nargs="?", const="full", metavar="full|selective|off",
+        help="compute activations again; selective: but matrix products and attention",
+    )  # fmt: skip
     group.add_argument(
         "--no-async_checkpoint", dest="synchronous", action="store_true",
         help="training waits for each checkpoint",
@@ -179,7 +180,8 @@ def settings_of(arguments: argparse.Namespace) -> Any:
     for name in SETTINGS:
         value = getattr(arguments, name)
         words += [] if value is None else [f"--{name}", value]
-    words += ["--gradient_checkpointing"] if arguments.gradient_checkpointing else []
+    again = arguments.gradient_checkpointing
+    words += [f"--gradient_checkpointing={again}"] if again else []
     words += ["--no-async_checkpoint"] if arguments.synchronous else []
     settings, problems = parse_settings(words)
     if problems:

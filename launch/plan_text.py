@@ -2,6 +2,7 @@
 
 from launch.estimate import Estimate
 from launch.step_time import LARGEST_ERROR, TYPICAL_ERROR, WHOLE_RUNS
+from zerolm import recomputation
 from zerolm.values import shown_bytes
 
 
@@ -26,7 +27,7 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     optimizer, weights = subject.offload
     offload = f", optimizer on {optimizer}" if optimizer != "none" else ""
     offload += f", weights on {weights}" if weights != "none" else ""
-    again = ", gradient checkpointing" if settings.gradient_checkpointing else ""
+    again = recomputation.title(settings.gradient_checkpointing)
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),
@@ -35,7 +36,7 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
          f"{subject.total_tokens / model.num_parameters:.3g} per parameter"),
         ("batch", f"{subject.batch_tokens:,} tokens = {subject.accumulation} x micro-batch "
          f"{subject.micro_batch_size} x {subject.devices} devices x {subject.seq_len:,}"),
-        ("profile", f"ZeRO-{subject.stage}, {subject.precision}{offload}{again}"),
+        ("profile", f"ZeRO-{subject.stage}, {subject.precision}{offload}{again and f', {again}'}"),
         ("devices", f"{subject.devices} x {subject.hardware.name} on {subject.num_nodes} host(s)"),
     ]  # fmt: skip
 

@@ -19,6 +19,7 @@ from launch import hardware
 from launch.subject import Model
 from zerolm import ds_config, memory, processes
 from zerolm.errors import ConfigError
+from zerolm.recomputation import flag_words
 from zerolm.settings import Settings
 from zerolm.values import read_json, shown_bytes
 
@@ -116,7 +117,7 @@ def _words(
     words += ["--batch_tokens", str(batch), "--total_tokens", str(STEPS * batch)]
     words += ["--attn_implementation", settings.attn_implementation]
     words += ["--log_interval", "1", "--checkpoint_interval", str(1000), "--wandb", "off"]
-    return words + (["--gradient_checkpointing"] if settings.gradient_checkpointing else [])
+    return words + flag_words(settings.gradient_checkpointing)
 
 
 def _write_tokens(directory: Path, model: Model, count: int) -> None:

@@ -17,6 +17,7 @@ from launch.subject import Model, Subject, resolve_subject, with_sizes
 from zerolm import defaults
 from zerolm.ds_config import load_ds_config
 from zerolm.errors import ConfigError
+from zerolm.recomputation import SELECTIVE, Recompute, flag_words, title
 from zerolm.settings import Settings
 from zerolm.values import shown_bytes
 
@@ -28,6 +29,9 @@ NOT_OFFERED = (
     "Stage 0 is not tried: pretrain.py refuses it, stage 1 has the same numbers in less memory. "
     "Tensor, pipeline and sequence parallelism are not tried: a run cannot use them."
 )
+
+LEVELS: tuple[Recompute, ...] = (False, SELECTIVE, True)
+AGAIN = {False: "no", SELECTIVE: SELECTIVE, True: "yes"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Candidate:
 
     name: str
     ds: dict[str, Any]
-    checkpointing: bool
+    checkpointing: Recompute
     found: Estimate | None
     rejected: str | None
 
@@ -78,19 +82,20 @@ def search(
     for stage, offloads in OFFLOADS.items():
         for offload in offloads:
             ds = profile(stage, offload, hardware)
-            for again in (True,) if settings.gradient_checkpointing else (False, True):
+            given = settings.gradient_checkpointing
+            for again in (given,) if given else LEVELS:
                 wanted = dataclasses.replace(settings, gradient_checkpointing=again)
                 candidates.append(_best(model, wanted, ds, place, assumed, _name(stage, offload)))
     return sorted(candidates, key=_rank)
 
 
-def _rank(one: Candidate) -> tuple[bool, float, bool, int]:
+def _rank(one: Candidate) -> tuple[bool, float, int, int]:
     """Rank by time; of times that differ by less than we can tell, the lower stage is first."""
     if one.rejected is not None or one.found is None:
-        return True, 0.0, one.checkpointing, 0
+        return True, 0.0, LEVELS.index(one.checkpointing), 0
     subject = one.found.subject
     steps = round(math.log(one.step_seconds) / math.log(1 + INDIFFERENT))
-    return False, steps, one.checkpointing, subject.stage
+    return False, steps, LEVELS.index(one.checkpointing), subject.stage
 
 
 def profile(stage: int, offload: str, hardware: Hardware) -> dict[str, Any]:
@@ -180,17 +185,17 @@ def why_not(found: Estimate) -> str:
 
 def as_text(candidates: list[Candidate]) -> str:
     """Return the ranked table, and the reasons of the rest."""
-    head = f"{'profile':<42} {'again':>5} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
+    head = f"{'profile':<42} {'again':>9} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
     lines = [head + f"{'tokens/s':>11} {'days':>8}  bound by"]
     rejected = []
     for one in candidates:
         if one.rejected is not None or one.found is None:
-            again = ", gradient checkpointing" if one.checkpointing else ""
-            rejected.append(f"rejected  {one.name}{again}: {one.rejected}")
+            again = title(one.checkpointing)
+            rejected.append(f"rejected  {one.name}{again and f', {again}'}: {one.rejected}")
             continue
         found = one.found
         lines.append(
-            f"{one.name:<42} {'yes' if one.checkpointing else 'no':>5} "
+            f"{one.name:<42} {AGAIN[one.checkpointing]:>9} "
             f"{found.subject.micro_batch_size:>5} {shown_bytes(found.memory.used):>9} "
             f"{found.step.seconds:>8.3g} {found.mfu:>6.1%} {found.tokens_per_second:>11,.0f} "
             f"{found.days:>8.3g}  {found.step.bound}"
@@ -205,7 +210,7 @@ def next_words(best: Candidate, path: str) -> str:
     assert best.found is not None
     words = f"--deepspeed_config {path} --micro_batch_size {best.found.subject.micro_batch_size} "
     words += f"--batch_tokens {best.found.subject.batch_tokens}"
-    words += " --gradient_checkpointing" if best.checkpointing else ""
+    words = " ".join([words, *flag_words(best.checkpointing)])
     return f"wrote {path}; for pretrain.py: {words}"
 
 

@@ -84,9 +84,10 @@ def step_time(
         return StepTime(tokens * flops / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
     moved = kept_bytes or _kept_bytes(subject)
     if subject.settings.gradient_checkpointing:
-        model = subject.model
-        again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
-        flops += again * RECOMPUTATION_COST
+        if subject.settings.gradient_checkpointing is True:  # selective repeats no product
+            model = subject.model
+            again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
+            flops += again * RECOMPUTATION_COST
         moved *= 1 + RECOMPUTATION_COST / BACKWARD_AND_FORWARD
     if subject.settings.loss_chunk_tokens:
         flops += head_flops_per_token(subject.model.config, subject.model.shapes)

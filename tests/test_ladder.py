@@ -67,6 +67,8 @@ RUNGS = {
             "activations", "live_memory",
             # the loss without all of its logits
             "chunked_head", "loss_chunks",
+            # how blocks are computed
+            "compiled_blocks", "recomputation",
             # what a run takes from its sources
             "epoch_plan", "mixture", "mixture_settings", "permutation", "run_order",
             # looking at data

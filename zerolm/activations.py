@@ -5,11 +5,13 @@ layer that saves it. So it holds for every architecture, and follows the class a
 a fused attention kernel saves is counted as FlashAttention's. Knows nothing of ZeRO or devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from zerolm.recomputation import SELECTIVE, Recompute, is_kept
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,8 @@ class Activations:
         layers: inside the layers that gradient checkpointing covers.
         largest_layer: of one of them, which it computes again.
         inputs: of these layers, which is what it keeps of them.
+        kept: inputs, and what `--gradient_checkpointing selective` keeps beside them.
+        largest_again: of what it then computes again, in one layer.
         outside: of embeddings, the last norm and the output head.
         loss: what the cross-entropy keeps, float32 log-probabilities.
         loss_peak: what its backward pass needs beside, before anything else is given back.
@@ -40,12 +44,20 @@ class Activations:
     loss: int
     loss_peak: int
     chunk: int = 0
+    kept: int = 0
+    largest_again: int = 0
 
-    def saved(self, checkpointing: bool) -> int:
+    def _of_layers(self, checkpointing: Recompute) -> tuple[int, int]:
+        """Return what the layers keep, and the most that one of them computes again."""
+        if checkpointing == SELECTIVE:
+            return self.kept, self.largest_again
+        return (self.inputs, self.largest_layer) if checkpointing else (self.layers, 0)
+
+    def saved(self, checkpointing: Recompute) -> int:
         """Return what is kept between the forward and the backward pass."""
-        return (self.inputs if checkpointing else self.layers) + self.outside + self.loss
+        return self._of_layers(checkpointing)[0] + self.outside + self.loss
 
-    def peak(self, checkpointing: bool, sequences: int = 1) -> int:
+    def peak(self, checkpointing: Recompute, sequences: int = 1) -> int:
         """Return the most that is there at once: as the backward pass begins, or in a layer.
 
         With checkpointing the layer that is computed again comes after the logits are gone.
@@ -53,8 +65,7 @@ class Activations:
         Args:
             sequences: of a micro-batch.
         """
-        base = self.inputs if checkpointing else self.layers
-        again = self.largest_layer if checkpointing else 0
+        base, again = self._of_layers(checkpointing)
         kept = sequences * (base + self.outside)
         return kept + max(self.loss_bytes(sequences), sequences * again)
 
@@ -113,7 +124,8 @@ def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> A
     ids = torch.empty((1, seq_len), dtype=torch.long, device="meta")
     # With a mask of our own transformers does not look at values to make one.
     batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
-    with fused_kernels(model, eager), _Counter(model) as counter:
+    counter = _Counter(model)
+    with fused_kernels(model, eager, counter.keep), counter, counter.products:
         losses, _ = token_losses(model, batch)
     del losses
     vocabulary = model.config.get_text_config().vocab_size
@@ -122,6 +134,8 @@ def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> A
         layers=sum(counter.layers),
         largest_layer=max(counter.layers, default=0),
         inputs=sum(counter.inputs),
+        kept=sum(counter.inputs) + sum(counter.kept),
+        largest_again=max(counter.again, default=0),
         outside=max(0, counter.outside - loss),
         loss=loss,
         loss_peak=LOGIT_GRADIENT_BYTES * vocabulary * seq_len,
@@ -142,10 +156,14 @@ class _Counter:
 
         self.layers: list[int] = []
         self.inputs: list[int] = []
+        self.kept: list[int] = []
+        self.again: list[int] = []
+        self.products = _products(self.keep)
         self.outside = 0
         self._inside = False
         self._kept: list[Any] = list(model.parameters())  # holds them: no address is used again
         self._seen = {one.untyped_storage()._cdata for one in self._kept}
+        self._products: set[int] = set()
         self._handles: list[Any] = []
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
@@ -171,23 +189,55 @@ class _Counter:
             self._kept.append(tensor)
             if self._inside:
                 self.layers[-1] += storage.nbytes()
+                if storage._cdata not in self._products:
+                    self.again[-1] += storage.nbytes()
             else:
                 self.outside += storage.nbytes()
         return tensor
 
+    def keep(self, *outputs: Any) -> None:
+        """Count outputs of matrix products and of attention in a layer."""
+        for output in outputs if self._inside else ():
+            if (storage := output.untyped_storage())._cdata not in self._products:
+                self._products.add(storage._cdata)
+                self._kept.append(output.detach())
+                self.kept[-1] += storage.nbytes()
+
     def _enter(self, module: Any, words: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = next(one for one in (*words, *named.values()) if hasattr(one, "untyped_storage"))
         self.inputs.append(hidden.numel() * hidden.element_size())
-        self.layers.append(0)
+        for figures in (self.layers, self.kept, self.again):
+            figures.append(0)
         self._inside = True
 
     def _leave(self, module: Any, words: Any, output: Any) -> None:
         self._inside = False
 
 
+def _products(keep: Callable[..., None]) -> Any:
+    """Return a mode that hands each output that `selective` keeps to `keep`."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            output = func(*args, **(kwargs or {}))
+            if is_kept(func):
+                keep(*(one for one in tree_leaves(output) if hasattr(one, "untyped_storage")))
+            return output
+
+    return Products()
+
+
 @contextmanager
-def fused_kernels(model: "PreTrainedModel", eager: bool) -> Iterator[None]:
-    """Let fused kernels save on the meta device what they save elsewhere, and compute nothing."""
+def fused_kernels(
+    model: "PreTrainedModel", eager: bool, keep: Callable[..., None] = lambda *outputs: None
+) -> Iterator[None]:
+    """Let fused kernels save on the meta device what they save elsewhere, and compute nothing.
+
+    Args:
+        keep: is given the outputs of each.
+    """
     import torch
     from transformers.integrations import moe
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -202,6 +252,7 @@ def fused_kernels(model: "PreTrainedModel", eager: bool) -> Iterator[None]:
             output = query.new_empty(batch, length, heads, value.shape[-1])
             rows = query.new_empty(batch, heads, length, dtype=torch.float32)
             ctx.save_for_backward(query, key, value, output, rows)
+            keep(output, rows)
             return output
 
     class GroupedProduct(torch.autograd.Function):
@@ -210,7 +261,9 @@ def fused_kernels(model: "PreTrainedModel", eager: bool) -> Iterator[None]:
         @staticmethod
         def forward(ctx: Any, tokens: Any, weight: Any, offsets: Any) -> Any:
             ctx.save_for_backward(tokens, weight, offsets)
-            return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+            output = tokens.new_empty(tokens.shape[0], weight.shape[-1])
+            keep(output)
+            return output
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any

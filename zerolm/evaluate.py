@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zerolm.compiled_blocks import eager
 from zerolm.distributed import sum_over_ranks
 from zerolm.loss import sums_by_source, token_losses
 
@@ -26,7 +27,7 @@ def validation_loss(
     """
     sums = torch.zeros(2, len(source_names), dtype=torch.float64, device=engine.device)
     engine.eval()
-    with torch.no_grad():
+    with torch.no_grad(), eager():
         for batch in batches:
             losses_BT, _ = token_losses(engine, batch)
             sums += sums_by_source(losses_BT, batch, len(source_names))

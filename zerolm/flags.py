@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerolm.errors import ConfigError, did_you_mean
+from zerolm.recomputation import WRITTEN
 from zerolm.settings import COMMAND_LINE, FLAGS, GROUPS, Settings
 from zerolm.values import CONVERTERS, read_json, shown
+
+SWITCHES = ("switch", "recompute")  # may stand without a value
 
 
 def parse_settings(argv: Sequence[str]) -> tuple[Settings, list[str]]:
@@ -101,8 +104,11 @@ def _read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
             continue
         written, equals, value = word[2:].partition("=")
         name = written.replace("-", "_")
-        negated = name.startswith("no_") and FLAGS.get(name[3:], {}).get("kind") == "switch"
-        if negated or FLAGS.get(name, {}).get("kind") == "switch":
+        negated = name.startswith("no_") and FLAGS.get(name[3:], {}).get("kind") in SWITCHES
+        kind = FLAGS.get(name, {}).get("kind")
+        if kind == "recompute" and not equals and words and words[0] in WRITTEN:
+            equals, value = "=", words.pop(0)
+        if negated or kind in SWITCHES:
             truth = value if equals else "true"
             if negated:
                 truth = "false" if truth == "true" else "true"

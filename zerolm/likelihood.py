@@ -5,13 +5,13 @@ rounds. Every rank makes the same number of forward passes, with a row of its ow
 gathers weights in each. Knows token ids, no text and no task.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
+from zerolm.compiled_blocks import eager
 from zerolm.distributed import sum_over_ranks
 
 LOGIT_BYTES = 1 << 30  # of a forward pass: a run may never have all logits of a micro-batch
@@ -159,10 +159,3 @@ def _score(
     sums[0, scored_BT], sums[1, scored_BT] = losses_N, missed_N
     loss_B, missed_B = sums.sum(-1)
     return -loss_B, missed_B == 0
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Leave out torch.compile: other shapes here would recompile what trains, with other bits."""
-    with torch.compiler.set_stance("force_eager"):
-        yield

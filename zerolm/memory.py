@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zerolm import activations, defaults, ds_config
+from zerolm.recomputation import Recompute
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -245,7 +246,7 @@ def activation_bytes(
     config: "PretrainedConfig",
     seq_len: int,
     precision: str,
-    checkpointing: bool,
+    checkpointing: Recompute,
     sequences: int = 1,
     chunk_tokens: int = 0,
 ) -> int:
@@ -268,7 +269,7 @@ def fitting_micro_batch(
     ds: Mapping[str, Any],
     world_size: int,
     memory_bytes: int | None,
-    checkpointing: bool,
+    checkpointing: Recompute,
     loss_chunk_tokens: int = 0,
 ) -> int:
     """Return the largest power of two that divides `per_rank` sequences and fits the device.

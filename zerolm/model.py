@@ -17,6 +17,7 @@ from zerolm.architecture import causal_lm_class
 from zerolm.distributed import agree, must_be_same
 from zerolm.errors import ConfigError
 from zerolm.initialization import InitialWeights
+from zerolm.recomputation import Recompute, checkpoint_words
 from zerolm.self_check import InitializationReport, check_initialization, gathered
 from zerolm.settings import ATTENTION_IMPLEMENTATIONS
 
@@ -150,7 +151,7 @@ def build_model(
     zero_stage: int,
     ds_config: dict[str, Any],
     attn_implementation: str,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: Recompute,
     device: torch.device | str,
 ) -> "PreTrainedModel":
     """Build and initialise a causal LM for training. Every rank must call.
@@ -186,7 +187,8 @@ def build_model(
     if gradient_checkpointing:
         # transformers renamed it between 5.17 and 5.23
         fallback = model.gradient_checkpointing_enable
-        getattr(model, "activation_checkpointing_enable", fallback)({"use_reentrant": False})
+        words = checkpoint_words(gradient_checkpointing)
+        getattr(model, "activation_checkpointing_enable", fallback)(words)
     return model.train()
 
 

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from zerolm import document_mask, loss_chunks
+from zerolm import compiled_blocks, document_mask, loss_chunks
 from zerolm.architecture import causal_lm_class
+from zerolm.recomputation import SELECTIVE
 from zerolm.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,8 +31,14 @@ def attention_problems(settings: Settings, device: str) -> list[str]:
     return []
 
 
-def model_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Check the sequence length and gradient checkpointing against the model."""
+def model_problems(
+    settings: Settings, config: "PretrainedConfig", device: str = "absent"
+) -> list[str]:
+    """Check the sequence length, gradient checkpointing and the like against the model.
+
+    Args:
+        device: kind of the ranks' devices, `absent` when they are not here.
+    """
     problems = []
     positions, seq_len = max_positions(config), settings.seq_len
     if positions and seq_len and seq_len > positions:
@@ -46,10 +53,20 @@ def model_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
             f"{settings.where('gradient_checkpointing')}: true, {model_class.__name__} has none. "
             f"Remove the flag."
         )
+    if settings.compile and settings.gradient_checkpointing == SELECTIVE:
+        problems.append(
+            f"{settings.where('gradient_checkpointing')}: selective, but with --compile the "
+            f"compiler chooses what to compute again, by the same rule. Remove one of the flags."
+        )
     if settings.loss_chunk_tokens and (why := loss_chunks.obstacle(config)):
         problems.append(
             f"{settings.where('loss_chunk_tokens')}: {settings.loss_chunk_tokens}, but {why} "
             f"({settings.model_config}). Remove the flag."
+        )
+    if settings.compile and (why := compiled_blocks.obstacle(config, device)):
+        problems.append(
+            f"{settings.where('compile')}: true, but {why} ({settings.model_config}). Remove the "
+            f"flag."
         )
     kernel = settings.attn_implementation
     if settings.document_mask and (why := document_mask.obstacle(config, model_class, kernel)):

@@ -391,7 +391,7 @@ class _Check:
         self.problems += attention_problems(self.settings, self.device.kind)
         if self.model_config is None:
             return
-        self.problems += model_problems(self.settings, self.model_config)
+        self.problems += model_problems(self.settings, self.model_config, self.device.kind)
         self.notices += dropout_notices(self.settings, self.model_config)
         self.notices += router_notices(self.settings, self.model_config)
         if self.settings.document_mask and self.settings.attn_implementation == "auto":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerolm.compiled_blocks import eager
 from zerolm.distributed import gather_objects
 from zerolm.errors import CheckpointError
 from zerolm.faults import fault_point
@@ -46,7 +47,7 @@ def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Pl
     total, count = 0.0, 0
     logits: dict[str, Any] = {}
     engine.eval()
-    with torch.no_grad():
+    with torch.no_grad(), eager():
         for batch in batches:
             losses_BT, _ = token_losses(engine, dict(batch))
             total += float(losses_BT.double().sum())
@@ -77,7 +78,7 @@ def some_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]
     if "document_ids" in batch:
         documents_T = batch["document_ids"][0, :LOGIT_TOKENS]
         ids_T = ids_T[documents_T == documents_T[0]]
-    with torch.compiler.set_stance("force_eager"):  # not another graph for another shape
+    with eager():
         logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0].float()
     positions = _spread(len(ids_T), LOGIT_POSITIONS)
     token_ids = _spread(logits_TV.shape[1], LOGIT_IDS)
@@ -163,7 +164,6 @@ def _made_by(plan: Plan) -> dict[str, Any]:
     return {
         "micro_batch_size": plan.micro_batch_size,
         "attention": plan.settings.attn_implementation,
-        "compile": plan.settings.compile,
         "loss_chunk_tokens": plan.settings.loss_chunk_tokens,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -10,6 +10,7 @@ from typing import Any
 
 from zerolm import (
     checkpoint,
+    compiled_blocks,
     console,
     data,
     distributed,
@@ -93,6 +94,7 @@ class Run:
         self.changed = plan.changed
         self.trackers: tracker.Trackers | None = None  # of the log, until the next one has them
         self.stage = 0  # of the mixture
+        self.said: str | None = None  # of graphs that were broken
         self.rung: str | None = None  # of the ladder, that the last step led to
 
     def say(self, *words: object) -> None:
@@ -373,6 +375,9 @@ class Run:
         seconds_left = steps_left * row["throughput/step_seconds"]
         if not self.console.figures(row, progress.step + steps_left, seconds_left):
             self.say(metrics.console_line(row, progress.step + steps_left, seconds_left))
+        if self.settings.compile and (broken := compiled_blocks.breaks()) not in (None, self.said):
+            self.said = broken
+            self.say(broken)
 
     def save(self) -> None:
         """Copy the state of this step, from which a checkpoint is written behind training."""

@@ -182,8 +182,13 @@ class Settings:
     model_config: str | None = _flag(
         "model", "text", "a Hugging Face config.json of a causal language model", shows="PATH"
     )
-    gradient_checkpointing: bool = _switch(
-        "model", "compute activations again in the backward pass, to save memory"
+    gradient_checkpointing: bool | str = _flag(
+        "model",
+        "recompute",
+        "compute activations again in the backward pass, to save memory; selective: but matrix "
+        "products and attention (default: off, without a value: full)",
+        shows="[full|selective|off]",
+        default=False,
     )
     attn_implementation: str = _flag(
         "model",
@@ -193,7 +198,7 @@ class Settings:
         default="auto",
         choices=ATTENTION_IMPLEMENTATIONS,
     )
-    compile: bool = _switch("model", "compile the model with torch.compile")
+    compile: bool = _switch("model", "compile each block of the model with torch.compile")
     loss_chunk_tokens: int | None = _count(
         "model",
         "tokens whose logits are there at a time; 0: all of a micro-batch (default: 0, unless they "

@@ -11,7 +11,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import ConfigError
+from zerolm.errors import ConfigError, did_you_mean
+from zerolm.recomputation import WRITTEN
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -79,6 +80,13 @@ def _truth(value: Any) -> bool:
     raise ValueError("must be true or false.")
 
 
+def _recompute(value: Any) -> bool | str:
+    """Read a switch that also has a middle; `full` and `off` are its true and false."""
+    if (written := str(value).lower()) not in WRITTEN:
+        raise ValueError(f"must be full, selective or off.{did_you_mean(written, WRITTEN)}")
+    return WRITTEN[written]
+
+
 def _list(value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
@@ -92,6 +100,7 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "duration": _duration,
     "text": _text,
     "switch": _truth,
+    "recompute": _recompute,
     "list": _list,
 }
 

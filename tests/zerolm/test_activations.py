@@ -1,5 +1,7 @@
 """Activations: what the meta device counts is what torch saves on the CPU."""
 
+import gc
+
 import pytest
 import torch
 from live_bytes import LiveBytes
@@ -7,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm import activations, memory
 from zerolm.loss import token_losses
+from zerolm.recomputation import SELECTIVE, checkpoint_words
 
 SEQ_LEN, VOCABULARY = 128, 1000
 SIZES = {
@@ -70,7 +73,37 @@ def test_saved_bytes_are_those_of_torch(family, precision):
             assert abs(error) < 0.10
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_selective_recomputation_keeps_what_is_predicted_and_gives_the_same_gradients(
+    family, attention
+):
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    traced = activations.trace(config, SEQ_LEN, "bf16", eager=attention == "eager")
+    assert traced.inputs < traced.kept < 0.7 * traced.layers
+    ids = torch.randint(0, VOCABULARY, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for recompute in (False, SELECTIVE):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
+        model.train().config.use_cache = False
+        if recompute:
+            model.gradient_checkpointing_enable(checkpoint_words(recompute))
+        with LiveBytes([*model.parameters(), ids]) as live:
+            losses, _ = token_losses(model, {"input_ids": ids, "targets": ids})
+            gc.collect()
+            counted = sum(live.sizes.values())
+        losses.sum().backward()
+        gradients.append([one.grad for one in model.parameters()])
+        error = traced.saved(recompute) / counted - 1
+        print(f"{family} {attention} {recompute}: {counted} live, {error:+.2%}")
+        assert abs(error) < 0.10
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, SELECTIVE])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("vocabulary", [1000, 20_000])
 def test_the_peak_of_a_micro_batch_is_that_of_its_live_tensors(
@@ -83,7 +116,7 @@ def test_the_peak_of_a_micro_batch_is_that_of_its_live_tensors(
     )
     model.train().config.use_cache = False
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable(checkpoint_words(checkpointing))
     for one in model.parameters():
         one.grad = torch.zeros_like(one)  # gradients are counted elsewhere
     ids = torch.randint(0, vocabulary, (1, SEQ_LEN))

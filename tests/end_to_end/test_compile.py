@@ -1,0 +1,57 @@
+"""--compile: the curve of plain PyTorch, and checkpoints that runs without it go on from."""
+
+import json
+
+import numpy as np
+import plain_pytorch
+import pytest
+from recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS, profile, recipe
+
+from tests.launching import LLAMA, launch, rows
+
+STEPS = 20
+WARMUP_TOKENS = 4 * STEP_TOKENS
+# bf16: the compiler does not round between operations that it fuses, so its numbers are others
+TOLERANCES = {False: 1e-5, True: 5e-3}
+CASES = [(3, False), (2, False), (2, True), (3, True)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16"),
+    [pytest.param(*case, marks=() if case == CASES[0] else pytest.mark.soak) for case in CASES],
+)
+def test_compiled_blocks_give_the_curve_of_plain_pytorch(
+    tmp_path, corpus, held_out, llama, stage, bf16
+) -> None:
+    """The first half compiled, the second half without, from the checkpoint between them."""
+    expected = plain_pytorch.train(
+        LLAMA, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
+        steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING,
+        bf16=bf16,
+    )  # fmt: skip
+    json_file = profile(tmp_path / "ds.json", stage, bf16)
+    words = recipe(llama, corpus, tmp_path / "run", json_file, STEPS, BATCH // 4)
+    words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    words += ["--val_data", held_out, "--eval_interval", STEPS, "--eval_tokens", 512]
+    done = launch(2, *words, "--compile", "--checkpoint_interval", STEPS // 2, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "compile: 2 blocks (LlamaDecoderLayer)" in done.stdout
+    assert "in pieces" not in done.stdout, "one graph, also under ZeRO-3"
+    found = np.array(list(rows(tmp_path / "run", "train/loss").values()))
+    losses = np.array([step.loss for step in expected])
+    assert losses[0] - losses[-1] > 0.1, "the reference itself must learn"
+    np.testing.assert_allclose(found, losses, rtol=TOLERANCES[bf16])
+    if (stage, bf16) == CASES[0]:
+        return
+    newest = tmp_path / "run/checkpoints" / f"step-{STEPS:08d}"
+    for damage in newest.iterdir():
+        damage.unlink() if damage.is_file() else None
+    again = launch(2, *words, timeout=500)
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert (
+        f"step {STEPS // 2}" in again.stdout and "to the bit as when it was saved" in again.stdout
+    )
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    last = [json.loads(line) for line in lines if '"train/loss"' in line][-STEPS // 2 :]
+    resumed = [row["train/loss"] for row in last]
+    np.testing.assert_allclose(resumed, losses[STEPS // 2 :], rtol=TOLERANCES[bf16])

@@ -1,0 +1,71 @@
+"""Blocks compiled one by one: which ones, how many graphs, and what is refused."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerolm import compiled_blocks
+from zerolm.flags import parse_settings
+from zerolm.model_rules import model_problems
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES = {
+    "llama": {"intermediate_size": 48},
+    "gpt_neox": {"intermediate_size": 48},
+    "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(family, monkeypatch):
+    compiled = torch.compile
+    # Its tracing and its graphs of the backward pass, without code that takes long to compile.
+    monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    ids = torch.randint(0, 64, (2, 16))
+    names = [name for name, _ in model.named_parameters()]
+
+    def step():
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.item(), [parameter.grad.clone() for parameter in model.parameters()]
+
+    loss, gradients = step()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert "3 blocks" in compiled_blocks.compile_blocks(model)
+    found, others = step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert compiled_blocks.breaks() is None
+    assert [name for name, _ in model.named_parameters()] == names
+    assert found == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
+    model.eval()
+    with torch.no_grad(), compiled_blocks.eager():
+        model(input_ids=ids[:, :5], use_cache=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_what_cannot_be_compiled_is_refused_with_its_reason(monkeypatch):
+    config = AutoConfig.for_model("llama", **SIZES, **FAMILIES["llama"])
+    settings, problems = parse_settings(["--compile", "--gradient_checkpointing", "selective"])
+    assert problems == []
+    (problem,) = model_problems(settings, config)
+    assert "selective" in problem and "Remove one" in problem
+    monkeypatch.setattr(compiled_blocks.shutil, "which", lambda name: None)
+    settings, _ = parse_settings(["--compile"])
+    (problem,) = model_problems(settings, config, "cpu")
+    assert "no C++ compiler" in problem and "--compile" in problem
+    if compiled_blocks.importlib.util.find_spec("triton") is None:
+        assert "triton" in str(compiled_blocks.obstacle(config, "cuda"))

@@ -1,0 +1,105 @@
+"""torch.compile for each block of a model by itself, under every ZeRO stage.
+
+The blocks of a decoder are alike, so that one graph serves all of them: it is made once, however
+deep the model, and what is between the blocks (embeddings, the head with its chunks of logits, the
+mask) stays as it is. Under ZeRO-3 a block is a leaf: DeepSpeed gathers all its weights before it
+and lets them go after it, so that no hook stands inside of the graph. Compiled whole, a model of
+ZeRO-3 falls into a piece for each of its linear layers. Only training is compiled.
+
+Names of parameters do not change: checkpoints of compiled runs and of others are the same.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+# Graphs of one block that torch keeps before it gives up and runs it uncompiled: a model may have
+# blocks of several kinds, each in training with and without a sequence of another length.
+GRAPHS = 64
+
+
+def blocks_of(model: "nn.Module") -> list["nn.Module"]:
+    """Return the decoder's blocks: the longest list of layers that Transformers can checkpoint."""
+    from torch import nn
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    lists = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        and all(isinstance(one, GradientCheckpointingLayer) for one in module)
+    ]
+    return max(lists, key=len, default=[])
+
+
+def compilers() -> tuple[str, ...]:
+    """Return the names that torch looks for a C++ compiler by."""
+    return (*filter(None, [os.environ.get("CXX")]), "g++", "clang++", "c++")
+
+
+def obstacle(config: "PretrainedConfig", device: str) -> str | None:
+    """Say why a model cannot be compiled on a device, None if nothing speaks against it.
+
+    Args:
+        device: kind of the ranks' devices, `absent` when they are not here.
+    """
+    from zerolm.architecture import meta_model
+
+    if device == "cpu" and not any(map(shutil.which, compilers())):
+        return "there is no C++ compiler, which it needs on a CPU"
+    if device not in ("cpu", "absent") and importlib.util.find_spec("triton") is None:
+        return "there is no package triton, which it needs on a GPU"
+    model = meta_model(config)
+    return None if blocks_of(model) else f"{type(model).__name__} has no list of blocks"
+
+
+def prepare(model: "nn.Module", zero_stage: int) -> None:
+    """Before `deepspeed.initialize`: keep ZeRO-3's hooks outside of the blocks."""
+    if zero_stage == 3:
+        from deepspeed.utils import set_z3_leaf_module
+
+        for block in blocks_of(model):
+            set_z3_leaf_module(block, True)
+
+
+def compile_blocks(model: "nn.Module") -> str:
+    """Compile the forward of each block, inside of its hooks; return what to say about it.
+
+    After `deepspeed.initialize`. The first step makes the graphs, which takes from seconds to
+    minutes; torch keeps them on disk.
+    """
+    import torch
+
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    blocks: list[Any] = blocks_of(model)
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
+    kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
+    return f"compile: {len(blocks)} blocks ({kinds}), each by itself; the first step takes longer"
+
+
+def breaks() -> str | None:
+    """Say where graphs were broken so far, None if nowhere."""
+    from torch._dynamo.utils import counters
+
+    found = counters["graph_break"]
+    if not found:
+        return None
+    reasons = sorted({str(reason).strip().splitlines()[0] for reason in found})
+    return f"compile: blocks are in pieces, which is slower: {'; '.join(reasons)}"
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Leave out torch.compile: another shape or mode would be another graph, with other bits."""
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
