@@ -25,6 +25,7 @@ from zerolm import (
     machine,
     memory,
     mixture_settings,
+    nvme,
     resources,
     rollback,
     run_record,
@@ -240,6 +241,9 @@ class _Check:
         except ConfigError as error:
             self.problems += error.problems
             return
+        self.raw_ds = nvme.with_path(self.raw_ds, self.settings, path, self.problems)
+        if self.device.kind != "absent":
+            self.problems += nvme.host_problems(self.raw_ds, path)
         self.problems += schema_problems(self.raw_ds, path)
         self.problems += rule_problems(
             self.raw_ds, path, on_gpu=self.device.is_gpu, world_size=self.world_size

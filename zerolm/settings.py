@@ -222,6 +222,12 @@ class Settings:
         shows="PATH",
     )
     deepspeed_config: str | None = _flag("run", "text", "DeepSpeed's own JSON file", shows="PATH")
+    nvme_path: str | None = _flag(
+        "run",
+        "text",
+        "directory on a local NVMe disk of each host, for a profile that offloads to it",
+        shows="PATH",
+    )
     settings: str | None = _flag(
         "run",
         "text",

@@ -7,9 +7,12 @@ import pytest
 from recipe import PEAK, recipe
 
 from tests.launching import ROOT, launch, rows, write_json
+from zerolm.nvme import has_asynchronous_io
 
 STEPS = 12
-SHIPPED = sorted(path.name for path in (ROOT / "ds_configs").glob("zero*.json"))
+PROFILES = ROOT / "ds_configs"
+ELSEWHERE = {"zeropp.json", "zero3_nvme.json"}  # a GPU's kernels, and a disk with libaio
+SHIPPED = sorted({path.name for path in PROFILES.glob("zero*.json")} - ELSEWHERE)
 ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
 USERS = {
     "user_zero3.json": {
@@ -68,6 +71,35 @@ def curve(run_dir, llama, corpus, json_file) -> np.ndarray:
     record = json.loads((run_dir / "run.json").read_text())
     assert record["ds_config"]["gradient_clipping"] == 1.0
     return np.array(list(rows(run_dir, "train/loss").values()))
+
+
+@pytest.mark.soak
+def test_a_second_partition_in_each_host_gives_the_same_curve(
+    tmp_path, llama, corpus, expected
+) -> None:
+    """hpZ, the part of zeropp.json that runs without a GPU's kernels."""
+    config = json.loads((PROFILES / "zeropp.json").read_text())
+    zero = config["zero_optimization"]
+    del zero["zero_quantized_weights"], zero["zero_quantized_gradients"]
+    zero["zero_hpz_partition_size"] = 2
+    losses = curve(tmp_path / "run", llama, corpus, write_json(tmp_path / "hpz.json", config))
+    np.testing.assert_allclose(losses, expected, rtol=5e-3)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not has_asynchronous_io(), reason="needs libaio's headers")
+def test_offload_to_a_disk_gives_the_curve_of_offload_to_the_host(tmp_path, llama, corpus) -> None:
+    found = {}
+    for name, words in (
+        ("zero3_offload", []),
+        ("zero3_nvme", ["--nvme_path", tmp_path / "disk"]),
+    ):
+        json_file = PROFILES / f"{name}.json"
+        arguments = recipe(llama, corpus, tmp_path / name, json_file, steps=3, micro=2)
+        done = launch(2, *arguments, *words, "--wandb", "off", timeout=500)
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[name] = list(rows(tmp_path / name, "train/loss").values())
+    assert found["zero3_nvme"] == found["zero3_offload"]
 
 
 @pytest.mark.parametrize(
