@@ -2,12 +2,13 @@
 
     deepspeed benchmarks/hf_trainer.py --shard shards/web/shard-00000.bin ...
 
-What most people would use instead. Imports nothing of zerolm on purpose. Prints `step=N loss=L`
-every `--log_interval` steps; needs accelerate, which `pip install zerolm[dev]` brings.
+What most people would use instead. Imports nothing of zerolm on purpose. Prints `step=N loss=L
+peak_bytes=B` every `--log_interval` steps; needs accelerate, in zerolm[dev].
 """
 
 import argparse
 import json
+import resource
 import tempfile
 from pathlib import Path
 
@@ -31,6 +32,7 @@ parser.add_argument("--micro_batch_size", type=int, required=True)
 parser.add_argument("--accumulation", type=int, required=True)
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--log_interval", type=int, required=True)
+parser.add_argument("--compile", action="store_true", help="with its torch_compile")
 parser.add_argument("--local_rank", type=int, default=0)
 arguments = parser.parse_args()
 
@@ -53,7 +55,11 @@ class Windows(Dataset):
 class PrintLoss(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **more):
         if state.is_world_process_zero and "loss" in (logs or {}):
-            print(f"step={state.global_step} loss={float(logs['loss']):.4f}", flush=True)
+            on_gpu = torch.cuda.is_available()
+            peak = torch.cuda.max_memory_allocated() if on_gpu else None
+            peak = peak or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            loss = float(logs["loss"])
+            print(f"step={state.global_step} loss={loss:.4f} peak_bytes={peak}", flush=True)
 
 
 profile = json.loads(Path(arguments.deepspeed_config).read_text())
@@ -73,6 +79,7 @@ with tempfile.TemporaryDirectory() as output_dir:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        torch_compile=arguments.compile,
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model_config))

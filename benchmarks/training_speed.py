@@ -1,8 +1,10 @@
 """Steps per second of pretrain.py, of a bare DeepSpeed loop, and of Hugging Face Trainer.
 
     python benchmarks/training_speed.py
-    python benchmarks/training_speed.py --num_processes 1 --seq_len 2048 \\
-        --model_config model_configs/llama-160m.json
+    python benchmarks/training_speed.py --flags=--compile
+    python benchmarks/training_speed.py --model_config model_configs/llama-160m.json \\
+        --num_layers 2 --micro_batch_size 4
+    python benchmarks/training_speed.py --model_config model_configs/mixtral-tiny.json
 
 All three train the same model with the same DeepSpeed JSON, batch and token shard under the real
 `deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, the
@@ -116,6 +118,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end with it
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
+        if arguments.num_layers:
+            config = json.loads(Path(arguments.model_config).read_text())
+            arguments.model_config = str(scratch / "model.json")
+            shallow = config | {"num_hidden_layers": arguments.num_layers}
+            Path(arguments.model_config).write_text(json.dumps(shallow))
         write_shard(scratch / "shards", arguments.model_config)
         contenders: list[Contender] = []
         seconds: dict[str, list[float]] = {OURS: [], BARE: [], TRAINER: []}
@@ -148,6 +155,10 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model_config", default="model_configs/tiny.json")
+    parser.add_argument("--num_layers", type=int, help="of the model (default: as in its config)")
+    parser.add_argument(
+        "--flags", default="", help="more flags of pretrain.py, as --flags=--compile"
+    )
     parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
     parser.add_argument("--num_processes", type=int, default=2)
     parser.add_argument("--seq_len", type=int, default=256)
@@ -190,7 +201,7 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
             "--micro_batch_size", str(arguments.micro_batch_size),
             "--batch_tokens", str(step_tokens),
             "--total_tokens", str(STEPS * step_tokens),
-            "--checkpoint_interval", str(STEPS), "--wandb", "off",
+            "--checkpoint_interval", str(STEPS), "--wandb", "off", *arguments.flags.split(),
         ]  # fmt: skip
     common += ["--steps", str(STEPS), "--shard", str(scratch / "shards/shard-00000.bin")]
     if name == BARE:

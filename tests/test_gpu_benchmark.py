@@ -1,0 +1,68 @@
+"""The GPU benchmark end to end on a CPU, with tiny models; and what it says of cases that fail."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402 - benchmarks are scripts, not a package
+import gpu_cases  # noqa: E402
+
+from zerolm.flags import parse_settings  # noqa: E402
+
+
+def test_every_case_is_a_command_that_pretrain_understands(tmp_path):
+    arguments = Namespace(
+        toy=False, accumulation=2, log_interval=2, port=1, deepspeed_config="ds_configs/zero2.json"
+    )
+    titles = [case.title for case in gpu_cases.cases((2048, 8192))]
+    assert len(set(titles)) == len(titles)
+    assert titles[:2] == ["1.3B, 2048: pretrain.py --compile", "1.3B, 2048: Trainer + DeepSpeed"]
+    for case in gpu_cases.cases((2048, 8192)):
+        words = gpu_cases.command(case, 4, arguments, tmp_path)
+        assert Path(words[words.index("--model_config") + 1]).is_file()
+        if case.contender == gpu_cases.OURS:
+            settings, problems = parse_settings(words[words.index("pretrain.py") + 1 :])
+            assert problems == [] and settings.batch_tokens == 2 * 4 * case.seq_len
+            profile = json.loads(Path(settings.deepspeed_config).read_text())
+            torchs = profile["optimizer"]["params"].get("torch_adam", False)
+            assert torchs == ("fused_adam" not in case.words)
+
+
+def test_the_table_has_ratios_goals_and_why_a_figure_is_missing():
+    one, other, third = gpu_cases.cases((2048, 8192))[:3]
+    found = [
+        gpu.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0),
+        gpu.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0),
+        gpu.Figures(third, 8, outcome=gpu.why_none(["torch.OutOfMemoryError: out of memory"], 9)),
+    ]
+    table = gpu.table(found, Namespace())
+    assert "| 60,000 | 61.0% | 50.0 | 40 | 1.00 |" in table
+    assert "| 40,000 | 41.0% | 60.0 | 20 | 0.67 |" in table
+    assert "| out of memory |" in table
+    assert "MFU 0.610" in table and "1.50 times as fast as Trainer" in table
+    assert gpu.why_none(["step=1"], 9) == "no figure in 9 s"
+    assert gpu.why_none(["ValueError: wrong\n", ""], 9) == "ended: ValueError: wrong"
+
+
+@pytest.mark.soak
+def test_it_runs_end_to_end_on_a_cpu(tmp_path):
+    words = ["--toy", "--only", "160M, 64", "--seconds", "800", "--case_seconds", "250"]
+    words += ["--lines", "3", "--warmup_lines", "1", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/gpu.py", *words],
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads((tmp_path / "gpu.json").read_text())
+    contenders = [gpu_cases.OURS, gpu_cases.TRAINER, gpu_cases.PLAIN]
+    assert [row["case"]["contender"] for row in rows] == contenders
+    for row in rows:
+        assert row["outcome"] == "" and row["tokens_per_second"] > 0 and row["peak_bytes"] > 1e8
+    assert done.stdout.rstrip().endswith((tmp_path / "gpu.md").read_text().rstrip())
