@@ -172,7 +172,7 @@ def why_none(lines: list[str], seconds: float) -> str:
     if re.search("out of memory", text, re.IGNORECASE):
         return "out of memory"
     if lines and not lines[-1]:
-        known = [line.strip() for line in lines if re.search(r"Error\b|pretrain.py:|needs", line)]
+        known = [line.strip() for line in lines if re.search(r"Error\b|optimizer\.|--\w+:", line)]
         return f"ended: {(known or ['without a word'])[-1][:160]}"
     return f"no figure in {seconds:.0f} s"
 

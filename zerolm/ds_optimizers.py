@@ -23,7 +23,14 @@ NEEDS_MUP = frozenset({"muadam", "muadamw", "musgd"})
 WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion"})  # deepspeed/ops/*/cpu_*.py
 ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 FUSED_ADAM_PARAMS = ("bias_correction", "fp32_optimizer_states", "amsgrad")
-TORCH_ADAM_PARAMS = ("fp32_optimizer_states", "foreach", "amsgrad", "maximize", "capturable")
+TORCH_ADAM_PARAMS = (
+    "fp32_optimizer_states",
+    "foreach",
+    "fused",
+    "amsgrad",
+    "maximize",
+    "capturable",
+)
 SCHEDULERS = {
     "WarmupLR": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
     "WarmupDecayLR": "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",

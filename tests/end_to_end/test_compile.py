@@ -7,7 +7,7 @@ import plain_pytorch
 import pytest
 from recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS, profile, recipe
 
-from tests.launching import LLAMA, launch, rows
+from tests.launching import LLAMA, rows, run_ranks
 
 STEPS = 20
 WARMUP_TOKENS = 4 * STEP_TOKENS
@@ -33,7 +33,7 @@ def test_compiled_blocks_give_the_curve_of_plain_pytorch(
     words = recipe(llama, corpus, tmp_path / "run", json_file, STEPS, BATCH // 4)
     words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
     words += ["--val_data", held_out, "--eval_interval", STEPS, "--eval_tokens", 512]
-    done = launch(2, *words, "--compile", "--checkpoint_interval", STEPS // 2, timeout=500)
+    done = run_ranks(2, *words, "--compile", "--checkpoint_interval", STEPS // 2, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "compile: 2 blocks (LlamaDecoderLayer)" in done.stdout
     assert "in pieces" not in done.stdout, "one graph, also under ZeRO-3"
@@ -46,7 +46,7 @@ def test_compiled_blocks_give_the_curve_of_plain_pytorch(
     newest = tmp_path / "run/checkpoints" / f"step-{STEPS:08d}"
     for damage in newest.iterdir():
         damage.unlink() if damage.is_file() else None
-    again = launch(2, *words, timeout=500)
+    again = run_ranks(2, *words, timeout=500)
     assert again.returncode == 0, again.stdout[-4000:]
     assert (
         f"step {STEPS // 2}" in again.stdout and "to the bit as when it was saved" in again.stdout
