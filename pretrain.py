@@ -128,6 +128,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     attention = models.agreed_attention(
         plan.model_config, plan.settings.attn_implementation, device.type, dtype
     )
+    torch.set_float32_matmul_precision(plan.settings.float32_matmul)
     model = models.build_model(
         plan.model_config,
         seed=plan.settings.seed,

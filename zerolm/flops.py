@@ -156,6 +156,7 @@ PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = 
     (r"\bMI300X\b|\bMI325X\b", 1307.4, 1307.4, 163.4),
     (r"\bMI250X\b", 191.5, 191.5, 47.9),
 )
+TF32 = "tf32"  # half of bf16 on each of these that has it (NVIDIA Ampere and later, AMD MI300)
 PRECISIONS = {"bfloat16": 0, "bf16": 0, "float16": 1, "fp16": 1, "float32": 2, "fp32": 2}
 
 
@@ -164,12 +165,15 @@ def peak_flops_per_second(device_name: str, dtype_name: str) -> float | None:
 
     Args:
         device_name: as `torch.cuda.get_device_name()` says it.
-        dtype_name: "bfloat16", "float16" or "float32" (or bf16, fp16, fp32).
+        dtype_name: "bfloat16", "float16" or "float32" (or bf16, fp16, fp32), or tf32.
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):
         return None
     for pattern, *teraflops in PEAK_TFLOPS:
         if re.search(pattern, device_name):
+            if dtype_name == TF32:
+                half = teraflops[0] and teraflops[0] / 2 * 1e12
+                return None if "MI250X" in pattern else half  # which has none
             peak = teraflops[PRECISIONS[dtype_name]]
             return None if peak is None else peak * 1e12
     return None

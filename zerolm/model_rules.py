@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from zerolm import compiled_blocks, document_mask, loss_chunks
 from zerolm.architecture import causal_lm_class
 from zerolm.recomputation import SELECTIVE
-from zerolm.settings import Settings
+from zerolm.settings import HIGHEST, Settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +29,23 @@ def attention_problems(settings: Settings, device: str) -> list[str]:
     if attention == "flex_attention" and device == "cpu":
         return [f"{where}: {attention}, has no backward pass on a CPU. Use sdpa or eager."]
     return []
+
+
+def matmul_problems(settings: Settings, precision: str, device: str) -> list[str]:
+    """Refuse TF32 where it would do nothing.
+
+    Args:
+        precision: of matrix products, by the ds config.
+        device: kind of the ranks' devices, `absent` when they are not here.
+    """
+    if settings.float32_matmul == HIGHEST:
+        return []
+    where = f"{settings.where('float32_matmul')}: {settings.float32_matmul}"
+    if precision != "fp32":
+        return [
+            f"{where}, but {settings.deepspeed_config} computes in {precision}. Remove the flag."
+        ]
+    return [f"{where}, needs a GPU. Remove the flag."] if device == "cpu" else []
 
 
 def model_problems(

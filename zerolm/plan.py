@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zerolm import ds_config, epoch_plan, evaluation_rules, memory, topology
+from zerolm.flops import TF32
 from zerolm.mixture import Mixture
 from zerolm.order import Order
 from zerolm.packing import num_rows
 from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
-from zerolm.settings import Settings
+from zerolm.settings import HIGH, Settings
 from zerolm.shards import Source
 from zerolm.values import shown_bytes
 
@@ -76,6 +77,11 @@ class Plan:
     derived: dict[str, str]
     notices: list[str]
     changed: dict[str, tuple[Any, Any]]
+
+    @property
+    def matmul_precision(self) -> str:
+        """Return `compute_precision`, or `tf32` where that computes products of float32."""
+        return TF32 if self.settings.float32_matmul == HIGH else self.compute_precision
 
     def summary(self) -> str:
         """Return the derived figures, the plan of epochs and the notices, a line each."""
@@ -179,6 +185,8 @@ def figures(plan: Plan) -> dict[str, str]:
 
 
 def _precision(plan: Plan) -> str:
+    if plan.matmul_precision == TF32:
+        return f"{plan.precision}, matrix products in TF32"
     if plan.compute_precision == plan.precision:
         return plan.precision
     return f"{plan.precision} weights, {plan.compute_precision} arithmetic"

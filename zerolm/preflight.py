@@ -49,6 +49,7 @@ from zerolm.model_rules import (
     attention_problems,
     dropout_notices,
     has_router_loss,
+    matmul_problems,
     max_positions,
     model_problems,
     router_notices,
@@ -393,6 +394,9 @@ class _Check:
 
     def _check_model(self) -> None:
         self.problems += attention_problems(self.settings, self.device.kind)
+        precision = ds_config.compute_precision(self.raw_ds)
+        if self.raw_ds:
+            self.problems += matmul_problems(self.settings, precision, self.device.kind)
         if self.model_config is None:
             return
         self.problems += model_problems(self.settings, self.model_config, self.device.kind)

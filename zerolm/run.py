@@ -58,7 +58,7 @@ class Run:
         self.rank, self.world_size = engine.global_rank, engine.world_size
         peak = plan.learning_rate.peak if plan.learning_rate else 1.0
         self.ratios = train_step.learning_rate_ratios(self.engine, peak)
-        self.peak_flops, source = throughput.device_peak_flops(self.device, plan.compute_precision)
+        self.peak_flops, source = throughput.device_peak_flops(self.device, plan.matmul_precision)
         self.say(f"peak: {self.peak_flops:.3g} FLOP/s a device ({source})")
         self.cut: dict[str, Any] = {  # how any data is cut into this rank's micro-batches
             "seq_len": self.settings.seq_len,

@@ -15,7 +15,7 @@ from zerolm.checkpoint_directory import Progress
 from zerolm.ds_config import block, compute_precision, precision
 from zerolm.mixture import recorded_stages, same_until, stages_shown
 from zerolm.order import Stage
-from zerolm.settings import CONCAT, Settings, split_weight
+from zerolm.settings import CONCAT, HIGHEST, Settings, split_weight
 from zerolm.skipped import reached
 from zerolm.values import shown
 
@@ -36,9 +36,10 @@ CURVE_SETTINGS = (
     "weight_decay",
     "beta1",
     "beta2",
+    "float32_matmul",
 )
 # What runs had that were begun before there was a choice.
-ONCE = {"packing": CONCAT}
+ONCE = {"packing": CONCAT, "float32_matmul": HIGHEST}
 # Written by transformers, without effect on what is learned.
 CASUAL_MODEL_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}

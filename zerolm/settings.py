@@ -20,6 +20,7 @@ ATTENTION_IMPLEMENTATIONS = (
     *("auto", "eager", "sdpa", "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
+HIGHEST, HIGH = "highest", "high"  # --float32_matmul, in torch's words
 WANDB_MODES = ("auto", "online", "offline", "off")
 REFUSE, WARN, REDISTRIBUTE = EPOCH_POLICIES = ("refuse", "warn", "redistribute")
 GROUPS = {
@@ -197,6 +198,14 @@ class Settings:
         shows="KERNEL",
         default="auto",
         choices=ATTENTION_IMPLEMENTATIONS,
+    )
+    float32_matmul: str = _flag(
+        "model",
+        "text",
+        "products of a float32 run on a GPU; high: TF32, several times as fast, with 10 bits after "
+        "the point (default: highest)",
+        default=HIGHEST,
+        choices=(HIGHEST, HIGH),
     )
     compile: bool = _switch("model", "compile each block of the model with torch.compile")
     loss_chunk_tokens: int | None = _count(

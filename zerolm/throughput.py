@@ -100,7 +100,7 @@ def device_peak_flops(device: torch.device, precision: str) -> tuple[float, str]
     without a datasheet is then relative to what its matrix products reach.
 
     Args:
-        precision: "bf16", "fp16" or "fp32".
+        precision: "bf16", "fp16", "fp32" or "tf32", which torch must have been told of.
     """
     name = "cpu"
     if device.type == "cuda":

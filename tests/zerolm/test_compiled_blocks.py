@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm import compiled_blocks
 from zerolm.flags import parse_settings
-from zerolm.model_rules import model_problems
+from zerolm.model_rules import matmul_problems, model_problems
 
 SIZES = {
     "hidden_size": 32,
@@ -55,6 +55,20 @@ def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(family, monkey
         model(input_ids=ids[:, :5], use_cache=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
+
+
+def test_tf32_is_refused_where_it_would_do_nothing():
+    settings, problems = parse_settings(
+        ["--float32_matmul", "high", "--deepspeed_config", "d.json"]
+    )
+    assert problems == []
+    assert matmul_problems(settings, "fp32", "cuda") == []
+    assert matmul_problems(settings, "fp32", "absent") == []
+    (problem,) = matmul_problems(settings, "fp32", "cpu")
+    assert "--float32_matmul: high" in problem and "needs a GPU" in problem
+    (problem,) = matmul_problems(settings, "bf16", "cuda")
+    assert "d.json computes in bf16" in problem
+    assert matmul_problems(parse_settings([])[0], "bf16", "cpu") == []
 
 
 def test_what_cannot_be_compiled_is_refused_with_its_reason(monkeypatch):

@@ -107,6 +107,10 @@ def test_formula_approaches_six_operations_a_parameter():
     [
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("NVIDIA A100-SXM4-80GB", "float32", 19.5),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
+        ("AMD Instinct MI250X", "tf32", None),
+        ("Tesla T4", "tf32", None),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "bf16", 756),
         ("NVIDIA H100 NVL", "bf16", 835.5),
