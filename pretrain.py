@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zerolm import distributed, preflight, restore, run_directory, stability, watchdog
+from zerolm import allocator, distributed, preflight, restore, run_directory, stability, watchdog
 from zerolm.checkpoint_directory import candidates
 from zerolm.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
 from zerolm.optimizer import parameter_groups
@@ -75,6 +75,8 @@ def main(argv: list[str]) -> int:
 def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> int:
     """Train to the token budget, from the newest checkpoint if any. Every rank calls."""
     rank, world_size, device = distributed.start()
+    if device.type == "cpu":
+        allocator.keep_freed_memory()
     dog.meet(world_size)
     distributed.must_be_same(
         plan.fingerprint(),

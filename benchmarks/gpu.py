@@ -26,6 +26,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -223,7 +224,7 @@ def write(found: list[Figures], arguments: argparse.Namespace) -> None:
 
 def table(found: list[Figures], arguments: argparse.Namespace) -> str:
     """Return the Markdown table; ratios are to the fastest pretrain.py of the model and length."""
-    flags = " ".join(sys.argv[1:])
+    flags = shlex.join(sys.argv[1:])
     lines = [
         f"`python benchmarks/gpu.py {flags}`".replace(" `", "`")
         + f", {time.strftime('%Y-%m-%d')}, {hardware()}",
