@@ -31,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from benchmarks.tokenize_tools import EOS, HUGE, RAW, ids_of
-from data_prep.huge_pages import ASKING, VARIABLE
+from benchmarks.tokenize_tools import EOS, RAW, ids_of
 
 VOCAB_SIZE = 32_000
 TRAINED_BYTES = 16_000_000
@@ -95,7 +94,7 @@ def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespac
             *("--tokenizer", str(directory / "tokenizer"), "--output", str(out / "shards")),
             *("--workers", str(options.workers), "--encoder", encoder),
         ]
-    python = sys.executable if tool in (*RAW, HUGE, "datasets.map") else options.peers
+    python = sys.executable if tool in (*RAW, "datasets.map") else options.peers
     words = [tool, str(directory), str(out), str(options.workers), str(options.megatron)]
     return [python, "-m", "benchmarks.tokenize_tools", *words]
 
@@ -167,8 +166,7 @@ def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> d
         out.mkdir()
         try:
             command = command_of(tool, directory, out, options)
-            more = {VARIABLE: ASKING} if tool == HUGE else {}
-            run = run_timed(command, {**environment, **more}, is_watched)
+            run = run_timed(command, environment, is_watched)
             runs.setdefault(name, []).append((run, digest_of(tool, out)))
             print(
                 f"{name}: {run.seconds:.2f} s, {run.cpu_seconds:.2f} CPU s, {run.peak_mb:.0f} MB",
@@ -221,8 +219,6 @@ def show(runs: dict[str, list], text_bytes: int) -> None:
         return
     ratio = seconds[fastest] / seconds["zerolm"]
     print(f"\nof the fastest backend's raw rate ({fastest}): {ratio:.3f}; the goal is 0.8")
-    if HUGE in runs:
-        print(f"of that loop with huge pages: {seconds[HUGE] / seconds['zerolm']:.3f}")
     stock = [tool for tool in STOCK if tool in runs]
     if stock:
         best = min(stock, key=seconds.__getitem__)
@@ -240,16 +236,14 @@ def main() -> None:
     parser.add_argument("--megatron", help="a checkout of NVIDIA/Megatron-LM")
     parser.add_argument("--only", nargs="+", help="only these tools, and raw-tokenizers")
     options = parser.parse_args()
-    tools = [*RAW, HUGE, *OURS, *PEERS]
+    tools = [*RAW, *OURS, *PEERS]
     if options.only:
         tools = [tool for tool in tools if tool in ("raw-tokenizers", *options.only)]
     if not options.peers:
         tools = [tool for tool in tools if tool not in PEERS or tool == "datasets.map"]
     if not options.megatron:
         tools = [tool for tool in tools if not tool.startswith("megatron")]
-    print(
-        f"tools: {', '.join(tools)}; left out: {', '.join({*RAW, HUGE, *OURS, *PEERS} - {*tools})}"
-    )
+    print(f"tools: {', '.join(tools)}; left out: {', '.join({*RAW, *OURS, *PEERS} - {*tools})}")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         num_documents, size = write_corpus(directory, int(options.text_mb * 1e6), options.workers)

@@ -10,18 +10,20 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import numpy as np
+import typing_extensions
 
 BATCH_CHARACTERS = 1 << 20
 TEXT_BATCH = 1000
 RAW = ("raw-tokenizers", "raw-fastokens", "raw-gigatoken")
-HUGE = "raw-gigatoken-huge"  # with the setting of malloc that data_prep/huge_pages.py asks for
 EOS = "<|endoftext|>"
 
 
@@ -178,14 +180,25 @@ def megatron(tool: str, directory: Path, out: Path, workers: int, checkout: str)
         sys.argv += ["--workers", str(workers), "--log-interval", "100000"]
     if tool != "megatron":
         sys.argv.append("--use-gigatoken")
-    if importlib.util.find_spec("triton") is None:  # which this imports for kernels of GPUs
-        sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = MagicMock()
+    _stand_in_for_gpus(Path(checkout))
     runpy.run_path(f"{checkout}/tools/{script}", run_name="__main__")
+
+
+def _stand_in_for_gpus(checkout: Path) -> None:
+    """Let Megatron's tools start here: they import its kernels for GPUs, which they do not use."""
+    if not hasattr(typing, "override"):  # of Python 3.12
+        typing.override = typing_extensions.override
+    if importlib.util.find_spec("triton") is not None:
+        return
+    for path in (checkout / "megatron").rglob("*.py"):
+        if re.search(r"^(import|from) triton", path.read_text(encoding="utf-8"), re.MULTILINE):
+            name = ".".join(path.relative_to(checkout).with_suffix("").parts)
+            sys.modules[name] = MagicMock()
 
 
 def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
     """Yield the ids that a tool wrote, in the order of the documents."""
-    if tool in (*RAW, HUGE):
+    if tool in RAW:
         for path in sorted(out.glob("*.bin")):
             yield np.fromfile(path, np.uint16)
     elif tool.startswith("zerolm"):
@@ -217,8 +230,8 @@ def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
 
 def main() -> None:
     tool, directory, out, workers = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    if tool in (*RAW, HUGE):
-        raw(tool.removesuffix("-huge"), directory, out, int(workers))
+    if tool in RAW:
+        raw(tool, directory, out, int(workers))
     elif tool.startswith("megatron"):
         megatron(tool, directory, out, int(workers), sys.argv[5])
     else:

@@ -1,9 +1,9 @@
 """The ladder of imports: who may import whom, read from the source of every module.
 
-Rungs 4 and 5 start things, rung 3 puts a run together, rung 2 has what is measured beside training,
-rung 1 the parts, rung 0 what parts share. Imports run downward only: parts do not import each
-other, and what two of them need stands on rung 0. `data_prep` and `launch` may use rung 0 of
-`zerolm`, never the reverse.
+Rung 4 starts things, rung 3 puts a run together, rung 2 has what is measured beside training, rung
+1 the parts, rung 0 what parts share. Imports run downward only: parts do not import each other, and
+what two of them need stands on rung 0. `data_prep` and `launch` may use rung 0 of `zerolm`, never
+the reverse.
 """
 
 import ast
@@ -17,8 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("zerolm", "data_prep", "launch")
 RUNGS = {
-    5: {"data_prep.__main__"},
-    4: {"pretrain", "zerolm.__main__", "data_prep.commands", "launch.__main__"},
+    4: {"pretrain", "zerolm.__main__", "data_prep.__main__", "launch.__main__"},
     3: {"zerolm.run", "data_prep.commands_pack", "data_prep.commands_tokenize",
         "data_prep.commands_dedup", "data_prep.commands_clean", "data_prep.commands_run",
         "data_prep.commands_look", "data_prep.commands_tokenizer"},
@@ -95,7 +94,7 @@ RUNGS = {
         )),
         *("data_prep." + name for name in (
             "command_line", "documents", "phases", "progress", "remote_tasks", "sieve", "slurm",
-            "huge_pages", "stage_counts", "stage_files", "workers",
+            "stage_counts", "stage_files", "workers",
             # filters
             "fast_words", "filter_steps", "filters",
             # between encoding and shards
