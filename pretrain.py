@@ -120,7 +120,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
-    from zerolm import chunked_head, compiled_blocks, leakage
+    from zerolm import attention_kernels, chunked_head, compiled_blocks, leakage
     from zerolm import model as models
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -145,6 +145,12 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     if report.problems:
         raise ConfigError(["the model was not initialised:", *report.problems])
     say(f"attention: {attention}")
+    masked = plan.settings.document_mask
+    notice = attention_kernels.plain_attention_notice(
+        plan.model_config, device, dtype, document_mask=masked
+    )
+    if attention == "sdpa" and notice:
+        say(f"note: {notice}")
     say(f"{report}; fingerprint {models.weights_fingerprint(model)}")
     buffers = models.float32_buffers(model)
     if plan.settings.loss_chunk_tokens:

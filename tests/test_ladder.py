@@ -67,7 +67,7 @@ RUNGS = {
             # the loss without all of its logits
             "chunked_head", "loss_chunks",
             # how blocks are computed
-            "allocator", "compiled_blocks", "recomputation", "nvme",
+            "allocator", "attention_kernels", "compiled_blocks", "recomputation", "nvme",
             # what a run takes from its sources
             "epoch_plan", "mixture", "mixture_settings", "permutation", "run_order",
             # looking at data
