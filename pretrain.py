@@ -120,7 +120,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
-    from zerolm import attention_kernels, chunked_head, compiled_blocks, leakage
+    from zerolm import attention_kernels, chunked_head, compiled_blocks, leakage, ulysses
     from zerolm import model as models
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -157,8 +157,11 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
         chunked_head.install(model, plan.settings.loss_chunk_tokens)
     if plan.settings.compile:
         compiled_blocks.prepare(model, plan.zero_stage)
+    assert plan.settings.seq_len is not None  # preflight has resolved it
+    mpu = ulysses.register(model, plan.layout, plan.micro_batch_size, plan.settings.seq_len)
     engine, *_ = deepspeed.initialize(
         model=model,
+        mpu=mpu,
         model_parameters=parameter_groups(model, plan.weight_decay),
         config=plan.ds_config,
     )

@@ -191,8 +191,8 @@ def document() -> str:
         "",
         "Operations as 6 N D, as they are reported, and with attention, as we count them. Hours "
         "are those of the arithmetic alone: nothing computed again, no waiting, no restarts, no "
-        "evaluation. These runs were cut into tensor and pipeline stages, which ours cannot be, so "
-        "that their communication is not predicted. `times` is reported over predicted.",
+        "evaluation. These runs were cut into tensor and pipeline stages, which is not modelled "
+        "here, so that their communication is not predicted. `times` is reported over predicted.",
         "",
         "| run | parameters | FLOPs (6 N D) | reported | error | with attention | device-hours "
         "| reported | error | times | source | seen |",

@@ -1,7 +1,7 @@
 """Which profile: every stage, offload, recomputation and micro-batch that a run can use, ranked.
 
-Only what pretrain.py accepts is tried. Tensor, pipeline and sequence parallelism are not among it,
-and are not offered.
+Only what pretrain.py accepts is tried. Tensor and sequence parallelism are not: what they take has
+not been measured.
 """
 
 import copy
@@ -27,7 +27,7 @@ OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "opt
 INDIFFERENT = 0.02  # a smaller difference in time is less than the model of time can tell
 NOT_OFFERED = (
     "Stage 0 is not tried: pretrain.py refuses it, stage 1 has the same numbers in less memory. "
-    "Tensor, pipeline and sequence parallelism are not tried: a run cannot use them."
+    "Tensor, pipeline and sequence parallelism are not tried."
 )
 
 LEVELS: tuple[Recompute, ...] = (False, SELECTIVE, True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from launch.hardware import Hardware
-from zerolm import budget, defaults, ds_config, loss_chunks, memory
+from zerolm import budget, defaults, ds_config, loss_chunks, memory, parallel
 from zerolm.architecture import (
     load_model_config,
     num_active_parameters,
@@ -159,6 +159,11 @@ def resolve_subject(
         ConfigError: every problem, a line each.
     """
     problems = rule_problems(raw_ds, name, on_gpu=True, world_size=devices)
+    if parallel.layout_of(raw_ds, devices).replica_size > 1:
+        problems.append(
+            f"{name}: plans are not made for tensor or sequence parallelism. Remove it; or ask "
+            f"pretrain.py --check --world_size {devices}."
+        )
     if hardware.peak(ds_config.compute_precision(raw_ds)) is None:
         problems.append(
             f"{name}: {ds_config.compute_precision(raw_ds)} is asked for, {hardware.name} has "
@@ -196,7 +201,7 @@ def resolve_subject(
         hidden_size=memory.hidden_size(model.config),
         micro_batch_size=micro,
         accumulation=per_rank // micro,
-        world_size=devices,
+        replicas=devices,
         on_gpu=True,
     )
     return Subject(model, settings, resolved, hardware, devices, devices_per_node, flops, attention)

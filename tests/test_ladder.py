@@ -74,6 +74,8 @@ RUNGS = {
             "excerpts", "tokenizer_copy",
             # documents kept apart
             "document_mask",
+            # ranks that share sequences
+            "parallel", "parallel_rules", "ulysses",
             # export's parts
             "hub", "line_file", "model_card", "weight_files",
             # the evaluations' parts

@@ -17,6 +17,7 @@ from zerolm.ds_config import (
 )
 from zerolm.ds_optimizers import ADAM, takes_betas
 from zerolm.ds_schema import AUTO
+from zerolm.parallel import TENSOR_KEY, degree
 from zerolm.settings import Settings
 
 ADAM_EPSILON = 1e-8
@@ -30,7 +31,7 @@ def resolve(
     hidden_size: int | None,
     micro_batch_size: int,
     accumulation: int,
-    world_size: int,
+    replicas: int,
     on_gpu: bool,
     warmup_steps: int = 1,
     total_steps: int = 1,
@@ -43,6 +44,7 @@ def resolve(
         hidden_size: of the model; None leaves the bucket sizes to DeepSpeed's defaults.
         micro_batch_size: sequences per rank at once.
         accumulation: micro-batches per rank in a full batch.
+        replicas: ranks, or groups of them, that have sequences of their own.
         warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
 
     Source: transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig (5.23).
@@ -50,7 +52,11 @@ def resolve(
     resolved = copy.deepcopy(dict(ds_config))
     resolved["train_micro_batch_size_per_gpu"] = micro_batch_size
     resolved["gradient_accumulation_steps"] = accumulation
-    resolved["train_batch_size"] = micro_batch_size * accumulation * world_size
+    resolved["train_batch_size"] = micro_batch_size * accumulation * replicas
+    if degree(resolved, TENSOR_KEY) > 1:
+        del resolved["train_batch_size"]  # DeepSpeed would multiply by all ranks
+        # else the head of tied weights would give a rank's part of the logits
+        resolved["tensor_parallel"]["vocab_parallel_lm_head"] = False
     if resolved.get("gradient_clipping", AUTO) == AUTO:
         # DeepSpeed's own default since 0.19; older ones did not clip. Here it stands in run.json.
         muon = optimizer_type(ds_config).lower() == "muon"

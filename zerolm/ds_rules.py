@@ -10,6 +10,7 @@ from typing import Any
 from zerolm.ds_config import block, offload_device, precision, zero_stage
 from zerolm.ds_optimizers import optimizer_problems, scheduler_problems
 from zerolm.errors import did_you_mean
+from zerolm.parallel_rules import ds_problems as parallel_problems
 from zerolm.run_settings import SECRET_KEY
 from zerolm.values import shown
 
@@ -24,12 +25,12 @@ _UNSUPPORTED: dict[str, str] = {
     "autotuning": "pretrain.py has one trial, not a search. Remove the block.",
     "data_efficiency": "the order of the data is a function of the seed alone (--data). Remove it.",
     "datastates_ckpt": "needs a package of its own, and checkpoints are ours. Remove the block.",
-    "expert_parallel": "experts are sharded by ZeRO here. Remove the block.",
+    "expert_parallel": "experts would be in checkpoints that nothing here reads "
+    "(docs/parallelism.md). Remove the block, use ZeRO 3.",
     "hybrid_engine": "it is for reinforcement learning. Remove the block.",
-    "pipeline": "models are not split into pipeline stages. Remove the block, use ZeRO 3.",
-    "tensor_parallel": "ranks of a tensor group need identical data. Remove it, use ZeRO 3.",
+    "pipeline": "DeepSpeed's engine for it takes its steps inside a loop of its own, where none "
+    "can be looked at (docs/parallelism.md). Remove the block, use ZeRO 3.",
     "weight_quantization": "it is for inference. Remove the block.",
-    "sequence_parallel_size": "sequences are not split over ranks. Remove the key.",
     "data_parallel_size": "it is the world size that the launcher starts. Remove the key.",
 }
 
@@ -50,6 +51,7 @@ def rule_problems(
     problems += optimizer_problems(ds_config, on_gpu)
     problems += scheduler_problems(ds_config)
     problems += _unsupported_problems(ds_config)
+    problems += parallel_problems(ds_config, world_size)
     problems += _checkpoint_problems(ds_config)
     return [f"{name}: {problem}" for problem in problems]
 
@@ -216,8 +218,6 @@ def _unsupported_problems(ds_config: Mapping[str, Any]) -> list[str]:
         value = ds_config.get(key)
         if isinstance(value, Mapping):
             asked = value.get("enabled", key in _ON_BY_DEFAULT) is not False
-            if key == "tensor_parallel":
-                asked = value.get("autotp_size", 0) not in (0, 1)
         else:
             asked = value is True or value not in (None, False, 1)
         if asked:

@@ -14,7 +14,8 @@ import torch
 
 from zerolm.loss import IGNORED
 from zerolm.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
-from zerolm.norms import Blocks, UpdateMeter, parameter_norm, weight_squares
+from zerolm.norms import Blocks, UpdateMeter, counted_here, parameter_norm, weight_squares
+from zerolm.parallel import Layout
 
 Row = dict[str, Any]
 NUM_FIGURES = 5  # of SmallBatchSums
@@ -47,6 +48,7 @@ class Health:
         interval: every so many steps are measured.
         clipping: norm to which gradients are clipped; 0: they are not.
         norm_is_of_gradient: False for optimizers whose reported norm is that of something else.
+        layout: which ranks share sequences, and matrices.
     """
 
     def __init__(
@@ -57,13 +59,18 @@ class Health:
         interval: int,
         clipping: float,
         norm_is_of_gradient: bool,
+        layout: Layout,
     ):
         self.blocks = Blocks(engine.module)
         self._engine, self._device = engine, device
         self._interval, self._clipping = interval, clipping
-        self._noise = norm_is_of_gradient
-        self._meter = UpdateMeter(engine, self.blocks)
-        self._small = SmallBatches([each for each, _ in self.blocks.parameters], device)
+        self._layout, self._rank = layout, engine.global_rank
+        # With sequences cut no rank ever has the gradient of a micro-batch.
+        self._noise = norm_is_of_gradient and layout.sequence == 1
+        self._meter = UpdateMeter(engine, self.blocks, layout)
+        counts = layout.counts(self._rank)
+        own = [each for each, _ in self.blocks.parameters if counted_here(each, counts)]
+        self._small = SmallBatches(own, device, counts)
         self._measuring = self._sampling = False
         self._loss_scale = 1.0
 
@@ -71,7 +78,7 @@ class Health:
         """Begin a step, and decide whether it is measured."""
         self._measuring = step % self._interval == 0
         # One micro-batch in all has no smaller one beside it.
-        several = num_micro_batches * self._engine.world_size > 1
+        several = num_micro_batches * self._layout.replicas > 1
         self._sampling = self._measuring and self._noise and several
         if self._sampling:
             self._small.begin()
@@ -117,7 +124,7 @@ class Health:
             result: the `StepResult` of the last step.
         """
         since = Since(**state)
-        weights = weight_squares(self.blocks, self._device)
+        weights = weight_squares(self.blocks, self._device, self._layout)
         changes = self._meter.squares(self._device) if self._measuring else None
         none = torch.zeros(len(self.blocks.names), dtype=torch.float64, device=self._device)
         figures = torch.cat(
@@ -147,7 +154,7 @@ class Health:
 
     def parameter_norm(self) -> float | None:
         """Return the 2-norm of all parameters; None when they are on NVMe. Every rank must call."""
-        return parameter_norm(self.blocks, self._device)
+        return parameter_norm(self.blocks, self._device, self._layout)
 
     def _norms(self, key: str, squares: list[float]) -> Row:
         blocks = zip(self.blocks.names, squares, strict=True)
@@ -164,8 +171,7 @@ class Health:
         sums = SmallBatchSums(*figures)
         if result.auxiliary_loss is not None and not sums.are_equal:
             return None  # a router's loss counts by micro-batch, the others by token
-        world_size = self._engine.world_size
-        return estimate(sums, result.grad_norm, world_size, self._loss_scale)
+        return estimate(sums, result.grad_norm, self._layout.replicas, self._loss_scale)
 
 
 def _root(square: float) -> float:

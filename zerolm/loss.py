@@ -24,7 +24,8 @@ def token_losses(
         model: a causal LM or a DeepSpeed engine around one.
         batch: `input_ids` and `targets`, (B, T) int64, targets already shifted and `IGNORED` where
             there is no loss; with `document_ids` and `position_ids` (B, T) attention stays inside
-            each document, see `zerolm.document_mask`.
+            each document, see `zerolm.document_mask`; with `position_ids` alone the rows are parts
+            of sequences, see `zerolm.ulysses`.
 
     Returns:
         (B, T) float32 cross-entropies, 0 where ignored; and the router's auxiliary loss, already
@@ -34,6 +35,8 @@ def token_losses(
     inner = getattr(model, "module", model)
     if "document_ids" in batch:
         inputs |= isolating_inputs(batch, inner)
+    elif "position_ids" in batch:  # of a part of a sequence
+        inputs["position_ids"] = batch["position_ids"]
     if head := head_of(inner):  # the logits of the micro-batch are never there as a whole
         with head.gives_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)

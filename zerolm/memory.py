@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerolm import activations, defaults, ds_config
+from zerolm import activations, defaults, ds_config, parallel
 from zerolm.recomputation import Recompute
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def model_states(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> Mode
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is divided; DeepSpeed
     0.19.8's attributes, measured, for what is kept beside.
     """
+    shapes, world_size = parallel.held(shapes, ds, world_size)
     stage = ds_config.zero_stage(ds)
     optimizer, weights = (ds_config.offload_device(ds, what) for what in ("optimizer", "param"))
     total = sum(map(math.prod, shapes.values()))

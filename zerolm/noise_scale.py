@@ -30,14 +30,15 @@ class SmallBatches:
     Args:
         parameters: of the model; a hook is on each of them only while `backward` is open.
         device: where collectives of this run work.
+        counts: False where another rank has the same micro-batches, and counts them.
 
     Attributes:
         figures: (5,) float64, to be summed over the ranks for `SmallBatchSums`.
     """
 
-    def __init__(self, parameters: Sequence[Any], device: torch.device):
+    def __init__(self, parameters: Sequence[Any], device: torch.device, counts: bool = True):
         self._parameters = [each for each in parameters if each.requires_grad]
-        self._device = device
+        self._device, self._counts = device, counts
         self.begin()
 
     def begin(self) -> None:
@@ -77,6 +78,8 @@ class SmallBatches:
             return
         found = torch.stack([squares[number] for number in sorted(squares)])
         self.figures[0] += found.sum().to(self._device) / num_targets**2
+        if not self._counts:
+            return
         self.figures[1] += 1.0 / num_targets
         self.figures[2] += num_targets
         self.figures[3] += 1.0
@@ -125,12 +128,12 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    sums: SmallBatchSums, grad_norm: float, world_size: int, loss_scale: float = 1.0
+    sums: SmallBatchSums, grad_norm: float, replicas: int, loss_scale: float = 1.0
 ) -> Estimate | None:
     """Return what the micro-batches of a step against its whole batch say; None if nothing.
 
-    A micro-batch of n of the N targets goes backward with the sum of its losses * world_size / N
-    (zerolm/train_step.py), so the gradient of its mean loss is N / (n * world_size) times its own.
+    A micro-batch of n of the N targets goes backward with the sum of its losses * replicas / N
+    (zerolm/train_step.py), so the gradient of its mean loss is N / (n * replicas) times its own.
     Where they differ in n, 1 / b is the mean of their 1 / n.
 
     Args:
@@ -139,7 +142,7 @@ def estimate(
     """
     if sums.unknown or sums.batches < 2 or not math.isfinite(sums.squares + grad_norm):
         return None
-    factor = sums.targets / world_size / loss_scale
+    factor = sums.targets / replicas / loss_scale
     small = sums.squares * factor**2 / sums.batches
     big, b, B = grad_norm**2, sums.batches / sums.inverses, sums.targets
     return Estimate(noise=(small - big) / (1 / b - 1 / B), signal=(B * big - b * small) / (B - b))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from zerolm.parallel import Layout
+
 # A norm over more values than this is taken in pieces that are added in float64. On a CPU torch
 # adds one after another in float32: the square over 2^22 values is off by 2e-4, over 2^16 by 1e-6
 # (torch 2.13). On a GPU it adds them as a tree.
@@ -102,11 +104,21 @@ def _squares(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.stack(norms).to(device).double().square()  # one copy, not one for each piece
 
 
-def weight_squares(blocks: Blocks, device: torch.device) -> torch.Tensor | None:
+def counted_here(parameter: Any, counts: bool) -> bool:
+    """Whether this rank adds a parameter up: its part of one that is cut, else if the rank counts.
+
+    Args:
+        counts: `Layout.counts` of this rank.
+    """
+    return counts or getattr(parameter, "tensor_model_parallel", False)  # DeepSpeed's mark
+
+
+def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torch.Tensor | None:
     """Return this rank's share of the squares of all weights, (blocks,) float64.
 
     Under stage 3 that is the partition it holds, less the padding at the end of the last one; else
-    every rank has all weights, and takes some of the parameters.
+    every rank has all weights (or, with matrices cut, those of its replica) and takes some of the
+    parameters.
 
     Args:
         device: where collectives of this run work.
@@ -114,7 +126,8 @@ def weight_squares(blocks: Blocks, device: torch.device) -> torch.Tensor | None:
     Returns:
         None when parameters are swapped out to NVMe, where reading them would cost a step.
     """
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    place, places = layout.evaluation_share(rank)
     values, numbers = [], []
     for at, (parameter, number) in enumerate(blocks.parameters):
         if hasattr(parameter, "ds_tensor") and hasattr(parameter, "ds_numel"):
@@ -123,19 +136,19 @@ def weight_squares(blocks: Blocks, device: torch.device) -> torch.Tensor | None:
             shard = parameter.ds_tensor.data.flatten()
             values.append(shard[: max(0, parameter.ds_numel - rank * shard.numel())])
             numbers.append(number)
-        elif at % world_size == rank:
+        elif at % places == place and counted_here(parameter, layout.counts(rank)):
             values.append(parameter.data)
             numbers.append(number)
     return blocks.squares(values, numbers, device)
 
 
-def parameter_norm(blocks: Blocks, device: torch.device) -> float | None:
+def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> float | None:
     """Return the 2-norm of all parameters. Every rank must call.
 
     Returns:
         None when parameters are swapped out to NVMe, where reading them would cost a step.
     """
-    squares = weight_squares(blocks, device)
+    squares = weight_squares(blocks, device, layout)
     if squares is None:
         return None
     total = squares.sum()
@@ -143,8 +156,10 @@ def parameter_norm(blocks: Blocks, device: torch.device) -> float | None:
     return math.sqrt(float(total))
 
 
-def _masters(engine: Any, blocks: Blocks) -> Iterator[tuple[torch.Tensor, int]]:
+def _masters(engine: Any, blocks: Blocks, layout: Layout) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield this rank's values of each master weight, without padding, and the block it is of.
+
+    Those that every rank of a replica has are the first one's.
 
     Raises:
         _Swapped: they are on NVMe.
@@ -158,6 +173,8 @@ def _masters(engine: Any, blocks: Blocks) -> Iterator[tuple[torch.Tensor, int]]:
             flat = optimizer.fp32_partitioned_groups_flat[group].data
             own = max(0, min(length, parameter.ds_numel - rank * length))
             yield flat.narrow(0, offset, own), number
+        elif not counted_here(parameter, layout.counts(rank)):
+            continue
         elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:
             yield fragment.hp_fragment.data, number
 
@@ -176,19 +193,22 @@ class UpdateMeter:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
     """
 
-    def __init__(self, engine: Any, blocks: Blocks):
-        self._engine, self._blocks = engine, blocks
+    def __init__(self, engine: Any, blocks: Blocks, layout: Layout):
+        self._engine, self._blocks, self._layout = engine, blocks, layout
         self._before: list[torch.Tensor] = []
 
     def before(self) -> None:
         """Copy this rank's masters, or windows of them; nothing when they are on NVMe."""
         try:
-            masters = [flat for flat, _ in _masters(self._engine, self._blocks)]
+            masters = [flat for flat, _ in self._masters()]
         except _Swapped:
             return
         every = -(-sum(flat.numel() for flat in masters) // SAMPLE_VALUES)
         self._every = max(1, every)
         self._before = [windows(flat, self._every).clone() for flat in masters]
+
+    def _masters(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return _masters(self._engine, self._blocks, self._layout)
 
     def squares(self, device: torch.device) -> torch.Tensor | None:
         """Return the squares of this rank's changes since `before`, (blocks,) float64, or None.
@@ -200,7 +220,7 @@ class UpdateMeter:
             return None
         before, self._before = self._before, []
         changes, numbers, scales = [], [], []
-        for old, (flat, number) in zip(before, _masters(self._engine, self._blocks), strict=True):
+        for old, (flat, number) in zip(before, self._masters(), strict=True):
             if old.numel():
                 # In place of the copy: old - new has the norm of new - old.
                 changes.append(old.sub_(windows(flat, self._every)))

@@ -11,6 +11,7 @@ from zerolm.flops import TF32
 from zerolm.mixture import Mixture
 from zerolm.order import Order
 from zerolm.packing import num_rows
+from zerolm.parallel import Layout
 from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
 from zerolm.settings import HIGH, Settings
@@ -36,6 +37,7 @@ class Plan:
         weights: of the sources at the start of the run, in any unit.
         mixture: these weights and those of later stages, and how often a source may be read.
         val_sequences: of one evaluation, over all validation sources; 0 without any.
+        layout: which ranks share sequences.
         device: kind of the ranks' devices, `absent` when they are not here.
         accumulation: micro-batches of a rank in a full batch.
         learning_rate: of the tokens trained; None when the ds config has a scheduler.
@@ -64,6 +66,7 @@ class Plan:
     val_source_names: list[str]
     val_sequences: int
     world_size: int
+    layout: Layout
     device: str
     micro_batch_size: int
     accumulation: int
@@ -137,7 +140,7 @@ def figures(plan: Plan) -> dict[str, str]:
     chunk = settings.loss_chunk_tokens or 0
     kept = memory.activation_bytes(
         plan.model_config,
-        settings.seq_len,
+        settings.seq_len // plan.layout.sequence,
         plan.precision,
         settings.gradient_checkpointing,
         plan.micro_batch_size,
@@ -147,11 +150,13 @@ def figures(plan: Plan) -> dict[str, str]:
     lines = {
         "model": f"{plan.model_config.model_type}, {plan.num_parameters:,} parameters",
         "profile": f"ZeRO-{plan.zero_stage}, {_precision(plan)}, optimizer offload {offload}",
-        "devices": f"{plan.world_size} x {plan.device}",
+        "devices": ", ".join(
+            filter(None, (f"{plan.world_size} x {plan.device}", plan.layout.describe()))
+        ),
         "batch": f"{settings.batch_tokens:,} tokens = {plan.batch_sequences:,} sequences of "
         f"{settings.seq_len:,}",
         "accumulation": f"{plan.accumulation} x micro-batch {plan.micro_batch_size} x "
-        f"{plan.world_size} rank(s)",
+        f"{plan.layout.replicas} {'rank(s)' if plan.layout.replica_size == 1 else 'replica(s)'}",
         "steps": f"{steps:,} for {settings.total_tokens:,} tokens",
         "tokens per parameter": f"{settings.total_tokens / plan.num_parameters:.3g}",
         "learning rate": _learning_rate_line(plan),

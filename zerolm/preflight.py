@@ -26,6 +26,8 @@ from zerolm import (
     memory,
     mixture_settings,
     nvme,
+    parallel,
+    parallel_rules,
     resources,
     rollback,
     run_record,
@@ -234,6 +236,7 @@ class _Check:
 
     def _read_ds_config(self) -> None:
         self.raw_ds: dict[str, Any] = {}
+        self.layout = parallel.Layout(self.world_size)
         path = self.settings.deepspeed_config
         if path is None:
             return
@@ -245,6 +248,7 @@ class _Check:
         self.raw_ds = nvme.with_path(self.raw_ds, self.settings, path, self.problems)
         if self.device.kind != "absent":
             self.problems += nvme.host_problems(self.raw_ds, path)
+        self.layout = parallel.layout_of(self.raw_ds, self.world_size)
         self.problems += schema_problems(self.raw_ds, path)
         self.problems += rule_problems(
             self.raw_ds, path, on_gpu=self.device.is_gpu, world_size=self.world_size
@@ -279,7 +283,7 @@ class _Check:
         problems: list[str] = []
         if settings.seq_len is not None:
             fixed, problems = ds_config.fixed_settings(
-                self.raw_ds, seq_len=settings.seq_len, world_size=self.world_size
+                self.raw_ds, seq_len=settings.seq_len, world_size=self.layout.replicas
             )
             problems = [f"{name}: {problem}" for problem in problems]
             problems += ds_config.contradictions(fixed, settings, name)
@@ -291,7 +295,7 @@ class _Check:
             settings = budget.fill_batch(settings, self.num_parameters, self.flops)
         self.settings = settings
         if not problems:  # else the batch has two sizes: its own rules would only repeat it
-            problems = budget.batch_problems(settings, self.world_size)
+            problems = budget.batch_problems(settings, self.layout.replicas)
             self.problems += problems
         if self.flops and not problems:
             self._resolve_schedule(name)
@@ -327,17 +331,18 @@ class _Check:
         assert self.model_config is not None
         batch = settings.batch_tokens // settings.seq_len
         per_rank = (settings.batch_ramp_start or settings.batch_tokens) // settings.seq_len
-        per_rank //= self.world_size
+        replicas = self.layout.replicas
+        per_rank //= replicas
         accumulation = ds_config.count(self.raw_ds, "gradient_accumulation_steps")
         if accumulation and settings.micro_batch_size is None:
-            if (batch // self.world_size) % accumulation == 0 and not settings.batch_ramp_start:
-                micro = batch // self.world_size // accumulation
+            if (batch // replicas) % accumulation == 0 and not settings.batch_ramp_start:
+                micro = batch // replicas // accumulation
             else:
                 micro = 0
         else:
             micro = settings.micro_batch_size or memory.fitting_micro_batch(
                 per_rank,
-                settings.seq_len,
+                settings.seq_len // self.layout.sequence,
                 config=self.model_config,
                 shapes=self.shapes,
                 ds=self.raw_ds,
@@ -346,18 +351,21 @@ class _Check:
                 checkpointing=settings.gradient_checkpointing,
                 loss_chunk_tokens=settings.loss_chunk_tokens or 0,
             )
+        wanted = settings.loss_chunk_tokens
+        if wanted is None and self.layout.tensor > 1:
+            wanted = 0  # the head is DeepSpeed's
         self.settings = replace(
             settings,
             micro_batch_size=micro or 1,
             loss_chunk_tokens=loss_chunks.chunk_tokens(
-                self.model_config, (micro or 1) * settings.seq_len, settings.loss_chunk_tokens
+                self.model_config, (micro or 1) * settings.seq_len, wanted
             ),
         )
-        if accumulation and micro * accumulation * self.world_size != batch:
+        if accumulation and micro * accumulation * replicas != batch:
             self.problems.append(
                 f"{name}: gradient_accumulation_steps: {accumulation}, contradicts "
                 f"{settings.where('batch_tokens')} {settings.batch_tokens}: {batch} sequences / "
-                f'({self.world_size} rank(s) x micro-batch {micro or "auto"}). Set it to "auto", '
+                f'({replicas} rank(s) x micro-batch {micro or "auto"}). Set it to "auto", '
                 f"or change the batch."
             )
 
@@ -379,7 +387,7 @@ class _Check:
         )
         if len(self.problems) > known or not (settings.total_tokens and settings.batch_tokens):
             return
-        if not budget.batch_problems(settings, self.world_size):
+        if not budget.batch_problems(settings, self.layout.replicas):
             problems, notices = epoch_plan.cap_problems(
                 self.mixture,
                 self.mixture.order(sizes, settings.seed),
@@ -400,6 +408,9 @@ class _Check:
         if self.model_config is None:
             return
         self.problems += model_problems(self.settings, self.model_config, self.device.kind)
+        self.problems += parallel_rules.model_problems(
+            self.settings, self.model_config, self.raw_ds, self.world_size
+        )
         self.notices += dropout_notices(self.settings, self.model_config)
         self.notices += router_notices(self.settings, self.model_config)
         if self.settings.document_mask and self.settings.attn_implementation == "auto":
@@ -534,8 +545,8 @@ class _Check:
             settings,
             hidden_size=memory.hidden_size(self.model_config),
             micro_batch_size=settings.micro_batch_size,
-            accumulation=batch // (settings.micro_batch_size * self.world_size),
-            world_size=self.world_size,
+            accumulation=batch // (settings.micro_batch_size * self.layout.replicas),
+            replicas=self.layout.replicas,
             on_gpu=self.device.is_gpu,
             warmup_steps=self._steps(settings.warmup_tokens or 0),
             total_steps=self._steps(settings.total_tokens),
@@ -571,6 +582,7 @@ class _Check:
             val_source_names=source_names(self.sources.validation),
             val_sequences=min((settings.eval_tokens or 0) // settings.seq_len, windows),
             world_size=self.world_size,
+            layout=self.layout,
             device=self.device.kind,
             micro_batch_size=settings.micro_batch_size,
             accumulation=resolved["gradient_accumulation_steps"],

@@ -94,7 +94,8 @@ class StepGate:
             return found
         dense, experts = found
         assert not experts, "experts of DeepSpeed's own kind are not built here"
-        if not self._refuses(float(get_global_norm_of_tensors(dense))):
+        mpu = self._optimizer.mpu  # of which a rank may have a part of every gradient only
+        if not self._refuses(float(get_global_norm_of_tensors(dense, mpu=mpu))):
             return found
         return [torch.full_like(dense[0][:1], math.inf)], experts
 

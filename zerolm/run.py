@@ -32,6 +32,7 @@ from zerolm import (
     topology,
     tracker,
     train_step,
+    ulysses,
     uploads,
 )
 from zerolm.checkpoint_directory import MANIFEST, Progress, Retention
@@ -60,18 +61,18 @@ class Run:
         self.ratios = train_step.learning_rate_ratios(self.engine, peak)
         self.peak_flops, source = throughput.device_peak_flops(self.device, plan.matmul_precision)
         self.say(f"peak: {self.peak_flops:.3g} FLOP/s a device ({source})")
+        self.layout = plan.layout
         self.cut: dict[str, Any] = {  # how any data is cut into this rank's micro-batches
             "seq_len": self.settings.seq_len,
             "micro_batch_size": plan.micro_batch_size,
-            "rank": self.rank,
-            "world_size": self.world_size,
             "document_mask": self.settings.document_mask,
             "packing": self.settings.packing,
         }
         retention = Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens)
         writer = CheckpointWriter(engine, self.run_dir, retention)
         self.saves = Saves(writer, self.settings, stop, self.say)
-        self.evaluations = Evaluations(plan, engine, device, self.cut, self.say)
+        cut = self.cut_into(*self.layout.evaluation_share(self.rank))
+        self.evaluations = Evaluations(plan, engine, device, cut, self.say)
         self.watch = throughput.Stopwatch(self.device)
         self.uploads = uploads.Uploads(
             self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
@@ -90,6 +91,7 @@ class Run:
             interval=plan.settings.log_interval or 1,  # resolved, as all are
             clipping=float(plan.ds_config.get("gradient_clipping", 0.0)),
             norm_is_of_gradient=self.ladder.policy.watch_norm,
+            layout=self.layout,
         )
         self.changed = plan.changed
         self.trackers: tracker.Trackers | None = None  # of the log, until the next one has them
@@ -107,6 +109,10 @@ class Run:
     def due(self, interval: int) -> bool:
         """Tell whether something done every `interval` steps, and at the end, is done now."""
         return self.finished or self.stopping or self.progress.step % interval == 0
+
+    def cut_into(self, part: int, parts: int) -> dict[str, Any]:
+        """Return how data of which a rank has one of several parts is cut into micro-batches."""
+        return self.cut | {"rank": part, "world_size": parts}
 
     # ---- Where the run is
 
@@ -182,7 +188,7 @@ class Run:
             end_position=UNBOUNDED,
             skipped_windows=self.progress.skipped_windows,
             stages=self.plan.mixture.stages[1:],
-            **self.cut,
+            **self.cut_into(*self.layout.training_share(self.rank)),
         )
         self.order, self.traffic = stream.order, stream.traffic
         self._note_caps()
@@ -208,7 +214,7 @@ class Run:
 
     def probes(self) -> Any:
         """Return the micro-batches of the fixed batch, the same on every rank."""
-        same = {**self.cut, "rank": 0, "world_size": 1}
+        same = self.cut_into(0, 1)
         count = probe.num_sequences(self.plan)
         fixed = data.ValidationStream(self.plan.sources, num_sequences=count, **same)
         return data.prefetch_to_device(data.make_loader(fixed, 0, False), self.device)
@@ -219,20 +225,22 @@ class Run:
         """Read one global batch, accumulate its gradient, and take the optimizer step."""
         progress, plan, seq_len = self.progress, self.plan, self.settings.seq_len
         sequences = plan.batch_schedule(progress.position)
-        micro_steps = sequences // (plan.micro_batch_size * self.world_size)
+        micro_steps = sequences // (plan.micro_batch_size * self.layout.replicas)
         pulse.beat("data", progress.step + 1, (progress.position, sequences))
         fault_point("step.begin", progress.step + 1)
         with self.watch.running():
             with self.watch.waiting_for_data():
                 micro_batches = train_step.take(batches, micro_steps)
-            train_step.seed_step(self.settings.seed, progress.position, self.rank)
+            own = self.layout.seeding_rank(self.rank)
+            train_step.seed_step(self.settings.seed, progress.position, own)
             self.health.begin(progress.step + 1, micro_steps)
             fault = fault_point("step.backward", progress.step + 1)
             result = train_step.forward_backward(
                 self.engine,
-                micro_batches,
+                [ulysses.own_part(batch, self.layout, self.rank) for batch in micro_batches],
                 len(plan.sources),
                 seq_len,
+                self.layout,
                 (float(self.stop.asked()), *self.saves.flags()),
                 fault,
                 self.watch.computing,
@@ -268,7 +276,8 @@ class Run:
             progress.skipped_steps += 1
         if self.ladder.reason or not result.applied:
             self.note_anomaly(sequences)
-        if result.applied and ledger.VARIABLE in os.environ:
+        counted = result.applied and self.layout.part(self.rank) == 0
+        if counted and ledger.VARIABLE in os.environ:
             rows = (
                 row
                 for batch in micro_batches

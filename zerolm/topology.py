@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerolm.ds_config import block, offload_device, optimizer_offload, optimizer_type
+from zerolm.parallel import TENSOR_KEY, degree
 
 # Keys of zero_optimization that change which rank holds what, or in which order.
 CUTTING_KEYS = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
+TENSOR_PARALLEL = "tensor_parallel"
 WHOLE_MATRICES = frozenset({"muon"})  # its momentum is of whole matrices, not cut like the weights
 
 
@@ -26,7 +28,9 @@ def cut(ds_config: Mapping[str, Any]) -> dict[str, Any]:
         ds_config: as resolved for the run.
     """
     zero = block(ds_config, "zero_optimization")
+    tensor = degree(ds_config, TENSOR_KEY)
     return {
+        **({TENSOR_PARALLEL: tensor} if tensor > 1 else {}),
         **{key: zero.get(key) for key in CUTTING_KEYS},
         # With stage 1 and bf16 these make DeepSpeed take another optimizer class.
         "grad_accum_dtype": block(ds_config, "data_types").get("grad_accum_dtype"),
@@ -50,7 +54,7 @@ def changes(
     ]
     ours = cut(ds_config)
     theirs = manifest.get("cut", ours)  # checkpoints of before there was such an entry
-    pairs += [(key, theirs.get(key), ours[key]) for key in ours]
+    pairs += [(key, theirs.get(key), ours.get(key)) for key in {**theirs, **ours}]
     return [f"{what} {old} -> {new}" for what, old, new in pairs if old != new]
 
 
@@ -61,6 +65,13 @@ def problems(manifest: Mapping[str, Any], where: str, ds_config: Mapping[str, An
         where: the manifest's path, to begin a message.
     """
     found = []
+    degrees = [each.get(TENSOR_PARALLEL, 1) for each in (manifest.get("cut", {}), cut(ds_config))]
+    if max(degrees) > 1:
+        return [
+            f"{where}: {TENSOR_KEY}: {degrees[0]}, --deepspeed_config has {degrees[1]}: matrices "
+            f"that are cut over ranks are not cut anew. Go on with the world size, ZeRO stage and "
+            f"tensor parallelism that it was written with, or begin a run from its export."
+        ]
     saved, ours = manifest["optimizer"], optimizer_kind(ds_config)
     kind, _, offload = saved.partition(", offload ")
     if kind.lower() != optimizer_type(ds_config).lower():

@@ -1,7 +1,8 @@
 """One optimizer step: the same arithmetic on every ZeRO stage, world size and micro-batch.
 
-The loss that goes backward is the sum over this micro-batch's tokens, times the world size (which
-DeepSpeed divides gradients by), over the number of targets in the GLOBAL batch. Gradients are then
+The loss that goes backward is the sum over this micro-batch's tokens, times what DeepSpeed divides
+gradients by (the world size, unless ranks share sequences), over the number of targets in the
+GLOBAL batch. Gradients are then
 those of the mean loss per token, however the batch was cut. DeepSpeed's own division by the
 accumulation steps is off, and the boundary is set by hand, so that the batch size may change.
 """
@@ -17,6 +18,7 @@ import torch
 from zerolm.distributed import sum_over_ranks
 from zerolm.errors import GaveUp
 from zerolm.loss import IGNORED, sums_by_source, token_losses
+from zerolm.parallel import Layout
 from zerolm.pulse import beat
 from zerolm.refusal import Judge, StepGate
 
@@ -59,6 +61,7 @@ def forward_backward(
     batches: Sequence[Batch],
     num_sources: int,
     seq_len: int,
+    layout: Layout,
     flags: Sequence[float],
     fault: str | None = None,
     computing: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -70,17 +73,18 @@ def forward_backward(
         engine: the DeepSpeed engine.
         batches: this rank's micro-batches of the step on the engine's device, as many as others.
         num_sources: how many data sources there are.
-        seq_len: tokens in a row.
+        seq_len: tokens of a sequence.
+        layout: which ranks share sequences.
         flags: figures of this rank of which all are to know the sums.
         fault: for tests: what `fault_point` handed back for this rank.
         computing: entered for each forward pass, which it may time.
         watching: entered for each backward pass, whose gradients it may look at.
     """
-    world_size, device = engine.world_size, engine.device
-    rows = len(batches) * len(batches[0]["targets"]) * world_size
+    device, counts = engine.device, layout.counts(engine.global_rank)
+    rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
     if "document_ids" in batches[0]:  # rows differ in how many targets they have
         counted = sum((batch["targets"] != IGNORED).sum() for batch in batches)
-        targets = int(sum_over_ranks(counted))
+        targets = int(sum_over_ranks(counted * counts))
     else:
         targets = rows * seq_len
     # Loss sums and target counts per source, the auxiliary loss, the flags: one reduction for all.
@@ -94,16 +98,17 @@ def forward_backward(
             losses_BT, auxiliary = token_losses(engine, batch)
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
-        loss = losses_BT.sum() * (world_size / targets)
+        loss = losses_BT.sum() * (layout.averaged_over / targets)
         by_source += sums_by_source(losses_BT, batch, num_sources)
         if auxiliary is not None:
             has_auxiliary = True
-            sums[2 * num_sources] += auxiliary.detach().double() / (len(batches) * world_size)
+            sums[2 * num_sources] += auxiliary.detach().double() / (len(batches) * layout.replicas)
             loss = loss + auxiliary / len(batches)
         if fault == "inf":
             loss = loss * torch.inf  # its gradient is infinite, the loss that is reported is not
         with watching(batch):
             engine.backward(loss, scale_wrt_gas=False)
+    sums *= counts
     sums[2 * num_sources + 1 :] = torch.tensor(flags, dtype=torch.float64)
     figures = sum_over_ranks(sums).tolist()
     losses, counts = figures[:num_sources], figures[num_sources : 2 * num_sources]

@@ -22,19 +22,29 @@ from zerolm.unpickling import read_data
 MASTER = "float32 master"  # beside the optimizer's own names, such as exp_avg
 
 
-def model_file(directory: Path, manifest: Mapping[str, Any]) -> Path:
-    """Return the file with the parameters' order and shapes, the buffers and the counters."""
-    name = "zero_pp_rank_0_mp_rank_00" if manifest["zero_stage"] == 3 else "mp_rank_00"
+def model_file(directory: Path, manifest: Mapping[str, Any], part: int = 0) -> Path:
+    """Return the file with the parameters' order and shapes, the buffers and the counters.
+
+    Args:
+        part: of matrices that were cut over ranks (`parallel.Layout`).
+    """
+    name = f"mp_rank_{part:02d}"
+    if manifest["zero_stage"] == 3:
+        name = f"zero_pp_rank_0_{name}"
     return directory / f"{name}_model_states.pt"
 
 
-def optimizer_files(directory: Path, world_size: int) -> list[Path]:
+def optimizer_files(directory: Path, world_size: int, part: int = 0) -> list[Path]:
     """Return the file of each rank's shard.
+
+    Args:
+        world_size: of those that have the same part.
+        part: as above.
 
     Raises:
         CheckpointError: there are not as many as ranks.
     """
-    pattern = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+    pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{part:02d}_optim_states\.pt")
     found = {
         int(match[1]): path for path in directory.iterdir() if (match := pattern.match(path.name))
     }
@@ -125,6 +135,7 @@ class Weights:
     Args:
         directory: of a checkpoint whose files were compared with its manifest.
         manifest: that manifest.
+        part: 0, or another one of matrices that were cut over ranks: the first puts them together.
 
     Attributes:
         shapes: {name: torch.Size} of the parameters, each one once.
@@ -135,22 +146,38 @@ class Weights:
         CheckpointError: there are not as many shards as ranks.
     """
 
-    def __init__(self, directory: Path, manifest: Mapping[str, Any]):
-        world_size, stage = manifest["world_size"], manifest["zero_stage"]
-        self._model_state = read_data(model_file(directory, manifest), mapped=True)
+    def __init__(self, directory: Path, manifest: Mapping[str, Any], part: int = 0):
+        parts = manifest.get("cut", {}).get("tensor_parallel", 1)
+        world_size, stage = manifest["world_size"] // parts, manifest["zero_stage"]
+        self._model_state = read_data(model_file(directory, manifest, part), mapped=True)
         groups = self._model_state["param_shapes"]
         self.shapes = {name: shape for group in groups for name, shape in group.items()}
         self.twins: dict[str, str] = dict(self._model_state["shared_params"])
         self.buffers: list[str] = list(self._model_state["buffer_names"])
         self._cut = partitions(groups, world_size, stage)
-        self._files = optimizer_files(directory, world_size)
+        self._files = optimizer_files(directory, world_size, part)
         self._open: dict[Path, dict[str, Any]] = {}
+        others = range(1, parts) if part == 0 else ()
+        self._others = [Weights(directory, manifest, other) for other in others]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor under any of its names; of the others nothing comes into memory."""
         name = self.twins.get(name, name)
         if name not in self.shapes:
             return self._model_state["module"][name]
+        own = self._part(name)
+        dim = self._cut_along(name) if self._others else None
+        return own if dim is None else torch.cat([own, *(o._part(name) for o in self._others)], dim)
+
+    def _cut_along(self, name: str) -> int | None:
+        """Return the dimension along which ranks have parts of a parameter, None if all have it."""
+        about = self._model_state["universal_checkpoint_info"]
+        if f"^{re.escape(name)}$" in about["tp_replicated_parameter_patterns"]:
+            return None
+        rows = about["parameter_with_row_parallelism_patterns"]
+        return 1 if f"^{re.escape(name)}$" in rows else 0
+
+    def _part(self, name: str) -> torch.Tensor:
         shape = self.shapes[name]
         alone = Partitions([{name: shape.numel()}], 1, each=True)
         [flat] = copied(self._cut, alone, self._files, 0, {MASTER: torch.float32}, self._open_once)
@@ -159,6 +186,8 @@ class Weights:
     def release(self) -> None:
         """Unmap the shards: what was read of them need not stay in memory."""
         self._open.clear()
+        for other in self._others:
+            other.release()
 
     def _open_once(self, path: Path) -> dict[str, Any]:
         if path not in self._open:

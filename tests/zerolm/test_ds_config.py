@@ -52,7 +52,7 @@ def found(config, on_gpu=False, world_size=2):
 
 
 def resolved(config, settings=SETTINGS, **more):
-    sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "world_size": 2}
+    sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "replicas": 2}
     steps = {"warmup_steps": 5, "total_steps": 100}
     return resolve(config, settings, **{**sizes, **steps, "on_gpu": True, **more})
 
@@ -393,11 +393,6 @@ BAD = {
         "Remove the key",
     ),
     "pipelines": ({"pipeline": {"stages": 2}}, "pipeline", "not supported"),
-    "tensor parallelism": (
-        {"tensor_parallel": {"autotp_size": 2}},
-        "tensor_parallel",
-        "not supported",
-    ),
     "data efficiency": ({"data_efficiency": {"enabled": True}}, "data_efficiency", "--data"),
     "a secret": ({"comet": {"api_key": "abc"}}, "comet.api_key: a secret", "COMET_API_KEY"),
     "sums of gradients": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: sum", "mean"),

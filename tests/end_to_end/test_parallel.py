@@ -1,0 +1,207 @@
+"""Tensor and sequence parallelism: the curve, the figures and the weights of a run without them.
+
+Everything is compared with one process of plain PyTorch; what that has not (documents, dropout of
+parts) with a run of data parallelism.
+"""
+
+import json
+
+import numpy as np
+import oracle
+import plain_pytorch
+import pytest
+import torch
+from recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS, profile, recipe
+from test_export import zerolm
+from test_parity import agrees, check_health, check_noise
+from transformers import AutoModelForCausalLM
+
+from tests.launching import LLAMA, launch, rows, run_ranks, write_json
+
+STEPS, WARMUP_TOKENS = 20, 4 * STEP_TOKENS
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+SEQUENCE = {"sequence_parallel_size": 2}
+QWEN3 = {
+    **LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16,
+}  # fmt: skip
+QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+MORE = ("--gradient_checkpointing",)
+CHUNKS = ("--loss_chunk_tokens", 16)
+
+# form, ranks, model, ZeRO stage, bf16, further flags
+RUNS = {
+    "tensor-2-zero1": (TENSOR, 2, LLAMA, 1, False, ()),
+    "tensor-2-zero2-bf16": (TENSOR, 2, LLAMA, 2, True, ()),
+    "tensor-2-zero1-bf16": (TENSOR, 2, LLAMA, 1, True, ()),
+    "tensor-2x2-zero1": (TENSOR, 4, LLAMA, 1, False, MORE),
+    "tensor-2x2-zero2": (TENSOR, 4, LLAMA, 2, False, ()),
+    "tensor-2-tied": (TENSOR, 2, TIED, 2, False, ()),
+    "tensor-2-qwen2": (TENSOR, 2, QWEN2, 2, False, ()),
+    "tensor-2-qwen3": (TENSOR, 2, QWEN3, 2, False, ()),
+    "sequence-2-zero1": (SEQUENCE, 2, LLAMA, 1, False, ()),
+    "sequence-2-zero2": (SEQUENCE, 2, LLAMA, 2, False, CHUNKS),
+    "sequence-2-zero3": (SEQUENCE, 2, LLAMA, 3, False, MORE),
+    "sequence-2-zero2-bf16": (SEQUENCE, 2, LLAMA, 2, True, ()),
+    "sequence-2-zero3-bf16": (SEQUENCE, 2, LLAMA, 3, True, ()),
+    "sequence-2x2-zero2": (SEQUENCE, 4, LLAMA, 2, False, ()),
+    "sequence-2x2-zero3": (SEQUENCE, 4, LLAMA, 3, False, MORE),
+    "sequence-2-tied": (SEQUENCE, 2, TIED, 3, False, ()),
+    "sequence-2-qwen2": (SEQUENCE, 2, QWEN2, 2, False, ()),
+    "sequence-2-qwen3": (SEQUENCE, 2, QWEN3, 2, False, ()),
+}
+CASES = [pytest.param(*RUNS[name], id=name, marks=pytest.mark.soak) for name in RUNS]
+
+
+def words_of(tmp_path, form, config, corpus, stage, bf16, micro, *more):
+    ds = json.loads(profile(tmp_path / "plain.json", stage, bf16).read_text())
+    json_file = write_json(tmp_path / "ds.json", {**ds, **form})
+    model = write_json(tmp_path / "model.json", config)
+    words = recipe(model, corpus, tmp_path / "run", json_file, STEPS, micro)
+    words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    return [*words, *more]
+
+
+@pytest.fixture(scope="session")
+def reference(corpus):
+    known: dict[str, list[plain_pytorch.Step]] = {}
+
+    def curve(config, bf16: bool) -> list[plain_pytorch.Step]:
+        key = json.dumps([config, bf16])
+        if key not in known:
+            known[key] = plain_pytorch.train(
+                config, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH,
+                micro_batch_size=2, steps=STEPS, peak=PEAK, minimum=MINIMUM,
+                warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING, bf16=bf16,
+            )  # fmt: skip
+        return known[key]
+
+    return curve
+
+
+def check_run(run_dir, curve, form, bf16) -> None:
+    losses = np.array([step.loss for step in curve])
+    found = np.array(list(rows(run_dir, "train/loss").values()))
+    assert len(found) == STEPS
+    print(f"train/loss: at most {np.abs(found / losses - 1).max():.1e} from plain PyTorch")
+    np.testing.assert_allclose(found, losses, rtol=5e-3 if bf16 else 1e-5)
+    agrees(run_dir, "train/grad_norm", [step.grad_norm for step in curve], 5e-2 if bf16 else 1e-4)
+    check_health(run_dir, curve, bf16)
+    if form is TENSOR:
+        check_noise(run_dir, curve, 2, bf16)
+    else:
+        assert rows(run_dir, "train/noise_scale_tokens") == {}
+    by_source = rows(run_dir, "data/counting/loss")
+    assert by_source == rows(run_dir, "train/loss")
+    tokens = rows(run_dir, "data/counting/tokens")
+    assert tokens == {step: step * STEP_TOKENS for step in range(1, STEPS + 1)}
+
+
+def test_a_run_with_cut_matrices_is_the_run_without(tmp_path, corpus, reference) -> None:
+    """Its curve and figures, its first weights, and the model that it exports."""
+    words = words_of(tmp_path, TENSOR, LLAMA, corpus, 2, False, 2)
+    done = run_ranks(2, *words)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "2 x cpu, 1 data parallel x 2 tensor parallel" in done.stdout
+    check_run(tmp_path / "run", reference(LLAMA, False), TENSOR, False)
+    out = tmp_path / "model"
+    exported = zerolm("export", tmp_path / "run", out, "--precision", "fp32")
+    assert exported.returncode == 0, exported.stderr
+    weights = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    squares = sum(float(value.double().square().sum()) for value in weights.values())
+    norm = reference(LLAMA, False)[-1].param_norms[""]
+    assert squares**0.5 == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("form", "ranks", "config", "stage", "bf16", "more"), CASES)
+def test_curve_and_health_equal_plain_pytorch(
+    tmp_path, corpus, reference, form, ranks, config, stage, bf16, more
+) -> None:
+    done = run_ranks(ranks, *words_of(tmp_path, form, config, corpus, stage, bf16, 2, *more))
+    assert done.returncode == 0, done.stdout[-4000:]
+    check_run(tmp_path / "run", reference(config, bf16), form, bf16)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("form", "stage"), [(TENSOR, 1), (TENSOR, 2), (SEQUENCE, 2), (SEQUENCE, 3)],
+    ids=["tensor-1", "tensor-2", "sequence-2", "sequence-3"],
+)  # fmt: skip
+def test_a_killed_run_goes_on_in_every_bit(tmp_path, corpus, form, stage) -> None:
+    found = {}
+    for name, more in (("whole", {}), ("killed", {"FAULT": "step.begin:1:14:kill"})):
+        (tmp_path / name).mkdir()
+        words = words_of(tmp_path / name, form, LLAMA, corpus, stage, True, 2)
+        words += ["--checkpoint_interval", 6]
+        done = launch(2, *words, **more)
+        if more:
+            assert done.returncode != 0
+            done = run_ranks(2, *words)
+            assert "resume:" in done.stdout, done.stdout[-3000:]
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[name] = oracle.digest(tmp_path / name / "run")
+    assert oracle.differences(found["killed"], found["whole"]) == []
+
+
+@pytest.mark.soak
+def test_sequences_may_be_cut_otherwise_when_a_run_goes_on(tmp_path, corpus, reference) -> None:
+    """Checkpoints do not know of it: 2 ranks a sequence, then 1, and another ZeRO stage."""
+    words = words_of(tmp_path, SEQUENCE, LLAMA, corpus, 2, False, 2)
+    done = launch(2, *words, "--checkpoint_interval", 8, FAULT="step.begin:0:12:kill")
+    assert done.returncode != 0
+    words = words_of(tmp_path, {}, LLAMA, corpus, 3, False, 2)
+    done = run_ranks(2, *words, "--checkpoint_interval", 8)
+    assert done.returncode == 0, done.stdout[-4000:]
+    losses = list(rows(tmp_path / "run", "train/loss").values())
+    expected = [step.loss for step in reference(LLAMA, False)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.soak
+def test_cut_matrices_are_not_cut_anew(tmp_path, corpus) -> None:
+    words = words_of(tmp_path, TENSOR, LLAMA, corpus, 2, False, 2)
+    assert run_ranks(2, *words).returncode == 0
+    before = sorted((tmp_path / "run").rglob("*"))
+    for form, ranks in (({}, 2), (TENSOR, 4)):
+        done = run_ranks(ranks, *words_of(tmp_path, form, LLAMA, corpus, 2, False, 2))
+        assert done.returncode == 2, done.stdout[-3000:]
+        assert "tensor_parallel.autotp_size: 2" in done.stdout
+        assert "begin a run from its export" in done.stdout and "Traceback" not in done.stdout
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+@pytest.mark.soak
+def test_documents_and_validation_with_cut_matrices(tmp_path, corpus, held_out) -> None:
+    """Documents kept apart, weights computed again, validation: as in data parallelism."""
+    more = ["--document_mask", *MORE, "--val_data", held_out, "--eval_interval", 10]
+    found = {}
+    for name, form in (("plain", {}), ("cut", TENSOR)):
+        (tmp_path / name).mkdir()
+        words = words_of(tmp_path / name, form, LLAMA, corpus, 2, False, 2)
+        done = run_ranks(2, *words, *more)
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[name] = {
+            key: np.array(list(rows(tmp_path / name / "run", key).values()))
+            for key in ("train/loss", "train/grad_norm", "eval/loss", "train/param_norm")
+        }
+    for key, values in found["plain"].items():
+        np.testing.assert_allclose(found["cut"][key], values, rtol=1e-4, err_msg=key)
+
+
+@pytest.mark.soak
+def test_validation_and_export_with_cut_sequences(tmp_path, corpus, held_out) -> None:
+    more = ["--val_data", held_out, "--eval_interval", 10]
+    found, weights = {}, {}
+    for name, form in (("plain", {}), ("cut", SEQUENCE)):
+        (tmp_path / name).mkdir()
+        words = words_of(tmp_path / name, form, LLAMA, corpus, 3, False, 2)
+        done = run_ranks(2, *words, *more)
+        assert done.returncode == 0, done.stdout[-4000:]
+        found[name] = list(rows(tmp_path / name / "run", "eval/loss").values())
+        out = tmp_path / name / "model"
+        exported = zerolm("export", tmp_path / name / "run", out, "--precision", "fp32")
+        assert exported.returncode == 0, exported.stderr
+        weights[name] = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    np.testing.assert_allclose(found["cut"], found["plain"], rtol=1e-5)
+    for name, value in weights["plain"].items():
+        assert torch.allclose(weights["cut"][name], value, rtol=1e-3, atol=1e-5), name
