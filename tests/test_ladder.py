@@ -64,6 +64,8 @@ RUNGS = {
             "store_copies", "url", "window_readers",
             # looking at memory
             "activations", "live_memory",
+            # the optimizer's parts
+            "adaptive_clip",
             # the loss without all of its logits
             "chunked_head", "loss_chunks",
             # how blocks are computed

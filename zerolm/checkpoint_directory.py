@@ -43,6 +43,7 @@ class Progress:
         skipped_windows: sequence numbers [start, end) that the data order leaves out since then.
         history: what the next steps are judged by, a `zerolm.spike.History` as JSON.
         health: what the next metrics take up, a `zerolm.health.Since` as JSON.
+        clipping: what gradient norms are usual, a `zerolm.adaptive_clip.Usual` as JSON.
 
     Lists and dicts are replaced, never changed: a copy that a writer holds stays as it is.
     """
@@ -56,6 +57,7 @@ class Progress:
     skipped_windows: list[list[int]] = field(default_factory=list)
     history: dict[str, Any] = field(default_factory=dict)
     health: dict[str, Any] = field(default_factory=dict)
+    clipping: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

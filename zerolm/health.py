@@ -46,7 +46,7 @@ class Health:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
         device: where collectives of this run work.
         interval: every so many steps are measured.
-        clipping: norm to which gradients are clipped; 0: they are not.
+        clips: whether there is any clipping.
         norm_is_of_gradient: False for optimizers whose reported norm is that of something else.
         layout: which ranks share sequences, and matrices.
     """
@@ -57,13 +57,13 @@ class Health:
         device: torch.device,
         *,
         interval: int,
-        clipping: float,
+        clips: bool,
         norm_is_of_gradient: bool,
         layout: Layout,
     ):
         self.blocks = Blocks(engine.module)
         self._engine, self._device = engine, device
-        self._interval, self._clipping = interval, clipping
+        self._interval, self._clips = interval, clips
         self._layout, self._rank = layout, engine.global_rank
         # With sequences cut no rank ever has the gradient of a micro-batch.
         self._noise = norm_is_of_gradient and layout.sequence == 1
@@ -111,7 +111,7 @@ class Health:
             self._meter.drop()
             return state
         since = Since(**state)
-        clipped = 0.0 < self._clipping < result.grad_norm
+        clipped = 0.0 < result.clipped_to < result.grad_norm
         return vars(replace(since, steps=since.steps + 1, clipped=since.clipped + clipped))
 
     def row(self, state: dict[str, Any], result: Any) -> tuple[Row, dict[str, Any]]:
@@ -142,7 +142,7 @@ class Health:
             row |= self._norms("train/param_norm", found[:count])
             if changes is not None:
                 row |= self._ratios(found[count : 2 * count], found[:count])
-        if self._clipping and since.steps:
+        if self._clips and since.steps:
             row["train/clipped_share"] = since.clipped / since.steps
         averages = Estimate(since.noise, since.signal)
         new = self._estimate(found[-NUM_FIGURES:], result) if self._sampling else None

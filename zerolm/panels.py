@@ -53,7 +53,7 @@ PANELS = (
     ),
     Panel("Learning rate", "", r"train/learning_rate"),
     Panel(
-        "Gradient norm", "", r"train/grad_norm", smooth=True, log=True,
+        "Gradient norm", "", r"train/(grad_norm|clip_norm)", smooth=True, log=True,
         about="2-norm before clipping. Above the dashed line the gradient is clipped.",
     ),
     Panel(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm import (
+    adaptive_clip,
     checkpoint,
     compiled_blocks,
     console,
@@ -85,11 +86,13 @@ class Run:
         self.ladder = stability.ladder(
             plan.settings, plan.ds_config["optimizer"]["type"], plan.precision
         )
+        fixed = float(plan.ds_config.get("gradient_clipping", 0.0))
+        self.clipping = adaptive_clip.Clipping(fixed, self.settings.adaptive_clip)
         self.health = health.Health(
             engine,
             device,
             interval=plan.settings.log_interval or 1,  # resolved, as all are
-            clipping=float(plan.ds_config.get("gradient_clipping", 0.0)),
+            clips=self.clipping.clips,
             norm_is_of_gradient=self.ladder.policy.watch_norm,
             layout=self.layout,
         )
@@ -145,6 +148,7 @@ class Run:
             old = found.manifest.get("order", new)
             self.progress = run_record.carried(self.progress, old, new)
         self.ladder.history = History(**self.progress.history)
+        self.clipping.usual = adaptive_clip.Usual(**self.progress.clipping)
         self.record = run_directory.record(self.plan)
         self.record["skipped_windows"] = self.progress.skipped_windows
         if self.rank == 0:
@@ -259,6 +263,7 @@ class Run:
                 factor=self.ladder.factor,
                 refused=self.ladder.judge_loss(result.loss),
                 judge=self.ladder.judge_norm,
+                clip=self.clipping.bound,
             )
         self.batch_tokens = sequences * seq_len
         self.watch.count(sequences, self.batch_tokens)
@@ -272,6 +277,8 @@ class Run:
         progress.health = self.health.end_step(progress.health, result)
         if result.applied:
             progress.tokens = tokens
+            self.clipping.end_step(result.grad_norm)
+            progress.clipping = vars(self.clipping.usual)
         else:
             progress.skipped_steps += 1
         if self.ladder.reason or not result.applied:
@@ -360,6 +367,7 @@ class Run:
             "tokens": progress.tokens,
             **metrics.training_row(result, plan.source_names),
             **health_row,
+            **self.clipping.row(result.clipped_to),
             "train/batch_tokens": self.batch_tokens,
             **metrics.data_row(
                 self.order,

@@ -37,9 +37,10 @@ CURVE_SETTINGS = (
     "beta1",
     "beta2",
     "float32_matmul",
+    "adaptive_clip",
 )
 # What runs had that were begun before there was a choice.
-ONCE = {"packing": CONCAT, "float32_matmul": HIGHEST}
+ONCE = {"packing": CONCAT, "float32_matmul": HIGHEST, "adaptive_clip": 0.0}
 # Written by transformers, without effect on what is learned.
 CASUAL_MODEL_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}

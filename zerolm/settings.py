@@ -399,6 +399,15 @@ class Settings:
     skip_spikes: bool = _switch(
         "stability", "refuse a step with a spike; non-finite ones always are (default: on)", True
     )
+    adaptive_clip: float = _flag(
+        "stability",
+        "real",
+        "clip gradient norms that are so many deviations above their moving mean (ZClip), besides "
+        "gradient_clipping; 0: none (default: 0)",
+        shows="Z",
+        default=0.0,
+        minimum=0.0,
+    )
     cooldown_after: int = _count(
         "stability",
         "spikes in the window that lower the learning rate for a while; 0: never (default: 3)",

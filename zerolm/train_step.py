@@ -20,7 +20,7 @@ from zerolm.errors import GaveUp
 from zerolm.loss import IGNORED, sums_by_source, token_losses
 from zerolm.parallel import Layout
 from zerolm.pulse import beat
-from zerolm.refusal import Judge, StepGate
+from zerolm.refusal import Clip, Judge, StepGate
 
 Batch = dict[str, torch.Tensor]
 DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # of a loss and its gradient, by faults
@@ -35,6 +35,7 @@ class StepResult:
         source_losses, source_tokens: (S,) sums of losses and counts of targets per source.
         auxiliary_loss: mean weighted router loss of a mixture of experts, else None.
         grad_norm: 2-norm of the gradient before clipping; infinite when it is not finite.
+        clipped_to: 2-norm to which the gradient was clipped if it was larger; 0: it was not.
         learning_rate: of this step.
         applied: False when the optimizer step was refused, or skipped by DeepSpeed.
         flags: sums over the ranks of what each gave.
@@ -45,6 +46,7 @@ class StepResult:
     source_tokens: list[float]
     auxiliary_loss: float | None = None
     grad_norm: float = 0.0
+    clipped_to: float = 0.0
     learning_rate: float = 0.0
     applied: bool = True
     flags: list[float] = field(default_factory=list)
@@ -142,6 +144,7 @@ def apply(
     factor: float = 1.0,
     refused: bool = False,
     judge: Judge,
+    clip: Clip | None = None,
 ) -> None:
     """Take the optimizer step, and note how it went in `result`. Every rank must call.
 
@@ -151,6 +154,7 @@ def apply(
         factor: what either is multiplied by.
         refused: only clear the gradients: the weights and the optimizer's states stay as they are.
         judge: is given the gradient norm, and returns whether to refuse the step for it.
+        clip: is given it too, and returns what to clip to; None: as the ds config says.
 
     Raises:
         GaveUp: fp16 found no loss scale at which the gradients are finite.
@@ -165,7 +169,7 @@ def apply(
             group["lr"] = rate * factor
     result.learning_rate = groups[0]["lr"] if learning_rate is None else learning_rate * factor
     try:
-        gate.step(engine, refused, judge)
+        gate.step(engine, refused, judge, clip)
     except Exception as error:
         if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
             raise GaveUp(f"fp16: {error}") from error
@@ -175,6 +179,7 @@ def apply(
         for group, rate in zip(groups, scheduled, strict=True):
             group["lr"] = rate
     norm = gate.grad_norm if gate.refused else engine.get_global_grad_norm()
+    result.clipped_to = gate.clipped_to
     # DeepSpeed's -1 is a NaN; without a norm it found an overflow before it came to one.
     result.grad_norm = float(norm) if norm is not None and norm >= 0 else float("inf")
 

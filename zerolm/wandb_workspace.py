@@ -28,6 +28,7 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("learning rate", ("train/learning_rate",)),
         ("gradient norm", ("train/grad_norm",)),
         ("clipped steps", ("train/clipped_share",)),
+        ("clipped to", ("train/clip_norm",)),
         ("parameter norm", ("train/param_norm",)),
         ("update to weight ratio", ("train/update_ratio",)),
         ("gradient noise scale", ("train/noise_scale_tokens",)),

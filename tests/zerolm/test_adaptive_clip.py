@@ -1,0 +1,49 @@
+"""Adaptive clipping is ZClip's, by its formulas on the whole list of norms, resumed as JSON."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from zerolm.adaptive_clip import Clipping, Usual
+
+
+def published(norms: list[float], threshold: float) -> list[float]:
+    """Return the bound of each step: arXiv 2504.02507, algorithm 1, with its constants."""
+    bounds = [math.inf] * 25
+    mean, variance = np.mean(norms[:25]), np.var(norms[:25])
+    for norm in norms[25:]:
+        z = (norm - mean) / (math.sqrt(variance) + 1e-6)
+        clipped = mean + threshold / z * threshold * math.sqrt(variance) if z > threshold else norm
+        bounds.append(clipped if z > threshold else math.inf)
+        mean = 0.97 * mean + 0.03 * clipped
+        variance = 0.97 * variance + 0.03 * (clipped - mean) ** 2
+    return bounds
+
+
+@pytest.mark.parametrize("fixed", [0.0, 1.2])
+def test_bounds_are_zclips_and_survive_a_restart_at_any_step(fixed):
+    generator = np.random.default_rng(0)
+    norms = (1 + 0.1 * generator.standard_t(3, 400)).clip(0.1).tolist()
+    clipping, found = Clipping(fixed, 2.5), []
+    for norm in norms:
+        found.append(clipping.bound(norm))
+        clipping.end_step(norm)
+        state = json.loads(json.dumps(vars(clipping.usual)))
+        clipping = Clipping(fixed, 2.5)
+        clipping.usual = Usual(**state)
+    adaptive = published(norms, 2.5)
+    assert sum(map(math.isfinite, adaptive)) > 10
+    expected = [min(bound, fixed or math.inf) for bound in adaptive]
+    np.testing.assert_allclose([bound or math.inf for bound in found], expected, rtol=1e-9)
+
+
+def test_without_a_threshold_only_the_fixed_norm_clips():
+    clipping = Clipping(0.5, 0.0)
+    for norm in [1.0] * 30 + [100.0]:
+        assert clipping.bound(norm) == 0.5
+        clipping.end_step(norm)
+    assert clipping.usual == Usual() and clipping.clips and not clipping.adapts
+    assert clipping.row(0.5) == {}
+    assert not Clipping(0.0, 0.0).clips and Clipping(0.0, 2.5).clips
