@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from zerolm import allocator, distributed, preflight, restore, run_directory, stability, watchdog
 from zerolm.checkpoint_directory import candidates
 from zerolm.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
-from zerolm.optimizer import parameter_groups
+from zerolm.optimizer import leave_untouched_values, parameter_groups
 from zerolm.plan import Plan
 from zerolm.run import Run
 
@@ -120,7 +121,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
-    from zerolm import attention_kernels, chunked_head, compiled_blocks, leakage, ulysses
+    from zerolm import attention_kernels, chunked_head, compiled_blocks, leakage, muon, ulysses
     from zerolm import model as models
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -159,12 +160,18 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
         compiled_blocks.prepare(model, plan.zero_stage)
     assert plan.settings.seq_len is not None  # preflight has resolved it
     mpu = ulysses.register(model, plan.layout, plan.micro_batch_size, plan.settings.seq_len)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        mpu=mpu,
-        model_parameters=parameter_groups(model, plan.weight_decay),
-        config=plan.ds_config,
-    )
+    with_muon = muon.chosen(plan.ds_config)
+    with muon.tagging(model) if with_muon else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            mpu=mpu,
+            model_parameters=parameter_groups(model, plan.weight_decay),
+            config=plan.ds_config,
+        )
+    if with_muon:
+        say(muon.shares(model))
+    if plan.ds_config["optimizer"]["type"].lower() == "lion":
+        leave_untouched_values(engine.optimizer.optimizer)
     models.restore_float32_buffers(engine.module, buffers)
     if plan.settings.compile:
         say(compiled_blocks.compile_blocks(engine.module))

@@ -255,10 +255,10 @@ def checkpoint_bytes(settings: Settings) -> int | None:
     try:
         config = architecture.load_model_config(settings.model_config)
         profile = ds_config.load_ds_config(settings.deepspeed_config)
-        count = architecture.num_parameters(architecture.parameter_shapes(config))
+        shapes = architecture.parameter_shapes(config)
     except ConfigError:
         return None
-    return memory.checkpoint_bytes(count, profile)
+    return memory.checkpoint_bytes(shapes, profile)
 
 
 def needed_operators(settings: Settings, kind: str) -> list[str]:

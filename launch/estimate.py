@@ -96,7 +96,7 @@ def estimate(
     rate = subject.batch_tokens / step.seconds
     peak = hardware.peak(ds_config.compute_precision(subject.ds))
     assert peak is not None
-    size = memory.checkpoint_bytes(model.num_parameters, subject.ds)
+    size = memory.checkpoint_bytes(model.shapes, subject.ds)
     write = size / assumed.storage_write_bytes_per_second
     copy = size / subject.devices / hardware.host_link
     stall = copy if settings.async_checkpoint else copy + write

@@ -206,7 +206,7 @@ def _measured(model: Model, directory: Path, ranks: int) -> Probe:
         batch_tokens=settings["batch_tokens"],
         flops_per_token=flops_per_token(model.config, model.shapes, settings["seq_len"]),
         checkpoint_bytes=sum(path.stat().st_size for path in files),
-        predicted_checkpoint_bytes=memory.checkpoint_bytes(model.num_parameters, ds),
+        predicted_checkpoint_bytes=memory.checkpoint_bytes(model.shapes, ds),
         device=device,
     )
 

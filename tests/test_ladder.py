@@ -65,7 +65,7 @@ RUNGS = {
             # looking at memory
             "activations", "live_memory",
             # the optimizer's parts
-            "adaptive_clip",
+            "adaptive_clip", "muon",
             # the loss without all of its logits
             "chunked_head", "loss_chunks",
             # how blocks are computed

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from zerolm.ds_config import block, optimizer_offload, optimizer_type, zero_stage
+from zerolm import muon
+from zerolm.ds_config import block, optimizer_offload, optimizer_type
 from zerolm.ds_schema import AUTO
 from zerolm.errors import did_you_mean
 from zerolm.settings import Settings
@@ -19,8 +20,23 @@ from zerolm.values import shown
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 ADAM = frozenset({"adam", "adamw"})
 WITHOUT_BETAS = frozenset({"adagrad", "musgd"})
+# Their arithmetic is that of whole parameters. ZeRO hands an optimizer flat cuts, of several
+# parameters at stages 1 and 2, so that another curve is learned on another number of ranks.
+# tests/zerolm/test_ds_optimizers.py steps every optimizer of torch whole and cut in two.
+NOT_BY_VALUE = {
+    "adafactor": "factors matrices and scales its step by the norms of whole parameters",
+    "lamb": "scales the step of each parameter by the norms of the whole parameter",
+    "lbfgs": "calls the model several times in a step",
+    "sparseadam": "takes sparse gradients only",
+}
+# Wanted by many, and nowhere to be had: neither in DeepSpeed nor in torch.optim.
+NOWHERE = {
+    "sophia": "needs a second backward pass through the gradient for its Hessian, which ZeRO's "
+    "reduction of gradients has not"
+}
 NEEDS_MUP = frozenset({"muadam", "muadamw", "musgd"})
-WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion"})  # deepspeed/ops/*/cpu_*.py
+# deepspeed/ops/*/cpu_*.py; Muon's arithmetic is ZeRO's, that of its other parameters is CPUAdam's
+WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
 ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 FUSED_ADAM_PARAMS = ("bias_correction", "fp32_optimizer_states", "amsgrad")
 TORCH_ADAM_PARAMS = (
@@ -43,7 +59,7 @@ SCHEDULERS = {
 }
 
 # What "auto" can stand for, as in Hugging Face's Trainer.
-AUTO_PARAMS = ("lr", "betas", "eps", "weight_decay")
+AUTO_PARAMS = muon.AUTO_PARAMS
 AUTO_SCHEDULER_PARAMS = (
     "warmup_min_lr",
     "warmup_max_lr",
@@ -94,6 +110,12 @@ def optimizer_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
         problems.append(f"optimizer.params.betas: {written} has none. Remove the key.")
     if "optimizer" in ds_config and "type" not in block(ds_config, "optimizer"):
         problems.append('optimizer.type: missing. Write for example "type": "AdamW".')
+    if why := NOT_BY_VALUE.get(kind):
+        return [
+            *problems,
+            f"optimizer.type: {written}, {why}; ZeRO gives it flat cuts, of which it would make "
+            f"another curve for each world size. Use AdamW, Muon or Lion.",
+        ]
     if kind not in map(str.lower, OPTIMIZERS):
         return problems + _torch_optimizer_problems(ds_config, written)
     if kind in NEEDS_MUP and importlib.util.find_spec("mup") is None:
@@ -105,17 +127,13 @@ def optimizer_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
             f"optimizer.type: {written}, has no version for offload_optimizer. Use AdamW, Lion or "
             f"Adagrad, or remove zero_optimization.offload_optimizer."
         )
-    elif not on_gpu and kind == "lamb":
-        problems.append(f"optimizer.type: {written}, needs a GPU. Use AdamW.")
     elif not on_gpu and kind == "lion" and offload == "none":
         problems.append(
             f"optimizer.type: {written}, needs a GPU, or zero_optimization.offload_optimizer. Use "
             f"AdamW or add the block."
         )
-    if kind == "lamb":
-        problems += _untested(ds_config, written)
     if kind == "muon":
-        problems += _muon_problems(ds_config)
+        problems += muon.problems(ds_config)
     if kind in ADAM:
         problems += _adam_param_problems(ds_config, on_gpu)
     return problems
@@ -125,6 +143,12 @@ def _torch_optimizer_problems(ds_config: Mapping[str, Any], written: str) -> lis
     import torch
 
     optimizer = getattr(torch.optim, written, None)
+    missing = next((why for name, why in NOWHERE.items() if written.lower().startswith(name)), "")
+    if missing:
+        return [
+            f"optimizer.type: {written}, is neither DeepSpeed's nor torch.optim's, and {missing}. "
+            f"Use AdamW, Muon or Lion."
+        ]
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         choices = [*OPTIMIZERS, *(name for name in dir(torch.optim) if name[0].isupper())]
         hint = did_you_mean(written, choices) or " Use AdamW."
@@ -144,25 +168,6 @@ def _untested(ds_config: Mapping[str, Any], written: str) -> list[str]:
         f"optimizer.type: {written}, ZeRO refuses it untested. Use AdamW, or set "
         f"zero_allow_untested_optimizer to true."
     ]
-
-
-def _muon_problems(ds_config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    clipping = ds_config.get("gradient_clipping")
-    if clipping != AUTO and clipping != 0:
-        said = "missing, which is 1.0" if clipping is None else shown(clipping)
-        problems.append(
-            f"gradient_clipping: {said}, with Muon it shrinks the orthogonalised update "
-            f"(DeepSpeed#8439). Set it to 0."
-        )
-    if (
-        zero_stage(ds_config) == 3
-        and block(ds_config, "zero_optimization").get("reduce_scatter", True) is not False
-    ):
-        problems.append(
-            "zero_optimization.reduce_scatter: true, Muon at stage 3 needs false. Set it to false."
-        )
-    return problems
 
 
 def _adam_param_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:

@@ -7,11 +7,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from zerolm import muon
 from zerolm.ds_config import (
     SCHEDULES,
     block,
     optimizer_offload,
-    optimizer_type,
     precision,
     zero_stage,
 )
@@ -59,8 +59,7 @@ def resolve(
         resolved["tensor_parallel"]["vocab_parallel_lm_head"] = False
     if resolved.get("gradient_clipping", AUTO) == AUTO:
         # DeepSpeed's own default since 0.19; older ones did not clip. Here it stands in run.json.
-        muon = optimizer_type(ds_config).lower() == "muon"
-        resolved["gradient_clipping"] = 0.0 if muon else DEFAULT_CLIPPING
+        resolved["gradient_clipping"] = 0.0 if muon.chosen(ds_config) else DEFAULT_CLIPPING
     if "writer" in block(resolved, "checkpoint"):
         del resolved["checkpoint"]["writer"]  # --async_checkpoint says it from here on
     _resolve_precision(resolved)
@@ -100,7 +99,7 @@ def _resolve_optimizer(resolved: dict[str, Any], settings: Settings, on_gpu: boo
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW", "params": {}})
     params = optimizer.setdefault("params", {})
     adam = optimizer["type"].lower() in ADAM
-    ours = {"lr", "eps", "weight_decay"} if adam else {"lr"}
+    ours = {"lr", "eps", "weight_decay"} if adam or muon.chosen(resolved) else {"lr"}
     if takes_betas(resolved):
         ours.add("betas")
     wanted = {
@@ -112,7 +111,10 @@ def _resolve_optimizer(resolved: dict[str, Any], settings: Settings, on_gpu: boo
     for key, value in wanted.items():
         if params.get(key) == AUTO or (key not in params and key in ours):
             params[key] = value
-    if adam and not on_gpu and optimizer_offload(resolved) == "none":
+    on_plain_cpu = not on_gpu and optimizer_offload(resolved) == "none"
+    if muon.chosen(resolved):
+        muon.fill(params, on_plain_cpu=on_plain_cpu)
+    if adam and on_plain_cpu:
         # DeepSpeed's FusedAdam would compile a CPU kernel for a minute at each fresh start; torch's
         # AdamW is the same arithmetic and needs no compiler.
         params.setdefault("torch_adam", True)

@@ -7,6 +7,7 @@ Knows nothing of the settings of a run. Versions: DeepSpeed 0.19.8.
 from collections.abc import Mapping
 from typing import Any
 
+from zerolm import muon
 from zerolm.ds_config import block, offload_device, precision, zero_stage
 from zerolm.ds_optimizers import optimizer_problems, scheduler_problems
 from zerolm.errors import did_you_mean
@@ -187,6 +188,7 @@ def rule_notices(
         notices.append(
             "gradients are accumulated in bf16; data_types.grad_accum_dtype fp32 is more exact"
         )
+    notices += muon.notices(ds_config)
     quantized = [
         f"zero_optimization.{key}"
         for key in ("zero_quantized_weights", "zero_quantized_gradients")

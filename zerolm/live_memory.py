@@ -18,6 +18,7 @@ from zerolm.files import write_json
 VARIABLE = "ZEROLM_MEMORY_PROBE"
 GRADIENTS = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
 GRADIENT_BUFFERS = ("grad_partitions_flat_buffer",)
+MOMENTA_OF_THE_STEP = "_muon_pending_momentum"
 WEIGHT_COPIES = "param_buffer_of_bit16_for_cpu_offload_groups"  # on the way back to the device
 BUFFERS = (
     "ipg_buckets",
@@ -58,7 +59,10 @@ def model_state_bytes(engine: Any) -> dict[str, int]:
             getattr(optimizer, WEIGHT_COPIES, None),
         ],
         "master": master,
-        "optimizer": [value for state in inner.state.values() for value in state.values()],
+        "optimizer": [
+            [value for state in inner.state.values() for value in state.values()],
+            getattr(optimizer, MOMENTA_OF_THE_STEP, None),
+        ],
         "gradients": gradients,
         "buffers": [getattr(optimizer, name, None) for name in BUFFERS],
         "others": [one for one in gc.get_objects() if type(one) is torch.Tensor],

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerolm import activations, defaults, ds_config, parallel
+from zerolm import activations, defaults, ds_config, muon, parallel
 from zerolm.recomputation import Recompute
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Values that an optimizer keeps of each parameter, where they are not AdamW's two.
-MOMENTS = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
+MOMENTS = {"adagrad": 1, "lion": 1, "sgd": 0}
+# On the CPU DeepSpeed's Lion makes Adam's second moment too, and leaves it zero.
+MOMENTS_ON_HOST = {"adagrad": 1, "sgd": 0}
 # deepspeed/runtime/zero/config.py, 0.19.8: what DeepSpeed takes where the JSON says nothing
 REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
@@ -88,13 +90,13 @@ def model_states(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> Mode
         share = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
     value = 4 if ds_config.precision(ds) == "fp32" else 2
     accumulated = gradient_bytes(ds)
-    moments = 4 * MOMENTS.get(ds_config.optimizer_type(ds).lower(), 2)
+    moments = _moment_bytes(shapes, ds) / total
     split = share if stage else total
     summed = _sums_before(ds)
     device = {
         "weights": value * (share if stage == 3 else total),
         "gradients": accumulated * (split if stage >= 2 or (stage and not summed) else total),
-        "optimizer": moments * split,
+        "optimizer": round(moments * split),
         "master": 0 if stage == 0 and value == 4 else 4 * split,
     }
     if stage == 1 and optimizer == "none" and accumulated != value:
@@ -117,6 +119,16 @@ def model_states(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> Mode
         host["host_weights"] = value * share
         device["weights"] -= value * share
     return ModelStates(**device, **host)
+
+
+def _moment_bytes(shapes: Shapes, ds: Mapping[str, Any], saved: bool = False) -> int:
+    """Return the bytes of the optimizer's states of all parameters, before they are divided."""
+    if muon.chosen(ds):
+        return muon.state_bytes(shapes, ds, saved)
+    offloaded = ds_config.optimizer_offload(ds) != "none"
+    known = MOMENTS_ON_HOST if offloaded else MOMENTS
+    values = known.get(ds_config.optimizer_type(ds).lower(), 2)
+    return 4 * values * sum(map(math.prod, shapes.values()))
 
 
 def state_bytes(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> tuple[int, int]:
@@ -186,16 +198,15 @@ def buffer_bytes(shapes: Shapes, ds: Mapping[str, Any]) -> tuple[int, int]:
     return buckets, min(total, max(live, largest) + prefetch) * value
 
 
-def checkpoint_bytes(num_parameters: int, ds: Mapping[str, Any]) -> int:
+def checkpoint_bytes(shapes: Shapes, ds: Mapping[str, Any]) -> int:
     """Return the bytes of one checkpoint of all ranks: weights, master weights, moments.
 
     Below stage 3 the weights are there beside the fp32 master weights of the optimizer.
     """
-    moments = MOMENTS.get(ds_config.optimizer_type(ds).lower(), 2)
-    value = 4 + 4 * moments
+    value = 4
     if ds_config.zero_stage(ds) < 3:
         value += 4 if ds_config.precision(ds) == "fp32" else 2
-    return num_parameters * value
+    return sum(map(math.prod, shapes.values())) * value + _moment_bytes(shapes, ds, True)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -171,9 +171,7 @@ def figures(plan: Plan) -> dict[str, str]:
         "data fingerprint": plan.data_fingerprint[:16],
         "checkpoints": f"every {settings.checkpoint_interval} steps, "
         f"{settings.checkpoint_keep} kept",
-        "checkpoint size": shown_bytes(
-            memory.checkpoint_bytes(plan.num_parameters, plan.ds_config)
-        ),
+        "checkpoint size": shown_bytes(memory.checkpoint_bytes(plan.shapes, plan.ds_config)),
     }
     if plan.val_sources:
         lines["evaluation"] = (

@@ -25,6 +25,7 @@ from zerolm import (
     machine,
     memory,
     mixture_settings,
+    muon,
     nvme,
     parallel,
     parallel_rules,
@@ -313,6 +314,7 @@ class _Check:
         self.problems += [f"{name}: {problem}" for problem in problems]
         kind = ds_config.block(self.raw_ds, "scheduler").get("type")
         self.problems += beta_problems(self.raw_ds, self.settings, name)
+        self.problems += muon.setting_problems(self.raw_ds, self.settings)
         lion = ds_config.optimizer_type(self.raw_ds).lower() == "lion"
         betas = defaults.LION_BETAS if lion else defaults.BETAS
         self.settings = budget.fill_rest(
@@ -411,6 +413,8 @@ class _Check:
         self.problems += parallel_rules.model_problems(
             self.settings, self.model_config, self.raw_ds, self.world_size
         )
+        name = str(self.settings.deepspeed_config)
+        self.problems += muon.shape_problems(self.raw_ds, self.shapes, name)
         self.notices += dropout_notices(self.settings, self.model_config)
         self.notices += router_notices(self.settings, self.model_config)
         if self.settings.document_mask and self.settings.attn_implementation == "auto":
@@ -502,7 +506,7 @@ class _Check:
 
     def _check_disk(self, run_dir: str) -> None:
         """Compare the checkpoints to come with the free space."""
-        size = memory.checkpoint_bytes(self.num_parameters, self.raw_ds)
+        size = memory.checkpoint_bytes(self.shapes, self.raw_ds)
         free, wanted = resources.checkpoint_room(run_dir, size, self.settings.checkpoint_keep)
         if free < 0 or self.device.kind == "absent":
             return

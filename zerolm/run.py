@@ -21,6 +21,7 @@ from zerolm import (
     live_memory,
     metrics,
     mixture,
+    optimizer,
     probe,
     pulse,
     reporting,
@@ -136,6 +137,7 @@ class Run:
             self.say(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
         if found is not None:
             checkpoint.load(self.engine, found, self.plan, reshard.load)
+            optimizer.repeat_powers(self.engine.optimizer.optimizer)
             self.progress = found.progress
             self.saves.newest = str(found.directory)
             self.say(f"resume: {found.directory}, step {self.progress.step}")

@@ -7,8 +7,10 @@ weights are drawn as docs/initialization.md says, the learning rate is the textb
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,10 @@ class Step:
         chunk_gradients: squared norm of the gradient of the mean loss of each chunk of sequences,
             by the number of sequences in a chunk.
         param_norms, update_ratios: after the step, of each block, and "" for all.
+        auxiliary: weighted router loss, mean over the chunks of sequences.
+        routed: (chunks, layers, experts) how many tokens each expert was given.
+        entropies: (layers,) mean entropy of what the router gives a token.
+        clipped_to: what the gradient was clipped to.
     """
 
     loss: float
@@ -33,6 +39,10 @@ class Step:
     chunk_gradients: dict[int, list[float]]
     param_norms: dict[str, float]
     update_ratios: dict[str, float]
+    auxiliary: float = 0.0
+    routed: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    entropies: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    clipped_to: float = math.inf
 
 
 BLOCKS = {
@@ -116,6 +126,49 @@ def read_tokens(shards: Path) -> np.ndarray:
     ).astype(np.int64)
 
 
+def adamw(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.Optimizer:
+    matrices = [master for master in masters.values() if master.ndim >= 2]
+    others = [master for master in masters.values() if master.ndim < 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0}],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+
+
+def tokens_by_expert(outputs: Any, top_k: int) -> np.ndarray:
+    """Return (layers, experts) tokens that chose an expert, by sorting what its router gave."""
+    found = []
+    for logits in outputs.router_logits:
+        best = np.argsort(-logits.detach().float().numpy(), axis=1)[:, :top_k]
+        found.append(np.bincount(best.ravel(), minlength=logits.shape[1]))
+    return np.array(found)
+
+
+def router_entropies(outputs: Any) -> np.ndarray:
+    shares = [logits.detach().double().softmax(1) for logits in outputs.router_logits]
+    return np.array([torch.special.entr(share).sum(1).mean().item() for share in shares])
+
+
+class ZClip:
+    """Algorithm 1 of arXiv 2504.02507, on the list of all norms: nothing else is remembered."""
+
+    def __init__(self, threshold: float):
+        self.threshold, self.norms = threshold, []
+
+    def __call__(self, norm: float) -> float:
+        self.norms.append(norm)
+        if len(self.norms) < 26:
+            return math.inf
+        mean, variance = np.mean(self.norms[:25]), np.var(self.norms[:25])
+        for each in self.norms[25:]:
+            z = (each - mean) / (variance**0.5 + 1e-6)
+            bound = mean + self.threshold**2 / z * variance**0.5 if z > self.threshold else math.inf
+            mean = 0.97 * mean + 0.03 * min(each, bound)
+            variance = 0.97 * variance + 0.03 * (min(each, bound) - mean) ** 2
+        return float(bound)
+
+
 def train(
     config: dict,
     shards: Path,
@@ -131,45 +184,58 @@ def train(
     clipping: float,
     weight_decay: float = 0.1,
     bf16: bool = False,
+    optimizer_of: Callable[[dict[str, torch.Tensor], float], Any] = adamw,
+    adaptive_clip: float = 0.0,
 ) -> list[Step]:
-    """Return what each step was. `bf16`: bf16 weights beside float32 masters."""
+    """Return what each step was. `bf16`: bf16 weights beside float32 masters.
+
+    Args:
+        optimizer_of: makes it from the masters by name and the weight decay; a group's `ratio` is
+            its learning rate in units of the schedule's.
+        adaptive_clip: threshold of ZClip, 0: none.
+    """
     model = initial_model(config, seed)
     if bf16:
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     masters = [parameter.detach().float().clone() for parameter in model.parameters()]
-    matrices = [master for master in masters if master.ndim >= 2]
-    others = [master for master in masters if master.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0}],
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = optimizer_of(dict(zip(names, masters, strict=True)), weight_decay)
+    zclip = ZClip(adaptive_clip)
     tokens = read_tokens(shards)
     order = Order([(len(tokens) - 1) // seq_len], [1.0], seed)
     total_tokens = steps * batch_sequences * seq_len
-    names = [name for name, _ in model.named_parameters()]
     curve = []
     for step in range(steps):
         windows = order(np.arange(step * batch_sequences, (step + 1) * batch_sequences)).window
         gradients = [torch.zeros_like(master) for master in masters]
-        losses, of_chunks = [], []
+        losses, of_chunks, auxiliary, routed, entropies = [], [], [], [], []
         for chunk in np.split(windows, batch_sequences // micro_batch_size):
             text = np.stack([tokens[w * seq_len : w * seq_len + seq_len + 1] for w in chunk])
             batch = torch.from_numpy(text)
-            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+            outputs = model(input_ids=batch[:, :-1], use_cache=False)
             loss = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), batch[:, 1:].flatten()
+                outputs.logits.float().flatten(0, 1), batch[:, 1:].flatten()
             )
-            loss.backward()
             losses.append(loss.item())
+            if config.get("output_router_logits"):
+                weighted = config["router_aux_loss_coef"] * outputs.aux_loss
+                loss = loss + weighted
+                auxiliary.append(weighted.item())
+                routed.append(tokens_by_expert(outputs, config["num_experts_per_tok"]))
+                entropies.append(router_entropies(outputs))
+            loss.backward()
             of_chunks.append([parameter.grad.float() for parameter in model.parameters()])
             for gradient, parameter in zip(gradients, model.parameters(), strict=True):
                 gradient += parameter.grad.float() * (micro_batch_size / batch_sequences)
                 parameter.grad = None
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
-        norm = torch.nn.utils.clip_grad_norm_(masters, clipping).item()
+        whole = [gradient.double().square().sum() for gradient in gradients]
+        bound = min(
+            clipping or math.inf, zclip(sum(whole).sqrt().item()) if adaptive_clip else math.inf
+        )
+        norm = torch.nn.utils.clip_grad_norm_(masters, bound).item()
         done = (step + 1) * batch_sequences * seq_len
         if done < warmup_tokens:
             rate = peak * done / warmup_tokens
@@ -177,7 +243,7 @@ def train(
             progress = (done - warmup_tokens) / (total_tokens - warmup_tokens)
             rate = minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("ratio", 1.0)
         before = [master.clone() for master in masters]
         optimizer.step()
         for parameter, master in zip(model.parameters(), masters, strict=True):
@@ -192,6 +258,10 @@ def train(
                 chunk_gradients=chunk_gradients(of_chunks, micro_batch_size),
                 param_norms=weights,
                 update_ratios={block: updates[block] / weights[block] for block in weights},
+                auxiliary=sum(auxiliary) / max(1, len(auxiliary)),
+                routed=np.array(routed),
+                entropies=np.mean(entropies, axis=0) if entropies else np.zeros(0),
+                clipped_to=bound,
             )
         )
     return curve

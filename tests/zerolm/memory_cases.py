@@ -37,15 +37,36 @@ PROFILES = (
     (3, "none", "fp32", 2),
 )
 SHIPPED = 5
+# The same, and an optimizer that keeps other states than AdamW.
+OTHERS = (
+    ("Muon", 1, "none", "bf16+fp32", 2),
+    ("Muon", 2, "none", "bf16+fp32", 2),
+    ("Muon", 2, "none", "fp32", 2),
+    ("Muon", 2, "optimizer", "bf16+fp32", 2),
+    ("Muon", 3, "none", "bf16+fp32", 2),
+    ("Lion", 2, "optimizer", "bf16+fp32", 2),
+    ("Lion", 3, "optimizer", "bf16+fp32", 2),
+)
 
 
 def cases(world_size: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, model, DeepSpeed config): all profiles of Llama, the shipped ones of Mixtral."""
+    """Yield (name, model, DeepSpeed config): all profiles of Llama, the shipped ones of Mixtral.
+
+    And Llama with other optimizers.
+    """
     for model in MODELS:
         for profile in PROFILES if model == "llama" else PROFILES[:SHIPPED]:
             stage, offload, precision, accumulation = profile
             ds = config(stage, offload, precision, accumulation, world_size)
             yield f"{model} ZeRO-{stage} {offload} {precision} x{accumulation}", model, ds
+    for kind, *profile in OTHERS:
+        ds = config(*profile, world_size)
+        ds["optimizer"] = {"type": kind, "params": {"lr": 1e-3}}
+        if kind == "Muon":
+            ds["optimizer"]["params"]["torch_adam"] = profile[1] == "none"
+            ds["gradient_clipping"] = 0.0
+            ds["zero_optimization"]["reduce_scatter"] = profile[0] != 3
+        yield f"llama {kind} ZeRO-{' '.join(map(str, profile))}", "llama", ds
 
 
 def config(

@@ -1,0 +1,145 @@
+"""Which optimizers ZeRO can run: proved on torch's own, and each refusal says why and what else."""
+
+import copy
+import types
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.zerolm.initialization_families import COMMON, FAMILIES
+from zerolm import ds_optimizers, muon
+from zerolm.settings import Settings
+
+OTHER_KINDS = {"LBFGS", "SparseAdam", "Muon"}  # they refuse flat cuts, or dense gradients
+
+
+def stepped(kind: str, cut: bool) -> torch.Tensor:
+    """Return a matrix after three steps, taken whole, or as ZeRO cuts it: as two flat parts."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(6, 8, generator=generator)
+    parts = list(matrix.flatten().chunk(2)) if cut else [matrix]
+    parameters = [nn.Parameter(part.clone()) for part in parts]
+    optimizer = getattr(torch.optim, kind)(parameters, lr=0.01)
+    for _ in range(3):
+        gradient = torch.randn(6, 8, generator=generator)
+        gradient[:3] *= 10  # the two cuts have other norms
+        gradients = gradient.flatten().chunk(2) if cut else [gradient]
+        for parameter, part in zip(parameters, gradients, strict=True):
+            parameter.grad = part.clone()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+KINDS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
+)
+
+
+def test_what_is_refused_for_being_cut_is_what_torch_computes_otherwise_on_cuts():
+    by_value = {
+        kind: torch.allclose(stepped(kind, True), stepped(kind, False), rtol=1e-6, atol=1e-7)
+        for kind in KINDS
+        if kind not in OTHER_KINDS
+    }
+    assert {"AdamW", "NAdam", "SGD", "Adafactor"} <= set(by_value)
+    assert [kind for kind, fine in by_value.items() if not fine] == ["Adafactor"]
+    assert "adafactor" in ds_optimizers.NOT_BY_VALUE
+
+
+def test_adafactor_learns_something_else_for_each_world_size():
+    """Its steps are scaled by norms: of a rank's cut, not of the parameter, and unfactored."""
+    whole, halves = stepped("Adafactor", False), stepped("Adafactor", True)
+    start = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).flatten()
+    assert (whole - halves).norm() > 0.1 * (whole - start).norm()
+    parameter = nn.Parameter(torch.ones(48))
+    optimizer = torch.optim.Adafactor([parameter])
+    parameter.grad = torch.ones(48)
+    optimizer.step()
+    assert optimizer.state[parameter]["variance"].numel() == 48, "as much memory as without factors"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("Adafactor", "norms of whole parameters"),
+        ("Lamb", "norms of the whole parameter"),
+        ("LBFGS", "calls the model several times"),
+        ("SparseAdam", "sparse gradients"),
+        ("SophiaG", "second backward pass"),
+        ("sophia", "second backward pass"),
+    ],
+)
+def test_a_refusal_says_why_and_what_else(kind, why):
+    config = {"optimizer": {"type": kind}, "zero_allow_untested_optimizer": True}
+    [problem] = ds_optimizers.optimizer_problems(config, on_gpu=True)
+    assert problem.startswith(f"optimizer.type: {kind}, ") and why in problem
+    assert problem.endswith("Use AdamW, Muon or Lion.")
+
+
+def test_every_problem_of_a_muon_is_found_at_once():
+    params = {"lr": "auto", "momentun": 0.9, "momentum": 1.0, "ns_method": "gramm", "muon_lr": -1}
+    config = {
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": 3},
+        "scheduler": {"type": "WarmupLR"},
+    }
+    found = "\n".join(muon.problems(config))
+    for part in (
+        "params.momentun: not a parameter of Muon, DeepSpeed would ignore it. Did you mean",
+        "params.momentum: 1.0, must be a number of at least 0 below 1",
+        "params.ns_method: gramm, must be one of gram, standard",
+        "params.muon_lr: -1, must be a number of at least 0.",
+        "params.muon_lr: -1, but DeepSpeed's schedulers give all parameters one rate",
+        "gradient_clipping: missing, which is 1.0",
+        "zero_optimization.reduce_scatter: true, Muon at stage 3 needs false",
+    ):
+        assert part in found, found
+    fine = {"params": {"lr": "auto", "muon_lr": 0.02, "momentum": 0.95}, "type": "Muon"}
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"optimizer": fine, "gradient_clipping": 0, "zero_optimization": offload}
+    assert ds_optimizers.optimizer_problems(config, on_gpu=False) == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama-tied-padded", "gpt_neox", "mixtral"])
+def test_muon_takes_the_matrices_and_no_table(family):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**COMMON, **FAMILIES[family]}))
+    named = types.SimpleNamespace(optimizer_name="muon", optimizer_params={})
+    with muon.tagging(model):
+        deepspeed.set_optimizer_flags(named, model)
+    tables = {"wte.weight", "wpe.weight", "embed_tokens.weight", "embed_in.weight",
+              "embed_out.weight", "lm_head.weight"}  # fmt: skip
+    for name, parameter in model.named_parameters():
+        is_table = any(name.endswith(table) for table in tables)
+        assert parameter.use_muon == (parameter.ndim >= 2 and not is_table), name
+        assert parameter.use_muon == muon.is_for_matrices(name, tuple(parameter.shape)), name
+    values = sum(each.numel() for each in model.parameters() if each.use_muon)
+    assert f"with {values:,} values; AdamW" in muon.shares(model)
+
+
+def test_muon_and_adaptive_clipping_do_not_go_together():
+    config = {"optimizer": {"type": "Muon"}}
+    settings = Settings(adaptive_clip=2.5, origins={"adaptive_clip": "command line"})
+    [problem] = muon.setting_problems(config, settings)
+    assert problem.startswith("command line: 2.5, but Muon's norm")
+    assert muon.setting_problems({}, settings) == []
+
+
+def test_stacked_experts_are_refused_where_deepspeed_takes_flat_matrices_only():
+    shapes = {"experts.down_proj": (4, 8, 8), "gate.weight": (4, 8), "embed.weight": (9, 8)}
+    config = {
+        "optimizer": {"type": "Muon"},
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    [problem] = muon.shape_problems(config, shapes, "ds.json")
+    assert "experts.down_proj is [4, 8, 8]. Use stage 2 or 3." in problem
+    other = copy.deepcopy(config)
+    other["zero_optimization"]["stage"] = 2
+    assert muon.shape_problems(other, shapes, "ds.json") == []
+    assert len(muon.notices(other)) == 1 and not muon.notices(config)
