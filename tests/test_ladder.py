@@ -66,6 +66,8 @@ RUNGS = {
             "activations", "live_memory",
             # the optimizer's parts
             "adaptive_clip", "muon",
+            # mixtures of experts
+            "routing",
             # the loss without all of its logits
             "chunked_head", "loss_chunks",
             # how blocks are computed

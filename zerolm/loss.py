@@ -1,5 +1,6 @@
 """From a micro-batch to the loss of each token: one definition for training and evaluation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ IGNORED = -100  # the target of a position that has no loss; torch's and Hugging
 
 
 def token_losses(
-    model: Any, batch: dict[str, torch.Tensor]
+    model: Any, batch: dict[str, torch.Tensor], observe: Callable[[Any], None] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model on a micro-batch and return the loss of each token.
 
@@ -26,6 +27,7 @@ def token_losses(
             there is no loss; with `document_ids` and `position_ids` (B, T) attention stays inside
             each document, see `zerolm.document_mask`; with `position_ids` alone the rows are parts
             of sequences, see `zerolm.ulysses`.
+        observe: is shown what the model returns.
 
     Returns:
         (B, T) float32 cross-entropies, 0 where ignored; and the router's auxiliary loss, already
@@ -49,6 +51,8 @@ def token_losses(
             ignore_index=IGNORED,
             reduction="none",
         ).view_as(batch["targets"])
+    if observe is not None:
+        observe(outputs)
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * router_coefficient(inner.config)

@@ -76,6 +76,21 @@ PANELS = (
         about="The batch above which more tokens a step bring little (McCandlish et al., 2018), "
         "beside the batch that it is.",
     ),
+    Panel("Router loss", "nats", r"train/auxiliary_loss", smooth=True),
+    Panel(
+        "Router balance", "", r"router/load_imbalance", smooth=True,
+        about="Tokens of the busiest expert over those of the mean one, mean over the routers; 1 "
+        "is balanced.",
+    ),
+    Panel(
+        "Balance by router", "", r"router/load_imbalance/.+", many=True, smooth=True,
+        about="Of each router, from the first (blue) to the last (yellow).",
+    ),
+    Panel(
+        "Router choice", "share", r"router/(entropy|unused_experts)", smooth=True,
+        about="Entropy of what routers give, of that of an even choice; and experts that no token "
+        "of the step went to.",
+    ),
     Panel("Throughput", "tokens/s", r"throughput/tokens_per_second", smooth=True),
     Panel(
         "MFU", "share", r"throughput/mfu", smooth=True,

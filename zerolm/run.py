@@ -27,6 +27,7 @@ from zerolm import (
     reporting,
     reshard,
     rollback,
+    routing,
     run_directory,
     run_record,
     stability,
@@ -97,6 +98,7 @@ class Run:
             norm_is_of_gradient=self.ladder.policy.watch_norm,
             layout=self.layout,
         )
+        self.routing = routing.Routing(plan.model_config, plan.settings.log_interval or 1)
         self.changed = plan.changed
         self.trackers: tracker.Trackers | None = None  # of the log, until the next one has them
         self.stage = 0  # of the mixture
@@ -240,6 +242,7 @@ class Run:
             own = self.layout.seeding_rank(self.rank)
             train_step.seed_step(self.settings.seed, progress.position, own)
             self.health.begin(progress.step + 1, micro_steps)
+            self.routing.begin(progress.step + 1)
             fault = fault_point("step.backward", progress.step + 1)
             result = train_step.forward_backward(
                 self.engine,
@@ -251,6 +254,7 @@ class Run:
                 fault,
                 self.watch.computing,
                 self.health.backward,
+                self.routing,
             )
             tokens = progress.tokens + sequences * seq_len
             rate = plan.learning_rate(tokens) if plan.learning_rate else None
@@ -370,6 +374,7 @@ class Run:
             **metrics.training_row(result, plan.source_names),
             **health_row,
             **self.clipping.row(result.clipped_to),
+            **result.router,
             "train/batch_tokens": self.batch_tokens,
             **metrics.data_row(
                 self.order,

@@ -21,6 +21,7 @@ from zerolm.loss import IGNORED, sums_by_source, token_losses
 from zerolm.parallel import Layout
 from zerolm.pulse import beat
 from zerolm.refusal import Clip, Judge, StepGate
+from zerolm.routing import Routing
 
 Batch = dict[str, torch.Tensor]
 DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # of a loss and its gradient, by faults
@@ -34,6 +35,7 @@ class StepResult:
         loss: mean cross-entropy of each target token of the global batch.
         source_losses, source_tokens: (S,) sums of losses and counts of targets per source.
         auxiliary_loss: mean weighted router loss of a mixture of experts, else None.
+        router: metrics of its routers, on a step in which they were measured.
         grad_norm: 2-norm of the gradient before clipping; infinite when it is not finite.
         clipped_to: 2-norm to which the gradient was clipped if it was larger; 0: it was not.
         learning_rate: of this step.
@@ -45,6 +47,7 @@ class StepResult:
     source_losses: list[float]
     source_tokens: list[float]
     auxiliary_loss: float | None = None
+    router: dict[str, float] = field(default_factory=dict)
     grad_norm: float = 0.0
     clipped_to: float = 0.0
     learning_rate: float = 0.0
@@ -68,6 +71,7 @@ def forward_backward(
     fault: str | None = None,
     computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     watching: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
+    routing: Routing | None = None,
 ) -> StepResult:
     """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
 
@@ -81,6 +85,7 @@ def forward_backward(
         fault: for tests: what `fault_point` handed back for this rank.
         computing: entered for each forward pass, which it may time.
         watching: entered for each backward pass, whose gradients it may look at.
+        routing: is shown what the routers of a mixture of experts do.
     """
     device, counts = engine.device, layout.counts(engine.global_rank)
     rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
@@ -91,13 +96,14 @@ def forward_backward(
         targets = rows * seq_len
     # Loss sums and target counts per source, the auxiliary loss, the flags: one reduction for all.
     sums = torch.zeros(2 * num_sources + 1 + len(flags), dtype=torch.float64, device=device)
+    observe = routing.observe if routing is not None else None
     by_source = sums[: 2 * num_sources].view(2, num_sources)
     has_auxiliary = False
     for number, batch in enumerate(batches):
         beat("step")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
         with computing():
-            losses_BT, auxiliary = token_losses(engine, batch)
+            losses_BT, auxiliary = token_losses(engine, batch, observe)
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
         loss = losses_BT.sum() * (layout.averaged_over / targets)
@@ -112,6 +118,9 @@ def forward_backward(
             engine.backward(loss, scale_wrt_gas=False)
     sums *= counts
     sums[2 * num_sources + 1 :] = torch.tensor(flags, dtype=torch.float64)
+    own = len(sums)
+    if routing is not None:
+        sums = torch.cat([sums, routing.sums(device) * counts])
     figures = sum_over_ranks(sums).tolist()
     losses, counts = figures[:num_sources], figures[num_sources : 2 * num_sources]
     return StepResult(
@@ -119,7 +128,8 @@ def forward_backward(
         source_losses=losses,
         source_tokens=counts,
         auxiliary_loss=figures[2 * num_sources] if has_auxiliary else None,
-        flags=figures[2 * num_sources + 1 :],
+        router=routing.row(figures[own:]) if routing is not None else {},
+        flags=figures[2 * num_sources + 1 : own],
     )
 
 

@@ -23,6 +23,11 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("validation loss per source", ("eval/*/loss",)),
         ("router loss", ("train/auxiliary_loss",)),
     ],
+    "Routers": [
+        ("router balance", ("router/load_imbalance",)),
+        ("router balance, each", ("router/load_imbalance/*",)),
+        ("entropy and unused experts", ("router/entropy", "router/unused_experts")),
+    ],
     "Evaluations": [("accuracy", ("eval/*/acc", "eval/*/acc_norm"))],
     "Optimization": [
         ("learning rate", ("train/learning_rate",)),

@@ -1,0 +1,142 @@
+"""Mixtures of experts: the curve with the router's loss, and the routers' figures, are plain ones.
+
+Each micro-batch has 16 tokens, and 32 experts of which two serve a token: some get none, on each
+rank others. Under ZeRO-3 a rank that did not gather an expert's weights with the others would hang.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import plain_optimizers
+import plain_pytorch
+import pytest
+import several_runs
+from recipe import CLIPPING, profile
+
+from tests.launching import LLAMA, rows, write_json
+
+EXPERTS, TOP_K, STEPS = 32, 2, 12
+SEQ_LEN, BATCH, MICRO, SEED, PEAK, MINIMUM = 8, 8, 2, 5, 3e-3, 3e-4
+WARMUP_TOKENS = 2 * BATCH * SEQ_LEN
+COMMON = {"output_router_logits": True, "router_aux_loss_coef": 0.05, "num_experts_per_tok": TOP_K}
+MODELS = {
+    "mixtral": {
+        **LLAMA, **COMMON, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": EXPERTS,
+    },
+    "olmoe": {
+        **LLAMA, **COMMON, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"],
+        "num_experts": EXPERTS, "pad_token_id": None,
+    },
+    "qwen3_moe": {
+        **LLAMA, **COMMON, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": EXPERTS, "moe_intermediate_size": 64, "head_dim": 16,
+    },
+}  # fmt: skip
+
+
+MUON = {"type": "Muon", "params": {"muon_lr": 0.02}}
+
+
+def job(base: Path, corpus: Path, model: str, stage: int, bf16: bool, muon: bool = False) -> dict:
+    name = f"{model}-{stage}-{'bf16' if bf16 else 'fp32'}{'-muon' if muon else ''}"
+    config = write_json(base / f"{name}.config.json", MODELS[model])
+    json_file = profile(base / f"{name}.json", stage, bf16)
+    if muon:
+        ds = json.loads(json_file.read_text())
+        ds |= {"optimizer": MUON, "gradient_clipping": 0.0}
+        ds["zero_optimization"]["reduce_scatter"] = stage != 3
+        write_json(json_file, ds)
+    words = [
+        "--deepspeed_config", json_file, "--model_config", config, "--data", corpus,
+        "--run_dir", base / name, "--seq_len", SEQ_LEN, "--batch_tokens", BATCH * SEQ_LEN,
+        "--micro_batch_size", MICRO, "--total_tokens", STEPS * BATCH * SEQ_LEN,
+        "--learning_rate", PEAK, "--min_learning_rate", MINIMUM, "--weight_decay", 0.1,
+        "--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--seed", SEED,
+        "--log_interval", 1, "--wandb", "off", "--report_interval", 0,
+    ]  # fmt: skip
+    return {"words": words, "name": name, "curve": (model, bool(bf16), muon)}
+
+
+def plain_curve(
+    model: str, corpus: Path, bf16: bool = False, muon: bool = False
+) -> list[plain_pytorch.Step]:
+    return plain_pytorch.train(
+        MODELS[model], corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH,
+        micro_batch_size=MICRO, steps=STEPS, peak=PEAK, minimum=MINIMUM,
+        warmup_tokens=WARMUP_TOKENS, clipping=0.0 if muon else CLIPPING, bf16=bf16,
+        optimizer_of=plain_optimizers.muon(0.02 / PEAK) if muon else plain_pytorch.adamw,
+    )  # fmt: skip
+
+
+# test_optimizers.py has one of these in its launch that is always made.
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("world_size", "models"),
+    [
+        pytest.param(
+            2,
+            [(model, stage, bf16) for model in MODELS for stage in (1, 2, 3) for bf16 in (0, 1)],
+            id="two ranks",
+        ),
+        pytest.param(
+            2, [("mixtral", 2, False, True), ("mixtral", 3, False, True)], id="two ranks, Muon"
+        ),
+        pytest.param(1, [("mixtral", 3, False)], id="one rank"),
+    ],
+)
+def test_losses_and_routers_are_those_of_plain_pytorch(
+    tmp_path, corpus, world_size, models
+) -> None:
+    jobs = [job(tmp_path, corpus, *which) for which in models]
+    several_runs.launch(jobs, tmp_path, world_size)
+    curves: dict = {}
+    wrong = []
+    for one in jobs:
+        model, bf16, muon = key = one["curve"]
+        if key not in curves:
+            curves[key] = plain_curve(model, corpus, bf16, muon)
+        tolerance = 2e-2 if bf16 else 1e-4 if muon else 1e-5
+        wrong += differences(tmp_path / one["name"], curves[key], tolerance)
+    assert not wrong, "\n".join(wrong)
+
+
+def differences(run_dir: Path, curve: list[plain_pytorch.Step], tolerance: float) -> list[str]:
+    """Return what tells a run's metrics from those of plain PyTorch."""
+    expected = {
+        "train/loss": [step.loss for step in curve],
+        "train/auxiliary_loss": [step.auxiliary for step in curve],
+        "train/grad_norm": [step.grad_norm for step in curve],
+        "train/param_norm": [step.param_norms[""] for step in curve],
+        "router/entropy": [step.entropies.mean() / math.log(EXPERTS) for step in curve],
+        "router/load_imbalance": [imbalances(step).mean() for step in curve],
+        "router/load_imbalance/router.1": [imbalances(step)[1] for step in curve],
+        "router/unused_experts": [(step.routed.sum(0) == 0).mean() for step in curve],
+    }
+    wrong = []
+    if "muon" in run_dir.name:  # its norm is that of the update
+        del expected["train/grad_norm"]
+    for key, values in expected.items():
+        found = np.array(list(rows(run_dir, key).values()))
+        most = float(np.abs(found - values).max() / max(np.abs(values).max(), 1e-3))
+        # the bf16 router of a token may fall the other way: a token of 64 more or less
+        allowed = {"train/grad_norm": 10}.get(key, 1) * tolerance
+        if key.startswith("router/") and tolerance > 1e-3:
+            allowed = 0.5
+        print(f"{run_dir.name}: {key}: at most {most:.1e} from plain PyTorch")
+        if most > allowed:
+            wrong.append(f"{run_dir.name}: {key}: {most:.1e} from plain PyTorch")
+    assert expected["train/loss"][0] - expected["train/loss"][-1] > 0.02
+    assert min(expected["train/auxiliary_loss"]) > 0.05, "it is a part of the loss that counts"
+    for step in curve:  # the premise: experts without a token, on each rank others
+        without = [{*zip(*np.where(chunk == 0), strict=True)} for chunk in step.routed]
+        assert all(without) and len({frozenset(each) for each in without}) == len(without)
+    return wrong
+
+
+def imbalances(step: plain_pytorch.Step) -> np.ndarray:
+    """Return (layers,) the tokens of the busiest expert over those of the mean one."""
+    counts = step.routed.sum(0)
+    return counts.max(1) / counts.mean(1)
