@@ -77,7 +77,7 @@ FAMILIES = {
           for stage in (1, 2, 3) for bf16 in (False, True)),
         *(Case(MUON, stage, offload=True, tolerance=1e-4) for stage in (2, 3)),
     ],
-    "Lion": [Case(LION, stage, offload=True, tolerance=1e-4) for stage in (1, 2, 3)],
+    "Lion": [Case(LION, stage, offload=True, tolerance=1e-3) for stage in (1, 2, 3)],
     "ZClip": [
         Case(ADAMW, 1, bf16=True, tolerance=BF16, **ZCLIP),
         Case(ADAMW, 2, **ZCLIP),
