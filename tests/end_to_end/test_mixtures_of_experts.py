@@ -32,7 +32,7 @@ MODELS = {
     },
     "qwen3_moe": {
         **LLAMA, **COMMON, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": EXPERTS, "moe_intermediate_size": 64, "head_dim": 16,
+        "num_experts": EXPERTS, "moe_intermediate_size": 64,
     },
 }  # fmt: skip
 
@@ -76,10 +76,11 @@ def plain_curve(
 @pytest.mark.parametrize(
     ("world_size", "models"),
     [
-        pytest.param(
-            2,
-            [(model, stage, bf16) for model in MODELS for stage in (1, 2, 3) for bf16 in (0, 1)],
-            id="two ranks",
+        *(
+            pytest.param(
+                2, [(model, stage, bf16) for stage in (1, 2, 3) for bf16 in (0, 1)], id=model
+            )
+            for model in MODELS
         ),
         pytest.param(
             2, [("mixtral", 2, False, True), ("mixtral", 3, False, True)], id="two ranks, Muon"
@@ -98,7 +99,8 @@ def test_losses_and_routers_are_those_of_plain_pytorch(
         model, bf16, muon = key = one["curve"]
         if key not in curves:
             curves[key] = plain_curve(model, corpus, bf16, muon)
-        tolerance = 2e-2 if bf16 else 1e-4 if muon else 1e-5
+        # An expert's gradient is of few tokens: Newton-Schulz makes much of the rest, its rounding.
+        tolerance = 2e-2 if bf16 else 5e-3 if muon else 1e-5
         wrong += differences(tmp_path / one["name"], curves[key], tolerance)
     assert not wrong, "\n".join(wrong)
 
