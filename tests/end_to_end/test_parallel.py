@@ -25,6 +25,10 @@ QWEN3 = {
     **LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16,
 }  # fmt: skip
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = {
+    **LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"],
+    "sliding_window": None,
+}  # fmt: skip
 TIED = {**LLAMA, "tie_word_embeddings": True}
 MORE = ("--gradient_checkpointing",)
 CHUNKS = ("--loss_chunk_tokens", 16)
@@ -39,6 +43,7 @@ RUNS = {
     "tensor-2-tied": (TENSOR, 2, TIED, 2, False, ()),
     "tensor-2-qwen2": (TENSOR, 2, QWEN2, 2, False, ()),
     "tensor-2-qwen3": (TENSOR, 2, QWEN3, 2, False, ()),
+    "tensor-2-mistral": (TENSOR, 2, MISTRAL, 1, False, ()),
     "sequence-2-zero1": (SEQUENCE, 2, LLAMA, 1, False, ()),
     "sequence-2-zero2": (SEQUENCE, 2, LLAMA, 2, False, CHUNKS),
     "sequence-2-zero3": (SEQUENCE, 2, LLAMA, 3, False, MORE),
@@ -49,6 +54,7 @@ RUNS = {
     "sequence-2-tied": (SEQUENCE, 2, TIED, 3, False, ()),
     "sequence-2-qwen2": (SEQUENCE, 2, QWEN2, 2, False, ()),
     "sequence-2-qwen3": (SEQUENCE, 2, QWEN3, 2, False, ()),
+    "sequence-2-mistral": (SEQUENCE, 2, MISTRAL, 2, False, ()),
 }
 CASES = [pytest.param(*RUNS[name], id=name, marks=pytest.mark.soak) for name in RUNS]
 
