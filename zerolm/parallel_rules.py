@@ -82,7 +82,7 @@ def _sequence_problems(ds_config: Mapping[str, Any]) -> list[str]:
         # has no gradients left to take the norm of on its other ranks.
         return [
             f"{SEQUENCE_KEY}: needs ZeRO stage 2 or 3 in bf16 with fp32 accumulation: DeepSpeed's "
-            f"BF16_Optimizer fails in its gradient norm. Use stage 2."
+            f"BF16_Optimizer takes the ranks for a tensor group in its norm. Use stage 2."
         ]
     return []
 
