@@ -31,7 +31,7 @@ def test_a_run_that_is_asked_to_stop_in_its_last_step_is_still_evaluated(monkeyp
 
     monkeypatch.setattr(pretrain, "Run", Run)
     monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
-    monkeypatch.setattr(pretrain.distributed, "start", lambda: (0, 1, "cpu"))
+    monkeypatch.setattr(pretrain.distributed, "start", lambda: (0, 1, SimpleNamespace(type="none")))
     monkeypatch.setattr(pretrain.distributed, "must_be_same", lambda *_: None)
     plan = SimpleNamespace(summary=lambda: "", fingerprint=lambda: "")
     pretrain.train(plan, None, SimpleNamespace(meet=lambda world_size: None))
