@@ -28,6 +28,7 @@ _UNSUPPORTED: dict[str, str] = {
     "datastates_ckpt": "needs a package of its own, and checkpoints are ours. Remove the block.",
     "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5.23, and nothing here reads "
     "its checkpoints (docs/parallelism.md). Remove the block, use ZeRO 3.",
+    "fp8": "no product in 8 bits is offered, see docs/speed.md. Remove the block, use bf16.",
     "hybrid_engine": "it is for reinforcement learning. Remove the block.",
     "pipeline": "DeepSpeed's engine for it takes its steps inside a loop of its own, where none "
     "can be looked at (docs/parallelism.md). Remove the block, use ZeRO 3.",
@@ -122,8 +123,8 @@ def _precision_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]
         problems.append(
             f"fp16.enabled: true, and {bf16_key}.enabled: true too. Only one can be: remove fp16."
         )
-    elif fp16 is True and not on_gpu:
-        problems.append("fp16.enabled: true, does not run on CPU. Use bf16 instead.")
+    elif fp16 is True and not on_gpu and not cpu_has_fp16():
+        problems.append("fp16.enabled: true, does not run on this CPU. Use bf16 instead.")
     accumulation = block(ds_config, "data_types").get("grad_accum_dtype")
     if accumulation not in (None, "fp32", "fp16", "bf16"):
         problems.append(
@@ -136,6 +137,14 @@ def _precision_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]
             f"finite, and report their norm as -1. Remove the key."
         )
     return problems + _autocast_problems(ds_config)
+
+
+def cpu_has_fp16() -> bool:
+    """Tell whether this CPU multiplies in fp16, which DeepSpeed asks oneDNN."""
+    import torch
+
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return torch.backends.mkldnn.is_available() and asked is not None and bool(asked())
 
 
 def _autocast_problems(ds_config: Mapping[str, Any]) -> list[str]:

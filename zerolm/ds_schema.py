@@ -74,6 +74,7 @@ FOREIGN = (
     "data_efficiency",
     "datastates_ckpt",
     "expert_parallel",
+    "fp8",
     "hybrid_engine",
     "pipeline",
     "tensor_parallel",

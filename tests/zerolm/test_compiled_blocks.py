@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zerolm import compiled_blocks
 from zerolm.flags import parse_settings
 from zerolm.model_rules import matmul_problems, model_problems
+from zerolm.recomputation import checkpoint_words
 
 SIZES = {
     "hidden_size": 32,
@@ -23,14 +24,20 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [*((family, False) for family in FAMILIES), ("llama", True)]
+)
+def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(
+    family, checkpointing, monkeypatch
+):
     compiled = torch.compile
     # Its tracing and its graphs of the backward pass, without code that takes long to compile.
     monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(checkpoint_words(checkpointing))
     ids = torch.randint(0, 64, (2, 16))
     names = [name for name, _ in model.named_parameters()]
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launching import environment, free_port, write_json
-from zerolm import ds_config
+from zerolm import ds_config, ds_rules
 from zerolm.ds_config import (
     block,
     contradictions,
@@ -312,6 +312,7 @@ BAD = {
         "zero_optimization.offload_optimizer.device: gpu",
         "cpu",
     ),
+    "8 bits": ({"fp8": {"enabled": True}}, "fp8", "use bf16"),
     "infinity": ({"train_batch_size": float("inf")}, "train_batch_size", "whole number"),
     "a removed block": ({"amp": {"enabled": True}}, "amp", "bf16"),
     "a removed ZeRO key": (zero(3, mics_shard_size=2), "mics_shard_size", "Remove"),
@@ -406,7 +407,8 @@ BAD = {
 
 
 @pytest.mark.parametrize(("config", "key", "fix"), BAD.values(), ids=list(BAD))
-def test_what_cannot_run_is_one_line_with_file_key_and_fix(config, key, fix):
+def test_what_cannot_run_is_one_line_with_file_key_and_fix(monkeypatch, config, key, fix):
+    monkeypatch.setattr(ds_rules, "cpu_has_fp16", lambda: False)
     on_gpu = block(config, "fp16").get("enabled") and "torch_autocast" in config
     problems = found(config, on_gpu=bool(on_gpu))
     assert len(problems) == 1 and "\n" not in problems[0]
