@@ -16,7 +16,7 @@ PROFILES = Path(__file__).parent.parent.parent / "ds_configs"
 
 
 def resolved(config, settings):
-    sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "world_size": 8}
+    sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "replicas": 8}
     return resolve(config, settings, **sizes, on_gpu=True)
 
 
