@@ -22,11 +22,12 @@ if ! flock --nonblock 9; then
 fi
 find "$TORCH_EXTENSIONS_DIR" -name lock -delete
 
-# Profiles that offload to the CPU need this one, two minutes of a core: built while the checks run.
-python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' \
-    >.cache/cpu_adam.log 2>&1 &
-cpu_adam=$!
-trap 'kill "$cpu_adam" 2>/dev/null || true' EXIT
+# Offload to the CPU and Muon need these, three minutes of a core: built while the checks run.
+DS_ACCELERATOR=cpu python -c 'from deepspeed.accelerator import get_accelerator as get
+for name in "CPUAdamBuilder", "FusedAdamBuilder":
+    get().create_op_builder(name).load()' >.cache/operators.log 2>&1 &
+operators=$!
+trap 'kill "$operators" 2>/dev/null || true' EXIT
 
 # No test may need a network, an account, or all of a shared machine.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=offline
@@ -38,7 +39,7 @@ ruff check
 ruff format --check
 echo "== mypy"
 mypy
-wait "$cpu_adam" || tail -n 20 .cache/cpu_adam.log >&2  # the tests that need it will say so too
+wait "$operators" || tail -n 20 .cache/operators.log >&2  # the tests that need it will say so too
 trap - EXIT
 echo "== pytest"
 # Two processes, a file to each: half of the time the tests wait for timeouts and starts. In order of

@@ -107,6 +107,15 @@ PANELS = (
     Panel("Epochs by source", "epochs", r"data/.+/epochs", many=True),
     Panel("Stage of the mixture", "", r"data/stage"),
     Panel(
+        "Read from the store", "bytes", r"data/store_bytes",
+        about="By the first rank and its loader workers, since the run last started.",
+    ),
+    Panel("Repeated requests", "requests", r"data/store_repeats"),
+    Panel(
+        "Blocks found in the cache", "share", r"data/cache_hits",
+        about="Of the blocks that were needed; the others were fetched.",
+    ),
+    Panel(
         "Checkpoints", "s", r"checkpoint/(stall_seconds|copy_seconds|wait_seconds)", points=True,
         about="How long training stood still for a checkpoint: for the copy, and for the one "
         "before it.",

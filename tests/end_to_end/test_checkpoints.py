@@ -238,6 +238,7 @@ def test_a_run_ends_when_saves_go_on_failing(tmp_path, llama, corpus) -> None:
     assert published(run_dir) == []
 
 
+@pytest.mark.soak
 def test_a_full_disk_says_what_it_needs_and_has(tmp_path, llama, corpus) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -144,6 +144,7 @@ def saved(run_dir: Path, at_least: int) -> int:
     return step
 
 
+@pytest.mark.soak
 def test_what_hangs_is_named_with_stacks_and_ended_by_the_deadline(place, uninterrupted) -> None:
     run_dir, arguments, variables = place
     faults = "step.begin:1:15:hang,step.begin:0:30:stop"

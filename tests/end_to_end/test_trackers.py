@@ -23,6 +23,7 @@ def words(llama, corpus, held_out, run_dir: Path, json_file: Path, *more: object
     return [*arguments, "--checkpoint_interval", SAVE, *more]
 
 
+@pytest.mark.soak
 def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
     tmp_path, llama, corpus, held_out
 ) -> None:

@@ -48,6 +48,7 @@ def uninterrupted(tmp_path_factory, llama, corpus):
     return base
 
 
+@pytest.mark.soak
 def test_a_run_whose_disk_is_lost_goes_on_from_the_store_in_every_bit(
     tmp_path, llama, corpus, uninterrupted
 ) -> None:
