@@ -1,7 +1,7 @@
 """From settings with gaps to settings without: tokens, batch, schedule, intervals. No torch.
 
-preflight.py brings what the model and the DeepSpeed JSON say; defaults.py has the formulas; here is
-what the numbers must satisfy together, each rule with the nearest values that would do.
+resolution.py brings what the model and the DeepSpeed JSON say; defaults.py has the formulas; here
+is what the numbers must satisfy together, each rule with the nearest values that would do.
 """
 
 import math
@@ -143,6 +143,19 @@ def sequences_after(schedule: BatchSchedule, steps: int) -> int:
         position += schedule(position)
         steps -= 1
     return position + max(0, steps) * schedule.batch_sequences
+
+
+def num_steps(settings: Settings, tokens: int) -> int:
+    """Return the optimizer steps that take so many tokens from the beginning of a run."""
+    assert settings.seq_len is not None
+    return batch_schedule(settings).steps(0, math.ceil(tokens / settings.seq_len))
+
+
+def total_sequences(settings: Settings) -> int:
+    """Return the sequences of the whole run, in whole batches."""
+    assert settings.total_tokens
+    schedule = batch_schedule(settings)
+    return sequences_after(schedule, num_steps(settings, settings.total_tokens))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ process with exit code 2 before anything was written. An assertion is a bug of o
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -55,6 +56,19 @@ class GaveUp(ZerolmError):
     """Training cannot go on usefully: a non-finite loss, or a divergence beyond the budget."""
 
     exit_code = EXIT_GAVE_UP
+
+
+@dataclass
+class Findings:
+    """What is gathered while input is checked, in the order in which it was found.
+
+    Attributes:
+        problems: refuse the run.
+        notices: are allowed, but should be known.
+    """
+
+    problems: list[str]
+    notices: list[str] = field(default_factory=list)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 What there is to set, with its unit, bounds and help; flags.py reads it. Knows no data, no model and
 no DeepSpeed JSON: a setting that was not given stays None here and gets "a default that suits the
-model size" in preflight.py. Everything that DeepSpeed's JSON already says has no flag. Standard
+model size" in resolution.py. Everything that DeepSpeed's JSON already says has no flag. Standard
 library only: `--help` is instant.
 """
 
