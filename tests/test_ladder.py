@@ -77,7 +77,8 @@ RUNGS = {
         # the loss without all of its logits
         *of("zerolm", "chunked_head loss_chunks"),
         # how blocks are computed
-        *of("zerolm", "allocator attention_kernels compiled_blocks nvme recomputation"),
+        *of("zerolm", "allocator attention_kernels compiled_blocks flash_attention fused_kernels"),
+        *of("zerolm", "nvme recomputation"),
         # what a run takes from its sources
         *of("zerolm", "epoch_plan mixture mixture_settings permutation run_order"),
         # looking at data

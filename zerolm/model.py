@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from zerolm import flash_attention
 from zerolm.architecture import causal_lm_class
 from zerolm.distributed import agree, must_be_same
 from zerolm.errors import ConfigError
@@ -93,8 +94,6 @@ def _obstacle(
     config: "PretrainedConfig", implementation: str, device_type: str, dtype: torch.dtype
 ) -> str | None:
     """Say why an attention implementation cannot work here, and what would; None if it can."""
-    from transformers.utils import import_utils
-
     model_class = causal_lm_class(config)
     if implementation == "eager":
         return None
@@ -108,39 +107,7 @@ def _obstacle(
         if device_type == "cpu":
             return "has no backward pass on a CPU. Use auto."
         return None
-    if not model_class._supports_flash_attn:
-        return f"is not supported by {model_class.__name__}. Use auto."
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return f"needs a CUDA device, this run is on {device_type}. Use auto."
-    if dtype not in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        return (
-            f"needs bf16 or fp16, this run is in {name}. Enable bf16 in the ds config, or use auto."
-        )
-    # FlashAttention 2 runs from Ampere on, 3 on Hopper alone, 4 on Hopper and Blackwell (their
-    # READMEs); ROCm numbers differ.
-    major = 8 if torch.version.hip else torch.cuda.get_device_capability()[0]
-    if implementation == "flash_attention_4":
-        if major < 9 or torch.version.hip:
-            return "needs a Hopper or Blackwell GPU. Use flash_attention_2 or auto."
-        if not import_utils.is_flash_attn_4_available():
-            return (
-                "needs the package flash-attn-4, which is not installed. Install it, or use auto."
-            )
-        return None
-    if implementation == "flash_attention_3":
-        if major != 9 or torch.version.hip:
-            return "needs a Hopper GPU (compute capability 9.0). Use flash_attention_2 or auto."
-        if not import_utils.is_flash_attn_3_available():
-            return (
-                "needs the package flash-attn-3, which is not installed. Install it, or use auto."
-            )
-        return None
-    if major < 8:
-        return "needs compute capability 8.0 or higher. Use auto."
-    if not import_utils.is_flash_attn_2_available():
-        return "needs the package flash-attn, which is not installed. Install it, or use auto."
-    return None
+    return flash_attention.obstacle(config, implementation, device_type, dtype)
 
 
 def build_model(
