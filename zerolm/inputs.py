@@ -5,7 +5,7 @@ itself. What they must be together is resolution.py's and preflight.py's affair.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerolm import data_cache, ds_config, memory, nvme, parallel
+from zerolm import data_cache, ds_config, fused_kernels, memory, nvme, parallel
 from zerolm.architecture import load_model_config, num_parameters, parameter_shapes
 from zerolm.ds_rules import rule_notices, rule_problems
 from zerolm.ds_schema import schema_problems
@@ -113,6 +113,7 @@ def _read_profile(settings: Settings, host: Host, model: Model | None, found: Fi
     raw = nvme.with_path(raw, settings, path, found.problems)
     if host.device.kind != "absent":
         found.problems += nvme.host_problems(raw, path)
+        found.problems += fused_kernels.host_problems(raw, path)
     found.problems += schema_problems(raw, path)
     on_gpu, world_size = host.device.is_gpu, host.world_size
     found.problems += rule_problems(raw, path, on_gpu=on_gpu, world_size=world_size)

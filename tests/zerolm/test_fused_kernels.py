@@ -1,0 +1,56 @@
+"""Kernels that nvcc must build: refused where it cannot, before anything is written."""
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from zerolm import fused_kernels
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
+TORCHS = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}
+OFFLOADED = {**ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+QUANTIZED = {**TORCHS, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """Return a function that makes an nvcc of a version; the host has a GPU and torch of 13.0."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.delenv("DS_SKIP_CUDA_CHECK", raising=False)
+
+    def make(release):
+        nvcc = tmp_path / "bin" / "nvcc"
+        nvcc.parent.mkdir(exist_ok=True)
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n")
+        nvcc.chmod(0o755)
+        monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+
+    return make
+
+
+def test_without_nvcc_deepspeeds_adam_is_refused_with_the_way_out(toolkit):
+    (problem,) = fused_kernels.host_problems(ADAM, "ds.json")
+    for part in ("ds.json: optimizer.type: AdamW", "no nvcc", "torch_adam and fused"):
+        assert part in problem
+    for config in (TORCHS, OFFLOADED):
+        assert fused_kernels.host_problems(config, "ds.json") == []
+    (problem,) = fused_kernels.host_problems(QUANTIZED, "ds.json")
+    assert "zero_quantized_weights" in problem and "quantizer" in problem
+
+
+def test_nvcc_of_another_major_version_is_refused(toolkit, monkeypatch):
+    toolkit("13.1")
+    assert fused_kernels.host_problems(ADAM, "ds.json") == []
+    toolkit("12.8")
+    (problem,) = fused_kernels.host_problems(ADAM, "ds.json")
+    assert "is of CUDA 12.8, torch of 13.0" in problem
+    monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
+    assert fused_kernels.host_problems(ADAM, "ds.json") == []
+
+
+def test_a_host_without_gpus_is_not_asked_for_nvcc(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fused_kernels.host_problems(ADAM, "ds.json") == []
