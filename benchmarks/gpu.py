@@ -6,18 +6,15 @@
 pretrain.py, Hugging Face Trainer with the same DeepSpeed JSON, and a bare compiled PyTorch loop
 train the same model on the same tokens in batches of the same size, at 2,048 and 8,192 tokens a
 sequence; then each lever of pretrain.py alone. A case has `--case_seconds`, its start in them, and
-all together `--seconds`, the most important first: what there was no time for is in the table too.
+ends after `--lines`; all together have `--seconds`, the most important first: what there was no
+time for is in the table too. A case without memory for its micro-batch runs with half of it.
 
     MFU = tokens/s x FLOPs per token / peak
 
 with the FLOPs of zerolm/flops.py (forward and backward, attention over all keys, recomputation not
 counted; Chowdhery et al. 2022, appendix B) and the datasheet's dense bf16 peak of the card, which
-on a CPU is a matrix product's, timed here.
-
-Without a network, take along wheels of deepspeed, accelerate and what they need (`.whl/*.whl`):
-
-    python3 -m pip install -q --no-index --no-deps --target site .whl/*.whl
-    PYTHONPATH=site:$PWD python3 benchmarks/gpu.py --seconds 570 --output results-of-this-gpu
+on a CPU is a matrix product's, timed here. Memory is the most that torch had allocated, on a CPU
+the most that the process had resident. benchmarks/carry.py fetches what an offline machine lacks.
 """
 
 import argparse
@@ -35,18 +32,35 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from gpu_cases import MODELS, OURS, TOY_MODELS, TRAINER, Case, cases, command, shards_of  # noqa: E402
+from gpu_cases import (  # noqa: E402
+    OURS,
+    TRAINER,
+    Case,
+    about,
+    cases,
+    command,
+    model_file,
+    read_words,
+    shards_of,
+)
 from training_speed import free_port, hardware, write_shard  # noqa: E402
 
 LINE = re.compile(r"step=(\d+)\b.*?\bloss=")
 PEAK = re.compile(r"\bpeak_bytes=(\d+)")
-LARGEST_MICRO_BATCH = 16
+# A Python error, as a script, a rank, argparse or pretrain.py end with it.
+ERROR = re.compile(
+    r"(?:\[rank\d+\]: *)?(?:\w+\.)*\w*(?:Error|Exception)\b|pretrain\.py: |.*: error: "
+)
+REFUSED = "pretrain.py: refused"  # and in the next line why
+OUT_OF_MEMORY = "out of memory"
+LONGEST_REASON = 240
+LEAST_SECONDS = 20  # in which a case could come to something
 
 
 @dataclass
@@ -75,12 +89,7 @@ def main() -> None:
     wanted = [one for one in cases(lengths) if re.search(arguments.only, one.title)]
     found = []
     for case in wanted:
-        left = deadline - time.monotonic() - 5
-        if left < min(arguments.case_seconds, 20):
-            found.append(Figures(case, outcome="not run: out of time"))
-            continue
-        with tempfile.TemporaryDirectory() as scratch:
-            found.append(run(case, arguments, Path(scratch), min(left, arguments.case_seconds)))
+        found.append(run_as_it_fits(case, arguments, deadline))
         one = found[-1]
         print(
             f"{case.title}: {one.outcome or f'{one.tokens_per_second:,.0f} tokens/s'}", flush=True
@@ -95,11 +104,11 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=570, help="of all cases together")
-    parser.add_argument("--case_seconds", type=float, default=45, help="of one, with its start")
-    parser.add_argument("--lines", type=int, default=8, help="after which a case ends early")
-    parser.add_argument("--warmup_lines", type=int, default=2, help="of a case that do not count")
-    parser.add_argument("--log_interval", type=int, default=2, help="steps between two lines")
-    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--case_seconds", type=float, default=75, help="of one, with its start")
+    parser.add_argument("--lines", type=int, default=4, help="after which a case ends early")
+    parser.add_argument("--warmup_lines", type=int, default=1, help="of a case that do not count")
+    parser.add_argument("--log_interval", type=int, default=1, help="steps between two lines")
+    parser.add_argument("--accumulation", type=int, default=8, help="micro-batches of a step")
     parser.add_argument("--micro_batch_size", type=int, help="(default: the most that fit)")
     parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
     parser.add_argument("--only", default="", help="cases whose title has this regular expression")
@@ -112,18 +121,43 @@ def parse_arguments() -> argparse.Namespace:
 # One case
 
 
-def run(case: Case, arguments: argparse.Namespace, scratch: Path, seconds: float) -> Figures:
-    """Run one case in processes of its own, for at most so many seconds."""
+def run_as_it_fits(case: Case, arguments: argparse.Namespace, deadline: float) -> Figures:
+    """Run one case, with half of the micro-batch, in twice as many, while memory is short."""
     model, peak = about(case, arguments)
-    micro = arguments.micro_batch_size or model["micro_batch"]
+    divisor = read_words(case.words).micro_divisor
+    micro = max(1, (arguments.micro_batch_size or model["micro_batch"]) // divisor)
+    accumulation = arguments.accumulation * divisor
+    while True:
+        seconds = min(deadline - time.monotonic() - 5, arguments.case_seconds * case.patience)
+        if seconds < min(arguments.case_seconds, LEAST_SECONDS):
+            return Figures(case, outcome="not run: out of time")
+        arguments.port = free_port()
+        with tempfile.TemporaryDirectory() as scratch:
+            found = run(case, micro, accumulation, arguments, Path(scratch), seconds)
+        if found.outcome != OUT_OF_MEMORY or micro == 1:
+            break
+        micro, accumulation = micro // 2, accumulation * 2
+    found.mfu = found.tokens_per_second * model["flops_per_token"] / peak
+    return found
+
+
+def run(
+    case: Case,
+    micro: int,
+    accumulation: int,
+    arguments: argparse.Namespace,
+    scratch: Path,
+    seconds: float,
+) -> Figures:
+    """Run one case in processes of its own, for at most so many seconds."""
     found = Figures(case, micro)
-    arguments.port = free_port()
-    write_shard(shards_of(case, scratch), model["path"])
+    write_shard(shards_of(case, scratch), str(model_file(case, arguments.toy, scratch)))
+    environment = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
     process = subprocess.Popen(
-        command(case, micro, arguments, scratch), cwd=ROOT, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"},
+        command(case, micro, accumulation, arguments, scratch), cwd=ROOT, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, **environment, **read_words(case.words).environment},
     )  # fmt: skip
     said: queue.Queue[tuple[float, str]] = queue.Queue()
     threading.Thread(target=_read, args=(process, said), daemon=True).start()
@@ -150,9 +184,8 @@ def run(case: Case, arguments: argparse.Namespace, scratch: Path, seconds: float
         found.outcome = why_none(lines, seconds)
         return found
     (first, start), (last, end) = counted[0], counted[-1]
-    tokens = (end - start) * case.seq_len * micro * arguments.accumulation
+    tokens = (end - start) * case.seq_len * micro * accumulation
     found.tokens_per_second = tokens / (last - first)
-    found.mfu = found.tokens_per_second * model["flops_per_token"] / peak
     found.start_seconds = steps[0][0] - began
     if case.contender == OURS:
         rows = (scratch / "run/metrics.jsonl").read_text().splitlines()
@@ -169,46 +202,17 @@ def _read(process: "subprocess.Popen[str]", said: "queue.Queue[tuple[float, str]
 
 def why_none(lines: list[str], seconds: float) -> str:
     """Say why a case came to no figure, by what it printed."""
-    text = "".join(lines)
-    if re.search("out of memory", text, re.IGNORECASE):
-        return "out of memory"
-    if lines and not lines[-1]:
-        known = [line.strip() for line in lines if re.search(r"Error\b|optimizer\.|--\w+:", line)]
-        return f"ended: {(known or ['without a word'])[-1][:160]}"
-    return f"no figure in {seconds:.0f} s"
-
-
-def about(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    """Return a model's figures, with a micro-batch that fits every contender; and the peak."""
-    import torch
-
-    from zerolm import ds_config, flops, memory
-    from zerolm.architecture import load_model_config, parameter_shapes
-    from zerolm.throughput import device_peak_flops
-
-    path = (TOY_MODELS if arguments.toy else MODELS)[case.model]
-    config = load_model_config(path)
-    shapes = parameter_shapes(config)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    micro = 2
-    if on_gpu:
-        micro = memory.fitting_micro_batch(
-            LARGEST_MICRO_BATCH * 2048 // max(2048, case.seq_len),
-            case.seq_len,
-            config=config,
-            shapes=shapes,
-            ds=ds_config.load_ds_config(arguments.deepspeed_config),
-            world_size=1,
-            memory_bytes=int(0.85 * torch.cuda.get_device_properties(0).total_memory),
-            checkpointing=False,
-        )
-    model = {
-        "path": path,
-        "flops_per_token": flops.flops_per_token(config, shapes, case.seq_len),
-        "micro_batch": micro,
-    }
-    return model, device_peak_flops(device, "bf16")[0]
+    if any(re.search(OUT_OF_MEMORY, line, re.IGNORECASE) for line in lines):
+        return OUT_OF_MEMORY
+    if not lines or lines[-1]:
+        return f"no figure in {seconds:.0f} s"
+    said = [line.strip() for line in lines if line.strip()]
+    for line, following in pairwise(said):
+        if line.startswith(REFUSED):
+            return f"refused: {following}".replace("|", "/")[:LONGEST_REASON]
+    errors = [line for line in said if ERROR.match(line)]
+    reason = next(reversed(errors or said), "without a word")
+    return f"ended: {reason}".replace("|", "/")[:LONGEST_REASON]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import carry  # noqa: E402
 import gpu  # noqa: E402 - benchmarks are scripts, not a package
 import gpu_cases  # noqa: E402
 
+from zerolm.ds_schema import schema_problems  # noqa: E402
 from zerolm.flags import parse_settings  # noqa: E402
 
 
@@ -25,12 +27,14 @@ def test_every_case_is_a_command_that_pretrain_understands(tmp_path):
     assert len(set(titles)) == len(titles)
     assert titles[:2] == ["1.3B, 2048: pretrain.py --compile", "1.3B, 2048: Trainer + DeepSpeed"]
     for case in gpu_cases.cases((2048, 8192)):
-        words = gpu_cases.command(case, 4, arguments, tmp_path)
-        assert Path(words[words.index("--model_config") + 1]).is_file()
+        words = gpu_cases.command(case, 4, 2, arguments, tmp_path)
+        config = json.loads(Path(words[words.index("--model_config") + 1]).read_text())
+        assert config["max_position_embeddings"] >= case.seq_len
         if case.contender == gpu_cases.OURS:
             settings, problems = parse_settings(words[words.index("pretrain.py") + 1 :])
             assert problems == [] and settings.batch_tokens == 2 * 4 * case.seq_len
             profile = json.loads(Path(settings.deepspeed_config).read_text())
+            assert schema_problems(profile, "profile.json") == []
             torchs = profile["optimizer"]["params"].get("torch_adam", False)
             assert torchs == ("fused_adam" not in case.words)
 
@@ -48,7 +52,30 @@ def test_the_table_has_ratios_goals_and_why_a_figure_is_missing():
     assert "| out of memory |" in table
     assert "MFU 0.610" in table and "1.50 times as fast as Trainer" in table
     assert gpu.why_none(["step=1"], 9) == "no figure in 9 s"
-    assert gpu.why_none(["ValueError: wrong\n", ""], 9) == "ended: ValueError: wrong"
+    said = ["ValueError: wrong\n", "[launch.py] exits with return code = 1\n", ""]
+    assert gpu.why_none(said, 9) == "ended: ValueError: wrong"
+    refused = ["pretrain.py: refused, nothing was written.\n", "a.json: key: 1, why. Fix.\n", ""]
+    assert gpu.why_none(refused, 9) == "refused: a.json: key: 1, why. Fix."
+    assert gpu.why_none(["[rank0]: torch.Error: odd\n", "bye\n", ""], 9) == (
+        "ended: [rank0]: torch.Error: odd"
+    )
+
+
+def test_words_of_a_case_are_flags_keys_and_variables():
+    words = gpu_cases.read_words(
+        "--compile a.b=false c=bf16 d.e=5 NAME_X=1 micro/2 --x=y fused_adam"
+    )
+    assert words.flags == ["--compile", "--x=y"] and words.environment == {"NAME_X": "1"}
+    assert words.keys == {"a.b": False, "c": "bf16", "d.e": 5}
+    assert words.micro_divisor == 2 and words.deepspeeds_adam
+
+
+def test_the_carry_list_is_all_that_is_required_without_what_is_there():
+    there = carry.environment("3.12", "x86_64")
+    missing = carry.missing(["torch", "transformers", "numpy", "pyarrow"], there)
+    assert {"deepspeed", "accelerate", "pydantic-core", "orjson", "xxhash"} <= missing
+    assert not missing & {"torch", "numpy", "huggingface-hub", "wandb", "matplotlib"}
+    assert missing <= set(carry.versions())
 
 
 @pytest.mark.soak
