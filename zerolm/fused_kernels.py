@@ -21,14 +21,15 @@ def host_problems(ds_config: Mapping[str, Any], name: str) -> list[str]:
         ds_config: as the user wrote it.
         name: of its file, for the messages.
     """
-    from deepspeed.git_version_info import installed_ops
-
-    wanted = [one for one in needed(ds_config) if not installed_ops.get(one[0])]
+    wanted = needed(ds_config)
     if not wanted or not (why := toolkit_problem()):
         return []
+    from deepspeed.git_version_info import installed_ops
+
     return [
         f"{name}: {key}, needs DeepSpeed's {operator}, which nvcc builds first, but {why}. {fix}"
         for operator, key, fix in wanted
+        if not installed_ops.get(operator)
     ]
 
 
