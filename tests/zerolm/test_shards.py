@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import pickle
 import resource
 import tempfile
@@ -12,26 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_shards import EOS, TOKENIZER, many_shards, write, writer
 
-from zerolm import manifest, shard_files
+from zerolm import shard_files
 from zerolm.block_sums import block_sum
-from zerolm.errors import ShardError, ShardReadError
-from zerolm.shards import ShardWriter, open_source, output_problems, token_dtype, verify
+from zerolm.errors import ShardError
+from zerolm.shards import open_source, output_problems, token_dtype, verify
 
-EOS = 0
 ENDINGS = ("bin", "idx", "sums")
-TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
-
-
-def writer(directory, vocab_size=1000, **options) -> ShardWriter:
-    return ShardWriter(directory, vocab_size=vocab_size, eos_id=EOS, tokenizer=TOKENIZER, **options)
-
-
-def write(directory, documents=((1, 2, EOS), (3, EOS), (4, 5, 6, EOS)), **options) -> Path:
-    with writer(directory, **options) as open_writer:
-        for document in documents:
-            open_writer.add(np.array(document))
-    return Path(directory)
 
 
 @given(
@@ -156,156 +143,6 @@ def test_outputs_that_cannot_be_written_are_named_beforehand(tmp_path):
     assert "not writable" in output_problems("/proc/shards")[0]
 
 
-def damage_flip(directory: Path) -> None:
-    data = bytearray((directory / "shard-00000.bin").read_bytes())
-    data[3] ^= 16
-    (directory / "shard-00000.bin").write_bytes(data)
-
-
-def damage_index(directory: Path) -> None:
-    np.array([2, 5, 9], "<u8").tofile(directory / "shard-00000.idx")
-
-
-def damage_cut(directory: Path) -> None:
-    data = (directory / "shard-00000.bin").read_bytes()
-    (directory / "shard-00000.bin").write_bytes(data[:-2])
-
-
-def damage_lose(directory: Path) -> None:
-    (directory / "shard-00000.idx").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "named", "also_on_opening"),
-    [
-        (damage_flip, "shard-00000.bin: SHA-256", False),
-        (damage_index, "shard-00000.idx: SHA-256", False),
-        (damage_cut, "shard-00000.bin: 16 bytes, the manifest says 18", True),
-        (damage_lose, "shard-00000.idx: the manifest lists it", True),
-    ],
-)
-def test_damage_is_found_and_named(tmp_path, damage, named, also_on_opening):
-    directory = write(tmp_path / "s")
-    damage(directory)
-    with pytest.raises(ShardError, match=named):
-        verify(directory)
-    if also_on_opening:
-        with pytest.raises(ShardError, match=named):
-            open_source(directory)
-
-
-def test_all_damage_is_listed(tmp_path):
-    directory = write(tmp_path / "s")
-    damage_cut(directory)
-    damage_lose(directory)
-    with pytest.raises(ShardError) as caught:
-        open_source(directory)
-    assert len(caught.value.problems) == 2
-
-
-def test_a_damaged_copy_of_the_tokenizer_is_found(tmp_path):
-    content = b"{}"
-    entry = {
-        "file": "tokenizer.json",
-        "size_bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
-    with writer(tmp_path / "s") as open_writer:
-        open_writer.tokenizer = {**TOKENIZER, "files": [entry]}
-        (tmp_path / "s" / "tokenizer").mkdir()
-        (tmp_path / "s" / "tokenizer" / "tokenizer.json").write_bytes(content)
-        open_writer.add(np.array([1, EOS]))
-    verify(tmp_path / "s")
-    (tmp_path / "s" / "tokenizer" / "tokenizer.json").write_bytes(b"[]")
-    with pytest.raises(ShardError, match=r"tokenizer\.json: SHA-256"):
-        verify(tmp_path / "s")
-
-
-def test_verify_looks_at_the_ids_and_not_only_at_checksums(tmp_path):
-    directory = write(tmp_path / "s", [[1, 2], [3, 4]])  # written whole, but without EOS ids
-    with pytest.raises(ShardError, match="does not end in id 0"):
-        verify(directory)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"format": "other"}, "format is not"),
-        ({"version": 2}, "version 2, this release reads version 1"),
-        ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"vocab_size": "1000"}, "vocab_size is '1000', not of type int"),
-        ({"vocab_size": 70_000}, "uint16 cannot hold vocab_size 70000"),
-        ({"eos_id": 1000}, "eos_id 1000 is not below vocab_size 1000"),
-        ({"num_tokens": 8}, "num_tokens is 8, but its shards have 9 together"),
-        ({"num_documents": -1}, "num_documents is -1, below zero"),
-        ({"tokenizer": {}}, "tokenizer.fingerprint is missing"),
-        ({"shards": []}, "shards is empty"),
-        ({"shards": [{}]}, r"shards\[0\].file is missing"),
-    ],
-    ids=str,
-)
-def test_a_manifest_that_cannot_be_right_is_refused(tmp_path, change, named):
-    directory = write(tmp_path / "s")
-    manifest = json.loads((directory / "manifest.json").read_text())
-    (directory / "manifest.json").write_text(json.dumps({**manifest, **change}))
-    with pytest.raises(ShardError, match=named):
-        open_source(directory)
-
-
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
-    directory = write(tmp_path / "s")
-    manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["shards"][0]["file"] = "../other/shard-00000.bin"
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ShardError, match="not a plain file name"):
-        open_source(directory)
-
-
-@pytest.mark.parametrize(
-    "name", ["../up.json", "/etc/up.json", "a/../../up.json", "", "a//b", "..\\up.json", None, 7]
-)
-def test_a_tokenizer_cannot_write_elsewhere(tmp_path, name):
-    """A store's manifest is anybody's, and its tokenizer's files are copied to this machine."""
-    directory = write(tmp_path / "store" / "s")
-    (directory / "up.json").write_text("{}")
-    entry = {"file": name, "size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
-    manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["tokenizer"]["files"] = [entry]
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    for where in (directory, f"file://{directory}"):
-        with pytest.raises(ShardError, match=r"tokenizer\.files\[0\]\.file is "):
-            open_source(where)
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"input_files": "x"}, "input_files is not an object"),
-        ({"input_files": {"file": "../x", "size_bytes": 1, "sha256": "0"}}, "not a plain file"),
-        ({"tokenizer": {"fingerprint": "f", "files": "abc"}}, "tokenizer.files is 'abc'"),
-        ({"tokenizer": {"fingerprint": "f", "files": ["a"]}}, "files\\[0\\] is not an object"),
-        (
-            {"tokenizer": {"fingerprint": "f", "files": [{"file": "sub dir/a.json"}]}},
-            "files\\[0\\].sha256 is missing",
-        ),
-    ],
-)
-def test_entries_of_other_files_are_checked(tmp_path, keys, named):
-    directory = write(tmp_path / "s")
-    manifest = json.loads((directory / "manifest.json").read_text())
-    (directory / "manifest.json").write_text(json.dumps({**manifest, **keys}))
-    with pytest.raises(ShardError, match=named):
-        open_source(directory)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
-def test_a_manifest_that_is_not_json_is_refused(tmp_path, content):
-    directory = write(tmp_path / "s")
-    (directory / "manifest.json").write_text(content)
-    with pytest.raises(ShardError, match=r"manifest\.json"):
-        open_source(directory)
-
-
 def test_reading_outside_of_a_source_is_an_error(tmp_path):
     source = open_source(write(tmp_path / "s"))
     for start in (-1, 8):
@@ -329,12 +166,6 @@ def test_the_fingerprint_changes_with_the_ids_and_with_the_tokenizer(tmp_path):
         open_writer.add(np.array([1, EOS]))
     prints.add(open_source(tmp_path / "c").fingerprint)
     assert len(prints) == 3
-
-
-def many_shards(directory, count, monkeypatch) -> Path:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)  # which is most of the time
-        return write(directory, [[number + 1, EOS] for number in range(count)], shard_tokens=2)
 
 
 def test_few_shards_are_open_at_a_time_and_each_block_is_checked_once(tmp_path, monkeypatch):
@@ -368,65 +199,3 @@ def test_more_shards_can_be_read_than_files_may_be_open(tmp_path, monkeypatch):
             assert source.ids(number, 0, 2).tolist() == [number + 1, EOS]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_file_that_is_cut_or_gone_after_the_start_ends_the_run_by_its_name(tmp_path):
-    source = open_source(write(tmp_path / "s"))
-    for change in (lambda path: os.truncate(path, 4), Path.unlink):
-        change(tmp_path / "s" / "shard-00000.bin")
-        with pytest.raises(ShardReadError, match=r"shard-00000\.bin: cannot be opened with 18"):
-            source.ids(0, 0, 2)
-
-
-def test_one_process_of_a_node_looks_at_the_files(tmp_path, monkeypatch):
-    (write(tmp_path / "s") / "shard-00000.idx").unlink()
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert open_source(tmp_path / "s").num_tokens == 9
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ShardError, match="is missing"):
-        open_source(tmp_path / "s")
-
-
-WRONG = (
-    None,
-    "",
-    "x",
-    "../x",
-    ".x",
-    "-x",
-    "a b",
-    "x\ny",
-    "é",
-    True,
-    -1,
-    0,
-    7,
-    1.0,
-    1 << 60,
-    1 << 63,
-)
-
-
-def test_the_quick_look_at_a_manifest_misses_nothing_that_the_slow_one_finds(monkeypatch, tmp_path):
-    """Whatever stands under a key of a shard, or does not: the same refusal, or none."""
-    content = (many_shards(tmp_path / "s", 3, monkeypatch) / "manifest.json").read_bytes()
-    refused = 0
-    for key in json.loads(content)["shards"][1]:
-        for value in WRONG:
-            changed = json.loads(content)
-            changed["shards"][1][key] = value
-            if value is None:
-                del changed["shards"][1][key]
-            found = []
-            for quick in (manifest._shards_are_right, lambda manifest: False):
-                with monkeypatch.context() as patch:
-                    patch.setattr(manifest, "_shards_are_right", quick)
-                    try:
-                        manifest.checked_manifest(json.dumps(changed).encode(), Path("m"))
-                        found.append([])
-                    except ShardError as error:
-                        found.append(error.problems)
-            assert found[0] == found[1], (key, value)
-            refused += bool(found[0])
-    assert refused > 100
-    assert manifest._shards_are_right(json.loads(content))

@@ -1,103 +1,37 @@
 """Trackers that follow a run directory: real children, real offline files."""
 
-import errno
 import fcntl
 import json
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tracked_runs import (
+    begin,
+    end,
+    kill,
+    publish,
+    sample,
+    unused_run,
+    wait_for,
+    wait_for_starts,
+    write_steps,
+)
 
 from tests.endpoints import WandbServer
-from tests.launching import environment, free_port
+from tests.launching import environment
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
-from zerolm import events, metrics, tensorboard_tracker, tracker, wandb_tracker
-from zerolm import wandb_sync as wandb_sync_module
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.metrics import RunLog
-from zerolm.mirror import Mirror
+from zerolm import events, metrics, tensorboard_tracker, wandb_tracker
 from zerolm.wandb_sync import wandb_sync
 
 
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch) -> Path:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    path = tmp_path / "first"
-    (path / "checkpoints").mkdir(parents=True)
-    settings = {"wandb": "offline", "wandb_project": "mine", "wandb_tags": "tiny, fast"}
-    record = {"settings": settings, "git_commit": "abc123", "versions": {"torch": "2"}}
-    (path / "run.json").write_text(json.dumps(record))
-    return path
-
-
-def begin(run_dir: Path, step: int, tensorboard: bool = False, mode: str = "offline") -> RunLog:
-    record = json.loads((run_dir / "run.json").read_text())
-    record["settings"]["wandb"] = mode
-    (run_dir / "run.json").write_text(json.dumps(record))
-    log = RunLog(run_dir, step, writes=True)
-    log.track(SimpleNamespace(wandb=mode, tensorboard=tensorboard))
-    return log
-
-
-def write_steps(log: RunLog, *steps: int) -> None:
-    """Write rows whose times differ from those of the same step before, as those of a run do."""
-    for step in steps:
-        row = {"step": step, "tokens": 10 * step, "train/loss": 1 / 3 / step, "null": None}
-        log.metrics({**row, "seconds": time.perf_counter()})
-
-
-def publish(run_dir: Path, log: RunLog, step: int) -> None:
-    name = f"step-{step:08d}"
-    directory = run_dir / "checkpoints" / name
-    directory.mkdir()
-    manifest = {"digest": "d" * 64, "progress": {"step": step, "tokens": 10 * step}}
-    (directory / "MANIFEST.json").write_text(json.dumps(manifest))
-    (directory / "weights.pt").write_bytes(b"w" * 1000)
-    (run_dir / "checkpoints" / "latest").write_text(name + "\n")
-    log.event("checkpoint", step, checkpoint=name)
-
-
-def sample(run_dir: Path, step: int) -> None:
-    row = {"step": step, "tokens": 10 * step, "prompt_number": 0, "prompt": "One", "text": " two"}
-    with open(run_dir / "samples.jsonl", "a") as file:
-        file.write(json.dumps({**row, "seed": 1, "temperature": 1.0, "top_k": 0}) + "\n")
-
-
-def end(log: RunLog, how: str = "done") -> None:
-    log.close(how)
-    log.finish_trackers()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def wait_for_starts(run_dir: Path, number: int) -> None:
-    """Wait until so many W&B trackers have begun: at its end a run gives such as have not seconds,
-
-    which a loaded machine takes for its imports.
-    """
-    wait_for(lambda: len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) >= number)
-
-
-def kill(log: RunLog, run_dir: Path, name: str) -> None:
-    """Kill the children once one of them is at work, as a lost host would."""
-    wait_for(lambda: list(run_dir.glob(name)))
-    time.sleep(1.5)
-    for child in log.trackers._children:
-        child.process.kill()
-        child.process.wait()
-    log.close()
+    return unused_run(tmp_path / "first", monkeypatch)
 
 
 def test_wandb_and_tensorboard_have_each_row_once_over_kills_and_a_resume(run_dir, capsys) -> None:
@@ -249,18 +183,6 @@ def test_wandb_online_has_each_row_once_although_some_never_arrived(run_dir, mon
             assert [row[key] for row in server.history] == [row[key] for row in rows]
 
 
-def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> None:
-    (run_dir / "wandb").write_text("in the way")
-    log = begin(run_dir, 0)
-    write_steps(log, 1)
-    end(log)
-    found = own_rows(run_dir, "events.jsonl")
-    assert [(one["event"], one["tracker"]) for one in found] == [("tracker_failed", "wandb")] * 2
-    assert "cannot start" in found[0]["error"]
-    assert f"python -m zerolm wandb-sync {run_dir}" in found[1]["error"]
-    assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
-
-
 def test_tensorboard_goes_on_after_the_rows_it_has_and_mends_what_was_written_in_part(run_dir):
     def row(step: int, loss: float = 1 / 3) -> dict[str, Any]:
         return {"step": step, "tokens": 10 * step, "train/loss": loss / step, "null": None}
@@ -329,130 +251,3 @@ def test_what_a_server_has_follows_from_its_newest_number_on_any_machine(run_dir
     assert sorted(sent)[-4:] == [600, 601, 699, 700]
     begin_again(600, [], [])
     assert [[row[0] for row in table] for table in tables] == [[2], [2, 4], [6]], "none twice"
-
-
-class Broken:
-    """A target that fails at one event, and then at every row."""
-
-    where = "nowhere"
-
-    def __init__(self) -> None:
-        self.got: list[object] = []
-
-    def event(self, event: dict[str, object]) -> None:
-        if event.get("bad"):
-            raise TypeError("unsupported operand")
-        self.got.append(event["step"])
-
-    def log(self, row: dict[str, object]) -> None:
-        self.got.append(row["step"])
-
-    def finish(self, exit_code: int) -> None:
-        self.got.append("end")
-
-    def wants(self, row: dict[str, object]) -> bool:
-        return True
-
-    def open(self) -> None: ...
-    def flush(self) -> None: ...
-    def samples(self, rows: list[dict[str, object]]) -> None: ...
-
-
-def test_what_is_wrong_with_one_event_is_told_once_and_stops_nothing_else(run_dir) -> None:
-    with open(run_dir / "events.jsonl", "w") as file:
-        for bad in (False, True, True, False):
-            file.write(json.dumps({"event": "spike", "step": 1, "bad": bad}) + "\n")
-    (run_dir / "metrics.jsonl").write_text('{"step": 2}\n')
-    told: list[dict[str, object]] = []
-    target = Broken()
-    mirror = Mirror(run_dir, "wandb", target, lambda **what: told.append(what))
-    mirror.sender.start()
-    mirror.end("done")
-    assert target.got == [2, 1, 1, "end"] and mirror.complete
-    (failure,) = [what["failed"] for what in told if "failed" in what]
-    assert "passed over event: TypeError" in failure
-
-
-def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
-    run_dir, monkeypatch
-) -> None:
-    """Offline each of them would write every row once more."""
-    monkeypatch.setattr(tracker, "FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(tracker, "LONGEST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(tracker, "LOOK_SECONDS", 0.0)
-    monkeypatch.setenv("ZEROLM_SUPERVISOR", "somebody-1")
-    seen = run_dir / "seen"
-    script = (
-        "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('ZEROLM_SUPERVISOR', '-'))"
-    )
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        tracker.subprocess, "Popen",
-        lambda words, **more: popen([sys.executable, "-c", script, str(seen)], **more),
-    )  # fmt: skip
-    log = begin(run_dir, 0)
-    trackers = log.trackers
-    assert trackers is not None
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:
-        trackers.poke()
-        time.sleep(0.01)
-    assert seen.read_text() == "-" * tracker.MOST_DEATHS, "and none has the supervisor's mark"
-    end(log)
-    errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
-    assert len(errors) == tracker.MOST_DEATHS + 1
-    assert all("python -m zerolm wandb-sync" in error for error in errors[-2:])
-
-
-def test_what_a_child_says_after_a_rollback_is_heard(run_dir, monkeypatch) -> None:
-    (run_dir / "wandb").write_text("in the way")
-    first = begin(run_dir, 0)
-    first.close("rollback")
-    second = RunLog(run_dir, 0, writes=True)
-    second.track(SimpleNamespace(wandb="offline", tensorboard=False), before=first.trackers)
-    end(second)
-    errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
-    assert sum("may lack rows" in error for error in errors) == 2, "of both"
-
-
-def test_wandb_is_told_by_its_own_variable_whether_there_is_a_tracker(monkeypatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    for told, mode, found in (
-        ("disabled", "offline", []), ("dryrun", "offline", ["wandb"]), ("run", "online", ["wandb"]),
-        ("offline", "offline", ["wandb"]), ("", "online", ["wandb"]),
-    ):  # fmt: skip
-        monkeypatch.setenv("WANDB_MODE", told)
-        assert wandb_tracker.mode_of("auto") == mode
-        assert tracker.names(SimpleNamespace(wandb="auto", tensorboard=False)) == found
-        assert tracker.names(SimpleNamespace(wandb="online", tensorboard=False)) == ["wandb"]
-
-
-def without_locks(file: Any, operation: int) -> None:
-    assert file.writable(), "NFS locks a file exclusively only if it may be written"
-    raise OSError(errno.ENOLCK, "no locks available")
-
-
-def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeypatch) -> None:
-    for arguments, words in (
-        ({"run_dir": tmp_path}, "no run.json"),
-        ({"run_dir": run_dir, "mode": "online"}, "no key is configured"),
-        ({"run_dir": run_dir, "same_id": True}, "has no W&B run yet"),
-    ):
-        with pytest.raises(ConfigError, match=words) as refused:
-            wandb_sync(**arguments)
-        assert len(refused.value.problems) == 1
-    (run_dir / "wandb").mkdir()
-    (run_dir / "wandb" / "run.json").write_text('{"id": "first"}')
-    with open(run_dir / "wandb" / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as the tracker of a run that is going on
-        with pytest.raises(ConfigError, match="is going on and writes to that W&B run"):
-            wandb_sync(run_dir, mode="offline", same_id=True)
-    with monkeypatch.context() as patched:
-        patched.setattr(wandb_sync_module.fcntl, "flock", without_locks)
-        patched.setattr(wandb_sync_module, "_send", lambda *what, **more: None)
-        assert wandb_sync(run_dir, mode="offline", same_id=True) == ["first"]
-    monkeypatch.setattr(wandb_tracker, "INIT_SECONDS", 1)
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(ZerolmError, match=r"W&B did not take it: .*refused"):
-        wandb_sync(run_dir, mode="online")

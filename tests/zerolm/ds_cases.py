@@ -1,0 +1,40 @@
+"""Files of a user, and what is found in them: for the tests of DeepSpeed's JSON."""
+
+import json
+
+from zerolm.ds_resolve import resolve
+from zerolm.ds_rules import rule_notices, rule_problems
+from zerolm.ds_schema import schema_problems
+from zerolm.settings import Settings
+
+# The file of a user that must work as it is.
+USER = json.loads(
+    """{"zero_optimization": {"stage": 3, "overlap_comm": true, "contiguous_gradients": true,
+    "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9, "gather_16bit_weights_on_model_save": true},
+    "bf16": {"enabled": true}, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto", "steps_per_print": 100, "wall_clock_breakdown": false}"""
+)
+SETTINGS = Settings(
+    learning_rate=3e-4, min_learning_rate=3e-5, weight_decay=0.1, beta1=0.9, beta2=0.95
+)
+
+
+def found(config, on_gpu=False, world_size=2):
+    problems = schema_problems(config, "ds.json")
+    return problems + rule_problems(config, "ds.json", on_gpu=on_gpu, world_size=world_size)
+
+
+def resolved(config, settings=SETTINGS, **more):
+    sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "replicas": 2}
+    steps = {"warmup_steps": 5, "total_steps": 100}
+    return resolve(config, settings, **{**sizes, **steps, "on_gpu": True, **more})
+
+
+def zero(stage, **more):
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+def notices(config, on_gpu=False, world_size=2):
+    return rule_notices(config, "ds.json", on_gpu=on_gpu, world_size=world_size)

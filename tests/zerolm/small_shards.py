@@ -1,0 +1,28 @@
+"""Shards of a few documents: for their tests."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from zerolm.shards import ShardWriter
+
+EOS = 0
+TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
+
+
+def writer(directory, vocab_size=1000, **options) -> ShardWriter:
+    return ShardWriter(directory, vocab_size=vocab_size, eos_id=EOS, tokenizer=TOKENIZER, **options)
+
+
+def write(directory, documents=((1, 2, EOS), (3, EOS), (4, 5, 6, EOS)), **options) -> Path:
+    with writer(directory, **options) as open_writer:
+        for document in documents:
+            open_writer.add(np.array(document))
+    return Path(directory)
+
+
+def many_shards(directory, count, monkeypatch) -> Path:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)  # which is most of the time
+        return write(directory, [[number + 1, EOS] for number in range(count)], shard_tokens=2)

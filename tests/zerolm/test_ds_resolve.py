@@ -1,0 +1,150 @@
+"""What "auto" of DeepSpeed's JSON becomes, against Hugging Face's Trainer; the shipped profiles."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ds_cases import USER, found, notices, resolved, zero
+
+from tests.launching import environment, free_port, write_json
+from zerolm import ds_config
+from zerolm.ds_config import load_ds_config
+
+SHIPPED = Path(__file__).parent.parent.parent / "ds_configs"
+# Those for a GPU's kernels and for a disk are in test_nvme.py.
+PROFILES = sorted(
+    {*SHIPPED.glob("*.json")} - {SHIPPED / "zeropp.json", SHIPPED / "zero3_nvme.json"}
+)
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_shipped_profiles_have_no_problems_and_resolve(path):
+    config = load_ds_config(path)
+    assert found(config) == [] and found(config, on_gpu=True) == []
+    assert '"auto"' not in json.dumps(resolved(config))
+    clipping = 0.0 if ds_config.optimizer_type(config) == "Muon" else 1.0
+    assert ds_config.precision(config) == "bf16" and config["gradient_clipping"] == clipping
+    assert notices(config, on_gpu=True) == []
+    assert str(ds_config.zero_stage(config)) in path.stem
+    assert (ds_config.optimizer_offload(config) == "cpu") == ("offload" in path.stem)
+
+
+def test_shipped_profiles_add_up_gradients_exactly(tmp_path):
+    """Two real ranks; in bf16 the sum would differ from torch's by 5e-6."""
+    files = []
+    for path in PROFILES:
+        sizes = {"micro_batch_size": 8, "accumulation": 1, "on_gpu": False}
+        config = resolved(load_ds_config(path), **sizes)
+        config["zero_optimization"].update(reduce_bucket_size=10_000, sub_group_size=10_000)
+        files.append(write_json(tmp_path / path.name, config))
+    report, port = tmp_path / "report.json", str(free_port())
+    worker = Path(__file__).with_name("reduction_worker.py")
+    addresses = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, worker, report, *files],
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **addresses),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-2000:]
+    differences = json.loads(report.read_text())
+    assert len(differences) == len(PROFILES) and max(differences.values()) < 1e-6, differences
+
+
+def test_a_users_file_works_as_it_is():
+    assert found(USER) == []
+    result = resolved(USER)
+    assert result["zero_optimization"]["gather_16bit_weights_on_model_save"] is True
+    assert result["train_batch_size"] == 16
+    assert result["optimizer"]["type"] == "AdamW"
+
+
+def test_auto_is_resolved_as_the_trainer_of_hugging_face_does():
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    auto = copy.deepcopy(USER)
+    auto |= {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+    }
+    trainer = HfTrainerDeepSpeedConfig(copy.deepcopy(auto))
+    arguments = SimpleNamespace(
+        world_size=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_grad_norm=1.0,
+        learning_rate=3e-4,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        weight_decay=0.1,
+        save_on_each_node=False,
+        fp16=False,
+        fp16_full_eval=False,
+        bf16=True,
+        bf16_full_eval=False,
+        get_warmup_steps=lambda steps: 5,
+    )
+    trainer.trainer_config_process(arguments)
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
+    trainer.trainer_config_finalize(arguments, model, num_training_steps=100)
+    assert resolved(auto) == trainer.config
+
+
+def test_adamw_is_torchs_only_on_a_plain_cpu():
+    offload = zero(2, offload_optimizer={"device": "cpu"})
+    assert resolved(zero(2), on_gpu=False)["optimizer"]["params"]["torch_adam"] is True
+    assert "torch_adam" not in resolved(zero(2), on_gpu=True)["optimizer"]["params"]
+    assert "torch_adam" not in resolved(offload, on_gpu=False)["optimizer"]["params"]
+    chosen = {"optimizer": {"type": "AdamW", "params": {"torch_adam": False}}}
+    assert resolved(chosen, on_gpu=False)["optimizer"]["params"]["torch_adam"] is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes"),
+    [("Lion", True), ("Muon", True), ("NAdam", True), ("Adagrad", False), ("SGD", False)],
+)
+def test_betas_reach_every_optimizer_that_takes_them(kind, takes):
+    params = resolved({"optimizer": {"type": kind}})["optimizer"]["params"]
+    assert params.get("betas") == ([0.9, 0.95] if takes else None)
+    given = {"optimizer": {"type": kind, "params": {"betas": [0.5, 0.6]}}}
+    assert resolved(given)["optimizer"]["params"]["betas"] == [0.5, 0.6]
+
+
+def test_clipping_that_deepspeed_defaults_in_silence_is_written_down():
+    assert resolved({})["gradient_clipping"] == 1.0
+    assert resolved({"gradient_clipping": 0})["gradient_clipping"] == 0
+
+
+def test_resolving_does_not_change_the_input():
+    before = copy.deepcopy(USER)
+    resolved(USER, on_gpu=False)
+    assert before == USER

@@ -1,0 +1,240 @@
+"""What is refused of DeepSpeed's JSON, and what is a notice; no value is a traceback."""
+
+import copy
+
+import pytest
+from ds_cases import USER, found, notices, resolved, zero
+
+from zerolm import ds_config, ds_rules
+from zerolm.ds_config import block, fixed_settings, fixed_tokens
+from zerolm.settings import Settings
+
+BAD = {
+    "a typo at the top": ({"zero_optimisation": {}}, "zero_optimisation", '"zero_optimization"'),
+    "a typo inside": (zero(2, overlap_com=True), "zero_optimization.overlap_com", "overlap_comm"),
+    "a typo two deep": (
+        zero(2, offload_optimizer={"devise": "cpu"}),
+        "zero_optimization.offload_optimizer.devise",
+        '"device"',
+    ),
+    "an unread block key": (
+        {"optimizer": {"type": "Adam", "param": {}}},
+        "optimizer.param",
+        '"params"',
+    ),
+    "a wrong type": ({"gradient_clipping": "one"}, "gradient_clipping: one", "number"),
+    "a wrong stage": (zero(4), "zero_optimization.stage: 4", "1, 2 or 3"),
+    "stage 0": (zero(0), "zero_optimization.stage: 0", "Use 1"),
+    "delayed updates": (zero(2, zenflow={}), "zero_optimization.zenflow", "Remove the block"),
+    "an inexact resume": (
+        zero(2, load_from_fp32_weights=False),
+        "zero_optimization.load_from_fp32_weights: false",
+        "Remove the key",
+    ),
+    "a step on NaN": (
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        "bf16.check_grad_overflow: false",
+        "Remove the key",
+    ),
+    "accumulation that DeepSpeed leaves to us": (
+        {"managed_gradient_accumulation": False},
+        "managed_gradient_accumulation: false",
+        "Remove the key",
+    ),
+    "autocast to float16": (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        "torch_autocast.dtype: float16",
+        '"bfloat16"',
+    ),
+    "autocast to torch's choice": (
+        {"torch_autocast": {"enabled": True}},
+        "torch_autocast.dtype: missing",
+        '"bfloat16"',
+    ),
+    "autocast of float16 weights": (
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "bf16": {"enabled": False},
+            "fp16": {"enabled": True},
+        },
+        "torch_autocast.enabled: true",
+        "remove fp16",
+    ),
+    "a wrong device": (
+        zero(2, offload_optimizer={"device": "gpu"}),
+        "zero_optimization.offload_optimizer.device: gpu",
+        "cpu",
+    ),
+    "8 bits": ({"fp8": {"enabled": True}}, "fp8", "use bf16"),
+    "infinity": ({"train_batch_size": float("inf")}, "train_batch_size", "whole number"),
+    "a removed block": ({"amp": {"enabled": True}}, "amp", "bf16"),
+    "a removed ZeRO key": (zero(3, mics_shard_size=2), "mics_shard_size", "Remove"),
+    "param offload below 3": (
+        zero(2, offload_param={"device": "cpu"}),
+        "zero_optimization.offload_param",
+        "ds_configs/zero3_offload.json",
+    ),
+    "nvme at 2": (
+        zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
+        "offload_optimizer.device: nvme",
+        "stage 3",
+    ),
+    "nvme without a path": (
+        zero(3, offload_param={"device": "nvme"}),
+        "offload_param.nvme_path",
+        "directory",
+    ),
+    "both precisions": (
+        {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+        "fp16.enabled: true",
+        "bf16.enabled",
+    ),
+    "fp16 on a CPU": ({"fp16": {"enabled": True}}, "fp16.enabled: true", "bf16"),
+    "an unknown optimizer": ({"optimizer": {"type": "AdmW"}}, "optimizer.type: AdmW", '"AdamW"'),
+    "Lion on a CPU": ({"optimizer": {"type": "Lion"}}, "optimizer.type: Lion", "AdamW"),
+    "an untested optimizer": (
+        {**zero(2), "optimizer": {"type": "NAdam"}},
+        "optimizer.type: NAdam",
+        "zero_allow_untested_optimizer",
+    ),
+    "a typo of a parameter": (
+        {"optimizer": {"type": "AdamW", "params": {"weight_deca": 0.1}}},
+        "optimizer.params.weight_deca",
+        '"weight_decay"',
+    ),
+    "max_grad_norm": (
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm: 1.0",
+        '"gradient_clipping": 1.0',
+    ),
+    "Muon with clipping": (
+        {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "gradient_clipping": 1.0},
+        "gradient_clipping: 1.0",
+        "Set it to 0",
+    ),
+    "betas of an optimizer without": (
+        {"optimizer": {"type": "Adagrad", "params": {"betas": "auto"}}},
+        "optimizer.params.betas",
+        "Remove",
+    ),
+    "Muon at stage 3": (
+        {**zero(3), "optimizer": {"type": "Muon"}, "gradient_clipping": 0},
+        "zero_optimization.reduce_scatter",
+        "false",
+    ),
+    "an unknown scheduler": (
+        {"scheduler": {"type": "CosineLR"}},
+        "scheduler.type: CosineLR",
+        "WarmupCosineLR",
+    ),
+    "a scheduler without its end": (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+        "scheduler.params.total_num_steps",
+        '"auto"',
+    ),
+    "a typo in the writer": (
+        {"checkpoint": {"writer": {"type": "fast", "decopled": True}}},
+        "checkpoint.writer.decopled",
+        'Did you mean "decoupled"?',
+    ),
+    "a writer that is neither": (
+        {"checkpoint": {"writer": {"decoupled": "yes"}}},
+        "checkpoint.writer.decoupled",
+        "must be true",
+    ),
+    "a universal checkpoint": (
+        {"checkpoint": {"load_universal": True}},
+        "checkpoint.load_universal",
+        "Remove the key",
+    ),
+    "pipelines": ({"pipeline": {"stages": 2}}, "pipeline", "not supported"),
+    "data efficiency": ({"data_efficiency": {"enabled": True}}, "data_efficiency", "--data"),
+    "a secret": ({"comet": {"api_key": "abc"}}, "comet.api_key: a secret", "COMET_API_KEY"),
+    "sums of gradients": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: sum", "mean"),
+    "quantized weights on a CPU": (
+        zero(3, zero_quantized_weights=True),
+        "zero_quantized_weights: true",
+        "GPU",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "key", "fix"), BAD.values(), ids=list(BAD))
+def test_what_cannot_run_is_one_line_with_file_key_and_fix(monkeypatch, config, key, fix):
+    monkeypatch.setattr(ds_rules, "cpu_has_fp16", lambda: False)
+    on_gpu = block(config, "fp16").get("enabled") and "torch_autocast" in config
+    problems = found(config, on_gpu=bool(on_gpu))
+    assert len(problems) == 1 and "\n" not in problems[0]
+    assert problems[0].startswith("ds.json: ") and key in problems[0] and fix in problems[0]
+
+
+@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"overlap_comm": True}}])
+def test_a_file_without_a_stage_is_run_at_stage_1(config):
+    assert found(config) == [] and ds_config.zero_stage(config) == 1
+    assert resolved(config)["zero_optimization"]["stage"] == 1
+    assert any("stage 1" in notice for notice in notices(config))
+
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def test_arithmetic_is_that_of_autocast():
+    assert ds_config.precision(AUTOCAST) == "fp32"
+    assert ds_config.compute_precision(AUTOCAST) == "bf16"
+    off = {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}
+    assert ds_config.compute_precision(off) == "fp32"
+    assert ds_config.compute_precision(BF16) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "said"),
+    [
+        ({**zero(2), **BF16}, 2, ["in bf16, so the curve"]),
+        ({**zero(2), **BF16}, 1, []),
+        ({**zero(2), **BF16, "communication_data_type": "fp32"}, 2, []),
+        (zero(2), 2, []),
+        ({**zero(2), **AUTOCAST, "communication_data_type": "fp32"}, 2, ["in bf16, so the curve"]),
+        (zero(3, zero_quantized_weights=True), 2, ["zero_quantized_weights: rounds"]),
+    ],
+)
+def test_what_depends_on_the_world_size_is_a_notice(config, world_size, said):
+    heard = notices(config, on_gpu=True, world_size=world_size)
+    assert len(heard) == len(said)
+    assert all(part in notice for part, notice in zip(said, heard, strict=True))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "x", -1, 0, 1.5, [], {}, True, [1], float("inf"), 10**400],
+    ids=lambda value: repr(value)[:9],
+)
+def test_no_value_of_any_key_is_a_traceback(value):
+    """Each leaf of a large config in turn is replaced by something odd."""
+    config = copy.deepcopy(USER)
+    config |= {
+        "train_batch_size": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1, "warmup_num_steps": 5}},
+        "checkpoint": {"writer": None, "tag_validation": "Warn"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "tensor_parallel": {"autotp_size": 1},
+        "fp16": {"enabled": False},
+    }
+    for path in leaves(config):
+        odd = copy.deepcopy(config)
+        parent = odd
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = value
+        found(odd, on_gpu=True)
+        found(odd, on_gpu=False)
+        fixed_settings(odd, seq_len=8, world_size=2)
+        fixed_tokens(odd, Settings(), lambda steps: steps)
+
+
+def leaves(config, before=()):
+    for key, value in config.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from leaves(value, (*before, key))

@@ -1,0 +1,167 @@
+"""Trackers that fail, die or are refused: what is told, and that nothing else stops."""
+
+import errno
+import fcntl
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tracked_runs import begin, end, unused_run, write_steps
+
+from tests.launching import free_port
+from tests.wandb_reader import own_rows
+from zerolm import tracker, wandb_tracker
+from zerolm import wandb_sync as wandb_sync_module
+from zerolm.errors import ConfigError, ZerolmError
+from zerolm.metrics import RunLog
+from zerolm.mirror import Mirror
+from zerolm.wandb_sync import wandb_sync
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch) -> Path:
+    return unused_run(tmp_path / "first", monkeypatch)
+
+
+def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> None:
+    (run_dir / "wandb").write_text("in the way")
+    log = begin(run_dir, 0)
+    write_steps(log, 1)
+    end(log)
+    found = own_rows(run_dir, "events.jsonl")
+    assert [(one["event"], one["tracker"]) for one in found] == [("tracker_failed", "wandb")] * 2
+    assert "cannot start" in found[0]["error"]
+    assert f"python -m zerolm wandb-sync {run_dir}" in found[1]["error"]
+    assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
+
+
+class Broken:
+    """A target that fails at one event, and then at every row."""
+
+    where = "nowhere"
+
+    def __init__(self) -> None:
+        self.got: list[object] = []
+
+    def event(self, event: dict[str, object]) -> None:
+        if event.get("bad"):
+            raise TypeError("unsupported operand")
+        self.got.append(event["step"])
+
+    def log(self, row: dict[str, object]) -> None:
+        self.got.append(row["step"])
+
+    def finish(self, exit_code: int) -> None:
+        self.got.append("end")
+
+    def wants(self, row: dict[str, object]) -> bool:
+        return True
+
+    def open(self) -> None: ...
+    def flush(self) -> None: ...
+    def samples(self, rows: list[dict[str, object]]) -> None: ...
+
+
+def test_what_is_wrong_with_one_event_is_told_once_and_stops_nothing_else(run_dir) -> None:
+    with open(run_dir / "events.jsonl", "w") as file:
+        for bad in (False, True, True, False):
+            file.write(json.dumps({"event": "spike", "step": 1, "bad": bad}) + "\n")
+    (run_dir / "metrics.jsonl").write_text('{"step": 2}\n')
+    told: list[dict[str, object]] = []
+    target = Broken()
+    mirror = Mirror(run_dir, "wandb", target, lambda **what: told.append(what))
+    mirror.sender.start()
+    mirror.end("done")
+    assert target.got == [2, 1, 1, "end"] and mirror.complete
+    (failure,) = [what["failed"] for what in told if "failed" in what]
+    assert "passed over event: TypeError" in failure
+
+
+def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
+    run_dir, monkeypatch
+) -> None:
+    """Offline each of them would write every row once more."""
+    monkeypatch.setattr(tracker, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(tracker, "LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(tracker, "LOOK_SECONDS", 0.0)
+    monkeypatch.setenv("ZEROLM_SUPERVISOR", "somebody-1")
+    seen = run_dir / "seen"
+    script = (
+        "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('ZEROLM_SUPERVISOR', '-'))"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        tracker.subprocess, "Popen",
+        lambda words, **more: popen([sys.executable, "-c", script, str(seen)], **more),
+    )  # fmt: skip
+    log = begin(run_dir, 0)
+    trackers = log.trackers
+    assert trackers is not None
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        trackers.poke()
+        time.sleep(0.01)
+    assert seen.read_text() == "-" * tracker.MOST_DEATHS, "and none has the supervisor's mark"
+    end(log)
+    errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
+    assert len(errors) == tracker.MOST_DEATHS + 1
+    assert all("python -m zerolm wandb-sync" in error for error in errors[-2:])
+
+
+def test_what_a_child_says_after_a_rollback_is_heard(run_dir, monkeypatch) -> None:
+    (run_dir / "wandb").write_text("in the way")
+    first = begin(run_dir, 0)
+    first.close("rollback")
+    second = RunLog(run_dir, 0, writes=True)
+    second.track(SimpleNamespace(wandb="offline", tensorboard=False), before=first.trackers)
+    end(second)
+    errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
+    assert sum("may lack rows" in error for error in errors) == 2, "of both"
+
+
+def test_wandb_is_told_by_its_own_variable_whether_there_is_a_tracker(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    for told, mode, found in (
+        ("disabled", "offline", []), ("dryrun", "offline", ["wandb"]), ("run", "online", ["wandb"]),
+        ("offline", "offline", ["wandb"]), ("", "online", ["wandb"]),
+    ):  # fmt: skip
+        monkeypatch.setenv("WANDB_MODE", told)
+        assert wandb_tracker.mode_of("auto") == mode
+        assert tracker.names(SimpleNamespace(wandb="auto", tensorboard=False)) == found
+        assert tracker.names(SimpleNamespace(wandb="online", tensorboard=False)) == ["wandb"]
+
+
+def without_locks(file: Any, operation: int) -> None:
+    assert file.writable(), "NFS locks a file exclusively only if it may be written"
+    raise OSError(errno.ENOLCK, "no locks available")
+
+
+def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeypatch) -> None:
+    for arguments, words in (
+        ({"run_dir": tmp_path}, "no run.json"),
+        ({"run_dir": run_dir, "mode": "online"}, "no key is configured"),
+        ({"run_dir": run_dir, "same_id": True}, "has no W&B run yet"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            wandb_sync(**arguments)
+        assert len(refused.value.problems) == 1
+    (run_dir / "wandb").mkdir()
+    (run_dir / "wandb" / "run.json").write_text('{"id": "first"}')
+    with open(run_dir / "wandb" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the tracker of a run that is going on
+        with pytest.raises(ConfigError, match="is going on and writes to that W&B run"):
+            wandb_sync(run_dir, mode="offline", same_id=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(wandb_sync_module.fcntl, "flock", without_locks)
+        patched.setattr(wandb_sync_module, "_send", lambda *what, **more: None)
+        assert wandb_sync(run_dir, mode="offline", same_id=True) == ["first"]
+    monkeypatch.setattr(wandb_tracker, "INIT_SECONDS", 1)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ZerolmError, match=r"W&B did not take it: .*refused"):
+        wandb_sync(run_dir, mode="online")

@@ -1,0 +1,85 @@
+"""A run directory that trackers follow, written by hand: for their tests."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from zerolm.metrics import RunLog
+
+
+def unused_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a run directory without a step, in an environment without W&B's variables."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (path / "checkpoints").mkdir(parents=True)
+    settings = {"wandb": "offline", "wandb_project": "mine", "wandb_tags": "tiny, fast"}
+    record = {"settings": settings, "git_commit": "abc123", "versions": {"torch": "2"}}
+    (path / "run.json").write_text(json.dumps(record))
+    return path
+
+
+def begin(run_dir: Path, step: int, tensorboard: bool = False, mode: str = "offline") -> RunLog:
+    record = json.loads((run_dir / "run.json").read_text())
+    record["settings"]["wandb"] = mode
+    (run_dir / "run.json").write_text(json.dumps(record))
+    log = RunLog(run_dir, step, writes=True)
+    log.track(SimpleNamespace(wandb=mode, tensorboard=tensorboard))
+    return log
+
+
+def write_steps(log: RunLog, *steps: int) -> None:
+    """Write rows whose times differ from those of the same step before, as those of a run do."""
+    for step in steps:
+        row = {"step": step, "tokens": 10 * step, "train/loss": 1 / 3 / step, "null": None}
+        log.metrics({**row, "seconds": time.perf_counter()})
+
+
+def publish(run_dir: Path, log: RunLog, step: int) -> None:
+    name = f"step-{step:08d}"
+    directory = run_dir / "checkpoints" / name
+    directory.mkdir()
+    manifest = {"digest": "d" * 64, "progress": {"step": step, "tokens": 10 * step}}
+    (directory / "MANIFEST.json").write_text(json.dumps(manifest))
+    (directory / "weights.pt").write_bytes(b"w" * 1000)
+    (run_dir / "checkpoints" / "latest").write_text(name + "\n")
+    log.event("checkpoint", step, checkpoint=name)
+
+
+def sample(run_dir: Path, step: int) -> None:
+    row = {"step": step, "tokens": 10 * step, "prompt_number": 0, "prompt": "One", "text": " two"}
+    with open(run_dir / "samples.jsonl", "a") as file:
+        file.write(json.dumps({**row, "seed": 1, "temperature": 1.0, "top_k": 0}) + "\n")
+
+
+def end(log: RunLog, how: str = "done") -> None:
+    log.close(how)
+    log.finish_trackers()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_starts(run_dir: Path, number: int) -> None:
+    """Wait until so many W&B trackers have begun: at its end a run gives such as have not seconds,
+
+    which a loaded machine takes for its imports.
+    """
+    wait_for(lambda: len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) >= number)
+
+
+def kill(log: RunLog, run_dir: Path, name: str) -> None:
+    """Kill the children once one of them is at work, as a lost host would."""
+    wait_for(lambda: list(run_dir.glob(name)))
+    time.sleep(1.5)
+    for child in log.trackers._children:
+        child.process.kill()
+        child.process.wait()
+    log.close()
