@@ -140,17 +140,7 @@ def _model(values: Mapping[str, Any], name: str) -> Model:
 
 def document() -> str:
     """Return docs/published_runs.md."""
-    whole, parts = runs(), benchmarks()
     values = read_json(FILE, "launch/published_runs.json")
-    factors = sorted(
-        row.reported / row.predicted for row in whole if row.predicted and row.reported
-    )
-    quarter = len(factors) // 4
-    errors = {
-        fitted: [abs(row.error or 0.0) for row in parts if row.entry["fitted"] is fitted]
-        for fitted in (True, False)
-    }
-    flops_errors = [abs(row.flops_error) for row in whole if row.flops_error is not None]
     lines = [
         "# Published runs",
         "",
@@ -158,12 +148,24 @@ def document() -> str:
         f"`python -m launch plan --published > docs/published_runs.md`, from "
         f"launch/published_runs.json ({values['date']}).",
         "",
+        *_benchmarks_section(benchmarks(), values["benchmarks"]),
+        "",
+        *_runs_section(runs()),
+    ]
+    return "\n".join(lines)
+
+
+def _benchmarks_section(rows: list[Row], values: Mapping[str, Any]) -> list[str]:
+    errors = {
+        fitted: [abs(row.error or 0.0) for row in rows if row.entry["fitted"] is fitted]
+        for fitted in (True, False)
+    }
+    return [
         "## Benchmarks: tokens per second and device",
         "",
-        f"{values['benchmarks']['source']}: [{values['benchmarks']['url']}]"
-        f"({values['benchmarks']['url']}). Predicted as a run with ds_configs/zero3.json. "
-        f"Fitted to them are the share of its peak that a device attains (`attained` in "
-        f"launch/hardware.json: "
+        f"{values['source']}: [{values['url']}]({values['url']}). Predicted as a run with "
+        f"ds_configs/zero3.json. Fitted to them are the share of its peak that a device attains "
+        f"(`attained` in launch/hardware.json: "
         + ", ".join(f"{key} {one.attained:g}" for key, one in _fitted().items())
         + "), the cost of recomputation and that of element-wise kernels (launch/step_time.py). A "
         "Hugging Face model keeps and moves more than their fused kernels, which the plan of one "
@@ -171,22 +173,30 @@ def document() -> str:
         "",
         "| model | devices | micro-batch | recomputed | fitted | reported | predicted | error |",
         "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in parts:
-        again = "yes" if row.entry["gradient_checkpointing"] else "no"
-        lines.append(
-            f"| {row.name} | {row.where} | {row.entry['micro_batch_size']} | {again} | "
-            f"{'yes' if row.entry['fitted'] else 'no'} | "
-            f"{row.reported:,.0f} | {row.predicted:,.0f} | {row.error:+.1%} |"
-        )
-    lines += [
+        *map(_benchmark_line, rows),
         "",
         f"Errors without sign: median {median(errors[True]):.1%} and largest "
         f"{max(errors[True]):.1%} of the fitted ones, {median(errors[False]):.1%} and "
         f"{max(errors[False]):.1%} of the others. The largest are 13B and 70B models in "
         f"micro-batches of 2 to 4 on few devices, which fill the memory: an allocator at its limit "
         f"is not in the model.",
-        "",
+    ]
+
+
+def _benchmark_line(row: Row) -> str:
+    again = "yes" if row.entry["gradient_checkpointing"] else "no"
+    return (
+        f"| {row.name} | {row.where} | {row.entry['micro_batch_size']} | {again} | "
+        f"{'yes' if row.entry['fitted'] else 'no'} | "
+        f"{row.reported:,.0f} | {row.predicted:,.0f} | {row.error:+.1%} |"
+    )
+
+
+def _runs_section(rows: list[Row]) -> list[str]:
+    factors = sorted(row.times for row in rows if row.times is not None)
+    quarter = len(factors) // 4
+    flops_errors = [abs(row.flops_error) for row in rows if row.flops_error is not None]
+    return [
         "## Whole runs: operations and device-hours",
         "",
         "Operations as 6 N D, as they are reported, and with attention, as we count them. Hours "
@@ -197,27 +207,7 @@ def document() -> str:
         "| run | parameters | FLOPs (6 N D) | reported | error | with attention | device-hours "
         "| reported | error | times | source | seen |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in whole:
-        said = [
-            row.name,
-            f"{row.parameters:,}",
-            f"{row.flops:.3g}",
-            _or_dash(row.reported_flops, ".3g"),
-            _or_dash(row.flops_error, "+.1%"),
-            f"{row.all_flops:.3g}",
-            _or_dash(row.predicted, ",.0f"),
-            _or_dash(row.reported, ",.0f"),
-            _or_dash(row.error, "+.0%"),
-            _or_dash(
-                row.reported / row.predicted if row.predicted and row.reported else None, ".2f"
-            ),
-            f"[{row.entry['source']}]({row.entry['url']})"
-            + (f"; FLOPs: {row.entry['flops_source']}" if row.entry.get("flops_source") else ""),
-            row.entry["seen"],
-        ]
-        lines.append(f"| {' | '.join(said)} |")
-    lines += [
+        *map(_run_line, rows),
         "",
         f"6 N D: median of the errors without sign {median(flops_errors):.1%}, largest "
         f"{max(flops_errors):.1%}. Whole runs took {factors[0]:.2f} to {factors[-1]:.2f} times the "
@@ -225,7 +215,27 @@ def document() -> str:
         f"{factors[-1 - quarter]:.2f}, the median {median(factors):.2f}. `seen` says whether the "
         f"figure was read in a copy of its source when the file was made.",
     ]
-    return "\n".join(lines)
+
+
+def _run_line(row: Row) -> str:
+    source = f"[{row.entry['source']}]({row.entry['url']})"
+    if row.entry.get("flops_source"):
+        source += f"; FLOPs: {row.entry['flops_source']}"
+    said = [
+        row.name,
+        f"{row.parameters:,}",
+        f"{row.flops:.3g}",
+        _or_dash(row.reported_flops, ".3g"),
+        _or_dash(row.flops_error, "+.1%"),
+        f"{row.all_flops:.3g}",
+        _or_dash(row.predicted, ",.0f"),
+        _or_dash(row.reported, ",.0f"),
+        _or_dash(row.error, "+.0%"),
+        _or_dash(row.times, ".2f"),
+        source,
+        row.entry["seen"],
+    ]
+    return f"| {' | '.join(said)} |"
 
 
 def _fitted() -> dict[str, hardware.Hardware]:

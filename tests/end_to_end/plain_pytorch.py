@@ -169,6 +169,82 @@ class ZClip:
         return float(bound)
 
 
+def cosine(tokens: int, total: int, warmup: int, peak: float, minimum: float) -> float:
+    """Return the learning rate after so many tokens."""
+    if tokens < warmup:
+        return peak * tokens / warmup
+    progress = (tokens - warmup) / (total - warmup)
+    return minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass
+class Batch:
+    """The gradient of the mean loss of a batch, gathered chunk by chunk of its sequences."""
+
+    gradients: list[torch.Tensor]
+    of_chunks: list[list[torch.Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    auxiliary: list[float] = field(default_factory=list)
+    routed: list[np.ndarray] = field(default_factory=list)
+    entropies: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, model: torch.nn.Module, config: dict, text: np.ndarray, share: float) -> None:
+        """Go forward and backward on a chunk, which is this share of the batch."""
+        batch = torch.from_numpy(text)
+        outputs = model(input_ids=batch[:, :-1], use_cache=False)
+        loss = torch.nn.functional.cross_entropy(
+            outputs.logits.float().flatten(0, 1), batch[:, 1:].flatten()
+        )
+        self.losses.append(loss.item())
+        if config.get("output_router_logits"):
+            weighted = config["router_aux_loss_coef"] * outputs.aux_loss
+            loss = loss + weighted
+            self.auxiliary.append(weighted.item())
+            self.routed.append(tokens_by_expert(outputs, config["num_experts_per_tok"]))
+            self.entropies.append(router_entropies(outputs))
+        loss.backward()
+        self.of_chunks.append([parameter.grad.float() for parameter in model.parameters()])
+        for gradient, parameter in zip(self.gradients, model.parameters(), strict=True):
+            gradient += parameter.grad.float() * share
+            parameter.grad = None
+
+    def routing(self) -> dict[str, Any]:
+        """Return what a `Step` says of the experts."""
+        return {
+            "auxiliary": sum(self.auxiliary) / max(1, len(self.auxiliary)),
+            "routed": np.array(self.routed),
+            "entropies": np.mean(self.entropies, axis=0) if self.entropies else np.zeros(0),
+        }
+
+
+def clip(
+    masters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    clipping: float,
+    zclip: ZClip | None,
+) -> tuple[float, float]:
+    """Hand the masters their clipped gradients; return the norm before, and the bound."""
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    whole = [gradient.double().square().sum() for gradient in gradients]
+    bound = min(clipping or math.inf, zclip(sum(whole).sqrt().item()) if zclip else math.inf)
+    return torch.nn.utils.clip_grad_norm_(masters, bound).item(), bound
+
+
+def update(
+    model: torch.nn.Module, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Take the step; return the norms of the weights after it, and of what it changed."""
+    names = [name for name, _ in model.named_parameters()]
+    before = [master.clone() for master in masters]
+    optimizer.step()
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        parameter.data.copy_(master)
+    changes = [new - old for new, old in zip(masters, before, strict=True)]
+    weights = norms_by_block(names, [parameter.detach() for parameter in model.parameters()])
+    return weights, norms_by_block(names, changes)
+
+
 def train(
     config: dict,
     shards: Path,
@@ -198,70 +274,33 @@ def train(
     if bf16:
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    masters = [parameter.detach().float().clone() for parameter in model.parameters()]
-    names = [name for name, _ in model.named_parameters()]
-    optimizer = optimizer_of(dict(zip(names, masters, strict=True)), weight_decay)
-    zclip = ZClip(adaptive_clip)
-    tokens = read_tokens(shards)
+    named = {name: each.detach().float().clone() for name, each in model.named_parameters()}
+    masters, optimizer = list(named.values()), optimizer_of(named, weight_decay)
+    zclip = ZClip(adaptive_clip) if adaptive_clip else None
+    tokens, total_tokens = read_tokens(shards), steps * batch_sequences * seq_len
     order = Order([(len(tokens) - 1) // seq_len], [1.0], seed)
-    total_tokens = steps * batch_sequences * seq_len
     curve = []
     for step in range(steps):
         windows = order(np.arange(step * batch_sequences, (step + 1) * batch_sequences)).window
-        gradients = [torch.zeros_like(master) for master in masters]
-        losses, of_chunks, auxiliary, routed, entropies = [], [], [], [], []
+        batch = Batch([torch.zeros_like(master) for master in masters])
         for chunk in np.split(windows, batch_sequences // micro_batch_size):
             text = np.stack([tokens[w * seq_len : w * seq_len + seq_len + 1] for w in chunk])
-            batch = torch.from_numpy(text)
-            outputs = model(input_ids=batch[:, :-1], use_cache=False)
-            loss = torch.nn.functional.cross_entropy(
-                outputs.logits.float().flatten(0, 1), batch[:, 1:].flatten()
-            )
-            losses.append(loss.item())
-            if config.get("output_router_logits"):
-                weighted = config["router_aux_loss_coef"] * outputs.aux_loss
-                loss = loss + weighted
-                auxiliary.append(weighted.item())
-                routed.append(tokens_by_expert(outputs, config["num_experts_per_tok"]))
-                entropies.append(router_entropies(outputs))
-            loss.backward()
-            of_chunks.append([parameter.grad.float() for parameter in model.parameters()])
-            for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-                gradient += parameter.grad.float() * (micro_batch_size / batch_sequences)
-                parameter.grad = None
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient
-        whole = [gradient.double().square().sum() for gradient in gradients]
-        bound = min(
-            clipping or math.inf, zclip(sum(whole).sqrt().item()) if adaptive_clip else math.inf
-        )
-        norm = torch.nn.utils.clip_grad_norm_(masters, bound).item()
+            batch.add(model, config, text, micro_batch_size / batch_sequences)
+        norm, bound = clip(masters, batch.gradients, clipping, zclip)
         done = (step + 1) * batch_sequences * seq_len
-        if done < warmup_tokens:
-            rate = peak * done / warmup_tokens
-        else:
-            progress = (done - warmup_tokens) / (total_tokens - warmup_tokens)
-            rate = minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+        rate = cosine(done, total_tokens, warmup_tokens, peak, minimum)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("ratio", 1.0)
-        before = [master.clone() for master in masters]
-        optimizer.step()
-        for parameter, master in zip(model.parameters(), masters, strict=True):
-            parameter.data.copy_(master)
-        changes = [new - old for new, old in zip(masters, before, strict=True)]
-        weights = norms_by_block(names, [parameter.detach() for parameter in model.parameters()])
-        updates = norms_by_block(names, changes)
+        weights, updates = update(model, masters, optimizer)
         curve.append(
             Step(
-                loss=sum(losses) / len(losses),
+                loss=sum(batch.losses) / len(batch.losses),
                 grad_norm=norm,
-                chunk_gradients=chunk_gradients(of_chunks, micro_batch_size),
+                chunk_gradients=chunk_gradients(batch.of_chunks, micro_batch_size),
                 param_norms=weights,
                 update_ratios={block: updates[block] / weights[block] for block in weights},
-                auxiliary=sum(auxiliary) / max(1, len(auxiliary)),
-                routed=np.array(routed),
-                entropies=np.mean(entropies, axis=0) if entropies else np.zeros(0),
                 clipped_to=bound,
+                **batch.routing(),
             )
         )
     return curve
