@@ -31,7 +31,7 @@ RUNGS = {
         *of("data_prep", "commands_tokenize commands_tokenizer"),
     ],
     2: [
-        "zerolm.evaluations",
+        *of("zerolm", "evaluations feed journal resumption"),
         *of("data_prep", "pipeline_plan recipe tokenization tokenizer_run"),
     ],
     1: [

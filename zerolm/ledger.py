@@ -7,24 +7,26 @@ again after a restart is there again; the last line of a step counts. Standard l
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "ZEROLM_LEDGER"
 
 
-def record(step: int, rows: Iterable[tuple[int, int]]) -> None:
+def record(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> None:
     """Append what this rank trained on in a step, if a ledger is asked for.
 
     Args:
-        rows: the sequence number and the source of each row.
+        micro_batches: with the `sequence_ids` and the `sources` of their rows, as tensors.
     """
     directory = os.environ.get(VARIABLE)
     if directory:
+        line: dict[str, Any] = {"step": step, "sequences": [], "sources": []}
+        for batch in micro_batches:
+            line["sequences"] += batch["sequence_ids"].tolist()
+            line["sources"] += batch["sources"].tolist()
         with open(Path(directory, f"rank-{int(os.environ.get('RANK', 0)):05d}.jsonl"), "a") as file:
-            sequences, sources = map(list, zip(*rows, strict=True))
-            line = {"step": step, "sequences": sequences, "sources": sources}
             file.write(json.dumps(line) + "\n")
 
 

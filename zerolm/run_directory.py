@@ -8,8 +8,9 @@ import platform
 from pathlib import Path
 from typing import Any, TextIO
 
-from zerolm import mixture
+from zerolm import distributed, mixture
 from zerolm.errors import ConfigError
+from zerolm.files import write_json
 from zerolm.provenance import git_commit, versions
 
 RECORD = "run.json"
@@ -57,3 +58,19 @@ def record(plan: Any) -> dict[str, Any]:
         "host": platform.node(),
         "derived": plan.derived,
     }
+
+
+def write(run_dir: Path, content: dict[str, Any], rank: int) -> None:
+    """Write `run.json`, and make sure that every host sees it. Every rank must call.
+
+    Raises:
+        ConfigError: on every rank: a host has another file system there.
+    """
+    path = run_dir / RECORD
+    if rank == 0:
+        write_json(path, content)
+    distributed.barrier()  # rank 0 has written
+    distributed.agree(
+        path.is_file(),
+        f"--run_dir {run_dir}: not every node sees it. Use a file system that all nodes share.",
+    )

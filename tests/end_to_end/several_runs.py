@@ -70,7 +70,7 @@ def train(words: list[str], until: int, device) -> None:
         if run.due(run.settings.checkpoint_interval):
             run.save()
     run.finish_checkpoint()
-    run.log.close()
+    run.journal.log.close()
     batches.close()
     distributed.barrier()
     engine.destroy()

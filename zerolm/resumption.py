@@ -1,0 +1,80 @@
+"""Where a run goes on: its newest whole checkpoint, and what rollbacks have made of it since.
+
+The parts that it puts together (rollback, checkpoint, reshard, probe) know nothing of each other.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerolm import (
+    checkpoint,
+    distributed,
+    metrics,
+    optimizer,
+    probe,
+    pulse,
+    reshard,
+    rollback,
+    run_record,
+)
+from zerolm.checkpoint_directory import MANIFEST, Checkpoint, Progress
+from zerolm.plan import Plan
+
+
+class Resumption(NamedTuple):
+    """Where a run goes on.
+
+    Attributes:
+        progress: of the checkpoint, with what rollbacks since then have left.
+        found: the checkpoint that the engine was loaded from, None for a run that begins.
+        damage: newer checkpoints that are not whole, and were set aside.
+    """
+
+    progress: Progress
+    found: Checkpoint | None
+    damage: list[checkpoint.Damage]
+
+
+def load_newest(
+    engine: Any,
+    plan: Plan,
+    run_dir: Path,
+    progress: Progress,
+    probes: Callable[[], Any],
+    say: Callable[..., None],
+) -> Resumption:
+    """Settle what rollbacks have decided, and load the newest whole checkpoint, if any.
+
+    Every rank must call.
+
+    Args:
+        engine: the DeepSpeed engine.
+        progress: what a run without a checkpoint begins with.
+        probes: makes the micro-batches of the fixed batch.
+        say: prints on rank 0.
+
+    Raises:
+        CheckpointError: on every rank: there are checkpoints, but none can be gone on from.
+    """
+    rank = engine.global_rank
+    rollbacks = distributed.broadcast_object(rollback.entries(run_dir))
+    pulse.beat("load")
+    if rank == 0:  # now that the lock is held
+        for entry in rollbacks:
+            metrics.archive(run_dir, entry["number"], entry["to_step"])
+        rollback.settle(run_dir)
+    found, damage = checkpoint.newest_whole(run_dir, rank, engine.world_size)
+    for damaged in damage:
+        say(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
+    if found is None:
+        return Resumption(rollback.carried_over(progress, rollbacks), None, damage)
+    checkpoint.load(engine, found, plan, reshard.load)
+    optimizer.repeat_powers(engine.optimizer.optimizer)
+    say(f"resume: {found.directory}, step {found.progress.step}")
+    where = found.directory / MANIFEST
+    say(f"probe loss: {probe.check(engine, probes(), plan, found.manifest, where)}")
+    new = run_record.order_of(plan)
+    old = found.manifest.get("order", new)
+    progress = rollback.carried_over(found.progress, rollbacks)
+    return Resumption(run_record.carried(progress, old, new), found, damage)
