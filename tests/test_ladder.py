@@ -103,7 +103,7 @@ RUNGS = {
         *of("zerolm", "alerts mirror tensorboard_tracker tracker wandb_files wandb_sync"),
         *of("zerolm", "wandb_tracker wandb_workspace"),
         # the watchdog's parts
-        *of("zerolm", "processes pulse stacks verdict vital_signs"),
+        *of("zerolm", "heartbeats processes pulse stacks verdict vital_signs"),
         # what the stages of data_prep share
         *of("data_prep", "command_line documents phases progress remote_tasks sieve slurm"),
         *of("data_prep", "stage_counts stage_documents stage_files stage_options stage_outputs"),

@@ -8,12 +8,10 @@ watch rank 0.
 """
 
 import contextlib
-import json
 import os
 import secrets
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from typing import Any
 
 from zerolm import distributed, events, processes, pulse, stacks, verdict, vital_signs
 from zerolm.errors import EXIT_BUG
+from zerolm.heartbeats import Heartbeats
 
 LOOK_SECONDS = 0.5  # between two looks at the processes of this machine
 BEAT_SECONDS = 2.0  # between two heartbeats
@@ -48,22 +47,17 @@ class Watchdog:
 
     def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
         self.run_dir, self.rank, self.hang_timeout, self.stop = run_dir, rank, hang_timeout, stop
-        self.host, self.machine = socket.gethostname(), processes.machine()
-        me = processes.look(os.getpid())
-        assert me is not None, "this process is in /proc"
-        self.me, self.began = me, time.time()
+        self.began = time.time()
         # A rank without a launcher may outlive the shell that started it.
         self.launcher = os.getppid() if "RANK" in os.environ else None
         self.runner = _deepspeed_runner(self.launcher)
         self.signs = vital_signs.VitalSigns(hang_timeout)
-        self.token: str | None = None  # of this start of the run, once the ranks have met
+        self.beats = Heartbeats(run_dir, rank, self.launcher, self.signs)
         self.peers: dict[int, dict[str, Any]] = {}  # what they said of themselves when they met
-        self.state, self.reason = "running", ""
         # Only rank 0 knows before the ranks meet that the directory is this run's.
         self.stacks = stacks.StackFile(pulse.stacks_path(run_dir, rank)) if rank == 0 else None
         self._seen: dict[int, tuple[int, float]] = {}  # heartbeats of others: mtime, when it moved
         self._stopped_since: dict[int, float] = {}
-        self._written_at = 0.0  # when this rank's own heartbeat could last be written
         self._lock = threading.Lock()  # one ends the run: the thread, or the main thread's error
         self._quit = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -73,13 +67,13 @@ class Watchdog:
     def meet(self, world_size: int) -> None:
         """Let the ranks know each other, and watch them from now on. Every rank must call."""
         if self.rank == 0:
-            _clear(self.run_dir / pulse.RANKS, world_size)
+            self.beats.clear(world_size)
         token = distributed.broadcast_object(secrets.token_hex(4))
         if self.stacks is None:
             self.stacks = stacks.StackFile(pulse.stacks_path(self.run_dir, self.rank))
-        self.token = token
-        self._heartbeat()  # once all have met, every rank has one of this start
-        met = distributed.gather_objects(self._identity())
+        self.beats.token = token
+        self.beats.write()  # once all have met, every rank has one of this start
+        met = distributed.gather_objects(self.beats.identity())
         self.peers = {peer["rank"]: peer for peer in met if peer["rank"] != self.rank}
 
     def failed(self, error: BaseException) -> None:
@@ -89,7 +83,7 @@ class Watchdog:
         """
         if self.stacks is not None:
             self.stacks.end_after(EXIT_SECONDS)
-        if vital_signs.from_collective(error) and self.token is not None:
+        if vital_signs.from_collective(error) and self.beats.token is not None:
             time.sleep(EXPLAIN_SECONDS)  # the thread ends this process if it finds the cause
         causes = [error, error.__cause__] if error.__cause__ else [error]
         lines = [f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes]
@@ -98,13 +92,13 @@ class Watchdog:
             if self.stacks is not None:
                 self.stacks.write("its error", "".join(traceback.format_exception(error)))
             self._publish({self.rank: f"ended: {reason}"}, "rank_lost", reason)
-            self._end_state(reason)
+            self.beats.end(reason)
 
     def close(self, reason: str) -> None:
         """Stop watching: the run has ended as it should, for one of `ENDED_WELL`."""
         with self._lock:
             self._quit.set()
-            self._end_state(reason)
+            self.beats.end(reason)
             if self.stacks is not None:
                 self.stacks.close()
 
@@ -122,10 +116,10 @@ class Watchdog:
             looked = now
             try:
                 self._look()
-                if now - beaten >= BEAT_SECONDS or not self._written_at:
+                if now - beaten >= BEAT_SECONDS or not self.beats.written_at:
                     beaten = now
                     self.signs.look()
-                    self._heartbeat()
+                    self.beats.write()
                     self._obey()
                     self._judge()
             except Exception as error:  # a watchdog's own trouble must not end a run
@@ -140,10 +134,10 @@ class Watchdog:
         if self.runner is not None and not processes.alive(self.runner) and not self.stop.reason:
             _mute_broken_output()
             self.stop.reason = RUNNER_GONE
-        if self.token is None or pulse.PULSE.phase == "end":
+        if self.beats.token is None or pulse.PULSE.phase == "end":
             return
         for rank, peer in self.peers.items():
-            if peer["machine"] != self.machine:
+            if peer["machine"] != self.beats.machine:
                 continue
             process = processes.look(peer["pid"])
             if process is None or process.start_ticks != peer["start_ticks"]:
@@ -159,7 +153,7 @@ class Watchdog:
 
     def _lost(self, rank: int, how: str | None) -> None:
         """End the run for a rank whose process has ended, unless it did so as it should."""
-        beat = self._heartbeat_of(rank)
+        beat = self.beats.of(rank)
         if beat is not None and beat["state"] == "ended":
             if beat["reason"] in ENDED_WELL:
                 return
@@ -171,7 +165,7 @@ class Watchdog:
         quiet, limit = self.signs.quiet_seconds(), self.signs.limit_seconds()
         if not self.hang_timeout:
             return
-        if self.token is None:
+        if self.beats.token is None:
             if quiet > limit:
                 self._leave(f"no progress for {quiet:.0f} s while the ranks gather", "hang")
             return
@@ -180,7 +174,7 @@ class Watchdog:
             self._listen(silent)
         # Rank 0 first: of thousands of ranks not all should read all heartbeats at once.
         if quiet > limit + (0.0 if self.rank == 0 else 3 * BEAT_SECONDS + self.rank % 10):
-            beats = [self._heartbeat_of(rank) for rank in self.peers] + [self._status()]
+            beats = [self.beats.of(rank) for rank in self.peers] + [self.beats.status()]
             running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
             found = verdict.hanging(running, complete=None not in beats)
             if found is not None:
@@ -192,7 +186,7 @@ class Watchdog:
         As long as this rank goes on training, every other one is alive, whatever its file says.
         """
         now = time.monotonic()
-        if now - self._written_at > 2 * BEAT_SECONDS:
+        if now - self.beats.written_at > 2 * BEAT_SECONDS:
             return  # where this rank cannot write, others may not be able to either
         for rank in self.peers if self.rank == 0 else [0]:
             try:
@@ -202,69 +196,24 @@ class Watchdog:
             if self._seen.setdefault(rank, (moved, now))[0] != moved:
                 self._seen[rank] = (moved, now)
             quiet = now - self._seen[rank][1]
-            beat = self._heartbeat_of(rank)
+            beat = self.beats.of(rank)
             if quiet > silent and beat is not None and beat["state"] == "running":
                 self._end({rank: f"has been silent for {quiet:.0f} s"}, "hang")
-
-    # ---- Heartbeats
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank, "host": self.host, "machine": self.machine, "pid": self.me.pid,
-            "start_ticks": self.me.start_ticks, "launcher_pid": self.launcher,
-            "supervisor": os.environ.get(processes.SUPERVISOR),
-        }  # fmt: skip
-
-    def _status(self) -> dict[str, Any]:
-        return {
-            **self._identity(), "token": self.token,
-            "phase": pulse.PULSE.phase, "step": pulse.PULSE.step, "beats": pulse.PULSE.beats,
-            "sequences": pulse.PULSE.sequences, "waiting": vital_signs.waits_in_collective(),
-            "collectives": vital_signs.collectives(),
-            "quiet_seconds": round(self.signs.quiet_seconds(), 1),
-            "limit_seconds": round(self.signs.limit_seconds(), 1) if self.hang_timeout else 0,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "state": self.state, "reason": self.reason,
-        }  # fmt: skip
-
-    def _heartbeat(self) -> None:
-        """Write the heartbeat; on a full disk touch the last one; a rank never dies of it."""
-        if self.rank and self.token is None:
-            return
-        path = pulse.heartbeat_path(self.run_dir, self.rank)
-        temporary = path.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps(self._status()) + "\n")
-            temporary.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            try:
-                os.utime(path)
-            except OSError:
-                return
-        self._written_at = time.monotonic()
-
-    def _heartbeat_of(self, rank: int) -> dict[str, Any] | None:
-        beat = pulse.read_heartbeat(pulse.heartbeat_path(self.run_dir, rank))
-        return beat if beat is not None and beat["token"] == self.token else None
-
-    def _end_state(self, reason: str) -> None:
-        if self.state == "running":
-            self.state, self.reason = "ended", reason
-            self._heartbeat()
 
     # ---- The end of the run
 
     def _obey(self) -> None:
         """End this rank if another one has found who is to blame; stop if a file asks for it."""
-        if self.token and self.rank == 0 and self.stop.reason is None:
-            with contextlib.suppress(OSError):
-                self.stop.reason = pulse.stop_path(self.run_dir, self.token).read_text().strip()
-        if self.token is None or not verdict.path_of(self.run_dir, self.token).exists():
+        token = self.beats.token
+        if token is None:
             return
-        found = pulse.read_heartbeat(verdict.path_of(self.run_dir, self.token)) or {"ranks": []}
-        self._exit([entry["rank"] for entry in found["ranks"]], first=False)
+        if self.rank == 0 and self.stop.reason is None:
+            with contextlib.suppress(OSError):
+                self.stop.reason = pulse.stop_path(self.run_dir, token).read_text().strip()
+        path = verdict.path_of(self.run_dir, token)
+        if path.exists():
+            found = pulse.read_heartbeat(path) or {"ranks": []}
+            self._exit([entry["rank"] for entry in found["ranks"]], first=False)
 
     def _end(self, blamed: dict[int, str], event: str, how: str | None = None) -> None:
         """End the run: name the ranks to blame, get their stacks, tell the others, and leave."""
@@ -287,7 +236,7 @@ class Watchdog:
                 time.sleep(2 * stacks.ANSWER_SECONDS if others else 0)
             for process in others:
                 processes.send_to(process, signal.SIGKILL)
-            self._end_state("the run ended, see events.jsonl")
+            self.beats.end("the run ended, see events.jsonl")
             time.sleep(0 if self.rank in blamed else LINGER_SECONDS)
             os._exit(EXIT_BUG)
 
@@ -295,15 +244,16 @@ class Watchdog:
         """End this rank alone: nobody is left to agree with."""
         _mute_broken_output()
         where = f"step {pulse.PULSE.step}, {pulse.PULSE.phase}"
-        print(f"watchdog: rank {self.rank} on {self.host} ends: {why} ({where})",
+        host, pid, step = self.beats.host, self.beats.me.pid, pulse.PULSE.step
+        print(f"watchdog: rank {self.rank} on {host} ends: {why} ({where})",
               file=sys.stderr, flush=True)  # fmt: skip
         if self.rank == 0:
-            entry = {"rank": 0, "host": self.host, "pid": self.me.pid, "step": pulse.PULSE.step}
+            entry = {"rank": 0, "host": host, "pid": pid, "step": step}
             entry |= {"phase": pulse.PULSE.phase, "sequences": pulse.PULSE.sequences}
             entry |= {"reason": why, "stacks": None}
-            who = {"host": self.host, "pid": self.me.pid, "reason": why}
-            self._event(event, pulse.PULSE.step, **who, ended=None, found_by=0, ranks=[entry])
-        self._end_state(why)
+            who = {"host": host, "pid": pid, "reason": why}
+            self._event(event, step, **who, ended=None, found_by=0, ranks=[entry])
+        self.beats.end(why)
         os._exit(EXIT_BUG)
 
     def _publish(self, blamed: dict[int, str], event: str, how: str | None) -> bool:
@@ -311,7 +261,7 @@ class Watchdog:
         _mute_broken_output()
         entries = []
         for rank, reason in blamed.items():
-            known = self._status() if rank == self.rank else self._heartbeat_of(rank)
+            known = self.beats.status() if rank == self.rank else self.beats.of(rank)
             known = known or self.peers[rank]
             names = ("rank", "host", "pid", "step", "phase", "sequences")
             path = pulse.stacks_path(self.run_dir, rank)
@@ -322,8 +272,8 @@ class Watchdog:
         # A heartbeat may be some steps old; ranks are never more than one step apart.
         step = max([pulse.PULSE.step] + [entry["step"] or 0 for entry in entries])
         found = {"ended": how, "found_by": self.rank, "ranks": entries}
-        if self.token is not None and not verdict.write_once(
-            verdict.path_of(self.run_dir, self.token), {"event": event, "step": step, **found}
+        if self.beats.token is not None and not verdict.write_once(
+            verdict.path_of(self.run_dir, self.beats.token), {"event": event, "step": step, **found}
         ):
             return False
         for entry in entries:
@@ -342,7 +292,9 @@ class Watchdog:
 
     def _alive(self, ranks: list[int]) -> list[processes.Process]:
         """Return the processes of those ranks that are on this machine and have not ended."""
-        here = [self.peers[rank] for rank in ranks if self.peers[rank]["machine"] == self.machine]
+        here = [
+            self.peers[rank] for rank in ranks if self.peers[rank]["machine"] == self.beats.machine
+        ]
         looks = [(peer, processes.look(peer["pid"])) for peer in here]
         return [
             process
@@ -360,15 +312,6 @@ def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
         if parent and b"deepspeed" in Path(f"/proc/{parent.parent}/cmdline").read_bytes():
             return processes.look(parent.parent)
     return None
-
-
-def _clear(ranks: Path, world_size: int) -> None:
-    """Remove the files of earlier starts that no rank of this one will write."""
-    for path in [*ranks.glob("verdict-*"), *ranks.glob("stop-*")]:
-        path.unlink(missing_ok=True)
-    for path in ranks.glob("rank-*"):
-        if int(path.name[5:10]) >= world_size:
-            path.unlink(missing_ok=True)
 
 
 def _mute_broken_output() -> None:
