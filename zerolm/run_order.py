@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerolm import rollback
-from zerolm.budget import batch_schedule
+from zerolm.budget import batch_schedule, num_steps
 from zerolm.checkpoint_directory import by_step, read
 from zerolm.errors import CheckpointError, ConfigError
 from zerolm.excerpts import Part, read_row, read_window
@@ -109,12 +109,13 @@ def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
         raise ConfigError(f"--step {step}: steps are numbered from 1. Give a larger number.")
     schedule = batch_schedule(run.settings)
     # From a checkpoint, since a run may have been resumed with another batch; else from the start.
-    now, position = 0, 0
+    now = position = skipped = 0
     for directory in by_step(run.run_dir / "checkpoints"):
         try:
             progress = read(directory).progress
         except CheckpointError:
             continue
+        skipped = progress.skipped_steps
         if progress.step < step:
             now, position = progress.step, progress.position
     while now < step - 1:
@@ -127,4 +128,7 @@ def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
         for entry in rollback.entries(run.run_dir)
         if entry["to_step"] < step <= entry["from_step"]
     ]
+    total = run.settings.total_tokens
+    if total and step > (last := num_steps(run.settings, total) + skipped):
+        notes.append(f"step {step} is behind the end of the run, step {last}: no step saw these")
     return ids, [*notes, f"step {step}: {len(ids)} sequences"]

@@ -46,7 +46,8 @@ def run_dir(tmp_path_factory) -> Path:
     run_dir.mkdir()
     prints = "\n".join(source.fingerprint for source in sources)
     settings = {"data": [f"{base / 'a'}=0.5", f"{base / 'b'}=0.5"], "seq_len": SEQ_LEN,
-                "seed": SEED, "batch_tokens": BATCH * SEQ_LEN}  # fmt: skip
+                "seed": SEED, "batch_tokens": BATCH * SEQ_LEN,
+                "total_tokens": 10 * BATCH * SEQ_LEN}  # fmt: skip
     record = {
         "settings": settings,
         "data_fingerprint": hashlib.sha256(prints.encode()).hexdigest(),
@@ -88,6 +89,7 @@ def sequences_of(output: str) -> dict[int, tuple[str, str]]:
     [
         (("--step", 3), [8, 9, 10, 11]),
         (("--step", 6), [32, 33, 34, 35]),
+        (("--step", 12), [56, 57, 58, 59]),
         (("--sequences", "20-23"), [20, 21, 22]),
         (("--sequences", 7), [7]),
     ],
@@ -102,6 +104,7 @@ def test_the_text_of_a_batch_is_that_of_its_windows(run_dir, words, expected) ->
         assert f"source {source}, epoch 0, window {window}, documents " in heading
         assert text == whole.replace("\n", "")
     assert ("before rollback 1" in done.stdout) == (words == ("--step", 6))
+    assert ("behind the end of the run, step 10" in done.stdout) == (words == ("--step", 12))
 
 
 def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
