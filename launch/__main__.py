@@ -12,7 +12,7 @@ PARTS = {"plan": plan, "doctor": doctor, "node": node, "render": render}
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for part in PARTS.values():
         part.add_parser(commands)
     policy = supervise.Policy()

@@ -141,6 +141,13 @@ def test_every_flag_of_a_readme_command_exists():
     assert commands and not unknown
 
 
+@pytest.mark.parametrize("package", ["data_prep", "launch", "zerolm"])
+def test_the_tree_of_the_readme_names_every_command(package):
+    _, _, named = README.partition(f"  __main__.py                python -m {package} ")
+    commands = re.findall(r"^    ([a-z][a-z-]+)(?: |$)", help_of("-m", package), re.MULTILINE)
+    assert commands and sorted(commands) == sorted(named.partition("\n")[0].split(" | "))
+
+
 def test_every_file_of_a_readme_command_exists():
     for words in readme_commands():
         for word in words:

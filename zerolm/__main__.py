@@ -16,7 +16,7 @@ from zerolm.values import parse_number
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zerolm", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     verify = commands.add_parser(
         "verify-checkpoint", help="compare every file of a checkpoint with its manifest"
     )
