@@ -38,6 +38,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from contender import free_port  # noqa: E402
 from gpu_cases import (  # noqa: E402
     OURS,
     TRAINER,
@@ -49,7 +50,7 @@ from gpu_cases import (  # noqa: E402
     read_words,
     shards_of,
 )
-from training_speed import free_port, hardware, write_shard  # noqa: E402
+from training_speed import hardware, write_shard  # noqa: E402
 
 LINE = re.compile(r"step=(\d+)\b.*?\bloss=")
 PEAK = re.compile(r"\bpeak_bytes=(\d+)")

@@ -24,10 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from training_speed import (  # beside this file
+from contender import Contender, free_port  # beside this file
+from training_speed import (
     STEPS,
-    Contender,
-    free_port,
     hardware,
     resolved_profile,
     write_shard,

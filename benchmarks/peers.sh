@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# A virtual environment for the tools that benchmarks/tokenize_speed.py and stream_speed.py compare
-# with. It sees the packages of the Python that runs this; litdata and mosaicml-streaming come
-# without their dependencies, which would bring CUDA libraries and another torch.
+# A virtual environment for the tools that benchmarks/tokenize_speed.py, stream_speed.py and
+# training_speed.py compare with. It sees the packages of the Python that runs this; litdata,
+# mosaicml-streaming and litgpt come without their dependencies, which would bring CUDA libraries and
+# another torch.
 #     bash benchmarks/peers.sh .venv-peers
 # Megatron-LM is no package: for `--megatron CHECKOUT`,
 #     git clone https://github.com/NVIDIA/Megatron-LM CHECKOUT  # measured: d98e8a64dd
@@ -18,4 +19,7 @@ echo "$packages" > "$own/main.pth"
     mosaicml-streaming==0.13.0 zstd Brotli python-snappy cramjam paramiko pybind11
 "$target/bin/python" -c 'import datatrove' 2>/dev/null ||
     "$target/bin/python" -m pip install -q --no-deps datatrove==0.10.1 dill multiprocess humanize loguru
-"$target/bin/python" -c 'import datatrove, litdata; print("ready")'
+"$target/bin/python" -m pip install -q --no-deps litgpt==0.5.13 lightning==2.6.1 \
+    pytorch-lightning==2.6.1 torchmetrics jsonargparse==4.41.0 docstring-parser typeshed-client \
+    importlib-resources
+"$target/bin/python" -c 'import datatrove, litdata, litgpt.pretrain; print("ready")'

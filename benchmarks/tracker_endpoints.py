@@ -21,12 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from contender import ROOT, Contender, free_port
 from training_speed import (
     OURS,
-    ROOT,
-    Contender,
     command_of,
-    free_port,
     hardware,
     parse_arguments,
     write_shard,

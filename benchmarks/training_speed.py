@@ -5,112 +5,47 @@
     python benchmarks/training_speed.py --model_config model_configs/llama-160m.json \\
         --num_layers 2 --micro_batch_size 4
     python benchmarks/training_speed.py --model_config model_configs/mixtral-tiny.json
+    python benchmarks/training_speed.py --litgpt .venv-peers/bin/python
 
 All three train the same model with the same DeepSpeed JSON, batch and token shard under the real
 `deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, the
 other two being stopped (SIGSTOP): a machine that slows down slows down all of them, and a ratio is
 taken within a round. Each prints a line every few steps, and the time between two lines of a turn
 counts: whatever a contender does in between is in it.
+
+litgpt (`--litgpt`, the Python that benchmarks/peers.sh made) is the fourth, if asked for: a model
+of the same shape and number of parameters, the same batch and shard, in one process with all the
+threads, since on CPUs its own pretraining takes no more (litgpt_pretrain.py). It always compiles:
+`--flags=--compile` is the comparison of like with like.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
-import queue
 import re
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from contender import ROOT, Contender, Litgpt
+from litgpt_shape import litgpt_shape
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from zerolm.shard_writer import ShardWriter  # noqa: E402 - this file is run as a script
+from zerolm.shard_writer import ShardWriter
 
 OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer"
-STEP_LINE = re.compile(r"^step=(\d+)\b.*\bloss=")
+LITGPT = "litgpt, one process"
 SHARD_TOKENS = 4_000_000
 STEPS = 1_000_000  # more than a benchmark takes: it ends by killing its contenders
-
-
-class Contender:
-    """A running `deepspeed` command that prints `step=N ... loss=L`, going on or stopped."""
-
-    pattern = STEP_LINE
-
-    def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace):
-        self.name, self.arguments, self.port = name, arguments, free_port()
-        command = [
-            str(Path(sys.executable).with_name("deepspeed")),
-            *("--num_gpus", str(arguments.num_processes), "--master_port", str(self.port)),
-            *words,
-        ]
-        threads = str(max(1, (os.cpu_count() or 1) // arguments.num_processes))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ}  # alike for all contenders
-        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self.lines: list[str] = []
-        self.steps: queue.Queue[tuple[int, float]] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            now = time.perf_counter()
-            self.lines.append(line)
-            if match := self.pattern.match(line):
-                self.steps.put((int(match[1]), now))
-        self.steps.put((-1, 0.0))
-
-    def next_line(self) -> tuple[int, float]:
-        """Wait for the next line; return its step and when it came, in seconds."""
-        try:
-            step, when = self.steps.get(timeout=self.arguments.timeout)
-        except queue.Empty:
-            step, when = -1, 0.0
-        if step < 0:
-            how = f"exit code {self.process.poll()}, None is: it hangs"
-            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} prints no more ({how})")
-        return step, when
-
-    def warm_up(self) -> None:
-        while self.next_line()[0] < self.arguments.warmup_steps:
-            pass
-        self.stop()
-
-    def take_turn(self) -> tuple[float, list[int]]:
-        """Go on for some lines; return the mean seconds of a step, and the steps of those lines."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        first_step, began = self.next_line()  # a step was interrupted: this interval does not count
-        seen = [self.next_line() for _ in range(self.arguments.turn_lines)]
-        self.stop()
-        last_step, ended = seen[-1]
-        return (ended - began) / (last_step - first_step), [step for step, _ in seen]
-
-    def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for buffer in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):  # DeepSpeed leaves them
-            buffer.unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -125,12 +60,14 @@ def main() -> None:
             Path(arguments.model_config).write_text(json.dumps(shallow))
         write_shard(scratch / "shards", arguments.model_config)
         contenders: list[Contender] = []
-        seconds: dict[str, list[float]] = {OURS: [], BARE: [], TRAINER: []}
+        names = [OURS, BARE, TRAINER, *([LITGPT] if arguments.litgpt else [])]
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         measured: set[int] = set()
         try:
             for name in seconds:
                 words = command_of(name, arguments, scratch)
-                contenders.append(Contender(name, words, arguments))
+                kind = Litgpt if name == LITGPT else Contender
+                contenders.append(kind(name, words, arguments))
                 contenders[-1].warm_up()
                 print(f"{name}: warm", flush=True)
             for number in range(1, arguments.rounds + 1):
@@ -144,7 +81,9 @@ def main() -> None:
         finally:
             for contender in contenders:
                 contender.kill()
-    report = table(seconds, inside)
+    report = table(seconds, inside, step_tokens(arguments))
+    if arguments.litgpt:
+        report += f"\n\n{about_litgpt(arguments)}"
     if arguments.output:
         arguments.output.write_text(report + "\n")
     print("\n" + report)
@@ -169,8 +108,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--turn_lines", type=int, default=2, help="lines that count in a turn")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for a line")
+    parser.add_argument("--litgpt", help="the Python of an environment that has litgpt: it too")
     parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.litgpt:
+        try:
+            litgpt_shape(json.loads(Path(arguments.model_config).read_text()), arguments.seq_len)
+        except ValueError as error:
+            parser.error(f"--litgpt: not for {arguments.model_config}:\n{error}")
+    return arguments
+
+
+def step_tokens(arguments: argparse.Namespace) -> int:
+    """Return the tokens of an optimizer step, which are the same for all."""
+    sequences = arguments.micro_batch_size * arguments.accumulation * arguments.num_processes
+    return arguments.seq_len * sequences
 
 
 def write_shard(directory: Path, model_config: str) -> None:
@@ -189,18 +141,12 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
     common += ["--log_interval", log_interval]
     run_dir = scratch / "run"
     if name == OURS:
-        step_tokens = (
-            arguments.seq_len
-            * arguments.micro_batch_size
-            * arguments.accumulation
-            * arguments.num_processes
-        )
         return [
             "pretrain.py", *common, "--deepspeed_config", arguments.deepspeed_config,
             "--data", str(scratch / "shards"), "--run_dir", str(run_dir),
             "--micro_batch_size", str(arguments.micro_batch_size),
-            "--batch_tokens", str(step_tokens),
-            "--total_tokens", str(STEPS * step_tokens),
+            "--batch_tokens", str(step_tokens(arguments)),
+            "--total_tokens", str(STEPS * step_tokens(arguments)),
             "--checkpoint_interval", str(STEPS), "--wandb", "off", *arguments.flags.split(),
         ]  # fmt: skip
     common += ["--steps", str(STEPS), "--shard", str(scratch / "shards/shard-00000.bin")]
@@ -208,11 +154,43 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
         resolved = scratch / "resolved.json"
         resolved.write_text(json.dumps(resolved_profile(arguments, run_dir)))
         return ["benchmarks/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved)]
+    if name == LITGPT:
+        micro = arguments.micro_batch_size * arguments.num_processes  # at once, as the others
+        return [
+            "benchmarks/litgpt_pretrain.py", *common, "--micro_batch_size", str(micro),
+            "--batch_size", str(step_tokens(arguments) // arguments.seq_len),
+            "--parameters", str(num_parameters(arguments.model_config)),
+            "--out_dir", str(scratch / "litgpt"),
+        ]  # fmt: skip
     return [
         "benchmarks/hf_trainer.py", *common, "--deepspeed_config", arguments.deepspeed_config,
         "--micro_batch_size", str(arguments.micro_batch_size),
         "--accumulation", str(arguments.accumulation),
     ]  # fmt: skip
+
+
+def num_parameters(model_config: str) -> int:
+    """Count what the Hugging Face model has."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_config))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def about_litgpt(arguments: argparse.Namespace) -> str:
+    """Say which litgpt that was, and how it was run."""
+    ask = "from importlib.metadata import version; print(version('litgpt'), version('torch'))"
+    versions = subprocess.run(
+        [arguments.litgpt, "-c", ask], capture_output=True, text=True, check=True
+    )
+    litgpt, torch = versions.stdout.split()
+    return (
+        f"litgpt {litgpt}, torch {torch}: its own `litgpt.pretrain.setup` in one process with the "
+        "threads of all (on CPUs Fabric refuses the FSDP that it takes for several), its "
+        "torch.compile, bf16-mixed, AdamW; as many parameters."
+    )
 
 
 def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
@@ -224,12 +202,6 @@ def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, 
     return ds_config
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
 def step_seconds_inside(run_dir: Path, measured: set[int]) -> list[float]:
     """Return `throughput/step_seconds` of the lines that counted: without logging."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -237,23 +209,31 @@ def step_seconds_inside(run_dir: Path, measured: set[int]) -> list[float]:
     return [row[key] for row in rows if key in row and row["step"] in measured]
 
 
-def table(seconds: dict[str, list[float]], inside: list[float]) -> str:
-    """Return the Markdown table: steps per second, and how many times those pretrain.py makes."""
+def table(seconds: dict[str, list[float]], inside: list[float], tokens: int) -> str:
+    """Return the Markdown table: steps per second, and how many times those pretrain.py makes.
+
+    Args:
+        inside: seconds of a step by pretrain.py's own clock.
+        tokens: of a step.
+    """
     lines = [
         f"`python {shlex.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}, {hardware()}",
         "",
-        "| contender | steps/s, median | steps/s, all turns | pretrain.py is times as fast |",
-        "|---|---|---|---|",
+        "| contender | steps/s, median | steps/s, all turns | tokens/s, median "
+        "| pretrain.py is times as fast |",
+        "|---|---|---|---|---|",
     ]
     for name, times in seconds.items():
         ratios = [other / own for other, own in zip(times, seconds[OURS], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         ratio = "1" if name == OURS else f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
         median, mean = 1 / statistics.median(times), 1 / statistics.fmean(times)
-        lines.append(f"| {name} | {median:.3f} | {mean:.3f} | {ratio} |")
+        rate = f"{median * tokens:,.0f}"
+        lines.append(f"| {name} | {median:.3f} | {mean:.3f} | {rate} | {ratio} |")
     lines += [
         "",
-        f"{len(seconds[OURS])} rounds; the last column is the median over the rounds. "
+        f"{len(seconds[OURS])} rounds of {tokens:,} tokens a step; the last column is the median "
+        f"over the rounds. "
         f"pretrain.py itself reports {statistics.median(inside):.4f} s a step (median).",
     ]
     return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""Commands that train and print their steps, and take turns: they stop, and go on."""
+
+import argparse
+import contextlib
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STEP_LINE = re.compile(r"^step=(\d+)\b.*\bloss=")
+LITGPT_LINE = re.compile(r"^Epoch \d+ \| iter \d+ step (\d+) \| loss train: ")
+
+
+class Contender:
+    """A running `deepspeed` command that prints `step=N ... loss=L`, going on or stopped."""
+
+    pattern = STEP_LINE
+
+    def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace):
+        self.name, self.arguments, self.port = name, arguments, free_port()
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads())}
+        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            self.command(words), cwd=ROOT, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self.steps: queue.Queue[tuple[int, float]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return the command line that runs a script and its arguments."""
+        ranks = ["--num_gpus", str(self.arguments.num_processes), "--master_port", str(self.port)]
+        return [str(Path(sys.executable).with_name("deepspeed")), *ranks, *words]
+
+    def threads(self) -> int:
+        """Return how many threads a process has: alike for all that have as many processes."""
+        cores = max(1, (os.cpu_count() or 1) // self.arguments.num_processes)
+        return int(os.environ.get("OMP_NUM_THREADS", cores))
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            now = time.perf_counter()
+            self.lines.append(line)
+            if match := self.pattern.match(line):
+                self.steps.put((int(match[1]), now))
+        self.steps.put((-1, 0.0))
+
+    def next_line(self) -> tuple[int, float]:
+        """Wait for the next line; return its step and when it came, in seconds."""
+        try:
+            step, when = self.steps.get(timeout=self.arguments.timeout)
+        except queue.Empty:
+            step, when = -1, 0.0
+        if step < 0:
+            how = f"exit code {self.process.poll()}, None is: it hangs"
+            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} prints no more ({how})")
+        return step, when
+
+    def warm_up(self) -> None:
+        while self.next_line()[0] < self.arguments.warmup_steps:
+            pass
+        self.stop()
+
+    def take_turn(self) -> tuple[float, list[int]]:
+        """Go on for some lines; return the mean seconds of a step, and the steps of those lines."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        first_step, began = self.next_line()  # a step was interrupted: this interval does not count
+        seen = [self.next_line() for _ in range(self.arguments.turn_lines)]
+        self.stop()
+        last_step, ended = seen[-1]
+        return (ended - began) / (last_step - first_step), [step for step, _ in seen]
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for buffer in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):  # DeepSpeed leaves them
+            buffer.unlink(missing_ok=True)
+
+
+class Litgpt(Contender):
+    """litgpt's pretraining, which prints lines of its own: one process with the threads of all."""
+
+    pattern = LITGPT_LINE
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return [self.arguments.litgpt, *words]
+
+    def threads(self) -> int:
+        return super().threads() * self.arguments.num_processes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

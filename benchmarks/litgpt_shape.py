@@ -1,0 +1,62 @@
+"""A model config in litgpt's words: the same matrices, as many parameters. Knows no library."""
+
+from collections.abc import Mapping
+from typing import Any
+
+FAMILIES = ("llama", "mistral", "mixtral")
+# What its Config has no word for, or another meaning: only these values are taken.
+ONLY = {
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0.0, None),
+    "sliding_window": (None,),
+    "rope_scaling": (None,),
+    "rope_parameters": (None,),
+}
+
+
+def litgpt_shape(config: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
+    """Return the arguments of `litgpt.Config` for a Hugging Face config.json.
+
+    Raises:
+        ValueError: every key that litgpt cannot say, a line each.
+    """
+    kind = config.get("model_type")
+    problems = []
+    if kind not in FAMILIES:
+        problems.append(f"model_type: {kind}, must be one of {', '.join(FAMILIES)}.")
+    problems += [
+        f"{key}: {config.get(key)!r}, litgpt has no such model. Use another config."
+        for key, allowed in ONLY.items()
+        if config.get(key) not in allowed
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+    shape = {
+        "name": f"{kind} of {config['num_hidden_layers']} layers",
+        "block_size": seq_len,
+        "vocab_size": config["vocab_size"],
+        "padded_vocab_size": config["vocab_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_embd": config["hidden_size"],
+        "n_head": config["num_attention_heads"],
+        "n_query_groups": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "head_size": config.get("head_dim"),
+        "rotary_percentage": 1.0,
+        "rope_base": int(config.get("rope_theta", 10000)),
+        "norm_class_name": "RMSNorm",
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "parallel_residual": False,
+        "bias": False,
+        "mlp_class_name": "LLaMAMLP",
+        "intermediate_size": config["intermediate_size"],
+    }
+    if kind == "mixtral":
+        shape |= {
+            "mlp_class_name": "LLaMAMoE",
+            "moe_intermediate_size": config["intermediate_size"],
+            "n_expert": config["num_local_experts"],
+            "n_expert_per_token": config["num_experts_per_tok"],
+        }
+    return shape
