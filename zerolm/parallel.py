@@ -9,10 +9,14 @@ groups are laid out (`_init_tp_mesh_device`, `initialize_sequence_parallel`, 0.1
 a replica is one rank. Knows nothing of models; parallel_rules.py says what works with what.
 """
 
+import copy
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.ds_config import block, zero_stage
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TENSOR_KEY, SEQUENCE_KEY = "tensor_parallel.autotp_size", "sequence_parallel_size"
 
@@ -71,11 +75,6 @@ class Layout(NamedTuple):
         """Return the same of what is evaluated: there no sequence is cut, each rank has its own."""
         return self.training_share(rank) if self.tensor > 1 else (rank, self.world_size)
 
-    def seeding_rank(self, rank: int) -> int:
-        """Return what stands for a rank in seeds: where tensors are cut its replica, whose ranks
-        must drop the same values of what they all have."""
-        return self.replica(rank) if self.tensor > 1 else rank
-
     def describe(self) -> str:
         """Return what stands behind the number of devices, empty without either form."""
         if self.replica_size == 1:
@@ -105,6 +104,12 @@ def layout_of(ds_config: Mapping[str, Any], world_size: int) -> Layout:
     return Layout(world_size, tensor, sequence, zero_stage(ds_config) == 3)
 
 
+def parts(ds_config: Mapping[str, Any]) -> int:
+    """Return over how many ranks the matrices of a replica are cut."""
+    tensor = degree(ds_config, TENSOR_KEY)
+    return tensor if is_degree(tensor) else 1
+
+
 def held(
     shapes: Mapping[str, tuple[int, ...]], ds_config: Mapping[str, Any], world_size: int
 ) -> tuple[Mapping[str, tuple[int, ...]], int]:
@@ -126,3 +131,16 @@ def held(
         for name, shape in shapes.items()
     }
     return cut, layout.replicas
+
+
+def part_of(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":
+    """Return the config of what a rank computes: where matrices are cut, fewer heads and a
+    narrower MLP between hidden states as wide as the model's. The logits are put together."""
+    if layout.tensor == 1:
+        return config
+    own = copy.deepcopy(config)
+    text = own.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(text, name, max(1, getattr(text, name) // layout.tensor))
+    return own

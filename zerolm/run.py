@@ -162,8 +162,7 @@ class Run:
         micro_steps = sequences // (plan.micro_batch_size * self.layout.replicas)
         with watch.waiting_for_data():
             micro_batches = train_step.take(batches, micro_steps)
-        own = self.layout.seeding_rank(self.rank)
-        train_step.seed_step(self.settings.seed, progress.position, own)
+        train_step.seed_step(self.settings.seed, progress.position, self.rank)
         self.health.begin(progress.step + 1, micro_steps)
         self.routing.begin(progress.step + 1)
         fault = fault_point("step.backward", progress.step + 1)

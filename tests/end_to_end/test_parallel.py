@@ -15,8 +15,12 @@ from recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS, p
 from test_export import zerolm
 from test_parity import agrees, check_health, check_noise
 from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.launching import LLAMA, launch, rows, run_ranks, write_json
+from zerolm.train_step import seed_step
 
 STEPS, WARMUP_TOKENS = 20, 4 * STEP_TOKENS
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
@@ -130,14 +134,20 @@ def test_curve_and_health_equal_plain_pytorch(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("form", "stage"), [(TENSOR, 1), (TENSOR, 2), (SEQUENCE, 2), (SEQUENCE, 3)],
-    ids=["tensor-1", "tensor-2", "sequence-2", "sequence-3"],
+    ("form", "stage", "bf16"),
+    [
+        (TENSOR, 1, True), (TENSOR, 2, True), (TENSOR, 1, False),
+        (SEQUENCE, 1, False), (SEQUENCE, 2, True), (SEQUENCE, 3, True),
+    ],
+    ids=["tensor-1", "tensor-2", "tensor-1-fp32", "sequence-1-fp32", "sequence-2", "sequence-3"],
 )  # fmt: skip
-def test_a_killed_run_goes_on_in_every_bit(tmp_path, corpus, form, stage) -> None:
+def test_a_killed_run_goes_on_in_every_bit(tmp_path, corpus, form, stage, bf16) -> None:
+    """Also what attention drops. bf16 at stage 1 with sequences cut is refused."""
+    dropping = {**LLAMA, "attention_dropout": 0.1}
     found = {}
     for name, more in (("whole", {}), ("killed", {"FAULT": "step.begin:1:14:kill"})):
         (tmp_path / name).mkdir()
-        words = words_of(tmp_path / name, form, LLAMA, corpus, stage, True, 2)
+        words = words_of(tmp_path / name, form, dropping, corpus, stage, bf16, 2)
         words += ["--checkpoint_interval", 6]
         done = launch(2, *words, **more)
         if more:
@@ -150,14 +160,27 @@ def test_a_killed_run_goes_on_in_every_bit(tmp_path, corpus, form, stage) -> Non
 
 
 @pytest.mark.soak
-def test_sequences_may_be_cut_otherwise_when_a_run_goes_on(tmp_path, corpus, reference) -> None:
-    """Checkpoints do not know of it: 2 ranks a sequence, then 1, and another ZeRO stage."""
-    words = words_of(tmp_path, SEQUENCE, LLAMA, corpus, 2, False, 2)
-    done = launch(2, *words, "--checkpoint_interval", 8, FAULT="step.begin:0:12:kill")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((SEQUENCE, 2, 2), ({}, 2, 3)),
+        (({}, 2, 2), (SEQUENCE, 2, 1)),
+        ((SEQUENCE, 2, 3), ({}, 1, 2)),
+    ],
+    ids=["cut-then-not", "not-then-cut", "cut-then-one-rank"],
+)  # fmt: skip
+def test_sequences_may_be_cut_otherwise_when_a_run_goes_on(
+    tmp_path, corpus, reference, first, then
+) -> None:
+    """Checkpoints do not know of it: form, ranks and ZeRO stage of the one and the other part."""
+    form, ranks, stage = first
+    words = words_of(tmp_path, form, LLAMA, corpus, stage, False, 2)
+    done = launch(ranks, *words, "--checkpoint_interval", 8, FAULT="step.begin:0:12:kill")
     assert done.returncode != 0
-    words = words_of(tmp_path, {}, LLAMA, corpus, 3, False, 2)
-    done = run_ranks(2, *words, "--checkpoint_interval", 8)
-    assert done.returncode == 0, done.stdout[-4000:]
+    form, ranks, stage = then
+    words = words_of(tmp_path, form, LLAMA, corpus, stage, False, 2)
+    done = run_ranks(ranks, *words, "--checkpoint_interval", 8)
+    assert done.returncode == 0 and "resume:" in done.stdout, done.stdout[-4000:]
     losses = list(rows(tmp_path / "run", "train/loss").values())
     expected = [step.loss for step in reference(LLAMA, False)]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -168,7 +191,7 @@ def test_cut_matrices_are_not_cut_anew(tmp_path, corpus) -> None:
     words = words_of(tmp_path, TENSOR, LLAMA, corpus, 2, False, 2)
     assert run_ranks(2, *words).returncode == 0
     before = sorted((tmp_path / "run").rglob("*"))
-    for form, ranks in (({}, 2), (TENSOR, 4)):
+    for form, ranks in (({}, 1), ({}, 2), (TENSOR, 4), (SEQUENCE, 2)):
         done = run_ranks(ranks, *words_of(tmp_path, form, LLAMA, corpus, 2, False, 2))
         assert done.returncode == 2, done.stdout[-3000:]
         assert "tensor_parallel.autotp_size: 2" in done.stdout
@@ -195,19 +218,77 @@ def test_documents_and_validation_with_cut_matrices(tmp_path, corpus, held_out) 
 
 
 @pytest.mark.soak
-def test_validation_and_export_with_cut_sequences(tmp_path, corpus, held_out) -> None:
+@pytest.mark.parametrize(
+    ("form", "stage"), [(TENSOR, 1), (SEQUENCE, 3)], ids=["tensor", "sequence"]
+)
+def test_validation_and_export_are_those_of_the_run_without(
+    tmp_path, corpus, held_out, form, stage
+) -> None:
+    """Weights, and what transformers makes of them, which is what the run itself measured."""
     more = ["--val_data", held_out, "--eval_interval", 10]
     found, weights = {}, {}
-    for name, form in (("plain", {}), ("cut", SEQUENCE)):
+    for name, own in (("plain", {}), ("cut", form)):
         (tmp_path / name).mkdir()
-        words = words_of(tmp_path / name, form, LLAMA, corpus, 3, False, 2)
+        words = words_of(tmp_path / name, own, LLAMA, corpus, stage, False, 2)
         done = run_ranks(2, *words, *more)
         assert done.returncode == 0, done.stdout[-4000:]
         found[name] = list(rows(tmp_path / name / "run", "eval/loss").values())
         out = tmp_path / name / "model"
         exported = zerolm("export", tmp_path / name / "run", out, "--precision", "fp32")
         assert exported.returncode == 0, exported.stderr
-        weights[name] = AutoModelForCausalLM.from_pretrained(out).state_dict()
+        model = AutoModelForCausalLM.from_pretrained(out)
+        weights[name] = model.state_dict()
+        assert held_out_loss(model, held_out) == pytest.approx(found[name][-1], rel=1e-5)
     np.testing.assert_allclose(found["cut"], found["plain"], rtol=1e-5)
+    assert list(weights["cut"]) == list(weights["plain"])
     for name, value in weights["plain"].items():
         assert torch.allclose(weights["cut"][name], value, rtol=1e-3, atol=1e-5), name
+
+
+def held_out_loss(model, held_out) -> float:
+    """Return the mean loss of transformers' model over all windows."""
+    tokens = plain_pytorch.read_tokens(held_out)
+    starts = range(0, len(tokens) - SEQ_LEN, SEQ_LEN)
+    batch = torch.from_numpy(np.stack([tokens[at : at + SEQ_LEN + 1] for at in starts]))
+    with torch.no_grad():
+        logits = model(input_ids=batch[:, :-1]).logits.float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", [TENSOR, SEQUENCE], ids=["tensor", "sequence"])
+def test_attention_drops_of_each_head_what_its_rank_draws(tmp_path, corpus, form) -> None:
+    """The reference draws for each half of the heads from a generator of its own."""
+    dropping = {**LLAMA, "attention_dropout": 0.1}
+    done = run_ranks(2, *words_of(tmp_path, form, dropping, corpus, 2, False, 2))
+    assert done.returncode == 0, done.stdout[-4000:]
+    register_two_ranks(calls_of_a_step=BATCH // 2 * LLAMA["num_hidden_layers"])
+    config = {**dropping, "attn_implementation": "two_ranks"}
+    curve = plain_pytorch.train(
+        config, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
+        steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING,
+    )  # fmt: skip
+    agrees(tmp_path / "run", "train/loss", [step.loss for step in curve], 1e-5)
+    agrees(tmp_path / "run", "train/grad_norm", [step.grad_norm for step in curve], 1e-4)
+
+
+def register_two_ranks(calls_of_a_step: int) -> None:
+    """Make an attention that computes the heads of two ranks one after the other."""
+    states, calls = [torch.get_rng_state()] * 2, 0
+
+    def attend(module, query, key, value, attention_mask, **more):
+        nonlocal calls
+        step, call = divmod(calls, calls_of_a_step)
+        calls += 1
+        outputs = []
+        for rank in range(2):
+            torch.set_rng_state(states[rank])
+            if call == 0:
+                seed_step(SEED, step * BATCH, rank)
+            heads = (tensor.chunk(2, dim=1)[rank] for tensor in (query, key, value))
+            outputs.append(sdpa_attention_forward(module, *heads, attention_mask, **more)[0])
+            states[rank] = torch.get_rng_state()
+        return torch.cat(outputs, dim=2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("two_ranks", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("two_ranks", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

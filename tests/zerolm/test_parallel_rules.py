@@ -30,7 +30,6 @@ def test_ranks_of_a_replica_are_neighbours_and_every_sequence_is_read_by_one_rep
         assert layout.counts(rank) == (form == "sequence" or column == 0)
         whole = (rank, 8) if form == "sequence" else (row, 8 // size)
         assert layout.evaluation_share(rank) == whole
-        assert layout.seeding_rank(rank) == (row if form == "tensor" else rank)
     assert layout.replicas == layout.averaged_over == 8 // size
     assert layout._replace(partitions_weights=True).averaged_over == 8, "stage 3"
 
@@ -134,6 +133,8 @@ BAD_FLAGS = {
     "selective": (SEQUENCE, LLAMA, {"gradient_checkpointing": "selective"}, "Use full"),
     "chunks": (TENSOR, LLAMA, {"loss_chunk_tokens": 8}, "--loss_chunk_tokens"),
     "samples": (TENSOR, LLAMA, {"prompts": "x.txt"}, "evaluate an export"),
+    "HellaSwag": (TENSOR, LLAMA, {"hellaswag": "x.jsonl"}, "evaluate an export"),
+    "tasks": (TENSOR, LLAMA, {"eval_tasks": ("arc_easy",)}, "evaluate an export"),
     "documents": (SEQUENCE, LLAMA, {"document_mask": True}, "would not be kept apart"),
     "a window": (SEQUENCE, MISTRAL, {}, "sliding_window 16"),
     "eager": (SEQUENCE, LLAMA, {"attn_implementation": "eager"}, "Use sdpa"),
