@@ -6,7 +6,8 @@ from typing import Any
 from launch.reliability import Interruptions, interruptions
 from launch.step_time import StepTime, step_time
 from launch.subject import Subject
-from zerolm import defaults, ds_config, memory
+from zerolm import defaults, ds_config, memory, parallel
+from zerolm.activations import Activations
 from zerolm.flops import head_flops_per_token, recomputed_flops_per_token
 
 UINT16_TOKENS = 1 << 16  # a larger vocabulary takes four bytes a token (docs/formats.md)
@@ -116,13 +117,7 @@ def estimate(
         again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
     if settings.loss_chunk_tokens:
         again += head_flops_per_token(model.config, model.shapes)
-    each = memory.activations_of(
-        model.config,
-        subject.seq_len,
-        subject.precision,
-        eager=settings.attn_implementation == "eager",
-        chunk_tokens=settings.loss_chunk_tokens or 0,
-    )
+    each = own_activations(subject)
     micro = subject.micro_batch_size
     width = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4
     return Estimate(
@@ -154,14 +149,8 @@ def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
     """Return the bytes of one device, and of its share of its host, times a measured ratio."""
     model, hardware, settings = subject.model, subject.hardware, subject.settings
     states = memory.model_states(model.shapes, subject.ds, subject.devices)
-    buckets, gathered = memory.buffer_bytes(model.shapes, subject.ds)
-    each = memory.activations_of(
-        model.config,
-        subject.seq_len,
-        subject.precision,
-        eager=settings.attn_implementation == "eager",
-        chunk_tokens=settings.loss_chunk_tokens or 0,
-    )
+    buckets, gathered = memory.buffer_bytes(subject.held[0], subject.ds)
+    each = own_activations(subject)
     peak = each.peak(settings.gradient_checkpointing, subject.micro_batch_size)
     loss = min(each.loss_bytes(subject.micro_batch_size), peak)
     held = {
@@ -183,6 +172,17 @@ def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
     )
 
 
+def own_activations(subject: Subject) -> Activations:
+    """Return what a device keeps of a sequence for its backward pass: all, or its part."""
+    return memory.activations_of(
+        parallel.part_of(subject.model.config, subject.layout),
+        subject.own_tokens,
+        subject.precision,
+        eager=subject.settings.attn_implementation == "eager",
+        chunk_tokens=subject.settings.loss_chunk_tokens or 0,
+    )
+
+
 def to_json(found: Estimate) -> dict[str, Any]:
     """Return the figures as they stand in `--json` and in the golden table."""
     subject = found.subject
@@ -191,6 +191,8 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "model": subject.model.path,
         "hardware": subject.hardware.name,
         "devices": subject.devices,
+        "tensor_parallel": subject.layout.tensor,
+        "sequence_parallel": subject.layout.sequence,
         "zero_stage": subject.stage,
         "offload": list(subject.offload),
         "precision": subject.precision,

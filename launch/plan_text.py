@@ -28,6 +28,8 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     offload = f", optimizer on {optimizer}" if optimizer != "none" else ""
     offload += f", weights on {weights}" if weights != "none" else ""
     again = recomputation.title(settings.gradient_checkpointing)
+    form = subject.layout.describe()
+    whose = "replicas" if form else "devices"
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),
@@ -35,9 +37,10 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
         ("tokens", f"{subject.total_tokens:,}, "
          f"{subject.total_tokens / model.num_parameters:.3g} per parameter"),
         ("batch", f"{subject.batch_tokens:,} tokens = {subject.accumulation} x micro-batch "
-         f"{subject.micro_batch_size} x {subject.devices} devices x {subject.seq_len:,}"),
+         f"{subject.micro_batch_size} x {subject.layout.replicas} {whose} x {subject.seq_len:,}"),
         ("profile", f"ZeRO-{subject.stage}, {subject.precision}{offload}{again and f', {again}'}"),
-        ("devices", f"{subject.devices} x {subject.hardware.name} on {subject.num_nodes} host(s)"),
+        ("devices", f"{subject.devices} x {subject.hardware.name} on {subject.num_nodes} host(s)"
+         f"{form and f', {form}'}"),
     ]  # fmt: skip
 
 
@@ -93,18 +96,19 @@ def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
         ("tokens per second", f"{found.tokens_per_second:,.0f}, "
          f"{found.tokens_per_second / subject.devices:,.0f} a device"),
         ("steps", f"{found.steps:,}"),
-        ("uncertainty", _uncertainty(mfu)),
+        ("uncertainty", _uncertainty(mfu, subject.layout.replica_size > 1)),
         ("days", f"{found.days:.3g} of training, {found.calendar_days:.3g} with interruptions"),
         ("device-hours", f"{found.device_hours:,.0f}"),
         ("price", price),
     ]  # fmt: skip
 
 
-def _uncertainty(mfu: float | None) -> str:
+def _uncertainty(mfu: float | None, replicas: bool) -> str:
     if mfu is not None:
         return "that of --mfu"
     low, high = WHOLE_RUNS
-    return (
+    exchange = "what a replica exchanges was compared with none; " if replicas else ""
+    return exchange + (
         f"benchmarks were within {LARGEST_ERROR:.0%}, half of them within {TYPICAL_ERROR:.0%}; "
         f"half of others' whole runs took {low:g} to {high:g} times their arithmetic"
     )

@@ -19,6 +19,7 @@ from launch import hardware
 from launch.subject import Model
 from zerolm import ds_config, memory, processes
 from zerolm.errors import ConfigError
+from zerolm.parallel import held, layout_of, part_of
 from zerolm.recomputation import flag_words
 from zerolm.settings import Settings
 from zerolm.values import read_json, shown_bytes
@@ -108,7 +109,7 @@ def _words(
     """Return pretrain.py's flags for three steps of two micro-batches, and write their tokens."""
     seq_len = settings.seq_len or 128
     micro = settings.micro_batch_size or 1
-    batch = 2 * micro * ranks * seq_len
+    batch = 2 * micro * layout_of(ds_config.load_ds_config(ds_path), ranks).replicas * seq_len
     _write_tokens(directory / "shards", model, (STEPS + 2) * batch)
     (directory / "counts").mkdir()
     words = ["--data", str(directory / "shards"), "--run_dir", str(directory / "run")]
@@ -180,10 +181,12 @@ def _measured(model: Model, directory: Path, ranks: int) -> Probe:
     seconds = [row["throughput/step_seconds"] for row in rows if "throughput/step_seconds" in row]
     peaks = [row["memory/peak_bytes"] for row in rows if row.get("memory/peak_bytes")]
     states = memory.model_states(model.shapes, ds, ranks)
+    shapes, _ = held(model.shapes, ds, ranks)
     precision, again = ds_config.precision(ds), settings["gradient_checkpointing"]
+    layout = layout_of(ds, ranks)
     kept = memory.activation_bytes(
-        model.config,
-        settings["seq_len"],
+        part_of(model.config, layout),
+        settings["seq_len"] // layout.sequence,
         precision,
         again,
         settings["micro_batch_size"],
@@ -200,7 +203,7 @@ def _measured(model: Model, directory: Path, ranks: int) -> Probe:
             name: getattr(states, name) + getattr(states, f"host_{name}") for name in STATES
         },
         peak_bytes=int(max(peaks)) if peaks and device != "cpu" else None,
-        predicted_peak_bytes=states.device + sum(memory.buffer_bytes(model.shapes, ds)) + kept,
+        predicted_peak_bytes=states.device + sum(memory.buffer_bytes(shapes, ds)) + kept,
         activation_bytes=kept,
         step_seconds=min(seconds),
         batch_tokens=settings["batch_tokens"],

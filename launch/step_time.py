@@ -7,7 +7,8 @@ docs/published_runs.md, which `python -m launch plan --published` computes.
 from dataclasses import dataclass
 
 from launch.subject import Subject
-from zerolm import ds_config, memory
+from zerolm import ds_config, memory, parallel
+from zerolm.architecture import num_parameters
 from zerolm.flops import (
     BACKWARD_AND_FORWARD,
     head_flops_per_token,
@@ -94,7 +95,8 @@ def step_time(
     compute = tokens * flops / (peak * hardware.attained)
     elementwise = tokens * moved * PASSES / hardware.memory_bandwidth
     each, once = _exchanged(subject)
-    share = subject.model.num_parameters / (subject.devices if subject.stage else 1)
+    shapes, ranks = subject.held
+    share = num_parameters(shapes) / (ranks if subject.stage else 1)
     offload = _offload(subject, share)
     optimizer = 0.0 if offload else ADAM_BYTES * share / hardware.memory_bandwidth
     bandwidth = bus_bandwidth(subject)
@@ -104,17 +106,18 @@ def step_time(
     if zero.get("overlap_comm", subject.stage == 3):
         hidden = min(each, compute + elementwise)
         exposed = each - hidden + CONTENTION * hidden
+    once += within_replica(subject)
     return StepTime(compute, elementwise, each + once, exposed + once, offload, optimizer)
 
 
 def _kept_bytes(subject: Subject) -> float:
     kept = memory.activations_of(
-        subject.model.config,
-        subject.seq_len,
+        parallel.part_of(subject.model.config, subject.layout),
+        subject.own_tokens,
         subject.precision,
         eager=subject.settings.attn_implementation == "eager",
     )
-    return (kept.layers + kept.outside) / subject.seq_len
+    return (kept.layers + kept.outside) * subject.layout.tensor / subject.own_tokens
 
 
 def bus_bandwidth(subject: Subject) -> float:
@@ -125,9 +128,39 @@ def bus_bandwidth(subject: Subject) -> float:
     hardware = subject.hardware
     local = min(subject.devices, subject.devices_per_node)
     slowest = hardware.intra_node if local > 1 else float("inf")
-    if subject.num_nodes > 1:
-        slowest = min(slowest, hardware.inter_node * local)
+    if subject.num_nodes > 1:  # ranks with other parts of the matrices share the links
+        slowest = min(slowest, hardware.inter_node * local / subject.layout.tensor)
     return slowest * COLLECTIVE_EFFICIENCY
+
+
+def within_replica(subject: Subject) -> float:
+    """Return the seconds a step that devices with one sequence between them exchange activations.
+
+    Nothing hides it: each exchange is in the middle of a layer. What DeepSpeed 0.19.8 does: AutoTP
+    sums two outputs of a layer forward, and backward the gradients of q, k, v, gate and up one by
+    one (module_inject/layers.py), the head's too, whose logits it gathers; Ulysses exchanges q, k,
+    v and the output for others' (ulysses_sp.py). Gradient checkpointing repeats the forward part.
+    """
+    layout, text = subject.layout, subject.model.config.get_text_config()
+    size = layout.replica_size
+    if size == 1:
+        return 0.0
+    value = 4 if subject.precision == "fp32" else 2
+    layers, other = text.num_hidden_layers, (size - 1) / size
+    again = 2 if subject.settings.gradient_checkpointing else 1
+    if layout.tensor > 1:
+        sums = layers * (2 * again + 5) + 1
+        widths = 2 * sums * text.hidden_size + 2 * text.vocab_size  # a sum moves all values twice
+    else:
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = 2 * text.num_attention_heads + 2 * text.num_key_value_heads
+        widths = layers * (again + 1) * heads * head
+    moved = subject.micro_batch_size * subject.own_tokens * value * other * widths
+    hardware = subject.hardware
+    bandwidth = hardware.intra_node
+    if size > subject.devices_per_node:
+        bandwidth = min(bandwidth, hardware.inter_node)
+    return moved * subject.accumulation / (bandwidth * COLLECTIVE_EFFICIENCY)
 
 
 def _exchanged(subject: Subject) -> tuple[float, float]:
@@ -136,8 +169,8 @@ def _exchanged(subject: Subject) -> tuple[float, float]:
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: a reduce-scatter and an
     all-gather move all values once each; ZeRO-3 gathers the weights in both passes.
     """
-    total, devices = subject.model.num_parameters, subject.devices
-    part = total * (devices - 1) / devices
+    shapes, ranks = subject.held
+    part = num_parameters(shapes) * (ranks - 1) / ranks
     weights = part * (4 if subject.precision == "fp32" else 2)
     gradients = part * memory.communication_bytes(subject.ds)
     if subject.stage == 3:

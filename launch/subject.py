@@ -23,6 +23,7 @@ from zerolm.ds_rules import rule_problems
 from zerolm.errors import ConfigError
 from zerolm.flops import flops_per_token
 from zerolm.model_rules import max_positions
+from zerolm.parallel_rules import model_problems
 from zerolm.settings import Settings
 
 if TYPE_CHECKING:
@@ -89,6 +90,20 @@ class Subject:
         )
 
     @property
+    def layout(self) -> parallel.Layout:
+        return parallel.layout_of(self.ds, self.devices)
+
+    @property
+    def held(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
+        """What a replica's device has of each parameter, and over how many ZeRO cuts that."""
+        return parallel.held(self.model.shapes, self.ds, self.devices)
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a sequence that a device computes."""
+        return self.seq_len // self.layout.sequence
+
+    @property
     def seq_len(self) -> int:
         assert self.settings.seq_len
         return self.settings.seq_len
@@ -117,10 +132,10 @@ class Subject:
         return -(-self.devices // self.devices_per_node)
 
 
-def with_sizes(settings: Settings, model: Model, devices: int) -> tuple[Settings, float, float]:
+def with_sizes(settings: Settings, model: Model, replicas: int) -> tuple[Settings, float, float]:
     """Fill in sequence length, tokens and batch: (settings, FLOPs per token, attention's).
 
-    A batch that was not given is the default's, rounded to whole sequences on every device.
+    A batch that was not given is the default's, rounded to whole sequences on every replica.
     """
     if settings.seq_len is None:
         positions = max_positions(model.config) or defaults.SEQ_LEN
@@ -134,7 +149,7 @@ def with_sizes(settings: Settings, model: Model, devices: int) -> tuple[Settings
     settings = budget.fill_batch(settings, model.num_parameters, flops)
     if given is None:
         assert settings.batch_tokens is not None and settings.seq_len is not None
-        micro = (settings.micro_batch_size or 1) * devices * settings.seq_len
+        micro = (settings.micro_batch_size or 1) * replicas * settings.seq_len
         rounded = max(1, math.ceil(settings.batch_tokens / micro)) * micro
         settings = dataclasses.replace(settings, batch_tokens=rounded)
     return settings, flops, attention
@@ -159,31 +174,31 @@ def resolve_subject(
         ConfigError: every problem, a line each.
     """
     problems = rule_problems(raw_ds, name, on_gpu=True, world_size=devices)
-    if parallel.layout_of(raw_ds, devices).replica_size > 1:
-        problems.append(
-            f"{name}: plans are not made for tensor or sequence parallelism. Remove it; or ask "
-            f"pretrain.py --check --world_size {devices}."
-        )
+    layout = parallel.layout_of(raw_ds, devices)
     if hardware.peak(ds_config.compute_precision(raw_ds)) is None:
         problems.append(
             f"{name}: {ds_config.compute_precision(raw_ds)} is asked for, {hardware.name} has "
             f"none. Enable fp16 in the ds config, or use a newer device."
         )
-    settings, flops, attention = with_sizes(settings, model, devices)
+    settings, flops, attention = with_sizes(settings, model, layout.replicas)
+    named = dataclasses.replace(settings, deepspeed_config=name, model_config=model.path)
+    problems += model_problems(named, model.config, raw_ds, devices)
     assert settings.seq_len is not None and settings.batch_tokens is not None
-    fixed, found = ds_config.fixed_settings(raw_ds, seq_len=settings.seq_len, world_size=devices)
+    fixed, found = ds_config.fixed_settings(
+        raw_ds, seq_len=settings.seq_len, world_size=layout.replicas
+    )
     problems += [f"{name}: {problem}" for problem in found]
     problems += ds_config.contradictions(fixed, settings, name)
     settings = budget.apply_fixed(settings, fixed, name)
-    problems += budget.batch_problems(settings, devices)
+    problems += budget.batch_problems(settings, layout.replicas)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     assert settings.seq_len is not None and settings.batch_tokens is not None
-    per_rank = settings.batch_tokens // settings.seq_len // devices
+    per_rank = settings.batch_tokens // settings.seq_len // layout.replicas
     micro = settings.micro_batch_size or memory.fitting_micro_batch(
         per_rank,
-        settings.seq_len,
-        config=model.config,
+        settings.seq_len // layout.sequence,
+        config=parallel.part_of(model.config, layout),
         shapes=model.shapes,
         ds=raw_ds,
         world_size=devices,
@@ -191,9 +206,10 @@ def resolve_subject(
         checkpointing=settings.gradient_checkpointing,
         loss_chunk_tokens=settings.loss_chunk_tokens or 0,
     )
-    chunk = loss_chunks.chunk_tokens(
-        model.config, micro * settings.seq_len, settings.loss_chunk_tokens
-    )
+    wanted = settings.loss_chunk_tokens
+    if wanted is None and layout.tensor > 1:
+        wanted = 0  # the head is DeepSpeed's
+    chunk = loss_chunks.chunk_tokens(model.config, micro * settings.seq_len, wanted)
     settings = dataclasses.replace(settings, micro_batch_size=micro, loss_chunk_tokens=chunk)
     resolved = resolve(
         raw_ds,
@@ -201,7 +217,7 @@ def resolve_subject(
         hidden_size=memory.hidden_size(model.config),
         micro_batch_size=micro,
         accumulation=per_rank // micro,
-        replicas=devices,
+        replicas=layout.replicas,
         on_gpu=True,
     )
     return Subject(model, settings, resolved, hardware, devices, devices_per_node, flops, attention)

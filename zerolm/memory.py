@@ -206,7 +206,9 @@ def checkpoint_bytes(shapes: Shapes, ds: Mapping[str, Any]) -> int:
     value = 4
     if ds_config.zero_stage(ds) < 3:
         value += 4 if ds_config.precision(ds) == "fp32" else 2
-    return sum(map(math.prod, shapes.values())) * value + _moment_bytes(shapes, ds, True)
+    parts = parallel.parts(ds)
+    shapes, _ = parallel.held(shapes, ds, parts)
+    return parts * (sum(map(math.prod, shapes.values())) * value + _moment_bytes(shapes, ds, True))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from zerolm.flops import TF32
 from zerolm.mixture import Mixture
 from zerolm.order import Order
 from zerolm.packing import num_rows
-from zerolm.parallel import Layout
+from zerolm.parallel import Layout, part_of
 from zerolm.provenance import versions
 from zerolm.schedule import BatchSchedule, LearningRate
 from zerolm.settings import HIGH, Settings
@@ -139,7 +139,7 @@ def figures(plan: Plan) -> dict[str, str]:
     states, host = memory.state_bytes(plan.shapes, plan.ds_config, plan.world_size)
     chunk = settings.loss_chunk_tokens or 0
     kept = memory.activation_bytes(
-        plan.model_config,
+        part_of(plan.model_config, plan.layout),
         settings.seq_len // plan.layout.sequence,
         plan.precision,
         settings.gradient_checkpointing,

@@ -26,6 +26,7 @@ from zerolm.inputs import Inputs, Model
 from zerolm.mixture import Mixture
 from zerolm.model_rules import max_positions
 from zerolm.packing import num_rows
+from zerolm.parallel import part_of
 from zerolm.settings import Settings
 from zerolm.sources import find_source, source_names
 
@@ -113,7 +114,7 @@ def _with_micro_batch(
         micro = settings.micro_batch_size or memory.fitting_micro_batch(
             smallest // layout.replicas,
             settings.seq_len // layout.sequence,
-            config=model.config,
+            config=part_of(model.config, layout),
             shapes=model.shapes,
             ds=profile.ds_config,
             world_size=host.world_size,

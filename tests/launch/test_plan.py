@@ -120,6 +120,63 @@ def test_gradient_checkpointing_costs_a_forward_pass(capsys):
     )
 
 
+def with_form(tmp_path, stage, **form):
+    """Write the JSON of a ZeRO stage with a form of parallelism in it."""
+    path = tmp_path / f"{next(iter(form))}.json"
+    profile = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
+    path.write_text(json.dumps(profile | form))
+    return path
+
+
+def test_replicas_of_several_devices_are_planned_by_part(capsys, tmp_path):
+    """Four devices a replica, and what each has counted by hand."""
+    words = golden_words(ROOT / "model_configs" / "llama-7b.json", "8 x H100")
+    words += ["--micro_batch_size", 1, "--batch_tokens", 1 << 20]
+    plain = plan_json(capsys, *words)
+    words[5] = 16
+    words[7] = with_form(tmp_path, 1, tensor_parallel={"autotp_size": 4})
+    cut = plan_json(capsys, *words)
+    words[7] = with_form(tmp_path, 2, sequence_parallel_size=4)
+    sequences = plan_json(capsys, *words)
+    layers, hidden, vocabulary, total = 32, 4096, 32000, plain["parameters"]
+    whole = vocabulary * hidden + (2 * layers + 1) * hidden  # the embedding and the norms
+    assert cut["memory"]["weights"] == 2 * (whole + (total - whole) // 4)
+    assert cut["memory"]["master"] == pytest.approx(4 * (whole + (total - whole) / 4) / 4)
+    assert sequences["memory"]["weights"] == 2 * total
+    assert sequences["memory"]["master"] == pytest.approx(4 * total / 16)
+    for found in (cut, sequences):
+        assert found["accumulation"] == (1 << 20) // 2048 // 4
+        assert found["step_seconds"]["compute"] == pytest.approx(
+            plain["step_seconds"]["compute"] / 2
+        )
+    assert sequences["activations"]["without_checkpointing"] == pytest.approx(
+        plain["activations"]["without_checkpointing"] / 4, rel=0.01
+    )
+    # Only inputs of layers are left, and one layer: the inputs every device has whole.
+    again = cut["activations"]["with_checkpointing"]
+    assert again == pytest.approx(plain["activations"]["with_checkpointing"], rel=0.1)
+    # 2 sums of (tokens, hidden) a layer forward, 5 backward, and the head's; a sum moves all twice.
+    moved = 2048 * 2 * 3 / 4 * (2 * (7 * layers + 1) * hidden + 2 * vocabulary)
+    least = moved * cut["accumulation"] / hardware.load("H100", {}).intra_node
+    assert least < cut["step_seconds"]["exposed"] < 2 * least
+    # q, k, v and the output for others', of a quarter of the tokens, and back.
+    moved = 2048 / 4 * 2 * 3 / 4 * 8 * layers * hidden
+    least = moved * cut["accumulation"] / hardware.load("H100", {}).intra_node
+    assert sequences["step_seconds"]["exposed"] > least
+
+
+def test_forms_that_pretrain_refuses_have_no_plan(capsys, tmp_path):
+    tensor = with_form(tmp_path, 1, tensor_parallel={"autotp_size": 4})
+    sequence = with_form(tmp_path, 2, sequence_parallel_size=3)
+    for model, ds, said in (
+        ("mixtral-8x7b", tensor, "not supported for mixtral"),
+        ("llama-7b", sequence, "must divide the world size 8"),
+    ):
+        path = ROOT / "model_configs" / f"{model}.json"
+        assert plan("--model_config", path, "--deepspeed_config", ds) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_figures_of_the_devices_can_be_given(capsys, tmp_path):
     words = golden_words(ROOT / "model_configs" / "llama-160m.json", "8 x H100")
     own = tmp_path / "own.json"
