@@ -32,6 +32,7 @@ parser.add_argument("--micro_batch_size", type=int, required=True)
 parser.add_argument("--accumulation", type=int, required=True)
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--log_interval", type=int, required=True)
+parser.add_argument("--learning_rate", type=float, default=3e-4)
 parser.add_argument("--compile", action="store_true", help="with its torch_compile")
 parser.add_argument("--local_rank", type=int, default=0)
 arguments = parser.parse_args()
@@ -73,7 +74,7 @@ with tempfile.TemporaryDirectory() as output_dir:
         gradient_accumulation_steps=arguments.accumulation,
         max_steps=arguments.steps,
         logging_steps=arguments.log_interval,
-        learning_rate=3e-4,
+        learning_rate=arguments.learning_rate,
         lr_scheduler_type="cosine",
         weight_decay=0.1,
         save_strategy="no",

@@ -17,6 +17,9 @@ litgpt (`--litgpt`, the Python that benchmarks/peers.sh made) is the fourth, if 
 of the same shape and number of parameters, the same batch and shard, in one process with all the
 threads, since on CPUs its own pretraining takes no more (litgpt_pretrain.py). It always compiles:
 `--flags=--compile` is the comparison of like with like.
+
+pretrain.py is in its warm-up all the time, so the others have a learning rate as small: routers of
+a mixture of experts that learn send all tokens to a few experts, and then have less to compute.
 """
 
 import argparse
@@ -46,6 +49,7 @@ OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Traine
 LITGPT = "litgpt, one process"
 SHARD_TOKENS = 4_000_000
 STEPS = 1_000_000  # more than a benchmark takes: it ends by killing its contenders
+LEARNING_RATE = 1e-5  # of those without a warm-up
 
 
 def main() -> None:
@@ -165,7 +169,7 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
     return [
         "benchmarks/hf_trainer.py", *common, "--deepspeed_config", arguments.deepspeed_config,
         "--micro_batch_size", str(arguments.micro_batch_size),
-        "--accumulation", str(arguments.accumulation),
+        "--accumulation", str(arguments.accumulation), "--learning_rate", str(LEARNING_RATE),
     ]  # fmt: skip
 
 
@@ -199,6 +203,7 @@ def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, 
     ds_config.pop("train_batch_size", None)
     ds_config["train_micro_batch_size_per_gpu"] = arguments.micro_batch_size
     ds_config["gradient_accumulation_steps"] = arguments.accumulation
+    ds_config["optimizer"]["params"]["lr"] = LEARNING_RATE
     return ds_config
 
 
