@@ -54,6 +54,8 @@ RUNGS = {
         *of("zerolm", "budget defaults ds_config ds_optimizers ds_resolve ds_rules ds_schema"),
         *of("zerolm", "flags host_rules inputs machine memory model_rules plan resolution"),
         *of("zerolm", "resources run_record run_rules settings topology"),
+        # the flags of what comes after a run
+        *of("zerolm", "command_flags"),
         # what all use
         *of("zerolm", "distributed errors faults files jsonl ledger provenance unpickling values"),
         # the model and its arithmetic

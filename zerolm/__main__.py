@@ -5,178 +5,111 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from zerolm import processes
 from zerolm.checkpoint_directory import Checkpoint, newest, problems_of, read
+from zerolm.command_flags import parser
 from zerolm.errors import EXIT_BUG, EXIT_DONE, CheckpointError, ConfigError, ZerolmError
-from zerolm.values import parse_number
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zerolm", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    verify = commands.add_parser(
-        "verify-checkpoint", help="compare every file of a checkpoint with its manifest"
-    )
-    verify.add_argument("checkpoint", type=Path, help="runs/first/checkpoints/step-..., or a run")
-    export = commands.add_parser("export", help="write a Hugging Face model directory")
-    export.add_argument("checkpoint", type=Path, help="runs/first/checkpoints/step-..., or a run")
-    export.add_argument("output", type=Path, help="a directory that does not exist yet")
-    export.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="default: that of the training"
-    )
-    export.add_argument(
-        "--max_shard_size",
-        type=size_bytes,
-        default=None,
-        metavar="SIZE",
-        help="of a safetensors file, as 5GB; memory is about that (default: 5GB)",
-    )
-    export.add_argument("--push", metavar="USER/NAME", help="and send it to the hub, private")
-    export.add_argument("--public", action="store_true", help="with --push: for everybody to see")
-    decode = commands.add_parser(
-        "decode-batch", help="print the text of a batch, with its sources and documents"
-    )
-    decode.add_argument("run", type=Path, help="runs/first")
-    which = decode.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int, help="the batch of this optimizer step")
-    which.add_argument(
-        "--sequences", metavar="A-B", help="sequence numbers from A up to but without B, or one"
-    )
-    report = commands.add_parser(
-        "report", help="write a page of a run, or of several compared, to open in a browser"
-    )
-    report.add_argument("runs", nargs="+", type=Path, help="run directories, which may be going on")
-    report.add_argument(
-        "--output", type=Path, help="the page to write (default: report.html in the first run)"
-    )
-    report.add_argument("--of_process", type=int, help=argparse.SUPPRESS)
-    status = commands.add_parser("status", help="how runs are, from their files alone")
-    status.add_argument("runs", nargs="+", type=Path, help="run directories")
-    how = status.add_mutually_exclusive_group()
-    how.add_argument("--watch", action="store_true", help="look again every two seconds")
-    how.add_argument("--json", action="store_true", help="one JSON object a run and line")
-    plot = commands.add_parser("plot", help="draw the loss curves of runs as a PNG")
-    plot.add_argument("runs", nargs="+", type=Path, help="run directories")
-    plot.add_argument("--output", type=Path, required=True, help="the PNG to write")
-    upload = commands.add_parser(
-        "upload", help="copy the checkpoints of a run to an object store (--upload_to does it too)"
-    )
-    upload.add_argument("run_dir", type=Path, help="runs/first, which may be going on")
-    upload.add_argument("url", help="s3://bucket/first, gs://..., hf://... or file:///...")
-    upload.add_argument(
-        "--keep", type=int, default=0, metavar="N", help="keep the newest N there (default: all)"
-    )
-    upload.add_argument("--of_process", type=int, help=argparse.SUPPRESS)
-    evaluate = commands.add_parser("evaluate", help="run HellaSwag and lm-eval's tasks")
-    evaluate.add_argument("model", type=Path, help="a directory that zerolm export wrote")
-    evaluate.add_argument("--tasks", default="", metavar="NAME[,NAME]", help="tasks of lm-eval")
-    evaluate.add_argument("--eval_task_path", metavar="PATH", help="directory with further tasks")
-    evaluate.add_argument("--eval_task_items", type=int, metavar="N", help="the first so many each")
-    evaluate.add_argument("--hellaswag", metavar="PATH|ID", help="its JSON lines, or a hub id")
-    evaluate.add_argument("--hellaswag_items", type=int, default=0, metavar="N", help="0: all")
-    evaluate.add_argument("--device", help="of torch (default: a GPU if there is one)")
-    evaluate.add_argument("--output", type=Path, help="a JSON file, with each item of HellaSwag")
-    restore = commands.add_parser("restore", help="fetch a run back from an object store")
-    restore.add_argument("url", help="as given to upload or --upload_to")
-    restore.add_argument("run_dir", type=Path, help="where to; may exist")
-    restore.add_argument("--step", type=int, help="this checkpoint (default: the newest whole one)")
-    sync = commands.add_parser(
-        "wandb-sync", help="make a W&B run from a run directory, whatever W&B has got so far"
-    )
-    sync.add_argument("run_dir", type=Path, help="runs/first, which may be going on")
-    sync.add_argument("--project", help="default: that of the run")
-    sync.add_argument("--entity", help="user or team (default: that of the run)")
-    sync.add_argument("--mode", choices=("auto", "online", "offline"), default="auto")
-    sync.add_argument(
-        "--same_id", action="store_true", help="overwrite the run's own W&B run, not a new one"
-    )
-    workspace = commands.add_parser(
-        "wandb-workspace", help="make a W&B workspace whose panels suit a run"
-    )
-    workspace.add_argument("run_dir", type=Path, help="runs/first")
-    workspace.add_argument("--project", help="default: that of the run")
-    workspace.add_argument("--entity", help="user or team (default: that of the run)")
-    workspace.add_argument(
-        "--print", action="store_true", help="print its JSON; needs no account and sends nothing"
-    )
-    mirror = commands.add_parser("mirror")  # started by a run for itself, so without a help line
-    mirror.add_argument("run_dir", type=Path)
-    mirror.add_argument("name", choices=("wandb", "tensorboard"))
-    mirror.add_argument("--of_process", type=int, required=True)
-    return parser
 
 
 def main(argv: list[str]) -> int:
-    arguments = parser().parse_args(argv)
+    arguments = parser(__doc__).parse_args(argv)
+    calls: dict[str, Callable[[argparse.Namespace], int]] = {
+        "verify-checkpoint": verify_checkpoint,
+        "export": export_checkpoint,
+        "evaluate": evaluate,
+        "decode-batch": decode_batch,
+        "report": report,
+        "status": status,
+        "plot": plot,
+        "upload": upload,
+        "restore": restore,
+        "wandb-sync": wandb_sync,
+        "wandb-workspace": wandb_workspace,
+        "mirror": mirror,
+    }
     try:
-        if arguments.command == "plot":
-            from zerolm.plot import plot_losses
-
-            plot_losses(arguments.runs, arguments.output)
-            print(arguments.output)
-            return EXIT_DONE
-        if arguments.command == "report":
-            from zerolm.report import write_report
-
-            if arguments.of_process is not None:
-                processes.serve(arguments.of_process)
-            page = write_report(arguments.runs, arguments.output)
-            if arguments.of_process is None:
-                print(page)
-            return EXIT_DONE
-        if arguments.command == "status":
-            from zerolm.status import show
-
-            show(arguments.runs, watch=arguments.watch, as_json=arguments.json)
-            return EXIT_DONE
-        if arguments.command == "evaluate":
-            return evaluate(arguments)
-        if arguments.command == "mirror":
-            from zerolm.mirror import mirror
-
-            mirror(arguments.run_dir, arguments.name, arguments.of_process)
-        if arguments.command == "wandb-sync":
-            from zerolm.wandb_sync import wandb_sync
-
-            given = {key: getattr(arguments, key) for key in ("mode", "project", "entity")}
-            wandb_sync(arguments.run_dir, same_id=arguments.same_id, **given)
-            return EXIT_DONE
-        if arguments.command == "wandb-workspace":
-            from zerolm.wandb_workspace import make
-
-            print(make(arguments.run_dir, arguments.project, arguments.entity, arguments.print))
-            return EXIT_DONE
-        if arguments.command == "upload":
-            return upload(arguments)
-        if arguments.command == "restore":
-            return restore(arguments)
-        if arguments.command == "decode-batch":
-            from zerolm.batches import decode_batch
-
-            lines = decode_batch(arguments.run, arguments.step, arguments.sequences)
-            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-            try:
-                for line in lines:
-                    print(line)
-                sys.stdout.flush()
-            except BrokenPipeError:  # `| head` has seen enough
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_DONE
-        found = whole_checkpoint(arguments.checkpoint)
-        progress = found.progress
-        print(
-            f"{found.directory}: whole, {len(found.manifest['files'])} files, step "
-            f"{progress.step:,}, {progress.tokens:,} tokens"
-        )
-        if arguments.command == "export":
-            write_export(found, arguments)
+        return calls[arguments.command](arguments)
     except ZerolmError as error:
         print(f"zerolm {arguments.command}: {error}", file=sys.stderr)
         return error.exit_code
+
+
+# -------------------------------------------------------------------------------------------------
+# Looking at a run
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    from zerolm.plot import plot_losses
+
+    plot_losses(arguments.runs, arguments.output)
+    print(arguments.output)
     return EXIT_DONE
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from zerolm.report import write_report
+
+    if arguments.of_process is not None:
+        processes.serve(arguments.of_process)
+    page = write_report(arguments.runs, arguments.output)
+    if arguments.of_process is None:
+        print(page)
+    return EXIT_DONE
+
+
+def status(arguments: argparse.Namespace) -> int:
+    from zerolm.status import show
+
+    show(arguments.runs, watch=arguments.watch, as_json=arguments.json)
+    return EXIT_DONE
+
+
+def decode_batch(arguments: argparse.Namespace) -> int:
+    from zerolm.batches import decode_batch
+
+    lines = decode_batch(arguments.run, arguments.step, arguments.sequences)
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_DONE
+
+
+# -------------------------------------------------------------------------------------------------
+# W&B
+
+
+def mirror(arguments: argparse.Namespace) -> int:
+    from zerolm.mirror import mirror
+
+    mirror(arguments.run_dir, arguments.name, arguments.of_process)  # ends the process itself
+    return EXIT_DONE
+
+
+def wandb_sync(arguments: argparse.Namespace) -> int:
+    from zerolm.wandb_sync import wandb_sync
+
+    given = {key: getattr(arguments, key) for key in ("mode", "project", "entity")}
+    wandb_sync(arguments.run_dir, same_id=arguments.same_id, **given)
+    return EXIT_DONE
+
+
+def wandb_workspace(arguments: argparse.Namespace) -> int:
+    from zerolm.wandb_workspace import make
+
+    print(make(arguments.run_dir, arguments.project, arguments.entity, arguments.print))
+    return EXIT_DONE
+
+
+# -------------------------------------------------------------------------------------------------
+# Stores
 
 
 def upload(arguments: argparse.Namespace) -> int:
@@ -199,6 +132,26 @@ def upload(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def restore(arguments: argparse.Namespace) -> int:
+    """Fetch a run back, unless it is going on or has that checkpoint."""
+    from zerolm import run_directory
+    from zerolm.restore import restore
+    from zerolm.upload_rules import url_problem
+
+    problem = url_problem(arguments.url)
+    if problem:
+        raise ConfigError(f"{arguments.url}: {problem}")
+    with run_directory.claim(arguments.run_dir):
+        found = restore(arguments.url, arguments.run_dir, arguments.step)
+    if found is None:
+        raise CheckpointError(f"{arguments.url}: there is no whole checkpoint.")
+    return EXIT_DONE
+
+
+# -------------------------------------------------------------------------------------------------
+# Models
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate an exported model, print the figures, and write them down."""
     from zerolm.evaluate_export import evaluate_export
@@ -218,30 +171,34 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def restore(arguments: argparse.Namespace) -> int:
-    """Fetch a run back, unless it is going on or has that checkpoint."""
-    from zerolm import run_directory
-    from zerolm.restore import restore
-    from zerolm.upload_rules import url_problem
+def verify_checkpoint(arguments: argparse.Namespace) -> int:
+    """Compare every file with the manifest."""
+    whole_checkpoint(arguments.checkpoint)
+    return EXIT_DONE
 
-    problem = url_problem(arguments.url)
-    if problem:
-        raise ConfigError(f"{arguments.url}: {problem}")
-    with run_directory.claim(arguments.run_dir):
-        found = restore(arguments.url, arguments.run_dir, arguments.step)
-    if found is None:
-        raise CheckpointError(f"{arguments.url}: there is no whole checkpoint.")
+
+def export_checkpoint(arguments: argparse.Namespace) -> int:
+    """The same, and write a model directory."""
+    write_export(whole_checkpoint(arguments.checkpoint), arguments)
     return EXIT_DONE
 
 
 def whole_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path`, or the newest of a run directory, and verify every file."""
+    """Open the checkpoint at `path`, or the newest of a run directory, and verify every file.
+
+    Says so.
+    """
     found = newest(path) if (path / "checkpoints").is_dir() else read(path)
     if found is None:
         raise CheckpointError(f"{path}: the run has no checkpoint yet.")
     problems = problems_of(found)
     if problems:
         raise CheckpointError(problems)
+    progress = found.progress
+    print(
+        f"{found.directory}: whole, {len(found.manifest['files'])} files, step "
+        f"{progress.step:,}, {progress.tokens:,} tokens"
+    )
     return found
 
 
@@ -294,14 +251,6 @@ def write_export(found: Checkpoint, arguments: argparse.Namespace) -> None:
     print("load it with AutoModelForCausalLM.from_pretrained")
     if arguments.push:
         print(hub.push(output, arguments.push, arguments.public))
-
-
-def size_bytes(text: str) -> int:
-    """Read a size as 5GB, 500MB or a number of bytes."""
-    number = parse_number(text[:-1] if text[-2:-1].isalpha() and text[-1] in "bB" else text)
-    if number < 1 or isinstance(number, float):
-        raise ValueError
-    return number
 
 
 if __name__ == "__main__":
