@@ -94,6 +94,13 @@ def layer_kinds(config: "PretrainedConfig") -> set[str]:
     return set(kinds or [FULL_ATTENTION])
 
 
+def chunks_begin_again() -> bool:
+    """Tell whether transformers counts chunked attention from each document on: not in 5.17."""
+    from transformers import masking_utils
+
+    return hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+
 def obstacle(
     config: "PretrainedConfig", model_class: type["PreTrainedModel"], kernel: str
 ) -> str | None:
@@ -113,6 +120,11 @@ def obstacle(
         key = WINDOW_KEYS.get(kind)
         if key is None or not isinstance(getattr(text, key, None), int):
             return f"the model has layers of {kind}, which no mask of documents reaches"
+    if "chunked_attention" in kinds and not chunks_begin_again():
+        return (
+            "this release of transformers counts the chunks of a row of documents from the row's "
+            "beginning, not from each document's: update transformers"
+        )
     if kernel.startswith("flash"):
         if not any(word.kind is Parameter.VAR_KEYWORD for word in words.values()):
             return f"{name} does not hand the ends of documents on to {kernel}"

@@ -13,7 +13,12 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention
 
 from zerolm import leakage
-from zerolm.document_mask import isolating_inputs, layer_kinds
+from zerolm.document_mask import (
+    chunks_begin_again,
+    isolating_inputs,
+    layer_kinds,
+    obstacle,
+)
 from zerolm.errors import ConfigError
 from zerolm.windows import number_documents
 
@@ -123,6 +128,10 @@ def compare(name, kernel, training=True):
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_document_is_the_same_alone_and_packed(name, kernel):
+    if name == "llama4-chunked" and not chunks_begin_again():  # transformers 5.17
+        model = build(name, kernel)
+        assert "each document's" in obstacle(model.config, type(model), kernel)
+        return
     compare(name, kernel)
 
 
@@ -171,7 +180,8 @@ def flash(monkeypatch):
         return flash_utils._process_flash_attention_kwargs(*words, supports_mapping=can, **more)
 
     def load(*_, **__):
-        return (dense, ragged, None, None, None), (process, None)
+        paged = hasattr(flash_utils, "_process_with_kvcache_kwargs_fn")  # not in 5.17
+        return (dense, ragged, None, None, None), (process, None) if paged else process
 
     monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", load)
     # Float32 is only for this comparison, so that it need not be cast for the kernel.
