@@ -10,6 +10,7 @@ Names of parameters do not change: checkpoints of compiled runs and of others ar
 """
 
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Iterator
@@ -80,9 +81,67 @@ def compile_blocks(model: "nn.Module") -> str:
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     blocks: list[Any] = blocks_of(model)
     for block in blocks:
-        block.forward = torch.compile(block.forward)
+        recorders = take_recorders(model, block)
+        block.forward = _compiled(block, recorders) if recorders else torch.compile(block.forward)
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
     return f"compile: {len(blocks)} blocks ({kinds}), each by itself; the first step takes longer"
+
+
+def take_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:
+    """Take transformers' hooks out of a block that record the outputs of modules inside.
+
+    They look into a ContextVar, at which a graph breaks. Those of attention weights, which nobody
+    asks for, are dropped.
+
+    Returns:
+        Routers with their hooks, where the model returns the routers' logits.
+    """
+    from transformers.utils import output_capturing
+
+    output_capturing.maybe_install_capturing_hooks(getattr(model, "base_model", model))
+    output_capturing.maybe_install_capturing_hooks(model)
+    wanted = getattr(model.config.get_text_config(), "output_router_logits", False) is True
+    found = []
+    for module in block.modules():
+        for number, hook in list(module._forward_hooks.items()):
+            inside = getattr(hook, "__qualname__", "").startswith("install_output_capuring_hook")
+            if not inside or module is block:
+                continue
+            del module._forward_hooks[number]
+            key = inspect.getclosurevars(hook).nonlocals["key"]
+            if wanted and key == "router_logits":
+                found.append((module, hook))
+    return found
+
+
+def _compiled(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
+    """Compile a block's forward so that its routers' outputs leave the graph beside its own."""
+    import torch
+
+    original = block.forward
+    for module, _ in recorders:
+        module.register_forward_hook(_keep)
+
+    def forward_and_routers(*words: Any, **more: Any) -> Any:
+        output = original(*words, **more)
+        return output, [module._kept for module, _ in recorders]
+
+    # Inside of gradient checkpointing: what is kept is of the forward pass alone.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    compiled = torch.compile(forward_and_routers)
+
+    def forward(*words: Any, **more: Any) -> Any:
+        output, kept = compiled(*words, **more)
+        for (module, hook), own in zip(recorders, kept, strict=True):
+            module._kept = None
+            hook(module, (), own)
+        return output
+
+    return forward
+
+
+def _keep(module: Any, words: Any, output: Any) -> None:
+    module._kept = output
 
 
 def breaks() -> str | None:

@@ -15,7 +15,7 @@ import pytest
 import several_runs
 from recipe import CLIPPING, profile
 
-from tests.launching import LLAMA, rows, write_json
+from tests.launching import LLAMA, rows, run_ranks, write_json
 
 EXPERTS, TOP_K, STEPS = 32, 2, 12
 SEQ_LEN, BATCH, MICRO, SEED, PEAK, MINIMUM = 8, 8, 2, 5, 3e-3, 3e-4
@@ -58,6 +58,26 @@ def job(base: Path, corpus: Path, model: str, stage: int, bf16: bool, muon: bool
         "--log_interval", 1, "--wandb", "off", "--report_interval", 0,
     ]  # fmt: skip
     return {"words": words, "name": name, "curve": (model, bool(bf16), muon)}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stage", "offload"), [(2, False), (3, False), (3, True)])
+def test_compiled_blocks_with_experts_give_the_curve_of_plain_pytorch(
+    tmp_path, corpus, stage, offload
+) -> None:
+    one = job(tmp_path, corpus, "mixtral", stage, bf16=False)
+    if offload:
+        json_file = tmp_path / f"{one['name']}.json"
+        ds = json.loads(json_file.read_text())
+        ds["zero_optimization"] |= {
+            "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}
+        }  # fmt: skip
+        write_json(json_file, ds)
+    done = run_ranks(2, *one["words"], "--compile", timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "compile: 2 blocks" in done.stdout and "in pieces" not in done.stdout
+    curve = plain_curve("mixtral", corpus)
+    assert not differences(tmp_path / one["name"], curve, 1e-5)
 
 
 def plain_curve(

@@ -21,11 +21,19 @@ FAMILIES = {
     "llama": {"intermediate_size": 48},
     "gpt_neox": {"intermediate_size": 48},
     "gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "mixtral": {
+        "intermediate_size": 48,
+        "num_local_experts": 4,
+        "num_key_value_heads": 4,
+        "output_router_logits": True,  # recorded by hooks, at which a graph would break
+        "router_aux_loss_coef": 0.5,
+    },
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"), [*((family, False) for family in FAMILIES), ("llama", True)]
+    ("family", "checkpointing"),
+    [*((family, False) for family in FAMILIES), ("llama", True), ("mixtral", True)],
 )
 def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(
     family, checkpointing, monkeypatch
