@@ -46,10 +46,12 @@ def test_the_table_has_ratios_goals_and_why_a_figure_is_missing():
         gpu.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0),
         gpu.Figures(third, 8, outcome=gpu.why_none(["torch.OutOfMemoryError: out of memory"], 9)),
     ]
-    table = gpu.table(found, Namespace())
+    table = gpu.table(found, Namespace(toy=False))
     assert "| 60,000 | 61.0% | 50.0 | 40 | 1.00 |" in table
     assert "| 40,000 | 41.0% | 60.0 | 20 | 0.67 |" in table
     assert "| out of memory |" in table
+    toy = gpu.table(found, Namespace(toy=True))
+    assert "tiny for 1.3B" in toy and "goal" not in toy
     assert "MFU 0.610" in table and "1.50 times as fast as Trainer" in table
     assert gpu.why_none(["step=1"], 9) == "no figure in 9 s"
     said = ["ValueError: wrong\n", "[launch.py] exits with return code = 1\n", ""]

@@ -98,8 +98,9 @@ def take_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:
     """
     from transformers.utils import output_capturing
 
-    output_capturing.maybe_install_capturing_hooks(getattr(model, "base_model", model))
-    output_capturing.maybe_install_capturing_hooks(model)
+    # They come with the first forward pass, once for each model inside of a model.
+    output_capturing.maybe_install_capturing_hooks(model.base_model)
+    model._output_capturing_hooks_installed = True
     wanted = getattr(model.config.get_text_config(), "output_router_logits", False) is True
     found = []
     for module in block.modules():
