@@ -135,16 +135,18 @@ def upload(arguments: argparse.Namespace) -> int:
 def restore(arguments: argparse.Namespace) -> int:
     """Fetch a run back, unless it is going on or has that checkpoint."""
     from zerolm import run_directory
-    from zerolm.restore import restore
+    from zerolm.restore import restore, whole_steps
     from zerolm.upload_rules import url_problem
 
     problem = url_problem(arguments.url)
     if problem:
         raise ConfigError(f"{arguments.url}: {problem}")
-    with run_directory.claim(arguments.run_dir):
-        found = restore(arguments.url, arguments.run_dir, arguments.step)
+    found = None
+    if whole_steps(arguments.url, arguments.step):  # else no run directory is made
+        with run_directory.claim(arguments.run_dir):
+            found = restore(arguments.url, arguments.run_dir, arguments.step)
     if found is None:
-        raise CheckpointError(f"{arguments.url}: there is no whole checkpoint.")
+        raise CheckpointError(f"{arguments.url}: there is no whole checkpoint. Correct the URL.")
     return EXIT_DONE
 
 

@@ -60,15 +60,10 @@ def restore(
             for is not there, or there is no room for it.
     """
     began = time.monotonic()
+    problems: list[str] = []
+    steps = whole_steps(url, step)
     try:
         store = Store(url)
-        steps = store.whole()
-        if step is not None:
-            if directory_name(step) not in steps:
-                has = ", ".join(steps) or "none"
-                raise CheckpointError(f"{url}: no whole {directory_name(step)}; it has {has}.")
-            steps = [directory_name(step)]
-        problems: list[str] = []
         for name in reversed(steps):
             try:
                 size = _fetch(store, name, run_dir)
@@ -78,13 +73,35 @@ def restore(
                 continue
             return _told(run_dir, name, store.url, problems, size, time.monotonic() - began, say)
     except StoreError as error:
-        raise CheckpointError(
-            f"{error}. Nothing was restored, and a run would begin at step 0: wait until the store "
-            f"answers, or correct the URL or the credentials."
-        ) from error
+        raise _unreadable(error) from error
     if problems:
         raise CheckpointError([*problems, f"{url}: no checkpoint in it is whole. Nothing was lost"])
     return None
+
+
+def whole_steps(url: str, step: int | None = None) -> list[str]:
+    """Return the whole checkpoints of a store in the order of time, or the one asked for, by name.
+
+    Raises:
+        CheckpointError: the store cannot be read, or the one asked for is not there.
+    """
+    try:
+        steps = Store(url).whole()
+    except StoreError as error:
+        raise _unreadable(error) from error
+    if step is None:
+        return steps
+    if directory_name(step) not in steps:
+        has = ", ".join(steps) or "none"
+        raise CheckpointError(f"{url}: no whole {directory_name(step)}; it has {has}.")
+    return [directory_name(step)]
+
+
+def _unreadable(error: StoreError) -> CheckpointError:
+    return CheckpointError(
+        f"{error}. Nothing was restored, and a run would begin at step 0: wait until the store "
+        f"answers, or correct the URL or the credentials."
+    )
 
 
 def if_lost(run_dir: Path, url: str | None) -> Checkpoint | None:

@@ -98,6 +98,7 @@ def test_an_upload_killed_in_the_middle_of_a_file_is_gone_on_with(tmp_path, s3_p
         proxy.bytes_per_second = None
         nothing = zerolm("restore", url, tmp_path / "none", port=proxy.port)
         assert nothing.returncode == 2 and "there is no whole checkpoint" in nothing.stderr
+        assert not (tmp_path / "none").exists()
         done = zerolm("upload", run_dir, url, port=proxy.port)
     assert done.returncode == 0, done.stdout + done.stderr
     assert marked(s3_port, "killed") == ["step-00000005"]
