@@ -163,6 +163,7 @@ def litdata(directory: Path, out: Path, workers: int) -> None:
         output_dir=str(out / "ids"),
         num_workers=workers,
         reorder_files=False,
+        keep_data_ordered=True,  # else workers take files from one queue, whoever comes first
         chunk_bytes="64MB",
         item_loader=TokensLoader(),
     )
