@@ -62,9 +62,17 @@ def texts(tmp_path_factory) -> Path:
     return base
 
 
-def train(texts: Path, run_dir: Path, stage: int, num_ranks: int, evaluated: bool, **more: str):
-    """Train four steps, with evaluations after each or with none; lm-eval's tasks with ZeRO-3."""
+def train(
+    texts: Path, run_dir: Path, stage: int, num_ranks: int, evaluated: bool,
+    form: dict | None = None, **more: str,
+):  # fmt: skip
+    """Train four steps, with evaluations after each or with none; lm-eval's tasks with ZeRO-3.
+
+    Args:
+        form: of parallelism, in the ds config.
+    """
     json_file = profile(run_dir.with_suffix(".json"), stage, bf16=False)
+    write_json(json_file, {**json.loads(json_file.read_text()), **(form or {})})
     words = recipe(texts / "model.json", texts / "shards", run_dir, json_file, STEPS, micro=2)
     words += ["--wandb", "off", "--checkpoint_interval", 2, "--seq_len", SEQ_LEN]
     words += ["--batch_tokens", STEP_TOKENS, "--total_tokens", STEPS * STEP_TOKENS]
@@ -202,6 +210,32 @@ def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
                 assert two[key] == one[key], profile_
         print(f"ZeRO-{profile_[0]}, {profile_[1]} rank(s): {worst:.2e} from ZeRO-2 on one")
         assert worst < 1e-3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
+def test_cut_sequences_are_measured_as_whole_ones(tmp_path, texts, stage) -> None:
+    """HellaSwag item by item, lm-eval's tasks, samples: the figures of the run without."""
+    found = {}
+    for name, form in (("plain", None), ("cut", {"sequence_parallel_size": 2})):
+        run_dir = tmp_path / name
+        done = train(texts, run_dir, stage, 2, evaluated=True, form=form)
+        assert done.returncode == 0, done.stdout[-4000:]
+        metrics = (run_dir / "metrics.jsonl").read_text().splitlines()
+        keys = sorted({key for line in metrics for key in json.loads(line) if key[:5] == "eval/"})
+        figures = {key: rows(run_dir, key) for key in keys}
+        assert set(figures["eval/hellaswag/acc"]) == set(range(1, STEPS + 1))
+        assert stage == 2 or "eval/local_generation/exact_match" in figures
+        found[name] = outcomes(run_dir)["outcomes"], figures, samples(run_dir)
+    (ours, figures, written), (theirs, *expected) = found["cut"], found["plain"]
+    assert [figures, written] == expected
+    worst = 0.0
+    for one, two in zip(ours, theirs, strict=True):
+        pairs = zip(one["log_likelihoods"], two["log_likelihoods"], strict=True)
+        worst = max(worst, *(abs(mine - other) for mine, other in pairs))
+        assert one["prediction"] == two["prediction"]
+    print(f"ZeRO-{stage}, sequences cut: {worst:.2e} from the run without")
+    assert worst < 1e-3
 
 
 @pytest.mark.soak

@@ -136,10 +136,10 @@ def test_curve_and_health_equal_plain_pytorch(
 @pytest.mark.parametrize(
     ("form", "stage", "bf16"),
     [
-        (TENSOR, 1, True), (TENSOR, 2, True), (TENSOR, 1, False),
+        (TENSOR, 1, True), (TENSOR, 2, True),
         (SEQUENCE, 1, False), (SEQUENCE, 2, True), (SEQUENCE, 3, True),
     ],
-    ids=["tensor-1", "tensor-2", "tensor-1-fp32", "sequence-1-fp32", "sequence-2", "sequence-3"],
+    ids=["tensor-1", "tensor-2", "sequence-1-fp32", "sequence-2", "sequence-3"],
 )  # fmt: skip
 def test_a_killed_run_goes_on_in_every_bit(tmp_path, corpus, form, stage, bf16) -> None:
     """Also what attention drops. bf16 at stage 1 with sequences cut is refused."""
@@ -175,11 +175,12 @@ def test_sequences_may_be_cut_otherwise_when_a_run_goes_on(
     """Checkpoints do not know of it: form, ranks and ZeRO stage of the one and the other part."""
     form, ranks, stage = first
     words = words_of(tmp_path, form, LLAMA, corpus, stage, False, 2)
-    done = launch(ranks, *words, "--checkpoint_interval", 8, FAULT="step.begin:0:12:kill")
+    words += ["--checkpoint_interval", 5]  # step 10's waits for that of step 5
+    done = launch(ranks, *words, FAULT="step.begin:0:12:kill")
     assert done.returncode != 0
     form, ranks, stage = then
     words = words_of(tmp_path, form, LLAMA, corpus, stage, False, 2)
-    done = run_ranks(ranks, *words, "--checkpoint_interval", 8)
+    done = run_ranks(ranks, *words, "--checkpoint_interval", 5)
     assert done.returncode == 0 and "resume:" in done.stdout, done.stdout[-4000:]
     losses = list(rows(tmp_path / "run", "train/loss").values())
     expected = [step.loss for step in reference(LLAMA, False)]

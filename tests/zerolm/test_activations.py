@@ -1,13 +1,17 @@
 """Activations: what the meta device counts is what torch saves on the CPU."""
 
 import gc
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm import activations, memory
+from tests.launching import LAUNCH_SECONDS, LLAMA, ROOT, environment, free_port
+from zerolm import activations, memory, parallel
 from zerolm.loss import token_losses
 from zerolm.recomputation import SELECTIVE, checkpoint_words
 
@@ -148,3 +152,22 @@ def test_tracing_leaves_transformers_as_it_was():
     config = AutoConfig.for_model("mixtral", **SIZES, **FAMILIES["mixtral"])
     activations.trace(config, SEQ_LEN, "fp32", eager=False)
     assert moe._grouped_mm is before and config._attn_implementation != activations.FUSED
+
+
+@pytest.mark.soak
+def test_saved_bytes_with_cut_matrices_are_those_of_two_ranks_of_autotp():
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+    words += [str(free_port()), "-m", "tests.zerolm.cut_activations_worker"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=LAUNCH_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    counted = int(re.search(r"counted=(\d+)", done.stdout)[1])
+    config = AutoConfig.for_model(**LLAMA)
+    own = parallel.part_of(config, parallel.Layout(2, tensor=2))
+    part, whole = (
+        activations.trace(one, 64, "bf16", eager=False).saved(False) for one in (own, config)
+    )
+    print(f"{counted} counted, the part {part / counted - 1:+.2%}, all {whole / counted - 1:+.2%}")
+    assert abs(part / counted - 1) < 0.01 < whole / counted - 1
