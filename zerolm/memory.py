@@ -90,15 +90,18 @@ def model_states(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> Mode
         share = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
     value = 4 if ds_config.precision(ds) == "fp32" else 2
     accumulated = gradient_bytes(ds)
-    moments = _moment_bytes(shapes, ds) / total
     split = share if stage else total
     summed = _sums_before(ds)
     device = {
         "weights": value * (share if stage == 3 else total),
         "gradients": accumulated * (split if stage >= 2 or (stage and not summed) else total),
-        "optimizer": round(moments * split),
+        "optimizer": 4 * _moments(ds) * split,
         "master": 0 if stage == 0 and value == 4 else 4 * split,
     }
+    if muon.chosen(ds):
+        device["optimizer"] = muon.state_bytes(shapes, ds, world_size if stage else 1)
+        if stage == 2:
+            device["gradients"] = muon.gradient_bytes(shapes, ds, world_size, accumulated)
     if stage == 1 and optimizer == "none" and accumulated != value:
         device["gradients"] += value * total  # the micro-batch's own, beside the fp32 sums
     if stage == 3 and world_size > 1:
@@ -112,7 +115,7 @@ def model_states(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> Mode
     if stage < 3:
         host["host_weights"] = value * share
     if stage == 3 or (stage == 2 and summed):
-        host["host_gradients"] += accumulated * share
+        host["host_gradients"] += device["gradients"]
     if stage >= 2 or not summed:
         device["gradients"] = 0
     if weights != "none":
@@ -121,14 +124,11 @@ def model_states(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> Mode
     return ModelStates(**device, **host)
 
 
-def _moment_bytes(shapes: Shapes, ds: Mapping[str, Any], saved: bool = False) -> int:
-    """Return the bytes of the optimizer's states of all parameters, before they are divided."""
-    if muon.chosen(ds):
-        return muon.state_bytes(shapes, ds, saved)
+def _moments(ds: Mapping[str, Any]) -> int:
+    """Return how many values the optimizer keeps of each parameter."""
     offloaded = ds_config.optimizer_offload(ds) != "none"
     known = MOMENTS_ON_HOST if offloaded else MOMENTS
-    values = known.get(ds_config.optimizer_type(ds).lower(), 2)
-    return 4 * values * sum(map(math.prod, shapes.values()))
+    return known.get(ds_config.optimizer_type(ds).lower(), 2)
 
 
 def state_bytes(shapes: Shapes, ds: Mapping[str, Any], world_size: int) -> tuple[int, int]:
@@ -208,7 +208,9 @@ def checkpoint_bytes(shapes: Shapes, ds: Mapping[str, Any]) -> int:
         value += 4 if ds_config.precision(ds) == "fp32" else 2
     parts = parallel.parts(ds)
     shapes, _ = parallel.held(shapes, ds, parts)
-    return parts * (sum(map(math.prod, shapes.values())) * value + _moment_bytes(shapes, ds, True))
+    total = sum(map(math.prod, shapes.values()))
+    states = muon.state_bytes(shapes, ds) if muon.chosen(ds) else 4 * _moments(ds) * total
+    return parts * (total * value + states)
 
 
 # -------------------------------------------------------------------------------------------------

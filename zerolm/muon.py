@@ -220,24 +220,89 @@ def shares(model: Any) -> str:
 
 
 def state_bytes(
-    shapes: Mapping[str, tuple[int, ...]], ds_config: Mapping[str, Any], saved: bool = False
+    shapes: Mapping[str, tuple[int, ...]], ds_config: Mapping[str, Any], world_size: int = 0
 ) -> int:
-    """Return the bytes of the states of all parameters: one momentum of matrices, else AdamW's two.
+    """Return the bytes of the states: one momentum of matrices, AdamW's two of the others.
 
     ZeRO-1 and 2 keep the momentum in the precision of the gradients that they reduce, and a second
-    one for the step at hand, so that a step can be refused. Matrices that two ranks share, which
-    both keep whole there, count once.
+    one for the step at hand, so that a step can be refused.
 
     Args:
-        saved: in a checkpoint.
+        world_size: of the fullest rank of so many; 0: of all parameters, as in a checkpoint, where
+            matrices that two ranks share count once.
     """
-    matrices = sum(
-        math.prod(shape) for name, shape in shapes.items() if is_for_matrices(name, shape)
+    matrices = sum(_numels(shapes))
+    others = sum(map(math.prod, shapes.values())) - matrices
+    if not world_size:
+        return _momentum_bytes(ds_config) * matrices + 8 * others
+    if keeps_whole_matrices(ds_config):
+        held = 2 * _momentum_bytes(ds_config) * whole_values(shapes, ds_config, world_size)
+    else:
+        held = _momentum_bytes(ds_config) * -(-matrices // world_size)
+    return held + 8 * -(-others // world_size)
+
+
+def _momentum_bytes(ds_config: Mapping[str, Any]) -> int:
+    """Return the bytes of a value of the momentum."""
+    single = keeps_whole_matrices(ds_config) and precision(ds_config) != "fp32"
+    return 2 if single else 4
+
+
+def keeps_whole_matrices(ds_config: Mapping[str, Any]) -> bool:
+    """Tell whether a rank has all of each matrix that it has a part of: ZeRO-1 and 2."""
+    return (
+        chosen(ds_config)
+        and zero_stage(ds_config) in (1, 2)
+        and optimizer_offload(ds_config) == "none"
+        and not _is_bf16_optimizer(ds_config)
     )
-    total = sum(map(math.prod, shapes.values()))
-    momentum = 4
-    if zero_stage(ds_config) < 3 and optimizer_offload(ds_config) == "none":
-        bf16_optimizer = _is_bf16_optimizer(ds_config)
-        value = 4 if precision(ds_config) == "fp32" or bf16_optimizer else 2
-        momentum = value * (1 if bf16_optimizer or saved else 2)
-    return momentum * matrices + 8 * (total - matrices)
+
+
+def whole_values(
+    shapes: Mapping[str, tuple[int, ...]], ds_config: Mapping[str, Any], world_size: int
+) -> int:
+    """Return the values of the matrices that the fullest rank has a part of, at ZeRO-1 and 2.
+
+    They lie one after another in a flat tensor, which the ranks share equally; a part of a matrix
+    has its whole gradient and momentum. So with many ranks each keeps at least the largest matrix.
+
+    Source: deepspeed/runtime/zero/stage_1_and_2.py, get_partition_info, 0.19.8.
+    """
+    numels = _numels(shapes)
+    if block(ds_config, "zero_optimization").get("round_robin_gradients"):
+        numels = [numel for first in range(world_size) for numel in numels[first::world_size]]
+    alignment = 2 * world_size
+    share = -(-sum(numels) // alignment) * alignment // world_size
+    held, begin = [0] * world_size, 0
+    for numel in numels:
+        for rank in range(begin // share, (begin + numel - 1) // share + 1):
+            held[rank] += numel
+        begin += numel
+    return max(held)
+
+
+def gradient_bytes(
+    shapes: Mapping[str, tuple[int, ...]],
+    ds_config: Mapping[str, Any],
+    world_size: int,
+    accumulated: int,
+) -> int:
+    """Return the bytes of the fullest rank's gradients at ZeRO-2, as they are summed.
+
+    Those of matrices are whole and in their own precision. Without offload there are beside them
+    either those of the others, in theirs, or at the end of a step the orthogonalised updates.
+
+    Args:
+        accumulated: bytes of a value of the others.
+    """
+    value = 4 if precision(ds_config) == "fp32" else 2
+    others = -(-(sum(map(math.prod, shapes.values())) - sum(_numels(shapes))) // world_size)
+    whole = whole_values(shapes, ds_config, world_size)
+    sums = value * whole + accumulated * others
+    if optimizer_offload(ds_config) != "none":
+        return sums
+    return sums + value * max(whole, others if accumulated != value else 0)
+
+
+def _numels(shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+    return [math.prod(shape) for name, shape in shapes.items() if is_for_matrices(name, shape)]
