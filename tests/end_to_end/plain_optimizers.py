@@ -4,6 +4,8 @@ import math
 
 import torch
 
+PRECISION = torch.float64  # of the Newton-Schulz iteration
+
 
 def muon(ratio: float = 1.0, tables: tuple[str, ...] = ("embed", "lm_head")):
     """Return what makes Muon for matrices, with torch's AdamW for the rest.
@@ -65,11 +67,11 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Return nearly U V^T of U S V^T, by five steps of the quintic Newton-Schulz iteration."""
     rows, columns = matrix.shape
     x = matrix.T if rows > columns else matrix
-    x = x / (x.norm() + 1e-7)
+    x = (x / (x.norm() + 1e-7)).to(PRECISION)
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    x = x.T if rows > columns else x
+    x = (x.T if rows > columns else x).double()
     return x * math.sqrt(max(1.0, rows / columns))
 
 
@@ -85,7 +87,8 @@ class Lion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                update = (0.9 * momentum + 0.1 * parameter.grad).sign()
+                state["blend"] = 0.9 * momentum + 0.1 * parameter.grad
+                update = state["blend"].sign()
                 parameter.sub_(group["lr"] * (update + group["decay"] * parameter))
                 momentum.copy_(0.99 * momentum + 0.01 * parameter.grad)
 

@@ -3,8 +3,11 @@
     RANK=0 WORLD_SIZE=2 ... python several_runs.py JOBS.json
 
 Each job has the arguments of pretrain.py (`words`), and may have the step at which it saves and
-stops (`until`). The engines, steps, metrics and checkpoints are those of pretrain.py; what it does
-around them (signals, watchdog, trackers) is left out. What was refused, or went wrong, is printed.
+stops (`until`), a directory to write all weights to after each step (`weights`), and whether Muon's
+Newton-Schulz iteration is to run in float32 (`exact`): DeepSpeed's does where the machine does not
+multiply in fp16, else in that. The engines, steps, metrics and checkpoints are those of
+pretrain.py; what it does around them (signals, watchdog, trackers) is left out. What was refused,
+or went wrong, is printed.
 """
 
 import json
@@ -13,6 +16,8 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from tests.launching import environment, free_port
 
@@ -45,7 +50,16 @@ def launch(jobs: list[dict], directory: Path, world_size: int = 2, **more: str) 
     return outputs[0]
 
 
-def train(words: list[str], until: int, device) -> None:
+def write_weights(engine, path: Path) -> None:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    parameters = engine.module.named_parameters()
+    weights = {name: safe_get_full_fp32_param(one) for name, one in parameters}
+    if int(os.environ["RANK"]) == 0:
+        torch.save({name: weight.detach().clone() for name, weight in weights.items()}, path)
+
+
+def train(words: list[str], until: int, device, weights: str = "") -> None:
     import pretrain
     from zerolm import distributed, preflight, stability
     from zerolm.run import Run
@@ -65,6 +79,8 @@ def train(words: list[str], until: int, device) -> None:
     batches = run.batches()
     while not run.finished and not run.stopping:
         run.step(batches)
+        if weights:
+            write_weights(engine, Path(weights) / f"{run.progress.step:03d}.pt")
         run.stopping |= run.progress.step == until
         run.report()
         if run.due(run.settings.checkpoint_interval):
@@ -77,12 +93,20 @@ def train(words: list[str], until: int, device) -> None:
 
 
 def main(path: str) -> None:
+    from deepspeed.runtime.zero.muon import original_muon
+
     from zerolm import distributed
 
     _, _, device = distributed.start()
+    as_shipped, exact = original_muon.ns_compute_dtype, False
     for job in json.loads(Path(path).read_text()):
         print("job", *job["words"], flush=True)
-        train([str(word) for word in job["words"]], job.get("until", 0), device)
+        if job.get("exact", False) != exact:
+            exact = not exact
+            original_muon.ns_compute_dtype = (lambda method: torch.float32) if exact else as_shipped
+            torch.compiler.reset()  # it has compiled the other precision
+        words = [str(word) for word in job["words"]]
+        train(words, job.get("until", 0), device, job.get("weights", ""))
     distributed.stop()
     distributed.leave(0)
 

@@ -7,7 +7,9 @@ rank others. Under ZeRO-3 a rank that did not gather an expert's weights with th
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+import followed
 import numpy as np
 import plain_optimizers
 import plain_pytorch
@@ -15,9 +17,9 @@ import pytest
 import several_runs
 from recipe import CLIPPING, profile
 
-from tests.launching import LLAMA, rows, run_ranks, write_json
+from tests.launching import LLAMA, ROOT, rows, run_ranks, write_json
 
-EXPERTS, TOP_K, STEPS = 32, 2, 12
+EXPERTS, TOP_K, STEPS = 32, 2, 20
 SEQ_LEN, BATCH, MICRO, SEED, PEAK, MINIMUM = 8, 8, 2, 5, 3e-3, 3e-4
 WARMUP_TOKENS = 2 * BATCH * SEQ_LEN
 COMMON = {"output_router_logits": True, "router_aux_loss_coef": 0.05, "num_experts_per_tok": TOP_K}
@@ -26,9 +28,10 @@ MODELS = {
         **LLAMA, **COMMON, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
         "num_local_experts": EXPERTS,
     },
-    "olmoe": {
-        **LLAMA, **COMMON, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"],
-        "num_experts": EXPERTS, "pad_token_id": None,
+    "olmoe": {  # the shipped one, with the sizes of the others; its router does not normalise
+        **json.loads((ROOT / "model_configs" / "olmoe-1b-7b.json").read_text()), **COMMON,
+        **{name: LLAMA[name] for name in LLAMA if name not in ("model_type", "architectures")},
+        "num_experts": EXPERTS,
     },
     "qwen3_moe": {
         **LLAMA, **COMMON, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
@@ -38,10 +41,16 @@ MODELS = {
 
 
 MUON = {"type": "Muon", "params": {"muon_lr": 0.02}}
+PLAIN_MUON = plain_optimizers.muon(0.02 / PEAK)
+# Newton-Schulz in fp16 moves plain PyTorch's own losses by 4.2e-4 and its auxiliary loss by 2.9e-3
+# (test_rounding.py). Of a few tokens a matrix of rank 16 comes, whose other singular values are
+# rounding: five iterations multiply them by 485, in float32 to 7e-5 of the update.
+FP16, MATRICES = 2e-3, 2e-4
 
 
-def job(base: Path, corpus: Path, model: str, stage: int, bf16: bool, muon: bool = False) -> dict:
-    name = f"{model}-{stage}-{'bf16' if bf16 else 'fp32'}{'-muon' if muon else ''}"
+def job(base: Path, corpus: Path, model: str, stage: int, bf16: bool, muon: str = "") -> dict:
+    """Return a job for several_runs.py; `muon`: "fp16" as DeepSpeed has it, or "exact"."""
+    name = f"{model}-{stage}-{'bf16' if bf16 else 'fp32'}{muon and '-muon-' + muon}"
     config = write_json(base / f"{name}.config.json", MODELS[model])
     json_file = profile(base / f"{name}.json", stage, bf16)
     if muon:
@@ -57,7 +66,11 @@ def job(base: Path, corpus: Path, model: str, stage: int, bf16: bool, muon: bool
         "--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--seed", SEED,
         "--log_interval", 1, "--wandb", "off", "--report_interval", 0,
     ]  # fmt: skip
-    return {"words": words, "name": name, "curve": (model, bool(bf16), muon)}
+    found = {"words": words, "name": name, "curve": (model, bool(bf16), muon != "")}
+    if muon == "exact":
+        (base / f"{name}-weights").mkdir()
+        found |= {"exact": True, "weights": base / f"{name}-weights"}
+    return found
 
 
 @pytest.mark.soak
@@ -81,13 +94,13 @@ def test_compiled_blocks_with_experts_give_the_curve_of_plain_pytorch(
 
 
 def plain_curve(
-    model: str, corpus: Path, bf16: bool = False, muon: bool = False
+    model: str, corpus: Path, bf16: bool = False, muon: bool = False, optimizer_of: Any = None
 ) -> list[plain_pytorch.Step]:
     return plain_pytorch.train(
         MODELS[model], corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH,
         micro_batch_size=MICRO, steps=STEPS, peak=PEAK, minimum=MINIMUM,
         warmup_tokens=WARMUP_TOKENS, clipping=0.0 if muon else CLIPPING, bf16=bf16,
-        optimizer_of=plain_optimizers.muon(0.02 / PEAK) if muon else plain_pytorch.adamw,
+        optimizer_of=optimizer_of or (PLAIN_MUON if muon else plain_pytorch.adamw),
     )  # fmt: skip
 
 
@@ -103,7 +116,9 @@ def plain_curve(
             for model in MODELS
         ),
         pytest.param(
-            2, [("mixtral", 2, False, True), ("mixtral", 3, False, True)], id="two ranks, Muon"
+            2,
+            [("mixtral", stage, False, muon) for stage in (2, 3) for muon in ("exact", "fp16")],
+            id="two ranks, Muon",
         ),
         pytest.param(1, [("mixtral", 3, False)], id="one rank"),
     ],
@@ -119,9 +134,18 @@ def test_losses_and_routers_are_those_of_plain_pytorch(
         model, bf16, muon = key = one["curve"]
         if key not in curves:
             curves[key] = plain_curve(model, corpus, bf16, muon)
-        # An expert's gradient is of few tokens: Newton-Schulz makes much of the rest, its rounding.
-        tolerance = 2e-2 if bf16 else 5e-3 if muon else 1e-5
+        tolerance = 2e-2 if bf16 else FP16 if muon and "exact" not in one else 1e-6
         wrong += differences(tmp_path / one["name"], curves[key], tolerance)
+        if "weights" in one:
+            each = followed.Followed(PLAIN_MUON, one["weights"])
+            plain_curve(model, corpus, bf16, muon, each)
+            most = [
+                max(value for name, value in step.updates.items() if "proj" in name)
+                for step in each.steps
+            ]
+            print(f"{one['name']}: updates of a matrix at most {max(most):.1e} from plain PyTorch")
+            if max(most) > MATRICES:
+                wrong.append(f"{one['name']}: updates of a matrix by step: {most}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -144,7 +168,7 @@ def differences(run_dir: Path, curve: list[plain_pytorch.Step], tolerance: float
         found = np.array(list(rows(run_dir, key).values()))
         most = float(np.abs(found - values).max() / max(np.abs(values).max(), 1e-3))
         # the bf16 router of a token may fall the other way: a token of 64 more or less
-        allowed = {"train/grad_norm": 10}.get(key, 1) * tolerance
+        allowed = {"train/grad_norm": 10, "train/auxiliary_loss": 5}.get(key, 1) * tolerance
         if key.startswith("router/") and tolerance > 1e-3:
             allowed = 0.5
         print(f"{run_dir.name}: {key}: at most {most:.1e} from plain PyTorch")
