@@ -106,6 +106,7 @@ def plain_curve(
 
 # test_optimizers.py has one of these in its launch that is always made.
 @pytest.mark.soak
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("world_size", "models"),
     [

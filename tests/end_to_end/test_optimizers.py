@@ -110,6 +110,7 @@ def arguments(case: Case, run_dir: Path, llama: Path, corpus: Path, json_file: P
     return [*words, "--adaptive_clip", case.adaptive_clip]
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=() if name == "always" else pytest.mark.soak) for name in FAMILIES],

@@ -45,6 +45,7 @@ def test_a_reduced_config_keeps_its_ratio_of_heads() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_three_steps(tmp_path, corpus, stage) -> None:
     jobs = []
