@@ -2,6 +2,7 @@
 
     python benchmarks/training_speed.py
     python benchmarks/training_speed.py --flags=--compile
+    python benchmarks/training_speed.py --flags=--compile --trainer_flags=--compile
     python benchmarks/training_speed.py --model_config model_configs/llama-160m.json \\
         --num_layers 2 --micro_batch_size 4
     python benchmarks/training_speed.py --model_config model_configs/mixtral-tiny.json
@@ -102,6 +103,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--flags", default="", help="more flags of pretrain.py, as --flags=--compile"
     )
+    parser.add_argument(
+        "--trainer_flags", default="", help="more of hf_trainer.py, as --trainer_flags=--compile"
+    )
     parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
     parser.add_argument("--num_processes", type=int, default=2)
     parser.add_argument("--seq_len", type=int, default=256)
@@ -170,6 +174,7 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
         "benchmarks/hf_trainer.py", *common, "--deepspeed_config", arguments.deepspeed_config,
         "--micro_batch_size", str(arguments.micro_batch_size),
         "--accumulation", str(arguments.accumulation), "--learning_rate", str(LEARNING_RATE),
+        *arguments.trainer_flags.split(),
     ]  # fmt: skip
 
 
