@@ -104,6 +104,32 @@ def run_ranks(
     return _run([*line, *words], timeout, more)
 
 
+def run_workers(
+    num_ranks: int, script: Path, *arguments: object, timeout: float = 300, **more: str
+) -> str:
+    """Run a script that is no pretrain.py once for each rank; return what rank 0 said."""
+    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    more |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)],
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert not any(rank.returncode for rank in ranks), "\n".join(said[-4000:] for said in outputs)
+    return outputs[0]
+
+
 def _run(line: list[str], timeout: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
         line,

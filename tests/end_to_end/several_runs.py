@@ -12,14 +12,13 @@ or went wrong, is printed.
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from tests.launching import environment, free_port
+from tests.launching import run_workers
 
 SECONDS = 1200
 
@@ -28,26 +27,7 @@ def launch(jobs: list[dict], directory: Path, world_size: int = 2, **more: str) 
     """Train jobs one after another on so many ranks, and return what they printed."""
     path = directory / "jobs.json"
     path.write_text(json.dumps(jobs, default=str))
-    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    addresses |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, path],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **addresses, **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(out[-4000:] for out in outputs)
-    return outputs[0]
+    return run_workers(world_size, Path(__file__), path, timeout=SECONDS, **more)
 
 
 def write_weights(engine, path: Path) -> None:

@@ -2,15 +2,13 @@
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ds_cases import USER, found, notices, resolved, zero
 
-from tests.launching import environment, free_port, write_json
+from tests.launching import run_workers, write_json
 from zerolm import ds_config
 from zerolm.ds_config import load_ds_config
 
@@ -41,25 +39,8 @@ def test_shipped_profiles_add_up_gradients_exactly(tmp_path):
         config = resolved(load_ds_config(path), **sizes)
         config["zero_optimization"].update(reduce_bucket_size=10_000, sub_group_size=10_000)
         files.append(write_json(tmp_path / path.name, config))
-    report, port = tmp_path / "report.json", str(free_port())
-    worker = Path(__file__).with_name("reduction_worker.py")
-    addresses = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, worker, report, *files],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **addresses),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-2000:]
+    report = tmp_path / "report.json"
+    run_workers(2, Path(__file__).with_name("reduction_worker.py"), report, *files, timeout=240)
     differences = json.loads(report.read_text())
     assert len(differences) == len(PROFILES) and max(differences.values()) < 1e-6, differences
 

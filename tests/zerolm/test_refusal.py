@@ -1,11 +1,9 @@
 """A refused step leaves every bit as it was, at each ZeRO stage, precision and place."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.launching import environment, free_port, write_json
+from tests.launching import run_workers, write_json
 
 BATCH = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -52,24 +50,7 @@ def test_a_refused_step_changes_no_bit_and_the_next_goes_on_as_if_it_had_not_bee
         write_json(tmp_path / f"{name}.json", {**config, "communication_data_type": "fp32"})
         for name, config in configs().items()
     ]
-    report, port = tmp_path / "report.json", str(free_port())
-    worker = Path(__file__).with_name("refusal_worker.py")
-    addresses = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, worker, report, *files],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **addresses),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:]
+    report = tmp_path / "report.json"
+    run_workers(2, Path(__file__).with_name("refusal_worker.py"), report, *files)
     found = {Path(path).stem: problems for path, problems in json.loads(report.read_text()).items()}
     assert found == {name: [] for name in configs()}

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.launching import environment, free_port
+from tests.launching import run_workers
 from zerolm.zero_files import Weights
 
 WORKER = Path(__file__).with_name("reshard_worker.py")
@@ -86,27 +84,7 @@ def run(world_size: int, jobs: list[dict], directory: Path) -> None:
     """Run jobs one after another in one world of gloo ranks."""
     path = directory / "jobs.json"
     path.write_text(json.dumps(jobs))
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, WORKER, path],
-            env=environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DS_ACCELERATOR="cpu",
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(out[-4000:] for out in outputs)
+    run_workers(world_size, WORKER, path, DS_ACCELERATOR="cpu")
 
 
 def tied(name: str) -> bool:
