@@ -45,7 +45,7 @@ PLAIN_MUON = plain_optimizers.muon(0.02 / PEAK)
 # Newton-Schulz in fp16 moves plain PyTorch's own losses by 4.2e-4 and its auxiliary loss by 2.9e-3
 # (test_rounding.py). Of a few tokens a matrix of rank 16 comes, whose other singular values are
 # rounding: five iterations multiply them by 485, in float32 to 7e-5 of the update.
-FP16, MATRICES = 2e-3, 2e-4
+FP16, AUXILIARY_FP16, MATRICES = 2e-3, 5e-3, 2e-4
 
 
 def job(base: Path, corpus: Path, model: str, stage: int, bf16: bool, muon: str = "") -> dict:
@@ -169,7 +169,9 @@ def differences(run_dir: Path, curve: list[plain_pytorch.Step], tolerance: float
         found = np.array(list(rows(run_dir, key).values()))
         most = float(np.abs(found - values).max() / max(np.abs(values).max(), 1e-3))
         # the bf16 router of a token may fall the other way: a token of 64 more or less
-        allowed = {"train/grad_norm": 10, "train/auxiliary_loss": 5}.get(key, 1) * tolerance
+        allowed = {"train/grad_norm": 10}.get(key, 1) * tolerance
+        if key == "train/auxiliary_loss" and tolerance == FP16:
+            allowed = AUXILIARY_FP16
         if key.startswith("router/") and tolerance > 1e-3:
             allowed = 0.5
         print(f"{run_dir.name}: {key}: at most {most:.1e} from plain PyTorch")
