@@ -13,39 +13,42 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerolm import allocator, distributed, preflight, restore, run_directory, stability, watchdog
-from zerolm.checkpoint_directory import candidates
-from zerolm.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
-from zerolm.optimizer import leave_untouched_values, parameter_groups
-from zerolm.plan import Plan
-from zerolm.run import Run
+from zerolm.checkpoint.directory import candidates
+from zerolm.common.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
+from zerolm.distributed import collectives, process_group
+from zerolm.optim import custom
+from zerolm.optim.parameter_groups import fix_lion_zero_updates, parameter_groups
+from zerolm.plan.plan import Plan
+from zerolm.preflight import check
+from zerolm.train import malloc, run_directory, stability
+from zerolm.train.run import Run
+from zerolm.upload import restore
+from zerolm.watchdog import watchdog
 
 # -------------------------------------------------------------------------------------------------
 # Before anything exists: every problem in the three files, the data and the machine, at once
 
 
 def main(argv: list[str]) -> int:
-    rank, local_rank, _ = distributed.environment_rank()
+    rank, local_rank, _ = process_group.environment_rank()
     try:
-        plan = preflight.check(argv)
-        distributed.meet()
+        plan = check.check(argv)
+        process_group.rendezvous()
         if plan.settings.check:
-            if rank == 0:
-                print(plan.summary())
+            collectives.print_rank0(rank, plan.summary())
             return EXIT_DONE
-        run_dir = Path(plan.settings.run_dir or "")  # preflight requires it
+        run_dir = plan.run_dir
         lock = run_directory.claim(run_dir) if rank == 0 else None
         if rank == 0:
             restore.if_lost(run_dir, plan.settings.upload_to)
             candidates(run_dir)  # refuses a run whose checkpoints are all lost
-        distributed.meet()
+        process_group.rendezvous()
     except ConfigError as error:
-        return distributed.refuse(error, rank, local_rank)
+        return process_group.report_config_error(error, rank, local_rank)
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
     dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
     try:
@@ -56,17 +59,17 @@ def main(argv: list[str]) -> int:
         if rank == 0 or not error.on_all_ranks:
             print(f"pretrain.py: rank {rank}: {error}", file=sys.stderr, flush=True)
         if error.on_all_ranks:
-            distributed.stop()
+            process_group.destroy()
             dog.close("gave up")
         else:
-            dog.failed(error)
+            dog.report_failure(error)
         return error.exit_code
     except Exception as error:
-        dog.failed(error)
+        dog.report_failure(error)
         raise
     finally:
         if lock is not None:
-            lock.close()
+            lock.release()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -75,16 +78,16 @@ def main(argv: list[str]) -> int:
 
 def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> int:
     """Train to the token budget, from the newest checkpoint if any. Every rank calls."""
-    rank, world_size, device = distributed.start()
+    rank, world_size, device = process_group.init()
     if device.type == "cpu":
-        allocator.keep_freed_memory()
-    dog.meet(world_size)
-    distributed.must_be_same(
+        malloc.keep_freed_memory()
+    dog.connect(world_size)
+    collectives.require_same_on_all_ranks(
         plan.fingerprint(),
         "settings, files, versions or devices differ from the first rank's, so the ranks would "
         "not train one model on one data order. Make the hosts alike.",
     )
-    say = partial(distributed.say, rank)
+    say = partial(collectives.print_rank0, rank)
     say(plan.summary())
     run = Run(plan, build_engine(plan, device, say), device, stop)
     resumed = run.begin()
@@ -101,8 +104,8 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
                 continue
             if run.due(run.settings.checkpoint_interval):
                 run.save()
-            run.uploads.poke()
-            run.page.poke()
+            run.uploads.tick()
+            run.html_report.tick()
             if run.finished or not run.stopping:  # asked to stop in its last step, it ends
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError) as error:
@@ -117,69 +120,86 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
 
 def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     """Build the model from its config, check its initial weights, and hand it to DeepSpeed."""
-    # Here and not above: they take seconds to import, which --help and --check need not wait for.
+    # Imported here: they take seconds, which --help and --check need not wait for.
     import deepspeed
     from deepspeed.utils import logger
 
-    from zerolm import attention_kernels, chunked_head, compiled_blocks, leakage, muon, ulysses
-    from zerolm import model as models
+    from zerolm.distributed import ulysses
+    from zerolm.ds_config import muon
+    from zerolm.model import build, chunked_loss, compile
+    from zerolm.model.attention import plain_attention_notice
+    from zerolm.train import mask_check
 
+    settings, model_config, profile = plan.settings, plan.model.config, plan.profile
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if not plan.ds_config.get("wall_clock_breakdown"):
+    if not profile.json.get("wall_clock_breakdown"):
         logger.setLevel(logging.WARNING)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision, torch.float32)
-    attention = models.agreed_attention(
-        plan.model_config, plan.settings.attn_implementation, device.type, dtype
+
+    # Attention: the same kernel on every host.
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(profile.precision, torch.float32)
+    torch.set_float32_matmul_precision(settings.float32_matmul)
+    attention = build.agreed_attention(
+        model_config, settings.attn_implementation, device.type, dtype
     )
-    torch.set_float32_matmul_precision(plan.settings.float32_matmul)
-    model = models.build_model(
-        plan.model_config,
-        seed=plan.settings.seed,
-        dtype=dtype,
-        zero_stage=plan.zero_stage,
-        ds_config=plan.ds_config,
-        attn_implementation=attention,
-        gradient_checkpointing=plan.settings.gradient_checkpointing,
-        device=device,
-    )
-    report = models.check_initialization(model, plan.model_config)
-    if report.problems:
-        raise ConfigError(["the model was not initialised:", *report.problems])
     say(f"attention: {attention}")
-    masked = plan.settings.document_mask
-    notice = attention_kernels.plain_attention_notice(
-        plan.model_config, device, dtype, document_mask=masked
-    )
+    masked = settings.document_mask
+    notice = plain_attention_notice(model_config, device, dtype, document_mask=masked)
     if attention == "sdpa" and notice:
         say(f"note: {notice}")
-    say(f"{report}; fingerprint {models.weights_fingerprint(model)}")
-    buffers = models.float32_buffers(model)
-    if plan.settings.loss_chunk_tokens:
-        chunked_head.install(model, plan.settings.loss_chunk_tokens)
-    if plan.settings.compile:
-        compiled_blocks.prepare(model, plan.zero_stage)
-    assert plan.settings.seq_len is not None  # preflight has resolved it
-    mpu = ulysses.register(model, plan.layout, plan.micro_batch_size, plan.settings.seq_len)
-    with_muon = muon.chosen(plan.ds_config)
-    with muon.tagging(model) if with_muon else nullcontext():
+
+    # The model: the same initial weights on every stage, checked before anything trains on them.
+    model = build.build_model(
+        model_config,
+        seed=settings.seed,
+        dtype=dtype,
+        zero3_config=profile.json if profile.zero_stage == 3 else None,
+        attn_implementation=attention,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        device=device,
+    )
+    report = build.check_initialization(model, model_config)
+    if report.problems:
+        raise ConfigError(["the model was not initialised:", *report.problems])
+    say(f"{report}; fingerprint {build.weights_fingerprint(model)}")
+
+    # Changes to the model that must come before DeepSpeed takes it.
+    buffers = build.float32_buffers(model)
+    if settings.loss_chunk_tokens:
+        chunked_loss.install(model, settings.loss_chunk_tokens)
+    if settings.compile:
+        compile.prepare(model, profile.zero_stage)
+    mpu = ulysses.register_attention(
+        model, plan.layout, settings.micro_batch_size, settings.seq_len
+    )
+
+    # The engine: parameters grouped by weight decay, and for Muon by what they are. DeepSpeed makes
+    # the optimizer from the JSON, unless it is one of the user's own.
+    optimizer = None
+    if custom.is_dotted(profile.optimizer.name):
+        kind = custom.optimizer_class(profile.optimizer.name)
+        optimizer = partial(kind, **profile.optimizer.params)
+    with muon.tagging(model) if profile.uses_muon else nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,
+            optimizer=optimizer,
             mpu=mpu,
-            model_parameters=parameter_groups(model, plan.weight_decay),
-            config=plan.ds_config,
+            model_parameters=parameter_groups(model, settings.weight_decay),
+            config=profile.json,
         )
-    if with_muon:
-        say(muon.shares(model))
-    if plan.ds_config["optimizer"]["type"].lower() == "lion":
-        leave_untouched_values(engine.optimizer.optimizer)
-    models.restore_float32_buffers(engine.module, buffers)
-    if plan.settings.compile:
-        say(compiled_blocks.compile_blocks(engine.module))
+    if profile.uses_muon:
+        say(muon.describe(model))
+    if profile.optimizer.kind == "lion":
+        fix_lion_zero_updates(engine.optimizer.optimizer)
+
+    # Undo what DeepSpeed casts, compile the blocks, and test the document mask on the engine.
+    build.restore_float32_buffers(engine.module, buffers)
+    if settings.compile:
+        say(compile.compile_blocks(engine.module))
     engine.train()
-    if plan.settings.document_mask:
-        say(leakage.check(engine, plan, device))
+    if settings.document_mask:
+        say(mask_check.check(engine, plan, device))
     return engine
 
 
 if __name__ == "__main__":
-    distributed.leave(main(sys.argv[1:]))
+    process_group.exit_process(main(sys.argv[1:]))

@@ -1,9 +1,9 @@
-"""The bare DeepSpeed loop that pretrain.py is measured against: as little as it takes to train.
+"""A minimal DeepSpeed training loop, the reference for pretrain.py.
 
     deepspeed benchmarks/bare_deepspeed.py --shard shards/web/shard-00000.bin ...
 
-Imports nothing of zerolm on purpose. Prints `step=N loss=L` every `--log_interval` steps, as
-pretrain.py does, and nothing else happens: no checks, no checkpoint, no metrics.
+Imports nothing of zerolm. Prints `step=N loss=L` every `--log_interval` steps, as pretrain.py does.
+No checks, no checkpoints, no metrics.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--deepspeed_config", required=True, help="without any 'auto'")
+parser.add_argument("--deepspeed_config", required=True, help="DeepSpeed config without 'auto'")
 parser.add_argument("--model_config", required=True)
 parser.add_argument("--shard", required=True, help="a file of uint16 token ids")
 parser.add_argument("--seq_len", type=int, required=True)

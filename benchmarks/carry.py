@@ -1,11 +1,12 @@
-"""Wheels that benchmarks/gpu.py needs on a machine without a package index.
+"""Collect the wheels that benchmarks/gpu.py needs on a machine without a package index.
 
     python benchmarks/carry.py --python 3.12
 
-Fills `.whl/`, which git ignores: what setup.cfg requires and Hugging Face Trainer needs, with all
-that those require in turn, at the versions of constraints.txt, for another Python on Linux, without
-what `--have` brings there itself. It walks the metadata of what is installed here, so run it where
-launch/setup.sh ran. DeepSpeed, which is published as source, is made a wheel without operators.
+Fills `.whl/`, which git ignores, with the requirements of setup.cfg and of Hugging Face Trainer and
+all their dependencies, at the versions of constraints.txt and for the target's Python on Linux.
+Packages in `--have` are on the target already. Dependencies are read from the metadata of installed
+packages, so run it after launch/setup.sh. DeepSpeed is published as source only; its wheel is built
+here, without operators.
 """
 
 import argparse
@@ -23,15 +24,15 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ONLY = "deepspeed"
-TRAINER = "accelerate"  # Hugging Face Trainer's other half, in zerolm[dev]
-LEFT_OUT = {  # required by setup.cfg, and not imported by a case
+TRAINER = "accelerate"  # required by Hugging Face Trainer; in zerolm[dev]
+NOT_NEEDED = {  # required by setup.cfg, but not imported by the benchmark
     "datasets": "for --hellaswag and data_prep",
     "isal": "for data_prep",
-    "matplotlib": "for the report; a case has --report_interval 0",
+    "matplotlib": "for the HTML report, which --report_interval 0 turns off",
     "rich": "for zerolm status",
-    "wandb": "a case has --wandb off",
+    "wandb": "turned off by --wandb off",
 }
-ALSO = {"typing-extensions"}  # pydantic wants a newer one than torch
+ALWAYS = {"typing-extensions"}  # pydantic needs a newer version than torch
 GLIBC = (35, 34, 31, 28, 27, 26, 24, 17)
 
 
@@ -39,17 +40,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", default="3.12", help="version there")
-    parser.add_argument("--machine", default="x86_64", help="its architecture")
+    parser.add_argument("--python", default="3.12", help="Python version of the target")
+    parser.add_argument("--machine", default="x86_64", help="architecture of the target")
     parser.add_argument(
-        "--have", default="torch,transformers,numpy,pyarrow,pytest", help="packages that are there"
+        "--have", default="torch,transformers,numpy,pyarrow,pytest", help="packages on the target"
     )
     parser.add_argument("--output", type=Path, default=ROOT / ".whl")
-    parser.add_argument("--most_mib", type=int, default=64, help="that can be carried")
+    parser.add_argument("--most_mib", type=int, default=64, help="maximum total size in MiB")
     arguments = parser.parse_args()
 
-    there = environment(arguments.python, arguments.machine)
-    wanted = missing(arguments.have.split(","), there)
+    target = environment(arguments.python, arguments.machine)
+    wanted = missing(arguments.have.split(","), target)
     pins = versions()
     arguments.output.mkdir(parents=True, exist_ok=True)
     for old in arguments.output.glob("*.whl"):
@@ -79,50 +80,50 @@ def main() -> None:
 
 
 def environment(python: str, machine: str) -> dict[str, str]:
-    """Return what markers of requirements are evaluated with."""
+    """Return the environment with which markers of requirements are evaluated."""
     here = {key: str(value) for key, value in default_environment().items()}
-    there = {"python_version": python, "python_full_version": f"{python}.0"}
-    there |= {"platform_machine": machine, "platform_system": "Linux", "sys_platform": "linux"}
-    return here | there | {"os_name": "posix", "implementation_name": "cpython", "extra": ""}
+    target = {"python_version": python, "python_full_version": f"{python}.0"}
+    target |= {"platform_machine": machine, "platform_system": "Linux", "sys_platform": "linux"}
+    return here | target | {"os_name": "posix", "implementation_name": "cpython", "extra": ""}
 
 
-def roots(there: dict[str, str]) -> list[str]:
-    """Return the packages that setup.cfg requires, but for `LEFT_OUT`, and Trainer's."""
+def roots(target: dict[str, str]) -> list[str]:
+    """Return the packages that setup.cfg requires, without `NOT_NEEDED`, and Trainer's."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     required = setup["options"]["install_requires"].strip().splitlines()
-    return [*(name for name in _named(required, there) if name not in LEFT_OUT), TRAINER]
+    return [*(name for name in _named(required, target) if name not in NOT_NEEDED), TRAINER]
 
 
-def missing(have: Iterable[str], there: dict[str, str]) -> set[str]:
-    """Return the packages to bring, by canonical name, without what is there.
+def missing(have: Iterable[str], target: dict[str, str]) -> set[str]:
+    """Return the canonical names of all packages to bring.
 
-    Of what is there only the direct requirements are taken to be there too: what those require in
-    turn depends on their versions, which are others there.
+    The direct requirements of packages on the target are assumed to be there, too, but not those of
+    further levels: they depend on versions, which may differ.
     """
-    brought = {canonicalize_name(name) for name in have}
-    brought |= {inner for name in brought for inner in required_by(name, there)} - ALSO
-    found: set[str] = set()
-    left = roots(there)
-    while left:
-        name = left.pop()
-        if name not in found | brought:
-            found.add(name)
-            left += required_by(name, there)
-    return found
+    present = {canonicalize_name(name) for name in have}
+    present |= {inner for name in present for inner in required_by(name, target)} - ALWAYS
+    needed: set[str] = set()
+    queue = roots(target)
+    while queue:
+        name = queue.pop()
+        if name not in needed | present:
+            needed.add(name)
+            queue += required_by(name, target)
+    return needed
 
 
-def required_by(name: str, there: dict[str, str]) -> list[str]:
-    """Return what a package that is installed here requires, extras left out."""
-    return _named(importlib.metadata.requires(name) or [], there)
+def required_by(name: str, target: dict[str, str]) -> list[str]:
+    """Return the requirements of a package that is installed here, without extras."""
+    return _named(importlib.metadata.requires(name) or [], target)
 
 
-def _named(requirements: Iterable[str], there: dict[str, str]) -> list[str]:
-    read = [Requirement(line) for line in requirements]
+def _named(requirements: Iterable[str], target: dict[str, str]) -> list[str]:
+    parsed = [Requirement(line) for line in requirements]
     return [
-        canonicalize_name(one.name)
-        for one in read
-        if one.marker is None or one.marker.evaluate(there)
+        canonicalize_name(each.name)
+        for each in parsed
+        if each.marker is None or each.marker.evaluate(target)
     ]
 
 

@@ -1,12 +1,12 @@
-"""How long training stands still for a checkpoint: ours against DeepSpeed's own, the same state.
+"""How long a checkpoint stalls training: zerolm's writer compared with DeepSpeed's own.
 
     python benchmarks/checkpoint_stall.py [--parameters 60e6] [--rounds 5] [--output results.md]
 
-Two ranks train a Llama under ZeRO-2 and under ZeRO-3. In turn, in the same process, they save with
-`engine.save_checkpoint` as DeepSpeed has it (it does not sync to disk, hash or read back) and with
-zerolm's CheckpointWriter (which does). Reported: the stall of each and their ratio; the time of a
-step while a checkpoint is being written over that of one when none is; the host memory that a save
-adds, over the size of a rank's state.
+Two ranks train a Llama with ZeRO-2 and with ZeRO-3. In the same process they save the same state in
+turn, with DeepSpeed's `engine.save_checkpoint` (which does not sync, hash or read back) and with
+zerolm's `CheckpointWriter` (which does). The table has the stall of each and their ratio; the time
+of a step while a checkpoint is written, divided by that without; and the host memory that a save
+adds, divided by the size of a rank's state.
 """
 
 import argparse
@@ -33,11 +33,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parameters", type=float, default=60e6, help="about so many")
+    parser.add_argument(
+        "--parameters", type=float, default=60e6, help="approximate number of parameters"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--directory", type=Path, help="where to save (default: a temporary one)")
-    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--directory", type=Path, help="directory to save in (default: temporary)")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -90,13 +92,13 @@ def hardware() -> str:
 def launch(arguments: argparse.Namespace, stage: int) -> dict[str, str]:
     """Run the workers under the deepspeed launcher and return rank 0's figures."""
     directory = Path(tempfile.mkdtemp(dir=arguments.directory))
-    what = json.dumps({"stage": stage, "directory": str(directory)})
+    job = json.dumps({"stage": stage, "directory": str(directory)})
     try:
         subprocess.run(
             [
                 sys.executable, "-m", "deepspeed.launcher.runner",
                 "--num_gpus", str(arguments.ranks), str(Path(__file__).resolve()),
-                "--worker", what, "--parameters", str(arguments.parameters),
+                "--worker", job, "--parameters", str(arguments.parameters),
                 "--rounds", str(arguments.rounds),
             ],
             cwd=REPOSITORY, check=True, timeout=1800, stdout=subprocess.DEVNULL,
@@ -110,33 +112,33 @@ def launch(arguments: argparse.Namespace, stage: int) -> dict[str, str]:
 # On each rank
 
 
-def work(arguments: argparse.Namespace, what: dict[str, Any]) -> None:
+def work(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
     sys.path.insert(0, str(REPOSITORY))
     import torch
 
-    from zerolm import distributed
-    from zerolm.checkpoint_directory import Progress, Retention
-    from zerolm.checkpoint_writer import CheckpointWriter
+    from zerolm.checkpoint.directory import Progress, Retention
+    from zerolm.checkpoint.writer import CheckpointWriter
+    from zerolm.distributed import collectives, process_group
 
-    rank, _, device = distributed.start()
-    engine = build(arguments.parameters, what["stage"])
-    directory = Path(what["directory"])
+    rank, _, device = process_group.init()
+    engine = build(arguments.parameters, job["stage"])
+    directory = Path(job["directory"])
     (directory / "checkpoints").mkdir(exist_ok=True)
     batch = torch.zeros((1, 64), dtype=torch.long, device=device)
 
     def step() -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         engine.backward(engine(input_ids=batch, labels=batch, use_cache=False).loss)
         engine.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    def deepspeeds(number: int) -> float:
-        distributed.barrier()
-        began = time.perf_counter()
+    def save_with_deepspeed(number: int) -> float:
+        collectives.barrier()
+        start = time.perf_counter()
         engine.save_checkpoint(str(directory / "theirs"), tag=f"step-{number}")
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         if rank == 0:
             shutil.rmtree(directory / "theirs" / f"step-{number}")
         return seconds
@@ -144,7 +146,7 @@ def work(arguments: argparse.Namespace, what: dict[str, Any]) -> None:
     for _ in range(3):
         step()
     original = engine.checkpoint_engine
-    deepspeeds(0)
+    save_with_deepspeed(0)
     writer = CheckpointWriter(engine, directory, Retention(last=1))
     taker = engine.checkpoint_engine
     before = resident_bytes(reset=True)
@@ -152,48 +154,56 @@ def work(arguments: argparse.Namespace, what: dict[str, Any]) -> None:
     writer.finish()
     added = resident_bytes(peak=True) - before
     size = writer.size_bytes
-    theirs, ours, alone, beside, seconds = [], [], [], [], []
+    times: dict[str, list[float]] = {
+        name: [] for name in ("theirs", "ours", "idle", "writing", "published")
+    }
     for number in range(2, arguments.rounds + 2):
         engine.checkpoint_engine = original
-        theirs.append(deepspeeds(number))
-        alone += [step() for _ in range(5)]
+        times["theirs"].append(save_with_deepspeed(number))
+        times["idle"] += [step() for _ in range(5)]
         engine.checkpoint_engine = taker
-        distributed.barrier()
-        ours.append(writer.save(Progress(step=number), optimizer="AdamW"))
+        collectives.barrier()
+        times["ours"].append(writer.save(Progress(step=number), optimizer="AdamW"))
         outcome = None
         while outcome is None:
-            sums = torch.tensor(writer.flags())
-            beside.append(step())
-            outcome = writer.advance(distributed.sum_over_ranks(sums).tolist())
-        beside.pop()  # in which it ended
-        seconds.append(outcome.seconds)
+            flags = torch.tensor(writer.flags())
+            times["writing"].append(step())
+            outcome = writer.advance(collectives.sum_over_ranks(flags).tolist())
+        times["writing"].pop()  # the writer finished during this step
+        times["published"].append(outcome.seconds)
         assert outcome.error is None, outcome.error
-    distributed.barrier()
+    collectives.barrier()
     if rank == 0:
-        ratios = [ours[k] / theirs[k] for k in range(len(ours))]
-        figures = {
-            "parameters": f"{sum(map(whole_size, engine.module.parameters())):,}",
-            "state of a rank": f"{size / 1e6:.0f} MB",
-            "DeepSpeed's save_checkpoint, seconds": spread(theirs),
-            "ours, stall in seconds": spread(ours),
-            "stall, asynchronous / DeepSpeed's": spread(ratios),
-            "ours, seconds until it is published": spread(seconds),
-            "step, seconds": spread(alone),
-            "step while writing / step": f"{median(beside) / median(alone):.3f} "
-            f"({len(beside)} and {len(alone)} steps)",
-            "peak host memory added / state of a rank": f"{added / size:.3f}",
-        }
+        num_parameters = sum(map(unsharded_size, engine.module.parameters()))
+        figures = {"parameters": f"{num_parameters:,}", "state of a rank": f"{size / 1e6:.0f} MB"}
+        figures |= figures_of(times)
+        figures["peak host memory added / state of a rank"] = f"{added / size:.3f}"
         (directory / "figures.json").write_text(json.dumps(figures))
-    distributed.stop(engine)
+    process_group.destroy(engine)
+
+
+def figures_of(times: dict[str, list[float]]) -> dict[str, str]:
+    """Return {name of a figure: its value} for measured seconds."""
+    ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
+    writing, idle = times["writing"], times["idle"]
+    return {
+        "DeepSpeed's save_checkpoint, seconds": spread(times["theirs"]),
+        "ours, stall in seconds": spread(times["ours"]),
+        "stall, asynchronous / DeepSpeed's": spread(ratios),
+        "ours, seconds until it is published": spread(times["published"]),
+        "step, seconds": spread(idle),
+        "step while writing / step": f"{median(writing) / median(idle):.3f} "
+        f"({len(writing)} and {len(idle)} steps)",
+    }
 
 
 def build(parameters: float, stage: int) -> Any:
-    """Return a DeepSpeed engine of a Llama with about so many parameters."""
+    """Return a DeepSpeed engine for a Llama with about `parameters` parameters."""
     import deepspeed
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hidden = max(64, round((parameters / 112) ** 0.5 / 64) * 64)  # 8 layers of 14 hidden^2 in all
+    hidden = max(64, round((parameters / 112) ** 0.5 / 64) * 64)  # 8 layers of 14 hidden^2
     config = AutoConfig.for_model(
         "llama", hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=8,
         num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, vocab_size=1024,
@@ -212,7 +222,7 @@ def build(parameters: float, stage: int) -> Any:
     return engine
 
 
-def whole_size(parameter: Any) -> int:
+def unsharded_size(parameter: Any) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -228,7 +238,7 @@ def resident_bytes(peak: bool = False, reset: bool = False) -> int:
 
 
 def spread(values: list[float]) -> str:
-    """Write a median with its quartiles."""
+    """Return a median with its quartiles as text."""
     if len(values) < 2:
         return f"{values[0]:.3f}"
     low, middle, high = quantiles(values, n=4, method="inclusive")

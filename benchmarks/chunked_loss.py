@@ -1,14 +1,13 @@
-"""Memory and time of the loss with --loss_chunk_tokens, against all logits at once.
+"""Memory and time of the loss with --loss_chunk_tokens, compared with all logits at once.
 
     python benchmarks/chunked_loss.py [--vocabulary 128000] [--tokens 4096] [--chunks 512 ...]
 
-A Llama of two layers with a large vocabulary runs forward and backward through
-`zerolm.loss.token_losses`, each time in a process of its own: with its logits at once, and in
-chunks of each size. Reported, each as a ratio to all at once: the most memory that the step takes
-beside weights and gradients (VmHWM, reset before it; on a CUDA device what torch allocates), and
-its seconds (on a CPU those of the process, which others on the machine hardly change). Losses and
-the gradients of all parameters are compared too: largest difference of a loss, and of a gradient
-by the norm of the difference over its norm.
+A two-layer Llama with a large vocabulary runs forward and backward through
+`zerolm.model.loss.token_losses`, each time in a new process: with all logits at once, and in chunks
+of each size. The table has two figures and their ratios to all logits at once: the peak memory of
+the step without weights and gradients (VmHWM; on a CUDA device what torch allocates), and its
+seconds (on a CPU the CPU time, which other load hardly changes). It also has the largest difference
+of a loss, and of a gradient (norm of the difference divided by the norm).
 """
 
 import argparse
@@ -33,12 +32,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vocabulary", type=int, default=128_000)
-    parser.add_argument("--tokens", type=int, default=4096, help=f"a multiple of {SEQ_LEN}")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help=f"tokens of a micro-batch, a multiple of {SEQ_LEN}"
+    )
     parser.add_argument("--chunks", type=int, nargs="+", default=[512])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--turns", type=int, default=2, help="measurements of each")
+    parser.add_argument("--turns", type=int, default=2, help="number of measurements of each")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -72,13 +73,13 @@ def compare(arguments: argparse.Namespace) -> str:
             lines += [_row(precision, chunk, turns) for chunk in turns[0]]
     flags = f"--vocabulary {arguments.vocabulary} --tokens {arguments.tokens}"
     flags += f" --chunks {' '.join(map(str, arguments.chunks))} --turns {arguments.turns}"
-    words = f"python benchmarks/chunked_loss.py {flags} --device {arguments.device}"
+    command = f"python benchmarks/chunked_loss.py {flags} --device {arguments.device}"
     threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
     return "\n".join(
         [
             "# Memory and time of the loss in chunks",
             "",
-            f"`{words}`, {date.today()}, {platform.machine()}, {threads} thread(s). A Llama of "
+            f"`{command}`, {date.today()}, {platform.machine()}, {threads} thread(s). A Llama of "
             f"{LAYERS} layers, {HIDDEN} wide, {arguments.vocabulary:,} tokens in its vocabulary, "
             f"{arguments.tokens:,} in the micro-batch.",
             "",
@@ -87,7 +88,7 @@ def compare(arguments: argparse.Namespace) -> str:
             "|---|---|---|---|---|---|---|---|",
             *lines,
             "",
-            "Ratios are to all logits at once, taken within a turn; of the turns, the median.",
+            "Ratios to all logits at once are taken within a turn; figures are medians over turns.",
             "",
         ]
     )
@@ -97,19 +98,19 @@ def _row(precision: str, chunk: int, turns: list[dict[int, dict[str, float]]]) -
     def median(values: list[float]) -> float:
         return sorted(values)[len(values) // 2]
 
-    own = [turn[chunk] for turn in turns]
+    figures = [turn[chunk] for turn in turns]
     cells = [precision, f"{chunk:,}" if chunk else "all"]
     for key, shown in (("bytes", "{:,.0f}"), ("seconds", "{:.1f}")):
-        value = median([one[key] for one in own]) / (1e6 if key == "bytes" else 1)
+        value = median([figure[key] for figure in figures]) / (1e6 if key == "bytes" else 1)
         ratio = median([turn[chunk][key] / turn[0][key] for turn in turns])
         cells += [shown.format(value), f"{ratio:.2f}"]
     for key in ("loss", "gradient"):
-        cells.append(f"{max(one[key] for one in own):.1e}" if chunk else "")
+        cells.append(f"{max(figure[key] for figure in figures):.1e}" if chunk else "")
     return "| " + " | ".join(cells) + " |"
 
 
-def _in_a_process(**what: Any) -> dict[str, float]:
-    command = [sys.executable, __file__, "--one", json.dumps(what)]
+def _in_a_process(**job: Any) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", json.dumps(job)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
@@ -120,12 +121,12 @@ def _in_a_process(**what: Any) -> dict[str, float]:
 def measure(
     chunk: int, precision: str, vocabulary: int, tokens: int, device: str, reference: str
 ) -> dict[str, float]:
-    """Take one step in this process; the one with all logits writes what others compare with."""
+    """Take one step in this process; the one with all logits writes the reference file."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from zerolm import chunked_head
-    from zerolm.loss import token_losses
+    from zerolm.model import chunked_loss
+    from zerolm.model.loss import token_losses
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -135,22 +136,22 @@ def measure(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).train()
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter).fill_(0)  # touched, so that it is resident
+        parameter.grad = torch.zeros_like(parameter).fill_(0)  # written, so that it is resident
     ids = torch.randint(0, vocabulary, (tokens // SEQ_LEN, SEQ_LEN + 1)).to(device)
     batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
     if chunk:
-        chunked_head.install(model, chunk)
+        chunked_loss.install(model, chunk)
     token_losses(model, {name: rows[:1, :8] for name, rows in batch.items()})[0].sum().backward()
     for parameter in model.parameters():
         parameter.grad.zero_()
     before = _memory(device, reset=True)
     clock = time.perf_counter if device == "cuda" else time.process_time
-    started = clock()
+    start = clock()
     losses, _ = token_losses(model, batch)
     losses.mean().backward()
     if device == "cuda":
         torch.cuda.synchronize()
-    seconds = clock() - started
+    seconds = clock() - start
     figures = {"seconds": seconds, "bytes": _memory(device, reset=False) - before}
     gradients = [parameter.grad.cpu() for parameter in model.parameters()]
     if not chunk:
@@ -166,7 +167,7 @@ def measure(
 
 
 def _memory(device: str, reset: bool) -> int:
-    """Return the most bytes so far; with `reset`, what there is now, from which it counts on."""
+    """Return the peak memory in bytes; with `reset`, start a new peak at the current memory."""
     import torch
 
     if device == "cuda":

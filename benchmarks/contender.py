@@ -1,4 +1,4 @@
-"""Commands that train and print their steps, and take turns: they stop, and go on."""
+"""Training commands that take turns: all but one are paused (SIGSTOP) at any time."""
 
 import argparse
 import contextlib
@@ -20,29 +20,29 @@ LITGPT_LINE = re.compile(r"^Epoch \d+ \| iter \d+ step (\d+) \| loss train: ")
 
 
 class Contender:
-    """A running `deepspeed` command that prints `step=N ... loss=L`, going on or stopped."""
+    """A `deepspeed` command that prints `step=N ... loss=L`, running or paused."""
 
     pattern = STEP_LINE
 
-    def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace):
+    def __init__(self, name: str, script: Sequence[str], arguments: argparse.Namespace):
         self.name, self.arguments, self.port = name, arguments, free_port()
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads())}
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
-            self.command(words), cwd=ROOT, env=environment, text=True, start_new_session=True,
+            self.command(script), cwd=ROOT, env=environment, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.lines: list[str] = []
         self.steps: queue.Queue[tuple[int, float]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """Return the command line that runs a script and its arguments."""
+    def command(self, script: Sequence[str]) -> list[str]:
+        """Return the argv that runs a script with its arguments."""
         ranks = ["--num_gpus", str(self.arguments.num_processes), "--master_port", str(self.port)]
-        return [str(Path(sys.executable).with_name("deepspeed")), *ranks, *words]
+        return [str(Path(sys.executable).with_name("deepspeed")), *ranks, *script]
 
     def threads(self) -> int:
-        """Return how many threads a process has: alike for all that have as many processes."""
+        """Return the number of threads per process, from the cores and the number of processes."""
         cores = max(1, (os.cpu_count() or 1) // self.arguments.num_processes)
         return int(os.environ.get("OMP_NUM_THREADS", cores))
 
@@ -55,14 +55,14 @@ class Contender:
         self.steps.put((-1, 0.0))
 
     def next_line(self) -> tuple[int, float]:
-        """Wait for the next line; return its step and when it came, in seconds."""
+        """Wait for the next line; return its step, and the time it was printed, in seconds."""
         try:
             step, when = self.steps.get(timeout=self.arguments.timeout)
         except queue.Empty:
             step, when = -1, 0.0
         if step < 0:
-            how = f"exit code {self.process.poll()}, None is: it hangs"
-            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} prints no more ({how})")
+            how = f"exit code {self.process.poll()}; None: it hangs"
+            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} prints no more steps ({how})")
         return step, when
 
     def warm_up(self) -> None:
@@ -71,13 +71,13 @@ class Contender:
         self.stop()
 
     def take_turn(self) -> tuple[float, list[int]]:
-        """Go on for some lines; return the mean seconds of a step, and the steps of those lines."""
+        """Run for some lines; return the mean seconds of a step, and the steps of those lines."""
         os.killpg(self.process.pid, signal.SIGCONT)
-        first_step, began = self.next_line()  # a step was interrupted: this interval does not count
-        seen = [self.next_line() for _ in range(self.arguments.turn_lines)]
+        first_step, start = self.next_line()  # do not count the step that the pause interrupted
+        lines = [self.next_line() for _ in range(self.arguments.turn_lines)]
         self.stop()
-        last_step, ended = seen[-1]
-        return (ended - began) / (last_step - first_step), [step for step, _ in seen]
+        last_step, end = lines[-1]
+        return (end - start) / (last_step - first_step), [step for step, _ in lines]
 
     def stop(self) -> None:
         os.killpg(self.process.pid, signal.SIGSTOP)
@@ -86,17 +86,19 @@ class Contender:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for buffer in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):  # DeepSpeed leaves them
+        for buffer in Path("/dev/shm").glob(
+            f"deepspeed_*_{self.port}_*"
+        ):  # DeepSpeed does not remove them
             buffer.unlink(missing_ok=True)
 
 
 class Litgpt(Contender):
-    """litgpt's pretraining, which prints lines of its own: one process with the threads of all."""
+    """litgpt's pretraining, with its own log lines: one process with all threads."""
 
     pattern = LITGPT_LINE
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        return [self.arguments.litgpt, *words]
+    def command(self, script: Sequence[str]) -> list[str]:
+        return [self.arguments.litgpt, *script]
 
     def threads(self) -> int:
         return super().threads() * self.arguments.num_processes

@@ -1,15 +1,15 @@
-"""Does deduplication find what is similar, and what does it cost? Against brute force and peers.
+"""Recall, precision and cost of deduplication, compared with brute force and with peers.
 
     python -m benchmarks.dedup [--accuracy 1500] [--growth 2000,20000,200000] [--workers 2]
 
-Accuracy: windows of real text (Python's standard library), and an edited copy of each, so that
-their Jaccard index of 13-word shingles is from 0.5 to 1. The truth is the exact index of all pairs,
-by sets of tuples of words. Each contender says which pairs are duplicates at 0.8: `data_prep dedup`
-as a command, datasketch's MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8, and its
-own words: its truth differs a little), all with 13-word shingles.
+Accuracy: windows of real text (Python's standard library) and an edited copy of each, with a
+Jaccard index of 13-word shingles from 0.5 to 1. The reference is the exact index of all pairs. The
+contenders find pairs of duplicates at 0.8, with 13-word shingles: `data_prep dedup`, datasketch's
+MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8; it splits words differently, so its
+exact index differs a little).
 
 Growth: documents of random lines of the same text, a tenth of them edited copies. Each run is a
-new process; memory is the largest resident set of any of its processes, as the kernel counted it.
+new process; its memory is the largest resident set of any of its processes, from the kernel.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from datatrove.pipeline.dedup.minhash import *
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.utils.hashing import HashConfig
 corpus, work = sys.argv[1:3]
-# its default hash, xxhash, gets a str, which xxhash 4 refuses
+# it passes a str to its default hash, xxhash, which xxhash 4 refuses
 config = MinhashConfig(n_grams=13, hash_config=HashConfig(hash_fc="sha1"))
 for pipeline, tasks in (
     ([JsonlReader(corpus), MinhashDedupSignature(work + "/signatures", config)], 1),
@@ -63,7 +63,7 @@ for pipeline, tasks in (
 
 
 def real_text() -> list[str]:
-    """Return the lines of the standard library that have words."""
+    """Return the distinct lines of the standard library that have more than three words."""
     root = Path(sysconfig.get_paths()["stdlib"])
     lines: dict[str, None] = {}
     for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
@@ -75,18 +75,18 @@ def real_text() -> list[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words, in the plainest way; the text of the benchmark is ASCII."""
+    """Return the words of a text, which is ASCII in this benchmark."""
     return re.findall(r"[a-z0-9]+", text.lower())
 
 
 def shingles_of(text: str) -> frozenset[tuple[str, ...]]:
-    """Return the set of runs of 13 words."""
+    """Return the set of all runs of 13 words."""
     words = words_of(text)
     return frozenset(tuple(words[i : i + 13]) for i in range(len(words) - SHINGLE_WORDS + 1))
 
 
 def edited(text: str, num_edits: int, generator: random.Random) -> str:
-    """Replace words at random places, or strings of a few words in a row."""
+    """Replace words at random places."""
     words = words_of(text)
     for _ in range(num_edits):
         words[generator.randrange(len(words))] = f"edit{generator.randrange(10**6)}"
@@ -94,13 +94,15 @@ def edited(text: str, num_edits: int, generator: random.Random) -> str:
 
 
 def accuracy_texts(lines: list[str], count: int, generator: random.Random) -> list[str]:
-    """Return windows of text and one copy of each, of similarities from 0.4 to 1."""
+    """Return windows of text and an edited copy of each, with similarities from 0.4 to 1."""
     words = words_of(" ".join(lines).encode("ascii", "ignore").decode())
     texts = []
     for number in range(count // 2):
         length = generator.choice((200, 400, 800))
         text = " ".join(words[number * 800 : number * 800 + length])
-        similarity = generator.uniform(0.45, 1.02)  # about: (S - 13 e) / (S + 13 e) shingles
+        similarity = generator.uniform(
+            0.45, 1.02
+        )  # about (S - 13 e) / (S + 13 e), with S shingles and e edits
         affected = (length - 12) * (1 - similarity) / (1 + similarity)
         copy = edited(text, max(0, round(affected / 13)), generator)
         texts += [text + ".", copy.upper() if number % 2 else copy]
@@ -109,7 +111,7 @@ def accuracy_texts(lines: list[str], count: int, generator: random.Random) -> li
 
 
 def all_similarities(texts: list[str]) -> dict[tuple[int, int], float]:
-    """Return the exact index of all pairs that share a shingle, by comparing all pairs."""
+    """Return {pair: exact Jaccard index} of all pairs that share a shingle, by brute force."""
     numbers: dict[tuple[str, ...], int] = {}
     sets = [{numbers.setdefault(s, len(numbers)) for s in shingles_of(text)} for text in texts]
     found = {}
@@ -121,7 +123,7 @@ def all_similarities(texts: list[str]) -> dict[tuple[int, int], float]:
 
 
 def write_jsonl(path: Path, texts: list[str]) -> None:
-    """Write documents whose ids are their numbers."""
+    """Write documents with their numbers as IDs."""
     with open(path, "w", encoding="utf-8") as file:
         for number, text in enumerate(texts):
             file.write(json.dumps({"id": number, "text": text}) + "\n")
@@ -137,20 +139,28 @@ def timed(command: list[str], limit_seconds: float = 3600) -> float:
 
 
 def dedup_command(corpus: Path, output: Path, workers: int, *more: str) -> list[str]:
-    """Return our command."""
-    words = ["dedup", "--input", str(corpus), "--output", str(output), "--workers", str(workers)]
-    return [sys.executable, "-m", "data_prep", *words, *more]
+    """Return the argv of `data_prep dedup`."""
+    arguments = [
+        "dedup",
+        "--input",
+        str(corpus),
+        "--output",
+        str(output),
+        "--workers",
+        str(workers),
+    ]
+    return [sys.executable, "-m", "data_prep", *arguments, *more]
 
 
 def found_pairs(
     corpus: Path, work: Path, peer_seconds: float
 ) -> dict[str, tuple[set[tuple[int, int]], float]]:
-    """Return the pairs that each contender calls duplicates, and its seconds with one process.
+    """Return {contender: (pairs it calls duplicates, seconds in one process)}.
 
     Args:
-        peer_seconds: after which datatrove is stopped and left out.
+        peer_seconds: time limit for datatrove, which is then left out.
     """
-    from data_prep.stage_files import read_records
+    from data_prep.read.stage_files import read_records
 
     found = {}
     seconds = timed(dedup_command(corpus, work / "ours", 1))
@@ -163,7 +173,7 @@ def found_pairs(
     try:
         seconds = timed([sys.executable, "-c", DATATROVE, str(corpus), str(work)], peer_seconds)
     except subprocess.TimeoutExpired:
-        print(f"datatrove was stopped after {peer_seconds:,.0f} s without an end.\n", flush=True)
+        print(f"datatrove was stopped after {peer_seconds:,.0f} s.\n", flush=True)
         return found
     pairs = set()
     for path in (work / "buckets").glob("*.dups"):
@@ -174,7 +184,7 @@ def found_pairs(
 
 
 def show_accuracy(count: int, lines: list[str], work: Path, peer_seconds: float) -> None:
-    """Print how many of the pairs of each similarity every contender calls duplicates."""
+    """Print which share of pairs each contender calls duplicates, by Jaccard index."""
     texts = accuracy_texts(lines, count, random.Random(1))
     corpus = work / "accuracy.jsonl"
     write_jsonl(corpus, texts)
@@ -206,7 +216,7 @@ def show_accuracy(count: int, lines: list[str], work: Path, peer_seconds: float)
 
 
 def growth_corpus(path: Path, lines: list[str], count: int) -> int:
-    """Write documents of random lines, a tenth of them edited copies of one before."""
+    """Write documents of random lines, a tenth of them edited copies of earlier ones."""
     generator = random.Random(2)
     texts: list[str] = []
     for number in range(count):
@@ -219,8 +229,10 @@ def growth_corpus(path: Path, lines: list[str], count: int) -> int:
     return sum(map(len, texts))
 
 
-def show_growth(counts: list[int], lines: list[str], workers: int, most: int, work: Path) -> None:
-    """Print seconds and memory as the corpus grows, beside datasketch for `most` documents."""
+def show_growth(
+    counts: list[int], lines: list[str], workers: int, max_datasketch: int, work: Path
+) -> None:
+    """Print seconds and memory for growing corpora, with datasketch up to `max_datasketch`."""
     head = (
         "documents",
         "MB",
@@ -241,7 +253,7 @@ def show_growth(counts: list[int], lines: list[str], workers: int, most: int, wo
         dropped = sum(Counter(manifest["dropped"]).values())
         row = [f"{count:,}", f"{size / 1e6:.1f}", f"{dropped:,}", f"{seconds:.1f}"]
         row += [f"{size / 1e6 / seconds:.1f}", f"{peak:.0f}"]
-        if count <= most:
+        if count <= max_datasketch:
             theirs = [sys.executable, "-c", DATASKETCH, str(corpus), str(work / "pairs.json")]
             their_seconds, their_peak = measured(theirs)
             row += [f"{their_seconds:.1f}", f"{their_peak:.0f}"]
@@ -262,9 +274,9 @@ sys.exit(code)
 
 
 def measured(command: list[str]) -> tuple[float, float]:
-    """Return seconds, and MiB of the largest of a command's processes."""
-    whole = [sys.executable, "-c", MEASURE, *command]
-    result = subprocess.run(whole, capture_output=True, text=True, timeout=3600)
+    """Return (seconds of a command, peak MiB of its largest process)."""
+    measuring = [sys.executable, "-c", MEASURE, *command]
+    result = subprocess.run(measuring, capture_output=True, text=True, timeout=3600)
     if result.returncode:
         raise SystemExit(result.stderr)
     seconds, peak = map(float, result.stdout.split())
@@ -273,11 +285,19 @@ def measured(command: list[str]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--accuracy", type=int, default=1500, help="documents; 0 to leave it out")
-    parser.add_argument("--growth", default="2000,20000,200000", help="documents of each run")
-    parser.add_argument("--datasketch", type=int, default=20_000, help="documents it gets at most")
+    parser.add_argument(
+        "--accuracy", type=int, default=1500, help="number of documents; 0: leave it out"
+    )
+    parser.add_argument(
+        "--growth", default="2000,20000,200000", help="numbers of documents, one per run"
+    )
+    parser.add_argument(
+        "--datasketch", type=int, default=20_000, help="maximum number of documents for datasketch"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--peer_seconds", type=float, default=600, help="datatrove gets at most")
+    parser.add_argument(
+        "--peer_seconds", type=float, default=600, help="time limit for datatrove in seconds"
+    )
     options = parser.parse_args()
     lines = real_text()
     with tempfile.TemporaryDirectory() as name:

@@ -1,13 +1,13 @@
-"""Host memory and time of an export: ours against DeepSpeed's conversion and save_pretrained.
+"""Host memory and time of an export, compared with DeepSpeed's conversion and save_pretrained.
 
     python benchmarks/export_memory.py [--model_config model_configs/llama-350m.json]
 
-Two ranks train one step under ZeRO-3. The checkpoint is then made a bf16 Hugging Face model twice,
-each time in a process of its own: by `python -m zerolm export` (which also compares every file with
-its checksum, loads the result and compares logits), and by the way that DeepSpeed's documentation
-names: `get_fp32_state_dict_from_zero_checkpoint`, `load_state_dict`, `save_pretrained`. Reported:
-the most memory of the process's own (`RssAnon`, looked at every 20 ms, less that of a process which
-only imports the same; pages of mapped files are the kernel's to take back), and seconds.
+Two ranks train one step with ZeRO-3. The checkpoint is converted to a bf16 Hugging Face model in
+two ways, each in a new process: with `python -m zerolm export` (which also verifies checksums,
+loads the result and compares logits), and as DeepSpeed's documentation recommends, with
+`get_fp32_state_dict_from_zero_checkpoint`, `load_state_dict` and `save_pretrained`. The table has
+seconds and peak anonymous memory (`RssAnon`, polled every 20 ms, minus that of a process with the
+same imports; the kernel can reclaim pages of mapped files, which are not counted).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 PLAIN = """
 import sys
 from pathlib import Path
@@ -51,9 +51,11 @@ def main() -> None:
     parser.add_argument(
         "--model_config", type=Path, default=REPOSITORY / "model_configs/llama-350m.json"
     )
-    parser.add_argument("--max_shard_size", default="100MB", help="of a safetensors file")
-    parser.add_argument("--directory", type=Path, help="where to work (default: a temporary one)")
-    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument(
+        "--max_shard_size", default="100MB", help="maximum size of a safetensors file"
+    )
+    parser.add_argument("--directory", type=Path, help="directory to work in (default: temporary)")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         table = measure(arguments, Path(name))
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, work: Path) -> str:
-    """Return the table of one checkpoint, exported in both ways."""
+    """Return the table for one checkpoint, exported in both ways."""
     run_dir = train(arguments.model_config, work)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
     python = sys.executable
@@ -85,12 +87,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> str:
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores. The model is "
         f"{weights / 1e6:,.0f} MB in bf16, its largest file {largest / 1e6:,.0f} MB.",
         "",
-        "| | most memory (MB) | over the model's size | seconds |",
+        "| | peak memory (MB) | / size of the model | seconds |",
         "|---|---|---|---|",
     ]
-    for name, (most, seconds) in figures.items():
-        own = most - idle
-        lines.append(f"| {name} | {own / 1e6:,.0f} | {own / weights:.2f} | {seconds:.1f} |")
+    for name, (peak, seconds) in figures.items():
+        added = peak - idle
+        lines.append(f"| {name} | {added / 1e6:,.0f} | {added / weights:.2f} | {seconds:.1f} |")
     ratio = (figures["zerolm export"][0] - idle) / (figures["DeepSpeed's way"][0] - idle)
     lines += ["", f"Memory, ratio: {ratio:.2f}", ""]
     return "\n".join(lines)
@@ -98,7 +100,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> str:
 
 def train(model_config: Path, work: Path) -> Path:
     """Train one step on two ranks and return the run directory."""
-    from zerolm.shards import ShardWriter
+    from zerolm.shards.writer import ShardWriter
 
     vocabulary = json.loads(model_config.read_text())["vocab_size"]
     tokenizer = {"name": "random", "fingerprint": "random", "files": []}
@@ -106,29 +108,29 @@ def train(model_config: Path, work: Path) -> Path:
         work / "shards", vocab_size=vocabulary, eos_id=0, tokenizer=tokenizer
     ) as writer:
         writer.add(np.random.default_rng(0).integers(1, vocabulary, 20_000))
-    words = [
+    flags = [
         "--deepspeed_config", REPOSITORY / "ds_configs/zero3.json", "--model_config", model_config,
         "--data", work / "shards", "--run_dir", work / "run", "--seq_len", 64,
         "--batch_tokens", 128, "--micro_batch_size", 1, "--total_tokens", 128, "--wandb", "off",
     ]  # fmt: skip
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    command += [str(REPOSITORY / "pretrain.py"), *map(str, words)]
+    command += [str(REPOSITORY / "pretrain.py"), *map(str, flags)]
     subprocess.run(command, check=True, timeout=1800, stdout=subprocess.DEVNULL)
     return work / "run"
 
 
 def watch(command: list[str], environment: dict[str, str]) -> tuple[int, float]:
-    """Run a command; return the most anonymous memory of it in bytes, and its seconds."""
-    began, most = time.perf_counter(), 0
+    """Run a command; return (its peak anonymous memory in bytes, its seconds)."""
+    start, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
-                most = max(most, int(line.split()[1]) * 1024)
-        time.sleep(LOOK_SECONDS)
+                peak = max(peak, int(line.split()[1]) * 1024)
+        time.sleep(POLL_SECONDS)
     if process.returncode:
         raise SystemExit(f"exit code {process.returncode}: {' '.join(command)[:300]}")
-    return most, time.perf_counter() - began
+    return peak, time.perf_counter() - start
 
 
 if __name__ == "__main__":

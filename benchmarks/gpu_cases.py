@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures, the most important first, and the command of each case."""
+"""The cases of benchmarks/gpu.py, the most important first, and the command of each."""
 
 import argparse
 import copy
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 OURS, TRAINER, PLAIN = "pretrain.py", "Trainer + DeepSpeed", "plain PyTorch, compiled"
-BASE = "--compile"  # what the levers are compared with
+BASE = "--compile"  # the reference for single options
 LARGEST_MICRO_BATCH = 16  # at 2,048 tokens a sequence
-STEPS = 1_000_000  # more than a case takes: it ends by being killed
+STEPS = 1_000_000  # more than a case can take: it is killed before
 MODELS = {
     "1.3B": "model_configs/llama-1.3b.json",
     "160M": "model_configs/llama-160m.json",
@@ -25,19 +25,19 @@ TOY_MODELS = {"1.3B": "model_configs/tiny.json", "160M": "model_configs/tiny.jso
 TOY_MODELS |= {"1.6B MoE": "model_configs/mixtral-tiny.json"}
 FUSED_ADAM = "fused_adam"
 JSON = r"\d+|true|false"
-# Of pretrain.py, each alone beside BASE, by what it may change on one GPU. Torch (2.11) prefers
-# cuDNN's attention on Hopper, and is told by this variable not to (pytorch, aten/src/ATen/native/
-# transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`).
-FIRST_LEVERS = (
+# Changes to BASE, one at a time, the most effective first on one GPU. On Hopper torch 2.11 prefers
+# cuDNN's attention, unless this variable is set (pytorch, aten/src/ATen/native/transformers/cuda/
+# sdp_utils.cpp, `check_prefer_cudnn_attention`).
+FIRST_CHANGES = (
     ("", "nothing is compiled"),
     ("--compile TORCH_CUDNN_SDPA_DEPRIORITIZED=1", "torch's FlashAttention, not cuDNN's"),
 )
-LEVERS = (
+CHANGES = (
     ("--compile micro/2", "half of the micro-batch"),
     ("--compile --loss_chunk_tokens 2048", "the loss in chunks"),
     ("--compile zero_optimization.overlap_comm=false", "no second stream"),
     ("--compile zero_optimization.reduce_bucket_size=500000000", "ten times the bucket"),
-    ("--compile zero_optimization.stage=1", "gradients are not cut"),
+    ("--compile zero_optimization.stage=1", "gradients are not sharded"),
     (
         "--compile data_types.grad_accum_dtype=bf16 communication_data_type=bf16",
         "gradients summed in bf16: less exact",
@@ -46,7 +46,7 @@ LEVERS = (
     ("--compile --gradient_checkpointing", "recomputing whole blocks"),
 )
 SDPA = ("--compile --attn_implementation sdpa", "torch's attention, not FlashAttention's package")
-LAST_LEVER = (f"--compile {FUSED_ADAM}", "DeepSpeed's FusedAdam, which nvcc builds first")
+LAST_CHANGE = (f"--compile {FUSED_ADAM}", "DeepSpeed's FusedAdam, which nvcc builds first")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Case:
 
     Attributes:
         model: a name of `MODELS`.
-        words: flags of its own; keys of the JSON (`a.b=value`), variables of the environment
-            (`A=value`), `micro/2`, and `FUSED_ADAM` for DeepSpeed's instead of torch's.
-        about: what it shows.
+        words: options, separated by spaces: flags, keys of the JSON (`a.b=value`), environment
+            variables (`A=value`), `micro/2`, and `FUSED_ADAM` for DeepSpeed's instead of torch's.
+        about: what the case shows.
     """
 
     model: str
@@ -72,13 +72,13 @@ class Case:
 
     @property
     def patience(self) -> int:
-        """How many times the usual seconds it may take."""
+        """Factor on the time limit of a case."""
         return 2 if FUSED_ADAM in self.words else 1
 
 
 @dataclass
-class Words:
-    """The words of a case, by what they are."""
+class Options:
+    """The options of a case, by kind."""
 
     flags: list[str] = field(default_factory=list)
     keys: dict[str, Any] = field(default_factory=dict)
@@ -87,22 +87,22 @@ class Words:
     deepspeeds_adam: bool = False
 
 
-def read_words(words: str) -> Words:
-    """Sort a case's words."""
-    found = Words()
+def parse_options(words: str) -> Options:
+    """Sort the words of a case by kind."""
+    options = Options()
     for word in words.split():
         name, equals, value = word.partition("=")
         if word == FUSED_ADAM:
-            found.deepspeeds_adam = True
+            options.deepspeeds_adam = True
         elif word.startswith("micro/"):
-            found.micro_divisor = int(word.removeprefix("micro/"))
+            options.micro_divisor = int(word.removeprefix("micro/"))
         elif equals and name.isupper():
-            found.environment[name] = value
+            options.environment[name] = value
         elif equals and not word.startswith("-"):
-            found.keys[name] = json.loads(value) if re.fullmatch(JSON, value) else value
+            options.keys[name] = json.loads(value) if re.fullmatch(JSON, value) else value
         else:
-            found.flags.append(word)
-    return found
+            options.flags.append(word)
+    return options
 
 
 def cases(lengths: tuple[int, int]) -> list[Case]:
@@ -111,28 +111,28 @@ def cases(lengths: tuple[int, int]) -> list[Case]:
     found = [
         Case("1.3B", short, OURS, BASE, "the fastest here"),
         Case("1.3B", short, TRAINER, "", "as most people train"),
-        Case("1.3B", short, PLAIN, "", "a script of one's own"),
-        *(Case("1.3B", short, OURS, *lever) for lever in FIRST_LEVERS),
+        Case("1.3B", short, PLAIN, "", "a hand-written script"),
+        *(Case("1.3B", short, OURS, *change) for change in FIRST_CHANGES),
     ]
     for model in ("160M", "1.6B MoE"):
         found += [Case(model, short, OURS, BASE), Case(model, short, TRAINER)]
     packages = any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_interface")))
-    levers = (*LEVERS, SDPA) if packages else LEVERS  # else `auto` is sdpa
-    found += [Case("1.3B", short, OURS, *lever) for lever in levers]
+    changes = (*CHANGES, SDPA) if packages else CHANGES  # without them `auto` means sdpa
+    found += [Case("1.3B", short, OURS, *change) for change in changes]
     for model in ("1.3B", "160M", "1.6B MoE"):
         found += [Case(model, long, OURS, BASE), Case(model, long, TRAINER)]
     found += [Case(model, short, PLAIN) for model in ("160M", "1.6B MoE")]
     found.append(Case("1.3B", short, TRAINER, "--compile", "Trainer with torch_compile"))
     found += [Case(model, long, PLAIN) for model in ("1.3B", "160M", "1.6B MoE")]
-    found.append(Case("1.3B", short, OURS, *LAST_LEVER))
+    found.append(Case("1.3B", short, OURS, *LAST_CHANGE))
     return found
 
 
 def command(
     case: Case, micro_batch: int, accumulation: int, arguments: argparse.Namespace, scratch: Path
 ) -> list[str]:
-    """Return the command of a case; the same model, batch, JSON and tokens for every contender."""
-    words = read_words(case.words)
+    """Return the argv of a case; model, batch, JSON and tokens are the same for every contender."""
+    options = parse_options(case.words)
     tokens = case.seq_len * micro_batch * accumulation
     model = str(model_file(case, arguments.toy, scratch))
     common = ["--model_config", model, "--seq_len", str(case.seq_len)]
@@ -141,19 +141,19 @@ def command(
     shard = str(shards_of(case, scratch) / "shard-00000.bin")
     peer = ["--shard", shard, "--steps", str(STEPS), "--accumulation", str(accumulation)]
     if case.contender == PLAIN:
-        return [sys.executable, "benchmarks/plain_loop.py", *common, *peer, *words.flags]
+        return [sys.executable, "benchmarks/plain_loop.py", *common, *peer, *options.flags]
     profile = scratch / "profile.json"
-    profile.write_text(json.dumps(ds_config(arguments.deepspeed_config, words)))
+    profile.write_text(json.dumps(ds_config(arguments.deepspeed_config, options)))
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
     launcher += ["--master_port", str(arguments.port)]
     common += ["--deepspeed_config", str(profile)]
     if case.contender == TRAINER:
-        return [*launcher, "benchmarks/hf_trainer.py", *common, *peer, *words.flags]
+        return [*launcher, "benchmarks/hf_trainer.py", *common, *peer, *options.flags]
     return [
         *launcher, "pretrain.py", *common, "--data", str(shards_of(case, scratch)),
         "--run_dir", str(scratch / "run"), "--batch_tokens", str(tokens),
         "--total_tokens", str(STEPS * tokens), "--checkpoint_interval", str(STEPS),
-        "--wandb", "off", "--report_interval", "0", *words.flags,
+        "--wandb", "off", "--report_interval", "0", *options.flags,
     ]  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def shards_of(case: Case, scratch: Path) -> Path:
 
 
 def model_file(case: Case, toy: bool, scratch: Path) -> Path:
-    """Return the model's config, with as many positions as the case has: rotary ones cost none."""
+    """Return the model config, with enough positions for the case: rotary ones cost nothing."""
     path = Path((TOY_MODELS if toy else MODELS)[case.model])
     config = json.loads(path.read_text())
     if config["max_position_embeddings"] >= case.seq_len:
@@ -172,41 +172,43 @@ def model_file(case: Case, toy: bool, scratch: Path) -> Path:
     return longer
 
 
-def ds_config(path: str, words: Words) -> dict[str, Any]:
-    """Return the profile with a case's keys, and the AdamW that is asked for.
+def ds_config(path: str, options: Options) -> dict[str, Any]:
+    """Return the profile with the keys of a case, and with torch's AdamW unless it asks otherwise.
 
-    DeepSpeed's own is compiled for a minute on first use.
+    DeepSpeed's own takes a minute to compile on first use.
     """
-    found = copy.deepcopy(json.loads(Path(path).read_text()))
-    found.setdefault("optimizer", {"type": "AdamW", "params": {}})
-    if not words.deepspeeds_adam:
-        found["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
-    for dotted, value in words.keys.items():
+    config = copy.deepcopy(json.loads(Path(path).read_text()))
+    config.setdefault("optimizer", {"type": "AdamW", "params": {}})
+    if not options.deepspeeds_adam:
+        config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+    for dotted, value in options.keys.items():
         *blocks, key = dotted.split(".")
-        inner = found
+        inner = config
         for block in blocks:
             inner = inner.setdefault(block, {})
         inner[key] = value
-    return found
+    return config
 
 
 @functools.cache
 def peak_flops() -> float:
-    """Return the FLOP/s of the device, once: where it is timed, all cases have the same."""
+    """Return the FLOP/s of the device; where they are timed, all cases use one measurement."""
     import torch
 
-    from zerolm.throughput import device_peak_flops
+    from zerolm.train.throughput import device_peak_flops
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device_peak_flops(device, "bf16")[0]
 
 
-def about(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    """Return a model's figures, with a micro-batch that fits every contender; and the peak."""
+def model_figures(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, Any], float]:
+    """Return (FLOPs and a micro-batch that fits every contender, peak FLOP/s of the device)."""
     import torch
 
-    from zerolm import ds_config, flops, memory
-    from zerolm.architecture import load_model_config, parameter_shapes
+    from zerolm.ds_config.profile import Profile
+    from zerolm.model import flops
+    from zerolm.model.architecture import load_model_config, parameter_shapes
+    from zerolm.plan import memory
 
     with tempfile.TemporaryDirectory() as scratch:
         config = load_model_config(model_file(case, arguments.toy, Path(scratch)))
@@ -218,7 +220,7 @@ def about(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, Any], fl
             case.seq_len,
             config=config,
             shapes=shapes,
-            ds=ds_config.load_ds_config(arguments.deepspeed_config),
+            profile=Profile.read(arguments.deepspeed_config),
             world_size=1,
             memory_bytes=int(0.85 * torch.cuda.get_device_properties(0).total_memory),
             checkpointing=False,

@@ -2,8 +2,8 @@
 
     deepspeed benchmarks/hf_trainer.py --shard shards/web/shard-00000.bin ...
 
-What most people would use instead. Imports nothing of zerolm on purpose. Prints `step=N loss=L
-peak_bytes=B` every `--log_interval` steps; needs accelerate, in zerolm[dev].
+The usual alternative to pretrain.py. Imports nothing of zerolm. Prints `step=N loss=L peak_bytes=B`
+every `--log_interval` steps. Needs accelerate, in zerolm[dev].
 """
 
 import argparse
@@ -33,7 +33,7 @@ parser.add_argument("--accumulation", type=int, required=True)
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--log_interval", type=int, required=True)
 parser.add_argument("--learning_rate", type=float, default=3e-4)
-parser.add_argument("--compile", action="store_true", help="with its torch_compile")
+parser.add_argument("--compile", action="store_true", help="with torch_compile of the Trainer")
 parser.add_argument("--local_rank", type=int, default=0)
 arguments = parser.parse_args()
 

@@ -1,12 +1,12 @@
-"""litgpt's own pretraining on the model, batch and token shard of training_speed.py.
+"""litgpt's own pretraining with the model, batch and token shard of training_speed.py.
 
     python benchmarks/litgpt_pretrain.py --shard shards/web/shard-00000.bin ...
 
-For the Python of an environment that has litgpt (benchmarks/peers.sh makes it); imports nothing of
-zerolm. What `litgpt pretrain` calls, `litgpt.pretrain.setup`, with its own Fabric, torch.compile,
-precision (bf16-mixed: float32 weights, products in bf16) and logger. One process with all cores:
-its strategy for several devices is FSDP, which Fabric refuses on CPUs. Prints litgpt's own lines,
-`Epoch 1 | iter 8 step 4 | loss train: 8.314, ...`, every `--log_interval` steps.
+Needs the Python of an environment with litgpt (benchmarks/peers.sh creates one); imports nothing of
+zerolm. Calls `litgpt.pretrain.setup`, as `litgpt pretrain` does, with its own Fabric,
+torch.compile, precision (bf16-mixed: float32 weights, matmuls in bf16) and logger. One process with
+all cores: for several devices litgpt uses FSDP, which Fabric refuses on CPUs. Prints litgpt's own
+lines, `Epoch 1 | iter 8 step 4 | loss train: 8.314, ...`, every `--log_interval` steps.
 """
 
 import argparse
@@ -30,11 +30,13 @@ parser.add_argument("--model_config", required=True)
 parser.add_argument("--shard", required=True, help="a file of uint16 token ids")
 parser.add_argument("--seq_len", type=int, required=True)
 parser.add_argument("--micro_batch_size", type=int, required=True)
-parser.add_argument("--batch_size", type=int, required=True, help="sequences of a step")
+parser.add_argument("--batch_size", type=int, required=True, help="sequences per step")
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--log_interval", type=int, required=True)
 parser.add_argument("--out_dir", type=Path, required=True)
-parser.add_argument("--parameters", type=int, required=True, help="that the model must have")
+parser.add_argument(
+    "--parameters", type=int, required=True, help="number of parameters that the model must have"
+)
 arguments = parser.parse_args()
 
 
@@ -53,7 +55,7 @@ class Windows(Dataset):
 
 
 class Shard(DataModule):
-    """The windows, shuffled. Validation is the two batches that litgpt insists on beforehand."""
+    """The windows, shuffled; also for validation, of which litgpt runs two batches at the start."""
 
     def connect(
         self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: Any = None
@@ -76,7 +78,7 @@ parameters = sum(parameter.numel() for parameter in model.parameters())
 parameters -= model.lm_head.weight.numel() if tied else 0
 print(f"parameters: {parameters:,}, of the Hugging Face model {arguments.parameters:,}", flush=True)
 if parameters != arguments.parameters:
-    sys.exit("not the same model")
+    sys.exit("the models differ")
 setup(
     model_name=config.name,
     model_config=config,

@@ -1,13 +1,13 @@
-"""A model config in litgpt's words: the same matrices, as many parameters. Knows no library."""
+"""Convert a Hugging Face config to litgpt's: the same matrices, as many parameters."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# Its Config has mixtures of experts, but its pretraining counts operations on the meta device,
-# where their `torch.where` raises (litgpt 0.5.13, torch 2.13: NotImplementedError of nonzero).
+# Its Config has mixtures of experts, but its pretraining counts FLOPs on the meta device, where
+# their `torch.where` raises (litgpt 0.5.13, torch 2.13: NotImplementedError of nonzero).
 FAMILIES = ("llama", "mistral")
-# What its Config has no word for, or another meaning: only these values are taken.
-ONLY = {
+# Keys that litgpt's Config lacks or interprets differently, with the values that are supported.
+SUPPORTED = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -22,7 +22,7 @@ def litgpt_shape(config: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
     """Return the arguments of `litgpt.Config` for a Hugging Face config.json.
 
     Raises:
-        ValueError: every key that litgpt cannot say, a line each.
+        ValueError: every key with a value that litgpt does not support, one line each.
     """
     kind = config.get("model_type")
     problems = []
@@ -30,7 +30,7 @@ def litgpt_shape(config: Mapping[str, Any], seq_len: int) -> dict[str, Any]:
         problems.append(f"model_type: {kind}, must be one of {', '.join(FAMILIES)}.")
     problems += [
         f"{key}: {config.get(key)!r}, litgpt has no such model. Use another config."
-        for key, allowed in ONLY.items()
+        for key, allowed in SUPPORTED.items()
         if config.get(key) not in allowed
     ]
     if problems:

@@ -1,13 +1,13 @@
-"""What it costs to look at a run: health metrics, W&B, TensorBoard, the page, against none of it.
+"""The cost of observing a run: health metrics, W&B, TensorBoard and the HTML report.
 
     python benchmarks/observation_overhead.py
 
-First pretrain.py runs alone with everything on, at the default intervals, and a stopwatch around
-each part that only looks: seconds of each as a share of the steps' time. That says little of what
-happens in other processes (W&B's, TensorBoard's, the page's), so then three contenders take turns
-as in training_speed.py: everything on; the same with a line every million steps, no tracker and no
-page; and a bare DeepSpeed loop. Evaluations and samples are left out: they are what they are
-asked for, outside of steps.
+First pretrain.py runs alone with everything on, at the default intervals, with a timer around each
+part that only observes; the first table has its share of the time of a step. This does not include
+the work of other processes (W&B, TensorBoard, report). So then three contenders take turns, as in
+training_speed.py: everything on; the same with a line every million steps, no tracker and no
+report; and a bare DeepSpeed loop. Evaluations and samples are off: they run outside of steps, and
+cost what the user asks for.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contender import Contender, free_port  # beside this file
+from contender import Contender, free_port  # in this directory
 from training_speed import (
     STEPS,
     hardware,
@@ -38,22 +38,22 @@ HEALTH = ("noise scale", "every step: what", "update ratio", "weight norms")
 
 
 class Observed(Contender):
-    """A contender that prints `mark=N`, or as the bare loop `step=N loss=L` and nothing else."""
+    """A contender that prints `mark=N`, or only `step=N loss=L` (the bare loop)."""
 
     pattern = re.compile(r"^(?:mark|step)=(\d+) loss=\S*$")
 
 
 def main() -> None:
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end, too
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         write_shard(scratch / "shards", arguments.model_config)
-        costs = alone(arguments, scratch)
+        costs = run_alone(arguments, scratch)
         report = shares(costs, arguments.log_interval)
         print(report, flush=True)
         if arguments.rounds:
-            report += "\n\n" + table(in_turn(arguments, scratch))
+            report += "\n\n" + table(run_in_turns(arguments, scratch))
     command = f"`python {shlex.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}, {hardware()}"
     report = f"{command}\n\n{report}"
     if arguments.output:
@@ -72,17 +72,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro_batch_size", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--log_interval", type=int, default=10, help="the default of a long run")
-    parser.add_argument("--steps", type=int, default=120, help="of the run that is alone")
+    parser.add_argument("--steps", type=int, default=120, help="steps of the run alone")
     parser.add_argument("--warmup_steps", type=int, default=20, help="before the first round")
     parser.add_argument("--turn_lines", type=int, default=4, help="lines that count in a turn")
-    parser.add_argument("--rounds", type=int, default=16, help="0: only the run that is alone")
+    parser.add_argument("--rounds", type=int, default=16, help="rounds; 0: only the run alone")
     parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a line")
     parser.add_argument("--output", type=Path, help="also write the tables to this Markdown file")
     return parser.parse_args()
 
 
-def words_of(name: str, arguments: argparse.Namespace, scratch: Path, steps: int) -> list[str]:
-    """Return the words after `deepspeed` that run one contender for so many steps."""
+def command_of(name: str, arguments: argparse.Namespace, scratch: Path, steps: int) -> list[str]:
+    """Return the arguments of `deepspeed` that run one contender for `steps` steps."""
     common = ["--model_config", arguments.model_config, "--seq_len", str(arguments.seq_len)]
     if name == BARE:
         resolved = scratch / "resolved.json"
@@ -94,11 +94,17 @@ def words_of(name: str, arguments: argparse.Namespace, scratch: Path, steps: int
         ]  # fmt: skip
     step_sequences = arguments.micro_batch_size * arguments.accumulation * arguments.num_processes
     step_tokens = arguments.seq_len * step_sequences
-    looks = ["--log_interval", str(arguments.log_interval), "--wandb", "offline", "--tensorboard"]
+    observing = [
+        "--log_interval",
+        str(arguments.log_interval),
+        "--wandb",
+        "offline",
+        "--tensorboard",
+    ]
     if name == NOTHING:
-        looks = ["--log_interval", str(STEPS), "--wandb", "off", "--report_interval", "0"]
+        observing = ["--log_interval", str(STEPS), "--wandb", "off", "--report_interval", "0"]
     return [
-        "benchmarks/observed_pretrain.py", *common, *looks,
+        "benchmarks/observed_pretrain.py", *common, *observing,
         "--deepspeed_config", arguments.deepspeed_config,
         "--data", str(scratch / "shards"), "--run_dir", str(scratch / name),
         "--micro_batch_size", str(arguments.micro_batch_size),
@@ -107,18 +113,18 @@ def words_of(name: str, arguments: argparse.Namespace, scratch: Path, steps: int
     ]  # fmt: skip
 
 
-def alone(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Run pretrain.py with everything on to its end; return what observed_pretrain.py counted."""
+def run_alone(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Run pretrain.py alone with everything on; return the times of observed_pretrain.py."""
     costs = scratch / "costs.json"
-    words = words_of(EVERYTHING, arguments, scratch / "alone", arguments.steps)
-    words[words.index("--data") + 1] = str(scratch / "shards")
+    command = command_of(EVERYTHING, arguments, scratch / "alone", arguments.steps)
+    command[command.index("--data") + 1] = str(scratch / "shards")
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     ranks = ["--num_gpus", str(arguments.num_processes), "--master_port", str(free_port())]
     threads = str(max(1, (os.cpu_count() or 1) // arguments.num_processes))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "OBSERVATION_COSTS": str(costs)}
     environment |= {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [launcher, *ranks, *words], cwd=Path(__file__).parent.parent, env=environment, text=True,
+        [launcher, *ranks, *command], cwd=Path(__file__).parent.parent, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=3600,
     )  # fmt: skip
     if done.returncode:
@@ -127,11 +133,11 @@ def alone(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def shares(costs: dict[str, Any], log_interval: int) -> str:
-    """Return a Markdown table of the parts as shares of the time of the steps."""
+    """Return a Markdown table with the share of each part in the time of a step."""
     steps, seconds = costs["steps"], dict(costs["seconds"])
     step_seconds = seconds.pop("step") / steps
     lines = [
-        "| part, in the thread that trains | ms a step, on average | of a step |",
+        "| part, in the training thread | mean ms per step | share of a step |",
         "|---|---|---|",
     ]
     for part, total in sorted(seconds.items(), key=lambda item: -item[1]):
@@ -141,7 +147,7 @@ def shares(costs: dict[str, Any], log_interval: int) -> str:
     lines += [
         "",
         f"{steps} steps of {step_seconds:.3f} s (mean), a line every {log_interval} steps. `the "
-        f"whole report of a line` contains the norms, the slowest rank and metrics.jsonl.",
+        f"complete report of a line` includes the norms, the slowest rank and metrics.jsonl.",
     ]
     return "\n".join(lines)
 
@@ -150,21 +156,21 @@ def row(part: str, part_seconds: float, step_seconds: float) -> str:
     return f"| {part} | {1e3 * part_seconds:.3f} | {part_seconds / step_seconds:.3%} |"
 
 
-def in_turn(arguments: argparse.Namespace, scratch: Path) -> dict[str, list[float]]:
-    """Return the mean seconds of a step in each turn of each contender."""
+def run_in_turns(arguments: argparse.Namespace, scratch: Path) -> dict[str, list[float]]:
+    """Return {contender: mean seconds of a step in each of its turns}."""
     seconds: dict[str, list[float]] = {EVERYTHING: [], NOTHING: [], BARE: []}
     contenders: list[Observed] = []
     try:
         for name in seconds:
-            words = words_of(name, arguments, scratch, STEPS)
-            contenders.append(Observed(name, words, arguments))
+            command = command_of(name, arguments, scratch, STEPS)
+            contenders.append(Observed(name, command, arguments))
             contenders[-1].warm_up()
             print(f"{name}: warm", flush=True)
         for number in range(1, arguments.rounds + 1):
             for contender in contenders:
                 seconds[contender.name].append(contender.take_turn()[0])
             shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
-            print(f"round {number}, seconds a step: {shown}", flush=True)
+            print(f"round {number}, seconds per step: {shown}", flush=True)
     finally:
         for contender in contenders:
             contender.kill()
@@ -172,13 +178,13 @@ def in_turn(arguments: argparse.Namespace, scratch: Path) -> dict[str, list[floa
 
 
 def table(seconds: dict[str, list[float]]) -> str:
-    """Return a Markdown table of the contenders' times, as ratios within a round."""
+    """Return a Markdown table of the contenders' times and their ratios within a round."""
     lines = [
-        "| contender | s a step, median | everything on takes times as long |",
+        "| contender | median s per step | time with everything on / time |",
         "|---|---|---|",
     ]
     for name, times in seconds.items():
-        ratios = [own / other for own, other in zip(seconds[EVERYTHING], times, strict=True)]
+        ratios = [full / other for full, other in zip(seconds[EVERYTHING], times, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         ratio = "1" if name == EVERYTHING else f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
         lines.append(f"| {name} | {statistics.median(times):.4f} | {ratio} |")

@@ -1,10 +1,9 @@
-"""pretrain.py with a stopwatch around everything that only looks at training.
+"""pretrain.py with a timer around everything that only observes training.
 
-Started by benchmarks/observation_overhead.py in the place of pretrain.py, with the same arguments.
-Prints `mark=N` every `MARK_STEPS` steps, whatever pretrain.py prints. With `OBSERVATION_COSTS`
-naming a file, the first rank writes the seconds of each part there at every mark: from step
-`WARMUP_STEPS` on, in all and of how many steps. Each is wall time in the thread that trains; of
-`weight norms, ...` waiting for the other ranks is part.
+benchmarks/observation_overhead.py starts it instead of pretrain.py, with the same arguments. Prints
+`mark=N` every `MARK_STEPS` steps. At every mark the first rank writes the seconds of each part and
+the number of steps, both since step `WARMUP_STEPS`, to the file that `OBSERVATION_COSTS` names.
+Times are wall time in the training thread; `weight norms, ...` includes waiting for other ranks.
 """
 
 import json
@@ -20,43 +19,44 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain
-from zerolm import health, metrics, noise_scale, reporting, throughput
-from zerolm.run import Run
+from zerolm.tracking import report_process, run_log
+from zerolm.train import health, noise_scale, throughput
+from zerolm.train.run import Run
 
 MARK_STEPS, WARMUP_STEPS = 5, 20
-SEEN = "the whole report of a line"
+REPORT = "the complete report of a line"
 seconds: dict[str, float] = defaultdict(float)
 steps_measured = [0]
 
 
 def timed(owner: Any, name: str, part: str) -> None:
-    """Count the seconds that a function takes for a part."""
+    """Add the seconds of a function to those of a part."""
     original = getattr(owner, name)
 
-    def wrapper(*words: Any, **more: Any) -> Any:
-        began = time.perf_counter()
+    def wrapper(*arguments: Any, **more: Any) -> Any:
+        start = time.perf_counter()
         try:
-            return original(*words, **more)
+            return original(*arguments, **more)
         finally:
-            seconds[part] += time.perf_counter() - began
+            seconds[part] += time.perf_counter() - start
 
     setattr(owner, name, wrapper)
 
 
 def timed_edges(owner: Any, name: str, part: str) -> None:
-    """Count the seconds that a context manager takes to enter and to leave."""
+    """Add the seconds that a context manager takes to enter and exit to those of a part."""
     original: Callable[..., Any] = getattr(owner, name)
 
     @contextmanager
-    def wrapper(*words: Any) -> Iterator[None]:
-        manager = original(*words)
-        began = time.perf_counter()
+    def wrapper(*arguments: Any) -> Iterator[None]:
+        manager = original(*arguments)
+        start = time.perf_counter()
         manager.__enter__()
-        seconds[part] += time.perf_counter() - began
+        seconds[part] += time.perf_counter() - start
         yield
-        began = time.perf_counter()
+        start = time.perf_counter()
         manager.__exit__(None, None, None)
-        seconds[part] += time.perf_counter() - began
+        seconds[part] += time.perf_counter() - start
 
     setattr(owner, name, wrapper)
 
@@ -64,23 +64,23 @@ def timed_edges(owner: Any, name: str, part: str) -> None:
 GRADIENTS = "noise scale: gradient norms of micro-batches"
 timed(noise_scale, "square", GRADIENTS)
 timed_edges(noise_scale.SmallBatches, "backward", GRADIENTS)
-timed(health.Health, "begin", "every step: what is measured, what was clipped")
-timed(health.Health, "end_step", "every step: what is measured, what was clipped")
-timed(health.UpdateMeter, "before", "update ratio: copy of the masters")
-timed(health.Health, "row", "weight norms, change of the masters, one reduction")
+timed(health.Health, "begin", "every step: what to measure, clipped gradients")
+timed(health.Health, "end_step", "every step: what to measure, clipped gradients")
+timed(health.UpdateMeter, "before", "update ratio: copy of the master weights")
+timed(health.Health, "row", "weight norms, change of the master weights, one reduction")
 timed(throughput, "slowest_rank", "slowest rank: one reduction")
-timed(metrics.RunLog, "metrics", "metrics.jsonl, and handing the line to the trackers")
-timed(reporting.Reporting, "poke", "every step: is the page due, and starting its process")
-timed(Run, "report", SEEN)
+timed(run_log.RunLog, "metrics", "metrics.jsonl, and handing the line to the trackers")
+timed(report_process.HtmlReport, "tick", "every step: is a report due, and starting its process")
+timed(Run, "report", REPORT)
 
 take_step = Run.step
 
 
 def step(run: Run, batches: Any) -> None:
-    """Take a step, and print a mark after every so many."""
-    began = time.perf_counter()
+    """Take a step, and print a mark every `MARK_STEPS` steps."""
+    start = time.perf_counter()
     take_step(run, batches)
-    seconds["step"] += time.perf_counter() - began
+    seconds["step"] += time.perf_counter() - start
     steps_measured[0] += 1
     number = run.progress.step
     if number == WARMUP_STEPS:
@@ -89,8 +89,8 @@ def step(run: Run, batches: Any) -> None:
     if number % MARK_STEPS == 0 and run.rank == 0:
         print(f"mark={number} loss=", flush=True)
         if path := os.environ.get("OBSERVATION_COSTS"):
-            found = {"steps": steps_measured[0], "seconds": dict(seconds)}
-            Path(path).write_text(json.dumps(found))
+            times = {"steps": steps_measured[0], "seconds": dict(seconds)}
+            Path(path).write_text(json.dumps(times))
 
 
 Run.step = step  # type: ignore[method-assign]

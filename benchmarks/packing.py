@@ -1,14 +1,14 @@
-"""What best-fit packing saves of documents from being cut, and what making its index costs.
+"""How many documents best-fit packing keeps whole, and the cost of building its index.
 
-    python benchmarks/packing.py                     # real text: Python's own sources and manuals
-    python benchmarks/packing.py --documents 10000000    # and of so many synthetic documents
+    python benchmarks/packing.py                         # real text: Python's sources and manual
+    python benchmarks/packing.py --documents 10000000    # and this many synthetic documents
 
-Real text is what comes with Python: the sources of its standard library without its tests, and its
-language reference (`pydoc_data.topics`) by topic; the tokenizer is trained on an eighth of it.
-Documents are packed for several sequence lengths, beside windows cut from all the text ("concat").
-Synthetic documents have lengths drawn from a log-normal distribution (median 400 tokens, sigma 1.2,
-which is our choice, not a measurement). Each index is made in a process of its own, so that its
-peak memory is that of the index. The reference for time is `numpy.sort` of as many numbers.
+Real text comes with Python: the sources of its standard library without tests, and its language
+reference (`pydoc_data.topics`) by topic. The tokenizer is trained on an eighth of it. Documents are
+packed for several sequence lengths, and compared with windows of the concatenated text ("concat").
+Lengths of synthetic documents are log-normal (median 400 tokens, sigma 1.2: a choice, not a
+measurement). Each index is built in a new process, to measure its peak memory. The reference for
+time is `numpy.sort` of as many numbers.
 """
 
 import argparse
@@ -29,24 +29,25 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data_prep.pack import HEADER, Efficiency, pack  # noqa: E402 - this file is run as a script
-from zerolm.shard_writer import ShardWriter  # noqa: E402
-from zerolm.shards import open_source  # noqa: E402
+# This file is run as a script.
+from data_prep.tokenize.pack import EFFICIENCY_HEADER, Efficiency, pack  # noqa: E402
+from zerolm.shards.reader import open_source  # noqa: E402
+from zerolm.shards.writer import ShardWriter  # noqa: E402
 
 VOCAB_SIZE = 16_000
 
 
 def real_documents() -> list[str]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "test", "tests"}
-    files = [path for path in sorted(library.rglob("*.py")) if not left_out & set(path.parts)]
-    found = [topics[name] for name in sorted(topics)]
+    excluded = {"site-packages", "test", "tests"}
+    files = [path for path in sorted(library.rglob("*.py")) if not excluded & set(path.parts)]
+    texts = [topics[name] for name in sorted(topics)]
     for path in files:
         try:
-            found.append(path.read_text(encoding="utf-8"))
+            texts.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:  # test files in other encodings
             continue
-    return [text for text in found if text.strip()]
+    return [text for text in texts if text.strip()]
 
 
 def write_real(directory: Path) -> Path:
@@ -73,7 +74,7 @@ def writer(directory: Path) -> ShardWriter:
 
 
 def synthetic(directory: Path, count: int) -> Path:
-    """Write shards whose index is real and whose tokens are holes: only document ends are read."""
+    """Write shards with a real index and sparse token files: only document ends are read."""
     lengths = np.random.default_rng(0).lognormal(np.log(400), 1.2, count).astype(np.int64) + 2
     ends = np.cumsum(lengths)
     directory.mkdir()
@@ -102,26 +103,27 @@ def synthetic(directory: Path, count: int) -> Path:
 
 def table(directory: Path, seq_len: int) -> None:
     source = open_source(directory)
-    began = time.perf_counter()
+    start = time.perf_counter()
     manifest = pack(source, seq_len)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     numbers = np.random.default_rng(1).random(source.num_documents)
-    began = time.perf_counter()
+    start = time.perf_counter()
     np.sort(numbers)
-    ratio = seconds / max(time.perf_counter() - began, 1e-9)
+    ratio = seconds / max(time.perf_counter() - start, 1e-9)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"\nseq_len {seq_len}: {source.num_documents:,} documents, {source.num_tokens:,} tokens")
-    print(HEADER)
+    print(EFFICIENCY_HEADER)
     for entry in manifest["efficiency"]:
         print(Efficiency(**entry).line(source.num_documents, source.num_tokens, seq_len))
     print(
-        f"index made in {seconds:.2f} s = {ratio:.1f} x numpy.sort; peak {peak:.0f} MiB", flush=True
+        f"index built in {seconds:.2f} s = {ratio:.1f} x numpy.sort; peak {peak:.0f} MiB",
+        flush=True,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--documents", type=int, default=0, help="synthetic ones, in all")
+    parser.add_argument("--documents", type=int, default=0, help="number of synthetic documents")
     parser.add_argument("--seq_len", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--only", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -131,13 +133,13 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, numpy {np.__version__}, "
           f"{platform.python_version()}")  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
-        made = [write_real(Path(directory) / "real")]
+        sources = [write_real(Path(directory) / "real")]
         if options.documents:
-            made.append(synthetic(Path(directory) / "synthetic", options.documents))
-        for shards in made:
+            sources.append(synthetic(Path(directory) / "synthetic", options.documents))
+        for shards in sources:
             for seq_len in options.seq_len:
-                words = [sys.executable, __file__, "--only", shards, "--seq_len", seq_len]
-                subprocess.run(list(map(str, words)), check=True, timeout=1800)
+                command = [sys.executable, __file__, "--only", shards, "--seq_len", seq_len]
+                subprocess.run(list(map(str, command)), check=True, timeout=1800)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A virtual environment for the tools that benchmarks/tokenize_speed.py, stream_speed.py and
-# training_speed.py compare with. It sees the packages of the Python that runs this; litdata,
-# mosaicml-streaming and litgpt come without their dependencies, which would bring CUDA libraries and
-# another torch.
+# Create a virtual environment with the tools that benchmarks/tokenize_speed.py, stream_speed.py and
+# training_speed.py compare with. It also sees the packages of the Python that runs this script.
+# litdata, mosaicml-streaming and litgpt are installed without their dependencies, which include CUDA
+# libraries and another torch.
 #     bash benchmarks/peers.sh .venv-peers
-# Megatron-LM is no package: for `--megatron CHECKOUT`,
+# Megatron-LM is not a package. For `--megatron CHECKOUT`:
 #     git clone https://github.com/NVIDIA/Megatron-LM CHECKOUT  # measured: d98e8a64dd
 #     make -C CHECKOUT/megatron/core/datasets PATH="$PWD/.venv-peers/bin:$PATH"
 set -euo pipefail

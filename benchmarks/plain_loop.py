@@ -2,8 +2,8 @@
 
     python benchmarks/plain_loop.py --shard shards/web/shard-00000.bin ...
 
-What a good script of one's own does: float32 weights, matrix products in bf16 by autocast, the
-whole model compiled. Imports nothing of zerolm on purpose. Prints `step=N loss=L peak_bytes=B`.
+A good hand-written script: float32 weights, matmuls in bf16 by autocast, the complete model
+compiled. Imports nothing of zerolm. Prints `step=N loss=L peak_bytes=B`.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""CPU seconds to read and parse documents, beside plain loops over the same libraries.
+"""CPU seconds to read and parse documents, compared with plain loops over the same libraries.
 
     python benchmarks/read_inputs.py [--megabytes 64]
 
-Every reader hands out the texts of the same documents, from `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and
-`.parquet`. The plain loops are what one writes: a line at a time through `orjson`, from `open`,
-`gzip.open` and `zstandard`; batches of 1,024 rows of `pyarrow`. They have no positions to go on
-from, no line numbers, no limits, and do not survive damage. Rates are of the plain JSON lines per
-CPU second of one process; repetitions are interleaved, and the table has medians.
+Every reader returns the texts of the same documents, from `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and
+`.parquet`. The plain loops parse one line at a time with `orjson`, from `open`, `gzip.open` and
+`zstandard`, and read batches of 1,024 rows with `pyarrow`. They cannot resume, have no line numbers
+and no limits, and fail on damaged input. Rates are bytes of plain JSON lines per CPU second of one
+process; repetitions are interleaved, and the table has medians.
 """
 
 import argparse
@@ -31,16 +31,16 @@ import zstandard
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data_prep.documents import InputRules  # noqa: E402 - this file is run as a script
-from data_prep.sources import find_inputs  # noqa: E402
-from data_prep.units import Tally, plan_units, read_batches  # noqa: E402
+from data_prep.read.discovery import find_inputs  # noqa: E402
+from data_prep.read.documents import InputRules  # noqa: E402 - this file is run as a script
+from data_prep.read.work_units import Tally, plan_units, read_batches  # noqa: E402
 
 REPETITIONS = 5
 NAMES = ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet")
 
 
 def write_corpus(directory: Path, megabytes: int) -> int:
-    """Write the same documents in every format; return the bytes of the plain one."""
+    """Write the same documents in every format; return the size of the plain one in bytes."""
     rng = random.Random(0)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(2, 9))) for _ in range(5000)]
     texts, size = [], 0
@@ -61,7 +61,7 @@ def write_corpus(directory: Path, megabytes: int) -> int:
 
 
 def ours(path: Path) -> int:
-    """Read with this project; return the number of characters."""
+    """Read with data_prep; return the number of characters."""
     inputs, _ = find_inputs([str(path)], "text")
     return sum(
         len(document.text)
@@ -86,7 +86,7 @@ def plain(path: Path) -> int:
 
 
 def cpu_seconds(read: Callable[[Path], int], path: Path) -> tuple[float, int]:
-    """Return what one reading costs, and what it gave."""
+    """Return (CPU seconds to read a file, its number of characters)."""
     start = time.process_time()
     characters = read(path)
     return time.process_time() - start, characters
@@ -98,18 +98,18 @@ def main() -> None:
     arguments.add_argument("--megabytes", type=int, default=64)
     megabytes = arguments.parse_args().megabytes
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {sys.version}")
-    print("| input | MB/s of a core | plain loop | ratio |\n|---|---|---|---|")
+    print("| input | MB/s per core | plain loop | ratio |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         size = write_corpus(Path(name), megabytes)
         for file in NAMES:
             rates: tuple[list[float], list[float]] = ([], [])
             for _ in range(REPETITIONS):
-                given = set()
-                for read, found in zip((ours, plain), rates, strict=True):
+                counts = set()
+                for read, rates_of in zip((ours, plain), rates, strict=True):
                     seconds, characters = cpu_seconds(read, Path(name, file))
-                    found.append(size / 1e6 / seconds)
-                    given.add(characters)
-                assert len(given) == 1, "the readers gave different texts"
+                    rates_of.append(size / 1e6 / seconds)
+                    counts.add(characters)
+                assert len(counts) == 1, "the readers returned different texts"
             ratio = statistics.median(a / b for a, b in zip(*rates, strict=True))
             one, other = map(statistics.median, rates)
             print(f"| `{file[1:]}` | {one:.0f} | {other:.0f} | {ratio:.2f} |", flush=True)

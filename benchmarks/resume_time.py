@@ -1,10 +1,10 @@
-"""How long a resume takes as a run grows: the log is opened and the data's first batch is read.
+"""Time of a resume as a run gets longer: opening its log, and reading the first batch.
 
     python benchmarks/resume_time.py [--output results.md]
 
-The rest of a resume, verifying and loading a checkpoint, depends on the model and not on how far
-the run is. Here the run is 1e3 to 1e7 steps long, with a line of metrics every ten steps, and the
-data is as far: each time is the median of five.
+The rest of a resume, verifying and loading a checkpoint, depends on the model and not on the
+position of the run. Here the run has taken 1e3 to 1e7 steps, with a line of metrics every ten
+steps, and the data is at the same position. Times are medians of five.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="write the table there too")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     lines = [
         "| steps taken | metrics.jsonl | log opened, s | first batch, s |",
@@ -59,7 +59,7 @@ def main() -> None:
 def write_shards(directory: Path) -> Path:
     import numpy as np
 
-    from zerolm.shards import ShardWriter
+    from zerolm.shards.writer import ShardWriter
 
     tokenizer = {"name": "none", "fingerprint": "none", "files": []}
     with ShardWriter(directory, vocab_size=512, eos_id=0, tokenizer=tokenizer) as writer:
@@ -69,7 +69,7 @@ def write_shards(directory: Path) -> Path:
 
 
 def write_metrics(run_dir: Path, steps: int) -> int:
-    """Write the log of a run of so many steps; return its size in bytes."""
+    """Write the log of a run of `steps` steps; return its size in bytes."""
     run_dir.mkdir()
     row = {"tokens": 0} | {f"train/metric_{number}": 1.2345678901234 for number in range(20)}
     with open(run_dir / "metrics.jsonl", "w") as file:
@@ -79,28 +79,28 @@ def write_metrics(run_dir: Path, steps: int) -> int:
 
 
 def open_log(run_dir: Path, steps: int) -> float:
-    from zerolm.metrics import RunLog
+    from zerolm.tracking.run_log import RunLog
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     log = RunLog(run_dir, steps, writes=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     log.close()
     return seconds
 
 
 def first_batch(shards: Path, steps: int) -> float:
-    from zerolm.data import TokenStream
-    from zerolm.schedule import BatchSchedule
-    from zerolm.shards import open_source
+    from zerolm.data.loader import TokenStream
+    from zerolm.optim.schedule import BatchSchedule
+    from zerolm.shards.reader import open_source
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     stream = TokenStream(
         [open_source(shards)], [1.0], seq_len=SEQ_LEN, seed=0, micro_batch_size=8, rank=0,
         world_size=1, batch_schedule=BatchSchedule(BATCH_SEQUENCES),
         position=steps * BATCH_SEQUENCES, end_position=1 << 62,
     )  # fmt: skip
     next(iter(stream))
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The copies of the same ids that the readers of benchmarks/stream_readers.py read."""
+"""Write the same token IDs in the format of each reader of benchmarks/stream_readers.py."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ EOS_ID, VOCAB_SIZE, DOCUMENT_TOKENS = 0, 50_000, 1000
 
 
 def write(reader: str, directory: Path, ids: np.ndarray, options: argparse.Namespace) -> None:
-    """Write a reader's copy of ids, (N,) uint16."""
+    """Write token IDs, (N,) uint16, in the format of a reader."""
     if reader.startswith("zerolm"):
         shards(directory, ids, options.seq_len)
     elif reader.startswith("np.memmap"):
@@ -34,7 +34,7 @@ def write(reader: str, directory: Path, ids: np.ndarray, options: argparse.Names
 
 
 def shards(directory: Path, ids: np.ndarray, seq_len: int) -> None:
-    from zerolm.shard_writer import ShardWriter
+    from zerolm.shards.writer import ShardWriter
 
     tokenizer = {"name": "none", "fingerprint": "none", "files": []}
     with ShardWriter(
@@ -47,7 +47,7 @@ def shards(directory: Path, ids: np.ndarray, seq_len: int) -> None:
 
 
 def import_streaming() -> Any:
-    """mosaicml-streaming, without its image data sets, which need torchvision."""
+    """Import mosaicml-streaming without its image data sets, which need torchvision."""
     for name in ("streaming.vision", "streaming.multimodal"):
         sys.modules[name] = types.ModuleType(name)
     import streaming
@@ -76,12 +76,14 @@ def write_litdata(directory: Path, ids: np.ndarray, seq_len: int) -> None:
 
 
 def import_megatron(checkout: Path) -> Any:
-    """Megatron-LM's data sets, without the rest of its package, which needs a GPU's libraries."""
+    """Import Megatron-LM's data sets without its other modules, which need GPU libraries."""
     sys.path.insert(0, str(checkout))
     core = types.ModuleType("megatron.core")
     core.__path__ = [str(checkout / "megatron/core")]
     sys.modules["megatron.core"] = core
-    importlib.import_module("megatron.core.parallel_state")  # first: the others import in a ring
+    importlib.import_module(
+        "megatron.core.parallel_state"
+    )  # first, because the others have an import cycle
     from megatron.core.datasets import gpt_dataset, indexed_dataset, utils
 
     return gpt_dataset, indexed_dataset, utils

@@ -1,10 +1,10 @@
-"""The readers that benchmarks/stream_speed.py compares, each measured in a process of its own.
+"""The readers that benchmarks/stream_speed.py compares, each measured in a new process.
 
     python -m benchmarks.stream_readers write READER DIRECTORY TOKENS.bin --seq_len T
     python -m benchmarks.stream_readers read READER DIRECTORY TOKENS.bin --seq_len T [...]
 
-`write` makes a reader's own copy of the same ids; `read` prints one line of JSON. Every reader
-hands out each window of one epoch once, in an order that it shuffles, as int64 inputs and targets.
+`write` writes the token IDs in the reader's format; `read` prints one line of JSON. Every reader
+returns each window of one epoch once, shuffled, as int64 inputs and targets.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from benchmarks.stream_copies import (  # noqa: E402 - this file may be run as a
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def zerolm(directory: Path, options: argparse.Namespace, with_sums: bool = True) -> Batches:
-    from zerolm.data import TokenStream, make_loader
-    from zerolm.schedule import BatchSchedule
-    from zerolm.shards import open_source
+def zerolm(directory: Path, options: argparse.Namespace, with_checksums: bool = True) -> Batches:
+    from zerolm.data.loader import TokenStream, make_loader
+    from zerolm.optim.schedule import BatchSchedule
+    from zerolm.shards.reader import open_source
 
     source = open_source(directory)
-    for shard in () if with_sums else source.manifest["shards"]:
-        del shard["sums"]  # as an older release would have written it
+    for shard in () if with_checksums else source.manifest["shards"]:
+        del shard["sums"]  # as in shards of an older release
     stream = TokenStream(
         [source],
         [1.0],
@@ -64,7 +64,7 @@ def zerolm(directory: Path, options: argparse.Namespace, with_sums: bool = True)
 
 
 class MemoryMap(IterableDataset):
-    """What one writes: nanoGPT's `get_batch`, with each window once and a loader's workers.
+    """The usual loop: nanoGPT's `get_batch`, with each window once and a loader's workers.
 
     Source: https://github.com/karpathy/nanoGPT/blob/master/train.py
     """
@@ -81,7 +81,7 @@ class MemoryMap(IterableDataset):
             yield self.read(starts)
 
     def read(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        data = np.memmap(self.path, dtype=np.uint16, mode="r")  # anew each time, as it does
+        data = np.memmap(self.path, dtype=np.uint16, mode="r")  # opened each time, as in nanoGPT
         x, y = (
             torch.stack(
                 [
@@ -95,7 +95,7 @@ class MemoryMap(IterableDataset):
 
 
 class TightMap(MemoryMap):
-    """The same without what can be avoided: one plain array, one conversion, targets a view."""
+    """The same, optimized: one plain array, one conversion, targets as a view."""
 
     def __init__(self, path: Path, options: argparse.Namespace):
         super().__init__(path, options)
@@ -126,7 +126,7 @@ def mosaic(directory: Path, options: argparse.Namespace) -> Batches:
 
 
 def _collate_mds(samples: list[dict[str, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.from_numpy(np.stack([each["tokens"] for each in samples]).astype(np.int64))
+    both = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
     return both[:, :-1], both[:, 1:]
 
 
@@ -158,19 +158,21 @@ def megatron(directory: Path, options: argparse.Namespace) -> Batches:
         reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
         create_attention_mask=False, blend=([prefix], None), split="1",
     )  # fmt: skip
-    low = indexed_dataset.IndexedDataset(prefix)
-    sequences = np.arange(len(low), dtype=np.int32)
-    count = (int(low.sequence_lengths.sum()) - 1) // options.seq_len
-    dataset = gpt_dataset.GPTDataset(low, prefix, sequences, count, utils.Split.train, config)
-    loader = DataLoader(dataset, options.batch_rows, num_workers=options.workers)  # it shuffles
+    indexed = indexed_dataset.IndexedDataset(prefix)
+    sequences = np.arange(len(indexed), dtype=np.int32)
+    count = (int(indexed.sequence_lengths.sum()) - 1) // options.seq_len
+    dataset = gpt_dataset.GPTDataset(indexed, prefix, sequences, count, utils.Split.train, config)
+    loader = DataLoader(
+        dataset, options.batch_rows, num_workers=options.workers
+    )  # the data set shuffles
     return ((batch["tokens"], batch["labels"]) for batch in loader)
 
 
 READERS: dict[str, Any] = {
     "zerolm": zerolm,
-    "zerolm, blocks unchecked": lambda *given: zerolm(*given, with_sums=False),
+    "zerolm, blocks unchecked": lambda *arguments: zerolm(*arguments, with_checksums=False),
     "np.memmap, nanoGPT's loop": memory_map,
-    "np.memmap, tight": lambda *given: memory_map(*given, kind=TightMap),
+    "np.memmap, tight": lambda *arguments: memory_map(*arguments, kind=TightMap),
     "mosaicml-streaming": mosaic,
     "litdata": litdata,
     "megatron": megatron,
@@ -179,40 +181,40 @@ READERS: dict[str, Any] = {
 
 
 def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Read one epoch, or the first batches of it, and say what it took and what came."""
+    """Read one epoch, or its first batches, and return the measurements."""
     prepare = {"mosaicml-streaming": import_streaming, "litdata": lambda: __import__("litdata")}
     if reader.startswith("megatron"):
         import_megatron(options.megatron)
     elif reader.startswith("zerolm"):
-        __import__("zerolm.data")
+        __import__("zerolm.data.loader")
     else:
         prepare.get(reader, lambda: None)()
     gc.collect()
-    rows = found = memory = 0
+    rows = num_batches = memory = 0
     total = (ids.stat().st_size // 2 - 1) // options.seq_len // options.batch_rows
     half = min(total, options.batches or total) // 2
-    looked = 0.0
+    measuring = 0.0  # seconds spent on measuring memory
     digests: list[int] = []
     before, disk, started = own_bytes(), disk_bytes(), time.perf_counter()
     first_at = started
     batches = iter(READERS[reader](directory, options))
     for inputs, targets in batches:
-        if not found:
+        if not num_batches:
             first_at = time.perf_counter()
-            rows -= len(inputs)
-        found, rows = found + 1, rows + len(inputs)
-        if found == half:
-            begun = time.perf_counter()
+            rows -= len(inputs)  # the first batch is not part of the rate
+        num_batches, rows = num_batches + 1, rows + len(inputs)
+        if num_batches == half:
+            start = time.perf_counter()
             memory = own_bytes() - before
-            looked = time.perf_counter() - begun
+            measuring = time.perf_counter() - start
         if options.verify:
             both = torch.cat([inputs, targets[:, -1:]], dim=1).numpy()
             digests += [xxhash.xxh3_64_intdigest(row.tobytes()) for row in both]
             assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        if found == options.batches:
+        if num_batches == options.batches:
             break
-    seconds = time.perf_counter() - first_at - looked
-    answer = {
+    seconds = time.perf_counter() - first_at - measuring
+    result = {
         "first_batch_seconds": first_at - started,
         "tokens_per_second": rows * options.seq_len / seconds,
         "own_bytes": memory,
@@ -229,14 +231,14 @@ def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -
             xxhash.xxh3_64_intdigest(window.astype(np.int64).tobytes())
             for window in windows(raw, options.seq_len)
         }
-        answer["windows"] = len(expected)
-        answer["same_windows"] = len(expected & set(digests))
-        answer["twice"] = len(digests) - len(set(digests))
-    return answer
+        result["windows"] = len(expected)
+        result["same_windows"] = len(expected & set(digests))
+        result["twice"] = len(digests) - len(set(digests))
+    return result
 
 
 def own_bytes() -> int:
-    """Return the memory of this process and its children that no file stands behind."""
+    """Return the anonymous and shared memory of this process and its children, in bytes."""
     me = os.getpid()
     children = Path(f"/proc/{me}/task/{me}/children").read_text().split()
     total = 0
@@ -248,27 +250,27 @@ def own_bytes() -> int:
 
 
 def disk_bytes() -> int:
-    """Return what this process has had read from a disk."""
+    """Return the bytes that this process has read from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("write", "read"))
+    parser.add_argument("action", choices=("write", "read"))
     parser.add_argument("reader", choices=READERS)
     parser.add_argument("directory", type=Path)
     parser.add_argument("ids", type=Path)
     parser.add_argument("--seq_len", type=int, required=True)
     parser.add_argument("--batch_rows", type=int, default=8)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--batches", type=int, default=0, help="0: all")
+    parser.add_argument("--batches", type=int, default=0, help="batches to read; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--megatron", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.what == "write":
+    if options.action == "write":
         ids = np.fromfile(options.ids, np.uint16)
         write(options.reader, options.directory, ids, options)
     else:

@@ -1,26 +1,26 @@
-"""Tokens per second of the stream beside other readers of the same ids, in one run.
+"""Tokens per second of `TokenStream`, compared with other readers of the same token IDs.
 
     bash benchmarks/peers.sh .venv-peers
     .venv-peers/bin/python -m benchmarks.stream_speed --megatron CHECKOUT --output FILE
 
-A window is 2,049 ids; every reader hands out each of one epoch once, in an order that it shuffles,
-as batches of 8 rows of int64 inputs and targets. Whether they are the same windows is checked
-before, untimed. benchmarks/stream_readers.py has the readers:
+A window has 2,049 IDs. Every reader returns each window of one epoch once, shuffled, in batches of
+8 rows of int64 inputs and targets. An untimed run first checks that the windows are the same. The
+readers, in benchmarks/stream_readers.py:
 
-    zerolm                    TokenStream, each block of 64 KiB checked when it is first read
-    zerolm, blocks unchecked  the same shards without sums
-    np.memmap, nanoGPT's loop what one writes
-    np.memmap, tight          the fastest that we could make of it
-    mosaicml-streaming        StreamingDataset over MDS, a window a sample, shuffled (py1e)
+    zerolm                    TokenStream; each block of 64 KiB is verified when it is first read
+    zerolm, blocks unchecked  the same shards without checksums
+    np.memmap, nanoGPT's loop the usual loop
+    np.memmap, tight          the same, optimized
+    mosaicml-streaming        StreamingDataset over MDS, one window per sample, shuffled (py1e)
     litdata                   StreamingDataset with TokensLoader, shuffled
-    megatron                  GPTDataset over documents of 1,000 ids, which it shuffles before it
-                              cuts windows: the same ids in other windows; `one document`: the same
+    megatron                  GPTDataset over documents of 1,000 IDs. It shuffles documents before
+                              it splits them, so windows differ; with `one document` they do not
 
-Each measurement is a process, with the imports done before the clock starts. Readers take turns (A
-B C, A B C, ...); ratios are taken within a turn, and the table has medians and quartiles. Warm: the
-files are read once before. Cold: the page cache has let go of them (posix_fadvise), which mincore
-confirms. A loop over np.memmap has one file, no weights, no checks, and a stored permutation for a
-position. A peer that is not installed is left out and named.
+Each measurement is a new process; imports are not timed. Readers take turns (A B C, A B C, ...),
+ratios are taken within a turn, and the tables have medians and quartiles. Warm: the files are read
+once before. Cold: the page cache has dropped the files (posix_fadvise), which mincore confirms. The
+loops over np.memmap have one file, no weights and no checks, and need a stored permutation to
+resume. A peer that is not installed is left out and reported.
 """
 
 import argparse
@@ -55,37 +55,41 @@ def main() -> None:
     )
     parser.add_argument("--readers", nargs="+", default=list(READERS), choices=list(READERS))
     parser.add_argument("--seq_len", type=int, default=2048)
-    parser.add_argument("--windows", type=int, default=49_152, help="of the corpus: 201 MB of them")
+    parser.add_argument(
+        "--windows", type=int, default=49_152, help="windows of the corpus (default: 201 MB)"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cold_windows", type=int, default=245_760, help="of the corpus read cold")
     parser.add_argument(
-        "--cold_batches", type=int, default=400, help="read of it; 0: no cold reads"
+        "--cold_windows", type=int, default=245_760, help="windows of the corpus for cold reads"
+    )
+    parser.add_argument(
+        "--cold_batches", type=int, default=400, help="batches of a cold read; 0: no cold reads"
     )
     parser.add_argument("--cold_repeats", type=int, default=3)
-    parser.add_argument("--megatron", type=Path, help="checkout, its helpers compiled")
-    parser.add_argument("--directory", type=Path, help="on the disk to measure")
-    parser.add_argument("--output", type=Path, help="also write the tables here")
+    parser.add_argument("--megatron", type=Path, help="checkout with compiled helpers")
+    parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--output", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
-    about = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
+    header = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        here = Path(scratch)
-        ids = corpus(here / "ids.bin", options.windows * options.seq_len + 1)
-        ready, notes = prepared(here / "warm", ids, options.readers, options)
-        report = [*about, *notes, *warm_tables(here / "warm", ids, ready, options)]
-        shutil.rmtree(here / "warm")
+        work = Path(scratch)
+        ids = corpus(work / "ids.bin", options.windows * options.seq_len + 1)
+        ready, notes = prepare(work / "warm", ids, options.readers, options)
+        report = [*header, *notes, *warm_tables(work / "warm", ids, ready, options)]
+        shutil.rmtree(work / "warm")
         if options.cold_batches:
             ids = corpus(ids, options.cold_windows * options.seq_len + 1)
             ready = [name for name in ready if name != "megatron, one document"]
-            ready = prepared(here / "cold", ids, ready, options, verify=False)[0]
-            report.append(cold_table(here / "cold", ids, ready, options))
+            ready = prepare(work / "cold", ids, ready, options, verify=False)[0]
+            report.append(cold_table(work / "cold", ids, ready, options))
     if options.output:
         options.output.write_text("\n\n".join(report) + "\n")
     print("\n\n".join(report))
 
 
 def corpus(path: Path, count: int) -> Path:
-    """Write random ids in documents of 1,000."""
+    """Write random token IDs in documents of 1,000."""
     generator = np.random.default_rng(0)
     with open(path, "wb") as file:
         for start in range(0, count, 10_000 * DOCUMENT_TOKENS):
@@ -97,14 +101,14 @@ def corpus(path: Path, count: int) -> Path:
     return path
 
 
-def prepared(
+def prepare(
     directory: Path,
     ids: Path,
     readers: list[str],
     options: argparse.Namespace,
     verify: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """Have each reader write its copy, and check what it reads; return who can, and notes."""
+    """Write the copy of each reader, and verify what it reads; return (usable readers, notes)."""
     ready, notes = [], []
     for name in readers:
         if name.startswith("megatron") and not options.megatron:
@@ -118,27 +122,27 @@ def prepared(
             continue
         ready.append(name)
         if verify:
-            found = measure(name, directory / name, ids, options, "--verify")
+            result = measure(name, directory / name, ids, options, "--verify")
             notes.append(
-                f"{name}: {found['rows']} rows, {found['same_windows']} of the "
-                f"{found['windows']} windows, {found['twice']} rows twice."
+                f"{name}: {result['rows']} rows, {result['same_windows']} of the "
+                f"{result['windows']} windows, {result['twice']} rows twice."
             )
             print(notes[-1], flush=True)
     return ready, ["\n".join(f"- {note}" for note in notes)]
 
 
 def command(
-    what: str, name: str, directory: Path, ids: Path, options: argparse.Namespace, *more: str
+    action: str, name: str, directory: Path, ids: Path, options: argparse.Namespace, *more: str
 ) -> list[str]:
     checkout = ("--megatron", str(options.megatron.resolve())) if options.megatron else ()
     return [
-        *(sys.executable, "-W", "ignore", "-m", "benchmarks.stream_readers", what, name),
+        *(sys.executable, "-W", "ignore", "-m", "benchmarks.stream_readers", action, name),
         *(str(directory), str(ids), "--seq_len", str(options.seq_len), *checkout, *more),
     ]
 
 
 def failure(*arguments: Any) -> str | None:
-    """Run what should succeed; return the last line that it says if it does not."""
+    """Run a command; return the last line of its error if it fails, else None."""
     done = subprocess.run(
         command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
@@ -173,8 +177,8 @@ def warm_tables(
             f"Warm, {workers} workers, an epoch of {options.windows} windows, {options.repeats} "
             f"turns:",
             "",
-            "| reader | Mtok/s | zerolm is so many times as fast (quartiles) | first batch, ms | "
-            "memory of its own, MB |",
+            "| reader | Mtok/s | speed of zerolm / this reader (quartiles) | first batch, ms | "
+            "memory, MB |",
             "|---|---|---|---|---|",
         ]
         for name, each in found.items():
@@ -190,10 +194,10 @@ def warm_tables(
 
 
 def ratio(found: dict[str, list[dict[str, Any]]], name: str) -> str:
-    """Return how many times as fast ours is, taken within each turn."""
+    """Return the ratio of our speed to that of a reader, taken within each turn."""
     ratios = [
-        mine["tokens_per_second"] / theirs["tokens_per_second"]
-        for mine, theirs in zip(found.get(OURS, []), found[name], strict=False)
+        ours["tokens_per_second"] / theirs["tokens_per_second"]
+        for ours, theirs in zip(found.get(OURS, []), found[name], strict=False)
     ]
     if name == OURS or not ratios:
         return "-"
@@ -204,12 +208,12 @@ def ratio(found: dict[str, list[dict[str, Any]]], name: str) -> str:
 
 
 def cold_table(directory: Path, ids: Path, readers: list[str], options: argparse.Namespace) -> str:
-    os.sync()  # what is not written yet cannot be let go of
+    os.sync()  # the page cache cannot drop unwritten pages
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in readers}
     resident = [0.0]
     for repeat in range(options.cold_repeats):
         for name in readers:
-            resident += [let_go(path) for path in files_of(directory / name)]
+            resident += [drop_from_page_cache(path) for path in files_of(directory / name)]
             more = ("--batches", str(options.cold_batches), "--seed", str(repeat))
             found[name].append(measure(name, directory / name, ids, options, *more))
         print(f"cold, turn {repeat + 1}: done", flush=True)
@@ -219,8 +223,8 @@ def cold_table(directory: Path, ids: Path, readers: list[str], options: argparse
         f"batches of {size:.1f} GB, {options.cold_repeats} turns; of a file at most "
         f"{max(resident):.1%} was in memory before a measurement.",
         "",
-        "| reader | Mtok/s | zerolm is so many times as fast (quartiles) | first batch, ms | "
-        "bytes from the disk for each byte of windows |",
+        "| reader | Mtok/s | speed of zerolm / this reader (quartiles) | first batch, ms | "
+        "bytes read from disk / bytes of windows |",
         "|---|---|---|---|---|",
     ]
     for name, each in found.items():
@@ -240,8 +244,8 @@ def files_of(directory: Path) -> list[Path]:
     return [path for path in directory.resolve().rglob("*") if path.is_file()]
 
 
-def let_go(path: Path) -> float:
-    """Have the page cache forget a file, and return the share of it that stays."""
+def drop_from_page_cache(path: Path) -> float:
+    """Drop a file from the page cache; return the share of it that is still there."""
     if not path.stat().st_size:
         return 0.0
     with open(path, "rb") as file:
@@ -255,15 +259,15 @@ def let_go(path: Path) -> float:
 
 
 def hardware() -> str:
-    """Return what the figures were taken on."""
+    """Return a description of this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
-    ahead = sorted(
+    read_ahead = sorted(
         int(path.read_text()) for path in Path("/sys/block").glob("[!l]*/queue/read_ahead_kb")
     )
     return (
         f"{model or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at "
-        f"the start, read-ahead of the disks {ahead} KiB; Python {platform.python_version()}, "
+        f"the start, read-ahead of the disks {read_ahead} KiB; Python {platform.python_version()}, "
         f"numpy {np.__version__}"
     )
 

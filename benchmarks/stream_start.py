@@ -1,17 +1,18 @@
-"""Seconds to the first batch, and to go on late in an epoch, by the size of the data.
+"""Seconds to the first batch, at the start and late in an epoch, by the size of the data.
 
     python -m benchmarks.stream_start [--output FILE]
 
-Token shards of 1 M, 1 B and (simulated) 10 T ids are opened as a run opens them: the manifest is
-checked, every file's size is compared with it, the fingerprint is taken, and the first batch is
-read and compared with its blocks' sums, from sequence 0 and from nine tenths of an epoch on. 10 T
-ids are there twice: in shards of 16 GiB, and in shards of the size that `data_prep tokenize` makes
-by default. The second table says which part of the start takes how long.
+Token shards of 1 M, 1 B and (simulated) 10 T IDs are opened as by a run: check the manifest,
+compare the sizes of all files with it, compute the fingerprint, read the first batch and verify the
+checksums of its blocks, from sequence 0 and from nine tenths of an epoch. 10 T IDs are measured in
+shards of 16 GiB, and in shards of the default size of `data_prep tokenize`. The second table has
+the time of each part.
 
-The token files are holes of the right size: what is measured is what is computed and looked up
-before the first batch, with the directory's entries in memory, not how fast a disk is (cold reads
-are in benchmarks/stream_speed.py). Each repetition has another seed, and so other windows. Beside
-it: np.memmap with a stored permutation, the usual way to shuffle, as far as it fits the memory.
+The token files are sparse files of the right size. This measures the computations and lookups
+before the first batch, with the directory's entries in memory, and not the speed of a disk (cold
+reads are in benchmarks/stream_speed.py). Each repetition has another seed, and so other windows.
+The reference is np.memmap with a stored permutation, the usual way to shuffle, as far as it fits in
+memory.
 """
 
 import argparse
@@ -35,12 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.stream_speed import hardware  # noqa: E402 - this file may be run as a script
-from zerolm.block_sums import BLOCK_BYTES  # noqa: E402
-from zerolm.data import TokenStream  # noqa: E402
-from zerolm.manifest import read_manifest  # noqa: E402
-from zerolm.schedule import BatchSchedule  # noqa: E402
-from zerolm.shard_files import LocalFiles  # noqa: E402
-from zerolm.shards import DEFAULT_SHARD_TOKENS, open_source  # noqa: E402
+from zerolm.data.loader import TokenStream  # noqa: E402
+from zerolm.optim.schedule import BatchSchedule  # noqa: E402
+from zerolm.shards.checksums import BLOCK_BYTES  # noqa: E402
+from zerolm.shards.local import LocalFiles  # noqa: E402
+from zerolm.shards.manifest import read_manifest  # noqa: E402
+from zerolm.shards.reader import open_source  # noqa: E402
+from zerolm.shards.writer import DEFAULT_SHARD_TOKENS  # noqa: E402
 
 LARGE_SHARD_TOKENS = 1 << 33
 CASES = (
@@ -50,8 +52,8 @@ CASES = (
     (10**13, DEFAULT_SHARD_TOKENS),
 )
 SUFFIXES = {"index": "idx", "sums": "sums"}
-MOST_PERMUTED = 1 << 28  # windows whose permutation is made at all
-MOST_LINKS = 10_000  # to one file, which file systems limit
+MAX_PERMUTED = 1 << 28  # windows, for a stored permutation
+MAX_LINKS = 10_000  # hard links to one file, which file systems limit
 
 
 def main() -> None:
@@ -61,15 +63,15 @@ def main() -> None:
     parser.add_argument("--batch_rows", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--directory", type=Path, help="on the disk to measure")
-    parser.add_argument("--output", type=Path, help="also write the tables here")
+    parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--output", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    about = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
+    header = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
     found: dict[tuple[int, int], dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         directories = {
-            case: hollow_shards(Path(scratch) / f"{case[0]}-{case[1]}", *case) for case in CASES
+            case: sparse_shards(Path(scratch) / f"{case[0]}-{case[1]}", *case) for case in CASES
         }
         for repeat in range(options.repeats):
             for case, directory in directories.items():
@@ -77,7 +79,7 @@ def main() -> None:
                 for name, seconds in measured(directory, case[0], options, repeat).items():
                     each.setdefault(name, []).append(seconds)
             print(f"turn {repeat + 1}: done", flush=True)
-    report = "\n\n".join([*about, *tables(found, options)])
+    report = "\n\n".join([*header, *tables(found, options)])
     if options.output:
         options.output.write_text(report + "\n")
     print(f"\n{report}")
@@ -86,23 +88,25 @@ def main() -> None:
 def measured(
     directory: Path, num_tokens: int, options: argparse.Namespace, repeat: int
 ) -> dict[str, float]:
-    """Return the seconds of each thing that is measured."""
+    """Return {part: its seconds}."""
     windows = (num_tokens - 1) // options.seq_len
     late = windows * 9 // 10 // options.batch_rows * options.batch_rows
-    took = {}
+    seconds = {}
     for name, position in (("start", 0), ("resume", late)):
-        took[name] = timed(lambda at=position: first_batch(directory, at, options, 2 * repeat))[0]
-    took["manifest"], manifest = timed(lambda: read_manifest(directory))
+        seconds[name] = timed(lambda at=position: first_batch(directory, at, options, 2 * repeat))[
+            0
+        ]
+    seconds["manifest"], manifest = timed(lambda: read_manifest(directory))
     files = LocalFiles(directory, manifest)
-    took["sizes"], problems = timed(files.problems)
+    seconds["sizes"], problems = timed(files.problems)
     assert not problems
     source = open_source(directory)
-    took["fingerprint"] = timed(lambda: source.fingerprint)[0]
-    took["stream"], stream = timed(lambda: stream_of(source, 0, options, 2 * repeat + 1))
-    took["batch"] = timed(lambda: next(iter(stream)))[0]
-    if windows <= MOST_PERMUTED:
-        took["stored"] = timed(lambda: permuted_batch(directory, windows, options, repeat))[0]
-    return took
+    seconds["fingerprint"] = timed(lambda: source.fingerprint)[0]
+    seconds["stream"], stream = timed(lambda: stream_of(source, 0, options, 2 * repeat + 1))
+    seconds["batch"] = timed(lambda: next(iter(stream)))[0]
+    if windows <= MAX_PERMUTED:
+        seconds["stored"] = timed(lambda: permuted_batch(directory, windows, options, repeat))[0]
+    return seconds
 
 
 def tables(
@@ -123,16 +127,16 @@ def tables(
         "make the stream | read the batch |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (tokens, shard_tokens), took in found.items():
+    for (tokens, shard_tokens), seconds in found.items():
         what = (
             f"| {tokens:.0e} | {-(-tokens // shard_tokens):,} of {shard_tokens * 2 / 1e6:,.0f} MB"
         )
         start.append(
-            f"{what} | {milliseconds(took['start'])} | {milliseconds(took['resume'])} | "
-            f"{milliseconds(took['stored']) if 'stored' in took else 'does not fit'} |"
+            f"{what} | {milliseconds(seconds['start'])} | {milliseconds(seconds['resume'])} | "
+            f"{milliseconds(seconds['stored']) if 'stored' in seconds else 'does not fit'} |"
         )
         names = ("manifest", "sizes", "fingerprint", "stream", "batch")
-        parts.append(f"{what} | {' | '.join(milliseconds(took[name]) for name in names)} |")
+        parts.append(f"{what} | {' | '.join(milliseconds(seconds[name]) for name in names)} |")
     return ["\n".join(start), "\n".join(parts)]
 
 
@@ -141,8 +145,8 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})"
 
 
-def hollow_shards(directory: Path, num_tokens: int, shard_tokens: int) -> Path:
-    """Write a shard directory whose token files are holes of the right size."""
+def sparse_shards(directory: Path, num_tokens: int, shard_tokens: int) -> Path:
+    """Write a shard directory whose token files are sparse files of the right size."""
     directory.mkdir()
     shards: list[dict[str, Any]] = []
     beside: dict[int, dict[str, bytes]] = {}
@@ -156,10 +160,10 @@ def hollow_shards(directory: Path, num_tokens: int, shard_tokens: int) -> Path:
         shard |= {"size_bytes": 2 * tokens, "sha256": sha256(str(number).encode()).hexdigest()}
         if tokens not in beside:
             one_end = np.array([tokens], "<u8").tobytes()
-            beside[tokens] = {"index": one_end, "sums": sums_of_zeros(2 * tokens)}
+            beside[tokens] = {"index": one_end, "sums": checksums_of_zeros(2 * tokens)}
         for key, content in beside[tokens].items():
             path = directory / f"{name}.{SUFFIXES[key]}"
-            like = number // MOST_LINKS * MOST_LINKS
+            like = number // MAX_LINKS * MAX_LINKS
             if number > like and tokens == shards[like]["num_tokens"]:
                 os.link(directory / shards[like][key], path)
             else:
@@ -177,11 +181,11 @@ def hollow_shards(directory: Path, num_tokens: int, shard_tokens: int) -> Path:
     return directory
 
 
-def sums_of_zeros(size: int) -> bytes:
+def checksums_of_zeros(size: int) -> bytes:
     blocks, rest = divmod(size, BLOCK_BYTES)
     last = [xxhash.xxh3_64_intdigest(bytes(rest))] if rest else []
-    whole = xxhash.xxh3_64_intdigest(bytes(BLOCK_BYTES))
-    return np.concatenate([np.full(blocks, whole, "<u8"), np.array(last, "<u8")]).tobytes()
+    full = xxhash.xxh3_64_intdigest(bytes(BLOCK_BYTES))
+    return np.concatenate([np.full(blocks, full, "<u8"), np.array(last, "<u8")]).tobytes()
 
 
 def first_batch(directory: Path, position: int, options: argparse.Namespace, seed: int) -> None:
@@ -208,7 +212,7 @@ def stream_of(source: Any, position: int, options: argparse.Namespace, seed: int
 def permuted_batch(
     directory: Path, windows: int, options: argparse.Namespace, seed: int
 ) -> torch.Tensor:
-    """Read a batch of the first shard's windows in the order of a permutation of all."""
+    """Read a batch of the first shard's windows in the order of a permutation of all windows."""
     tokens = np.memmap(directory / "shard-00000.bin", np.uint16, mode="r")
     order = np.random.default_rng(seed).permutation(windows) % (len(tokens) // options.seq_len)
     rows = [

@@ -1,16 +1,16 @@
-"""How fast is `data_prep tokenize`? Against raw loops over its backends, and against its peers.
+"""Speed of `data_prep tokenize`, compared with raw loops over its backends and with peers.
 
     bash benchmarks/peers.sh .venv-peers
     python -m benchmarks.tokenize_speed --text_mb 200 --rounds 3 --peer_rounds 1 \
         --peers .venv-peers/bin/python --megatron ../Megatron-LM
 
-All tools run in turn, in rounds, each in new processes and with start-up included; the figures are
-medians; CPU seconds are of all processes of a tool together. Each gets the same documents, the same
-tokenizer and --workers processes, and the ids that it writes are compared, all of them, with those
-of the library `tokenizers`. The text is real: code and documentation that this machine has (that of
-Python, its packages, and /usr), a file a document, each content once, in the order of a hash;
-files that spell out the EOS token are left out, since most tools take it there for the end of the
-document. Peers that --peers or --megatron do not give are left out, and that is said.
+All tools run in turn, in rounds, each in new processes, with their start-up included. Figures are
+medians; CPU seconds are those of all processes of a tool. Each tool gets the same documents, the
+same tokenizer and --workers processes, and all token IDs that it writes are compared with those of
+the library `tokenizers`. The text is real: code and documentation on this machine (of Python, its
+packages, and /usr), one document per file, without duplicates, in the order of a hash. Files that
+contain the text of the EOS token are left out, since most tools would end the document there. Peers
+for which --peers or --megatron is missing are left out and reported.
 """
 
 import argparse
@@ -38,12 +38,12 @@ TRAINED_BYTES = 16_000_000
 SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".html", ".pm", ".pl", ".h", ".c", ".cpp", ".js"}
 OURS = ("zerolm", "zerolm-tokenizers")
 PEERS = ("datatrove", "datasets.map", "litdata", "megatron", "megatron-gigatoken", "megatron-fast")
-STOCK = ("datatrove", "datasets.map", "litdata", "megatron")  # by the library `tokenizers`
+STOCK = ("datatrove", "datasets.map", "litdata", "megatron")  # use the library `tokenizers`
 LIMIT_SECONDS = 1800
 
 
 def write_corpus(directory: Path, text_bytes: int, parts: int) -> tuple[int, int]:
-    """Write corpus-<n>.jsonl, contiguous parts of one order; return documents and bytes of text."""
+    """Write corpus-<n>.jsonl, consecutive parts of one order; return (documents, bytes of text)."""
     paths = sysconfig.get_paths()
     found = []
     for top in (paths["stdlib"], paths["purelib"], "/usr/share", "/usr/include", "/usr/lib"):
@@ -77,15 +77,15 @@ def write_corpus(directory: Path, text_bytes: int, parts: int) -> tuple[int, int
 
 
 def join_corpus(directory: Path, parts: int) -> None:
-    """Write corpus.jsonl: Megatron's tools take one file."""
-    with open(directory / "corpus.jsonl", "wb") as whole:
+    """Write corpus.jsonl: Megatron's tools read a single file."""
+    with open(directory / "corpus.jsonl", "wb") as joined:
         for part in range(parts):
             with open(directory / f"corpus-{part}.jsonl", "rb") as file:
-                shutil.copyfileobj(file, whole, 1 << 22)
+                shutil.copyfileobj(file, joined, 1 << 22)
 
 
 def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespace) -> list[str]:
-    """Return the command of a tool."""
+    """Return the argv of a tool."""
     if tool in OURS:
         encoder = "auto" if tool == "zerolm" else "tokenizers"
         files = [str(directory / f"corpus-{part}.jsonl") for part in range(options.workers)]
@@ -95,20 +95,20 @@ def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespac
             *("--workers", str(options.workers), "--encoder", encoder),
         ]
     python = sys.executable if tool in (*RAW, "datasets.map") else options.peers
-    words = [tool, str(directory), str(out), str(options.workers), str(options.megatron)]
-    return [python, "-m", "benchmarks.tokenize_tools", *words]
+    arguments = [tool, str(directory), str(out), str(options.workers), str(options.megatron)]
+    return [python, "-m", "benchmarks.tokenize_tools", *arguments]
 
 
 class Run(NamedTuple):
-    """What a run of a tool took."""
+    """Time and memory of a run of a tool."""
 
     seconds: float
-    cpu_seconds: float  # of all processes, in user and in kernel
-    peak_mb: float  # of resident memory of all processes, what they share counted in each
+    cpu_seconds: float  # of all processes, user and system
+    peak_mb: float  # sum of the resident memory of all processes
 
 
 def run_timed(command: list[str], environment: dict[str, str], is_watched: bool) -> Run:
-    """Run a tool; watching its memory takes time from it, so that is for runs of its own."""
+    """Run a tool. Watching its memory slows it down, so memory is measured in separate runs."""
     with tempfile.TemporaryFile() as shown:
         start = time.perf_counter()
         process = psutil.Popen(command, env=environment, stdout=shown, stderr=subprocess.STDOUT)
@@ -143,7 +143,7 @@ def run_timed(command: list[str], environment: dict[str, str], is_watched: bool)
 
 
 def digest_of(tool: str, out: Path) -> tuple[str, int]:
-    """Return the SHA-256 of all ids that a tool wrote, and how many they are."""
+    """Return (SHA-256 of all token IDs that a tool wrote, their number)."""
     digest, count = hashlib.sha256(), 0
     for ids in ids_of(tool, out):
         digest.update(np.ascontiguousarray(ids).tobytes())
@@ -152,13 +152,13 @@ def digest_of(tool: str, out: Path) -> tuple[str, int]:
 
 
 def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> dict[str, list]:
-    """Run the tools in rounds, peers fewer times since they take longer; return runs and ids."""
+    """Run the tools in rounds, slow peers fewer times; return {name: (run, digest of IDs)}."""
     environment = {
         **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent.parent),
         "XDG_CACHE_HOME": str(directory / "cache"),
     }  # fmt: skip
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each run compiles what it imports
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each run compiles its imports
     runs: dict[str, list] = {}
 
     def once(name: str, tool: str, is_watched: bool) -> None:
@@ -173,13 +173,13 @@ def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> d
                 flush=True,
             )
         except RuntimeError as error:
-            print(f"{tool} FAILED, and is left out: {error}", flush=True)
+            print(f"{tool} FAILED, left out: {error}", flush=True)
             tools.remove(tool)
             runs.pop(tool, None)
         finally:
             shutil.rmtree(out)
 
-    if "zerolm" in tools:  # the proof of equality is part of the first run, and kept
+    if "zerolm" in tools:  # the first run also verifies that backends agree, and keeps the result
         once("zerolm, first run", "zerolm", is_watched=True)
     for number in range(options.rounds):
         slow = {*PEERS, "raw-tokenizers", "zerolm-tokenizers"}
@@ -192,7 +192,7 @@ def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> d
 
 
 def show(runs: dict[str, list], text_bytes: int) -> None:
-    """Print the table, the ratios, and whose ids are not those of `tokenizers`."""
+    """Print the table, the ratios, and the tools whose IDs differ from those of `tokenizers`."""
     peaks = {name: max(run.peak_mb for run, _ in each) for name, each in runs.items()}
     for name in [name for name in runs if name.endswith(" watched")]:
         peaks[name.removesuffix(" watched")] = peaks[name]
@@ -200,7 +200,7 @@ def show(runs: dict[str, list], text_bytes: int) -> None:
     timed = {name: [run for run, _ in each if run is not None] for name, each in runs.items()}
     seconds = {name: statistics.median(run.seconds for run in each) for name, each in timed.items()}
     cpu = {name: statistics.median(run.cpu_seconds for run in each) for name, each in timed.items()}
-    right = runs["raw-tokenizers"][0][1]
+    expected = runs["raw-tokenizers"][0][1]
     fastest = min((tool for tool in RAW if tool in runs), key=seconds.__getitem__)
     print(
         f"| tool | seconds | MB/s | million tokens/s | CPU seconds | peak MB | of {fastest} "
@@ -208,33 +208,41 @@ def show(runs: dict[str, list], text_bytes: int) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in sorted(runs, key=seconds.__getitem__):
-        found = {ids for _, ids in runs[name]}
-        same = "identical" if found == {right} else f"DIFFER ({[ids[1] for ids in found]})"
+        digests = {ids for _, ids in runs[name]}
+        same = "identical" if digests == {expected} else f"DIFFER ({[ids[1] for ids in digests]})"
         print(
             f"| {name} | {seconds[name]:.2f} | {text_bytes / 1e6 / seconds[name]:.2f} "
-            f"| {right[1] / 1e6 / seconds[name]:.2f} | {cpu[name]:.2f} | {peaks[name]:.0f} "
+            f"| {expected[1] / 1e6 / seconds[name]:.2f} | {cpu[name]:.2f} | {peaks[name]:.0f} "
             f"| {seconds[fastest] / seconds[name]:.3f} | {cpu[fastest] / cpu[name]:.3f} | {same} |"
         )
     if "zerolm" not in runs:
         return
     ratio = seconds[fastest] / seconds["zerolm"]
-    print(f"\nof the fastest backend's raw rate ({fastest}): {ratio:.3f}; the goal is 0.8")
+    print(
+        f"\nratio to the raw rate of the fastest backend ({fastest}): {ratio:.3f}; the goal is 0.8"
+    )
     stock = [tool for tool in STOCK if tool in runs]
     if stock:
         best = min(stock, key=seconds.__getitem__)
         times = seconds[best] / seconds["zerolm"]
-        print(f"times the fastest peer's rate ({best} of {', '.join(stock)}): {times:.1f}; goal 10")
+        print(
+            f"ratio to the fastest peer ({best} of {', '.join(stock)}): {times:.1f}; the goal is 10"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text_mb", type=float, default=200)
-    parser.add_argument("--rounds", type=int, default=3, help="of zerolm and the raw loops")
-    parser.add_argument("--peer_rounds", type=int, default=1, help="of the peers, which are slow")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of zerolm and the raw loops")
+    parser.add_argument(
+        "--peer_rounds", type=int, default=1, help="rounds of the peers, which are slow"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--peers", help="the python that benchmarks/peers.sh made")
-    parser.add_argument("--megatron", help="a checkout of NVIDIA/Megatron-LM")
-    parser.add_argument("--only", nargs="+", help="only these tools, and raw-tokenizers")
+    parser.add_argument(
+        "--peers", help="Python of the environment that benchmarks/peers.sh creates"
+    )
+    parser.add_argument("--megatron", help="checkout of NVIDIA/Megatron-LM")
+    parser.add_argument("--only", nargs="+", help="run only these tools, and raw-tokenizers")
     options = parser.parse_args()
     tools = [*RAW, *OURS, *PEERS]
     if options.only:

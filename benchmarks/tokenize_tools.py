@@ -1,9 +1,9 @@
-"""What benchmarks/tokenize_speed.py runs: each tool as its documentation has it, on two halves.
+"""The tools that benchmarks/tokenize_speed.py compares, each used as its documentation says.
 
     python -m benchmarks.tokenize_tools TOOL DIRECTORY OUT WORKERS
 
-DIRECTORY has corpus-0.jsonl, corpus-1.jsonl, ... (one for each worker) and tokenizer/. Every tool
-writes the ids of every document and an EOS id behind each; `ids_of` reads them back in order.
+DIRECTORY has corpus-0.jsonl, corpus-1.jsonl, ... (one per worker) and tokenizer/. Every tool writes
+the token IDs of every document, each followed by an EOS ID; `ids_of` reads them in order.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ EOS = "<|endoftext|>"
 
 
 def raw(name: str, directory: Path, out: Path, workers: int) -> None:
-    """The least that anyone could do: a process a file, texts in batches, written once."""
+    """The minimal program: one process per file, texts in batches, written once."""
     context = multiprocessing.get_context("spawn")
     jobs = [
         context.Process(target=_raw, args=(name, directory, number, out / f"{number}.bin"))
@@ -50,7 +50,7 @@ def _raw(name: str, directory: Path, number: int, path: Path) -> None:
 
         backend = gigatoken.Tokenizer(file)
 
-        def encode(texts):  # one by one: its batches import awkward, which costs 0.5 s
+        def encode(texts):  # without batches, for which it imports awkward, in 0.5 s
             ids = [backend.encode(text) for text in texts]
             return np.concatenate(ids), np.cumsum([len(each) for each in ids])
     elif name == "raw-fastokens":
@@ -87,7 +87,7 @@ def _raw(name: str, directory: Path, number: int, path: Path) -> None:
 
 
 def _write(output, ids: np.ndarray, ends: np.ndarray) -> None:
-    output.write(np.insert(ids.astype(np.uint16), ends, 0).tobytes())  # the EOS id is 0
+    output.write(np.insert(ids.astype(np.uint16), ends, 0).tobytes())  # the EOS ID is 0
 
 
 def datatrove(directory: Path, out: Path, workers: int) -> None:
@@ -135,7 +135,7 @@ def datasets_map(directory: Path, out: Path, workers: int) -> None:
 
 
 class LitdataEncode:
-    """Yields the ids of each document of a file."""
+    """Yields the token IDs of each document of a file."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -163,31 +163,31 @@ def litdata(directory: Path, out: Path, workers: int) -> None:
         output_dir=str(out / "ids"),
         num_workers=workers,
         reorder_files=False,
-        keep_data_ordered=True,  # else workers take files from one queue, whoever comes first
+        keep_data_ordered=True,  # otherwise the order depends on which worker is free
         chunk_bytes="64MB",
         item_loader=TokensLoader(),
     )
 
 
 def megatron(tool: str, directory: Path, out: Path, workers: int, checkout: str) -> None:
-    """Megatron-LM's own tool; with gigatoken instead of `tokenizers`; and its new tool for that."""
+    """Run Megatron-LM's tool, with `tokenizers` or gigatoken, or its new tool for gigatoken."""
     script = "preprocess_data_fast.py" if tool == "megatron-fast" else "preprocess_data.py"
     sys.argv = [
         *(script, "--append-eod", "--input", str(directory / "corpus.jsonl")),
         *("--output-prefix", str(out / "ids"), "--tokenizer-type", "HuggingFaceTokenizer"),
         *("--tokenizer-model", str(directory / "tokenizer")),
     ]
-    if tool != "megatron-fast":  # which uses all cores in one process
+    if tool != "megatron-fast":  # the new tool uses all cores in one process
         sys.argv += ["--workers", str(workers), "--log-interval", "100000"]
     if tool != "megatron":
         sys.argv.append("--use-gigatoken")
-    _stand_in_for_gpus(Path(checkout))
+    _mock_gpu_kernels(Path(checkout))
     runpy.run_path(f"{checkout}/tools/{script}", run_name="__main__")
 
 
-def _stand_in_for_gpus(checkout: Path) -> None:
-    """Let Megatron's tools start here: they import its kernels for GPUs, which they do not use."""
-    if not hasattr(typing, "override"):  # of Python 3.12
+def _mock_gpu_kernels(checkout: Path) -> None:
+    """Mock Megatron's GPU kernels, which its tools import but do not use."""
+    if not hasattr(typing, "override"):  # new in Python 3.12
         typing.override = typing_extensions.override
     if importlib.util.find_spec("triton") is not None:
         return
@@ -198,7 +198,7 @@ def _stand_in_for_gpus(checkout: Path) -> None:
 
 
 def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
-    """Yield the ids that a tool wrote, in the order of the documents."""
+    """Yield the token IDs that a tool wrote, in the order of the documents."""
     if tool in RAW:
         for path in sorted(out.glob("*.bin")):
             yield np.fromfile(path, np.uint16)

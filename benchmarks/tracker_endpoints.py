@@ -1,11 +1,11 @@
-"""What a W&B server that refuses, hangs or answers 500 costs a step: against `--wandb off`.
+"""The cost per step of a W&B server that refuses, hangs or answers 500.
 
     python benchmarks/tracker_endpoints.py [--rounds 20] [--output benchmarks/results/...md]
 
-The same run five times at once, without W&B, with W&B offline, and with `--wandb online` against a
-server of this process that does not work. They take turns of a few seconds, forwards and backwards,
-the others being stopped with all their children (SIGSTOP), as in training_speed.py, whose flags
-this has. The time between two lines of a turn counts, and a ratio is taken within a round.
+The same run is started five times: without W&B, with W&B offline, and with `--wandb online` and
+three kinds of broken servers in this process. The runs take turns of a few seconds, forwards and
+backwards; the others are paused with all their children (SIGSTOP), as in training_speed.py, whose
+flags this has. The time between two lines of a turn counts, and ratios are taken within a round.
 """
 
 import argparse
@@ -36,26 +36,28 @@ from tests.endpoints import WandbServer
 
 OFF, OFFLINE = "--wandb off", "--wandb offline"
 BROKEN = {"refuses": None, "hangs": "hang", "answers 500": "500"}
-WARM_SECONDS = 20.0  # of training: past the imports and first attempts of each tracker
-LONGEST_CHANGE = 0.02
+WARM_SECONDS = 20.0  # of training, past the imports and first attempts of each tracker
+MAX_CHANGE = 0.02
 
 
 class Run(Contender):
-    """A run, all of whose processes stop and go on together: also W&B's, in its own session."""
+    """A run whose processes are paused and resumed together, W&B's in another session included."""
 
-    def __init__(self, name: str, words: Sequence[str], arguments: argparse.Namespace, **more: str):
+    def __init__(
+        self, name: str, script: Sequence[str], arguments: argparse.Namespace, **more: str
+    ):
         before = dict(os.environ)
         os.environ.update(more)
         try:
-            super().__init__(name, words, arguments)
+            super().__init__(name, script, arguments)
         finally:
             os.environ.clear()
             os.environ.update(before)
 
     def warm_up(self) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         while self.next_line()[0] < self.arguments.warmup_steps or (
-            time.perf_counter() - began < WARM_SECONDS
+            time.perf_counter() - start < WARM_SECONDS
         ):
             pass
         self.stop()
@@ -81,7 +83,7 @@ class Run(Contender):
 
 def main() -> None:
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its runs end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its runs end, too
     with tempfile.TemporaryDirectory() as scratch_name, contextlib.ExitStack() as stack:
         scratch = Path(scratch_name)
         write_shard(scratch / "shards", arguments.model_config)
@@ -89,9 +91,9 @@ def main() -> None:
         seconds: dict[str, list[float]] = {}
         try:
             for name in (OFF, OFFLINE, *BROKEN):
-                words = command_of(OURS, arguments, scratch)
-                words[words.index("--run_dir") + 1] = str(scratch / f"run-{len(runs)}")
-                words[words.index("--wandb") + 1] = {OFF: "off", OFFLINE: "offline"}.get(
+                script = command_of(OURS, arguments, scratch)
+                script[script.index("--run_dir") + 1] = str(scratch / f"run-{len(runs)}")
+                script[script.index("--wandb") + 1] = {OFF: "off", OFFLINE: "offline"}.get(
                     name, "online"
                 )
                 more = {}
@@ -99,7 +101,7 @@ def main() -> None:
                     more = stack.enter_context(WandbServer(BROKEN[name] or "ok")).environment()
                     if BROKEN[name] is None:
                         more["WANDB_BASE_URL"] = f"http://127.0.0.1:{free_port()}"
-                runs.append(Run(name, words, arguments, **more))
+                runs.append(Run(name, script, arguments, **more))
                 seconds[name] = []
                 runs[-1].warm_up()
                 print(f"{name}: warm", flush=True)
@@ -107,7 +109,7 @@ def main() -> None:
                 for run in runs[:: -1 if number % 2 else 1]:
                     seconds[run.name].append(run.take_turn()[0])
                 shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
-                print(f"round {number + 1}, seconds a step: {shown}", flush=True)
+                print(f"round {number + 1}, seconds per step: {shown}", flush=True)
             failed = [(scratch / f"run-{number}" / "events.jsonl").read_text().count(
                 "tracker_failed") for number in range(len(runs))]  # fmt: skip
         finally:
@@ -120,18 +122,18 @@ def main() -> None:
 
 
 def table(seconds: dict[str, list[float]], failed: Sequence[int]) -> str:
-    """Return the Markdown table: seconds a step, and how many times those without W&B they are."""
+    """Return the Markdown table: seconds per step, and their ratio to those without W&B."""
     lines = [
         "# A W&B server that does not work",
         "",
         f"`python {shlex.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}, {hardware()}. Goal: a step "
-        f"changes by less than {LONGEST_CHANGE:.0%}.",
+        f"changes by less than {MAX_CHANGE:.0%}.",
         "",
-        "| W&B | s a step, median | times as long as without | failures told |",
+        "| W&B | median s per step | time / time without W&B | logged failures |",
         "|---|---|---|---|",
     ]
     for (name, times), failures in zip(seconds.items(), failed, strict=True):
-        ratios = [own / without for own, without in zip(times, seconds[OFF], strict=True)]
+        ratios = [time_ / without for time_, without in zip(times, seconds[OFF], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         ratio = "1" if name == OFF else f"{middle:.4f} (quartiles {low:.4f} to {high:.4f})"
         lines.append(f"| {name} | {statistics.median(times):.4f} | {ratio} | {failures} |")

@@ -9,18 +9,18 @@
     python benchmarks/training_speed.py --litgpt .venv-peers/bin/python
 
 All three train the same model with the same DeepSpeed JSON, batch and token shard under the real
-`deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, the
-other two being stopped (SIGSTOP): a machine that slows down slows down all of them, and a ratio is
-taken within a round. Each prints a line every few steps, and the time between two lines of a turn
-counts: whatever a contender does in between is in it.
+`deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, while
+the other two are paused (SIGSTOP). A slower machine slows down all of them, and ratios are taken
+within a round. Each prints a line every few steps; the time between two lines of a turn counts, and
+includes everything that a contender does.
 
-litgpt (`--litgpt`, the Python that benchmarks/peers.sh made) is the fourth, if asked for: a model
-of the same shape and number of parameters, the same batch and shard, in one process with all the
-threads, since on CPUs its own pretraining takes no more (litgpt_pretrain.py). It always compiles:
-`--flags=--compile` is the comparison of like with like.
+litgpt (`--litgpt`, the Python of the environment that benchmarks/peers.sh creates) is an optional
+fourth: a model of the same shape and number of parameters, the same batch and shard, in one process
+with all threads, since on CPUs its pretraining supports no more (litgpt_pretrain.py). It always
+compiles, so compare it with `--flags=--compile`.
 
-pretrain.py is in its warm-up all the time, so the others have a learning rate as small: routers of
-a mixture of experts that learn send all tokens to a few experts, and then have less to compute.
+pretrain.py stays in its learning-rate warmup, so the others get a learning rate as small. Routers
+of a mixture of experts that learn send all tokens to a few experts, and then compute less.
 """
 
 import argparse
@@ -44,18 +44,18 @@ from litgpt_shape import litgpt_shape
 
 sys.path.insert(0, str(ROOT))
 
-from zerolm.shard_writer import ShardWriter
+from zerolm.shards.writer import ShardWriter
 
 OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer"
 LITGPT = "litgpt, one process"
 SHARD_TOKENS = 4_000_000
-STEPS = 1_000_000  # more than a benchmark takes: it ends by killing its contenders
-LEARNING_RATE = 1e-5  # of those without a warm-up
+STEPS = 1_000_000  # more than a benchmark can take: it kills its contenders before
+LEARNING_RATE = 1e-5  # of contenders without a warmup
 
 
 def main() -> None:
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end, too
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         if arguments.num_layers:
@@ -70,9 +70,9 @@ def main() -> None:
         measured: set[int] = set()
         try:
             for name in seconds:
-                words = command_of(name, arguments, scratch)
+                script = command_of(name, arguments, scratch)
                 kind = Litgpt if name == LITGPT else Contender
-                contenders.append(kind(name, words, arguments))
+                contenders.append(kind(name, script, arguments))
                 contenders[-1].warm_up()
                 print(f"{name}: warm", flush=True)
             for number in range(1, arguments.rounds + 1):
@@ -81,14 +81,14 @@ def main() -> None:
                     seconds[contender.name].append(step_seconds)
                     measured.update(steps if contender.name == OURS else ())
                 shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
-                print(f"round {number}, seconds a step: {shown}", flush=True)
-            inside = step_seconds_inside(scratch / "run", measured)
+                print(f"round {number}, seconds per step: {shown}", flush=True)
+            reported = reported_step_seconds(scratch / "run", measured)
         finally:
             for contender in contenders:
                 contender.kill()
-    report = table(seconds, inside, step_tokens(arguments))
+    report = table(seconds, reported, step_tokens(arguments))
     if arguments.litgpt:
-        report += f"\n\n{about_litgpt(arguments)}"
+        report += f"\n\n{litgpt_note(arguments)}"
     if arguments.output:
         arguments.output.write_text(report + "\n")
     print("\n" + report)
@@ -99,24 +99,24 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model_config", default="model_configs/tiny.json")
-    parser.add_argument("--num_layers", type=int, help="of the model (default: as in its config)")
     parser.add_argument(
-        "--flags", default="", help="more flags of pretrain.py, as --flags=--compile"
+        "--num_layers", type=int, help="number of layers (default: that of the config)"
     )
     parser.add_argument(
-        "--trainer_flags", default="", help="more of hf_trainer.py, as --trainer_flags=--compile"
+        "--flags", default="", help="additional flags of pretrain.py, such as --flags=--compile"
     )
+    parser.add_argument("--trainer_flags", default="", help="additional flags of hf_trainer.py")
     parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
     parser.add_argument("--num_processes", type=int, default=2)
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--micro_batch_size", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--warmup_steps", type=int, default=10, help="before the first round")
-    parser.add_argument("--log_interval", type=int, default=4, help="steps between two lines")
+    parser.add_argument("--log_interval", type=int, default=4, help="steps per line")
     parser.add_argument("--turn_lines", type=int, default=2, help="lines that count in a turn")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for a line")
-    parser.add_argument("--litgpt", help="the Python of an environment that has litgpt: it too")
+    parser.add_argument("--litgpt", help="Python of an environment with litgpt, to include it")
     parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     if arguments.litgpt:
@@ -128,22 +128,22 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def step_tokens(arguments: argparse.Namespace) -> int:
-    """Return the tokens of an optimizer step, which are the same for all."""
+    """Return the tokens per optimizer step, which are the same for all contenders."""
     sequences = arguments.micro_batch_size * arguments.accumulation * arguments.num_processes
     return arguments.seq_len * sequences
 
 
 def write_shard(directory: Path, model_config: str) -> None:
-    """Write a source of random ids: what the ids are does not matter to speed."""
+    """Write a shard directory of random token IDs, whose values do not matter to speed."""
     vocab_size = json.loads(Path(model_config).read_text())["vocab_size"]
     ids = np.random.default_rng(0).integers(0, vocab_size, SHARD_TOKENS, dtype=np.int64)
-    about = {"name": "random ids", "fingerprint": "random", "files": []}
-    with ShardWriter(directory, vocab_size=vocab_size, eos_id=0, tokenizer=about) as writer:
+    tokenizer = {"name": "random ids", "fingerprint": "random", "files": []}
+    with ShardWriter(directory, vocab_size=vocab_size, eos_id=0, tokenizer=tokenizer) as writer:
         writer.add(ids)
 
 
 def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[str]:
-    """Return the words after `deepspeed` that run one contender."""
+    """Return the arguments of `deepspeed` that run one contender."""
     seq_len, log_interval = str(arguments.seq_len), str(arguments.log_interval)
     common = ["--model_config", arguments.model_config, "--seq_len", seq_len]
     common += ["--log_interval", log_interval]
@@ -163,7 +163,9 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
         resolved.write_text(json.dumps(resolved_profile(arguments, run_dir)))
         return ["benchmarks/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved)]
     if name == LITGPT:
-        micro = arguments.micro_batch_size * arguments.num_processes  # at once, as the others
+        micro = (
+            arguments.micro_batch_size * arguments.num_processes
+        )  # all sequences that the others process at once
         return [
             "benchmarks/litgpt_pretrain.py", *common, "--micro_batch_size", str(micro),
             "--batch_size", str(step_tokens(arguments) // arguments.seq_len),
@@ -179,7 +181,7 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
 
 
 def num_parameters(model_config: str) -> int:
-    """Count what the Hugging Face model has."""
+    """Return the number of parameters of the Hugging Face model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -188,22 +190,22 @@ def num_parameters(model_config: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def about_litgpt(arguments: argparse.Namespace) -> str:
-    """Say which litgpt that was, and how it was run."""
+def litgpt_note(arguments: argparse.Namespace) -> str:
+    """Return a note about the version of litgpt, and how it was run."""
     ask = "from importlib.metadata import version; print(version('litgpt'), version('torch'))"
     versions = subprocess.run(
         [arguments.litgpt, "-c", ask], capture_output=True, text=True, check=True
     )
     litgpt, torch = versions.stdout.split()
     return (
-        f"litgpt {litgpt}, torch {torch}: its own `litgpt.pretrain.setup` in one process with the "
-        "threads of all (on CPUs Fabric refuses the FSDP that it takes for several), its "
-        "torch.compile, bf16-mixed, AdamW; as many parameters."
+        f"litgpt {litgpt}, torch {torch}: its own `litgpt.pretrain.setup` in one process with "
+        "all threads (on CPUs Fabric refuses FSDP, which it uses for several), its torch.compile, "
+        "bf16-mixed, AdamW; as many parameters."
     )
 
 
 def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
-    """Return the profile as pretrain.py resolved its "auto"s, with the batch of this benchmark."""
+    """Return the profile with "auto" values as pretrain.py resolved them, and this batch."""
     ds_config = json.loads((run_dir / "run.json").read_text())["ds_config"]
     ds_config.pop("train_batch_size", None)
     ds_config["train_micro_batch_size_per_gpu"] = arguments.micro_batch_size
@@ -212,29 +214,29 @@ def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, 
     return ds_config
 
 
-def step_seconds_inside(run_dir: Path, measured: set[int]) -> list[float]:
-    """Return `throughput/step_seconds` of the lines that counted: without logging."""
+def reported_step_seconds(run_dir: Path, measured: set[int]) -> list[float]:
+    """Return `throughput/step_seconds` of the lines that counted, which excludes logging."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     key = "throughput/step_seconds"
     return [row[key] for row in rows if key in row and row["step"] in measured]
 
 
-def table(seconds: dict[str, list[float]], inside: list[float], tokens: int) -> str:
-    """Return the Markdown table: steps per second, and how many times those pretrain.py makes.
+def table(seconds: dict[str, list[float]], reported: list[float], tokens: int) -> str:
+    """Return the Markdown table: steps per second, and ratios to pretrain.py.
 
     Args:
-        inside: seconds of a step by pretrain.py's own clock.
-        tokens: of a step.
+        reported: seconds of a step as pretrain.py reports them.
+        tokens: tokens per step.
     """
     lines = [
         f"`python {shlex.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}, {hardware()}",
         "",
         "| contender | steps/s, median | steps/s, all turns | tokens/s, median "
-        "| pretrain.py is times as fast |",
+        "| speed of pretrain.py / contender |",
         "|---|---|---|---|---|",
     ]
     for name, times in seconds.items():
-        ratios = [other / own for other, own in zip(times, seconds[OURS], strict=True)]
+        ratios = [other / ours for other, ours in zip(times, seconds[OURS], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         ratio = "1" if name == OURS else f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
         median, mean = 1 / statistics.median(times), 1 / statistics.fmean(times)
@@ -242,15 +244,15 @@ def table(seconds: dict[str, list[float]], inside: list[float], tokens: int) -> 
         lines.append(f"| {name} | {median:.3f} | {mean:.3f} | {rate} | {ratio} |")
     lines += [
         "",
-        f"{len(seconds[OURS])} rounds of {tokens:,} tokens a step; the last column is the median "
+        f"{len(seconds[OURS])} rounds of {tokens:,} tokens per step; the last column is the median "
         f"over the rounds. "
-        f"pretrain.py itself reports {statistics.median(inside):.4f} s a step (median).",
+        f"pretrain.py itself reports {statistics.median(reported):.4f} s per step (median).",
     ]
     return "\n".join(lines)
 
 
 def hardware() -> str:
-    """Say what this was measured on."""
+    """Return a description of this machine."""
     import torch
 
     if torch.cuda.is_available():

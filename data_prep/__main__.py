@@ -1,63 +1,95 @@
-"""Prepare data: `python -m data_prep train-tokenizer | tokenize | verify | inspect | stats`."""
+"""The commands that turn raw text into token shards: `python -m data_prep COMMAND`."""
 
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from data_prep import commands_look
-from data_prep.command_line import parse
-from data_prep.commands_clean import clean, progress
-from data_prep.commands_dedup import decontaminate, dedup
-from data_prep.commands_pack import pack_shards
-from data_prep.commands_run import run
-from data_prep.commands_tokenize import tokenize, verify
-from data_prep.commands_tokenizer import compare_tokenizers, train_tokenizer
-from zerolm.errors import EXIT_BUG, EXIT_DONE, ZerolmError
+from zerolm.common.command_line import EXIT_INTERRUPTED, Group, commands_in, run_program
+from zerolm.common.errors import ConfigError, ZerolmError
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
-COMMANDS = {
-    "train-tokenizer": train_tokenizer,
-    "compare-tokenizers": compare_tokenizers,
-    "tokenize": tokenize,
-    "verify": verify,
-    "inspect": commands_look.inspect,
-    "stats": commands_look.stats,
-    "pack": pack_shards,
-    "dedup": dedup,
-    "decontaminate": decontaminate,
-    "run": run,
-    "progress": progress,
-    "clean": clean,
-}
+class Interrupted(ZerolmError):
+    """Ctrl-C."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+@contextmanager
+def _around(argv: Sequence[str]) -> Iterator[None]:
+    """Prepare this process for a command, and turn a full disk and Ctrl-C into messages."""
+    if odd := [word for word in argv if not _is_utf8(word)]:
+        raise ConfigError(
+            f"{word!a}: is not UTF-8, so no manifest could name it. Rename the file, or give the "
+            f"directory above it."
+            for word in odd
+        )
+    signal.signal(signal.SIGTERM, _terminate)
+    # Nothing here multiplies matrices, and a process with one thread starts its workers sooner.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, an output that cannot be written
+        if error.filename is None and error.errno is None:
+            raise
+        raise ZerolmError(
+            f"{error}. Nothing was published; the same command continues where this one stopped."
+        ) from error
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; nothing was published.") from None
 
 
 def _terminate(*_: object) -> None:
     sys.exit(EXIT_TERMINATED)  # an exception, so that workers are stopped and files removed
 
 
-def main(argv: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, _terminate)
-    # Nothing here multiplies matrices, and a process of one thread starts its workers sooner.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+def _is_utf8(word: str) -> bool:
     try:
-        options = parse(argv)
-        COMMANDS[options.command](options)
-    except ZerolmError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # a full disk, an output that cannot be written
-        if error.filename is None and error.errno is None:
-            raise
-        print(f"{error}. Nothing was published; the same command again goes on.", file=sys.stderr)
-        return EXIT_BUG
-    except KeyboardInterrupt:
-        print("Interrupted; nothing was published.", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return EXIT_DONE
+        word.encode()
+    except UnicodeEncodeError:  # Python decodes other bytes to lone surrogates
+        return False
+    return True
+
+
+COMMANDS = Group(
+    description="Turn raw text into token shards, which pretrain.py reads with --data.",
+    topic="prepare data",
+    around=_around,
+    commands=commands_in(
+        "data_prep.cli",
+        {
+            "documents": {
+                "clean": "filter documents",
+                "dedup": "drop exact copies and near-duplicates of documents",
+                "decontaminate": "drop documents that contain parts of evaluation sets",
+            },
+            "tokenizers": {
+                "train-tokenizer": "train a byte-level BPE tokenizer, and report on it",
+                "compare-tokenizers": "compare tokenizers: bytes per token, speed and more",
+            },
+            "token shards": {
+                "tokenize": "encode documents into token shards",
+                "pack": "index which documents share a row, for --packing best_fit",
+                "verify": "compare every file of token shards with its checksum",
+                "inspect": "print the text of sequences, as a model is trained on them",
+                "stats": "measure document lengths, token ids and duplicates of token shards",
+            },
+            "pipelines": {
+                "run": "run a recipe: clean, dedup, decontaminate, tokenize, pack",
+                "progress": "print how far the tasks of a pipeline are",
+            },
+        },
+    ),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    return run_program(COMMANDS, argv, "python -m data_prep")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
 # The whole path on one machine, in minutes: text, tokenizer, token shards, a ZeRO-2 run on two
-# processes that is stopped and resumed and shows what it writes, a page about it, and a Hugging Face
-# model directory.
+# processes that is stopped and resumed and samples text, its HTML report, and a Hugging Face model
+# directory.
 #
 #   bash launch/demo.sh
 #
-# The text is Python's own library and manual, so nothing is downloaded once .venv stands. It runs
-# on the CPU, where every machine does the same. All output goes to demo/, which is made anew.
+# The text is Python's own library and manual, so nothing is downloaded after .venv is set up. The
+# demo runs on the CPU, where results are the same on every machine. Output goes to demo/, which is
+# cleared first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash launch/setup.sh
-SECONDS=0 # bash counts on from here
+SECONDS=0 # bash increments it every second
 export PATH="$PWD/.venv/bin:$PATH"
 
-# One thread a process: enough for so small a model, and the same on every machine.
+# One thread per process: enough for such a small model, and reproducible on every machine.
 export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-export TORCH_EXTENSIONS_DIR=$PWD/.cache/torch_extensions # where setup.sh built for the CPU
-readonly stopped_on_request=75 # pretrain.py's exit code: saved, start me again
+export TORCH_EXTENSIONS_DIR=$PWD/.cache/torch_extensions # where setup.sh builds the CPU's operators
+readonly stopped_on_request=75 # exit code of pretrain.py: saved, start it again to resume
 readonly run_dir=demo/runs/demo
 readonly num_processes=2
 
@@ -25,8 +26,8 @@ title() {
     printf '\n== %s (%d s)\n' "$1" "$SECONDS"
 }
 
-# One console line in twenty is enough here; metrics.jsonl has every step.
-shorten() {
+# Print every twentieth step only; metrics.jsonl has all of them.
+every_twentieth_step() {
     awk -F '[=/ ]' '/^step=/ && / loss=/ && $2 != 1 && $2 % 20 { next } { print; fflush() }'
 }
 
@@ -43,7 +44,7 @@ pretrain() {
         --micro_batch_size 4 --total_tokens 800k \
         --learning_rate 3e-3 --warmup_tokens 25k --log_interval 1 --eval_interval 120 \
         --prompts demo/prompts.txt --sample_length 24 --temperature 0.7 \
-        --wandb offline --run_dir $run_dir "$@" 2>&1 | shorten
+        --wandb offline --run_dir $run_dir "$@" 2>&1 | every_twentieth_step
 }
 
 mkdir -p demo
@@ -51,7 +52,7 @@ rm -rf demo/text demo/tokenizer demo/shards demo/runs demo/model demo/loss.png
 printf '%s\n' 'import' 'def __init__(self' >demo/prompts.txt
 
 title "Text: Python's library and manual"
-python -m launch.demo_corpus demo/text
+python -m launch.demo.corpus demo/text
 
 title "Tokenizer"
 python -m data_prep train-tokenizer --input demo/text --vocab_size 4096 --output demo/tokenizer
@@ -67,11 +68,11 @@ title "Train on $num_processes processes with ZeRO-2, and stop after half a minu
 code=0
 pretrain --stop_after 30s || code=$?
 if [[ $code == "$stopped_on_request" ]]; then
-    echo "exit code $code: saved, start me again"
-    title "Resume: the same command again"
+    echo "exit code $code: saved; the same command resumes the run"
+    title "Resume with the same command"
     pretrain
 elif [[ $code == 0 ]]; then
-    echo "This machine was done before it could be stopped."
+    echo "The run was done before it could be stopped."
 else
     exit "$code"
 fi
@@ -81,7 +82,7 @@ python -m zerolm export $run_dir demo/model
 
 title "Loss curve"
 python -m zerolm plot $run_dir --output demo/loss.png
-python -m launch.demo_summary $run_dir
-echo "picture       demo/loss.png"
-echo "page          $run_dir/report.html"
-echo "took          $SECONDS s"
+python -m launch.demo.summary $run_dir
+echo "plot          demo/loss.png"
+echo "report        $run_dir/report.html"
+echo "time          $SECONDS s"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Create or reuse .venv in the repository root, with the versions of constraints.txt.
 #
-#   bash launch/setup.sh                     # finds Python 3.10 or newer by itself
-#   PYTHON=python3.12 bash launch/setup.sh   # uses this one
+#   bash launch/setup.sh                     # finds Python 3.10 or newer
+#   PYTHON=python3.12 bash launch/setup.sh   # uses this interpreter
 #
-# To keep a torch that the machine already has (a GPU image, say), make the environment yourself:
+# To keep a torch that the machine already has (in a GPU image, for example), create .venv first:
 #   python3 -m venv --system-site-packages .venv && bash launch/setup.sh
-# Which build of torch pip finds otherwise (CUDA or CPU) is up to pip's own settings.
+# Otherwise pip's own settings decide which build of torch is installed (CUDA or CPU).
 #
-# launch/demo.sh and tests/run.sh call this; when nothing has changed it does nothing.
+# launch/demo.sh and tests/run.sh call this script; it does nothing if nothing has changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,7 +20,7 @@ fail() {
     exit 1
 }
 
-# What the environment was made from. It also holds the path, since scripts in .venv/bin name it.
+# Hash of everything that .venv depends on, its path included: scripts in .venv/bin contain it.
 wanted_stamp() {
     local config=none
     [[ -f $venv/pyvenv.cfg ]] && config=$(grep -E '^(version|include-system)' $venv/pyvenv.cfg)
@@ -35,34 +35,34 @@ is_done() {
 }
 
 find_python() {
-    local candidate found=()
+    local candidate rejected=()
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.13 python3.11 python3.10; do
         if ! "$candidate" -c '' 2>/dev/null; then
             [[ $candidate != "${PYTHON:-}" ]] || fail "PYTHON=$PYTHON does not run."
             continue
         elif ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-            found+=("$candidate is older than 3.10")
+            rejected+=("$candidate is older than 3.10")
         elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
-            found+=("$candidate has no venv module: apt-get install python3-venv")
+            rejected+=("$candidate has no venv module: apt-get install python3-venv")
         else
             echo "$candidate"
             return
         fi
         [[ $candidate != "${PYTHON:-}" ]] || break
     done
-    fail "needs Python 3.10 or newer with the venv module." "${found[@]:-no python3 was found}"
+    fail "needs Python 3.10 or newer with the venv module." "${rejected[@]:-no python3 was found}"
 }
 
 stage() {
     printf 'setup: %s ...' "$1"
-    local began=$SECONDS
+    local start=$SECONDS
     shift
     if ! "$@" >.cache/setup.log 2>&1; then
         printf ' failed\n\n'
         tail -n 30 .cache/setup.log >&2
-        fail "the command was: $*" "its whole output is in .cache/setup.log"
+        fail "the command was: $*" "its complete output is in .cache/setup.log"
     fi
-    printf ' %d s\n' $((SECONDS - began))
+    printf ' %d s\n' $((SECONDS - start))
 }
 
 pip_install() {
@@ -75,7 +75,7 @@ make_environment() {
     stage "create $venv with $("$python" --version)" "$python" -m venv --clear $venv
 }
 
-# Print the version of a torch that lies outside of .venv but is visible from inside, if any.
+# Print the version of a torch outside of .venv that is importable from inside, if there is one.
 system_torch() {
     $venv/bin/python - <<'PYTHON'
 import importlib.metadata
@@ -90,7 +90,7 @@ if not str(torch.locate_file("")).startswith(sys.prefix):
 PYTHON
 }
 
-# False for one that was copied or moved here, or whose Python is gone: pip cannot repair those.
+# False if .venv was copied or moved here, or its Python is gone, which pip cannot repair.
 venv_works() {
     [[ -x $venv/bin/python ]] &&
         $venv/bin/python -c 'import sys; sys.exit(sys.prefix != sys.argv[1])' "$PWD/$venv" \
@@ -109,18 +109,18 @@ fi
 is_done && exit 0
 
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
-    fail "needs a C++ compiler, with which DeepSpeed builds its operators: apt-get install g++"
+    fail "needs a C++ compiler, to build DeepSpeed's operators: apt-get install g++"
 venv_works || make_environment
 $venv/bin/python -c 'import pip' 2>/dev/null ||
     stage "install pip" $venv/bin/python -m ensurepip
 
 constraints=constraints.txt
 torch=$(grep '^torch==' constraints.txt)
-kept=$(system_torch)
-if [[ -n $kept ]]; then
-    echo "setup: keeping the machine's torch $kept"
+existing=$(system_torch)
+if [[ -n $existing ]]; then
+    echo "setup: keeping the machine's torch $existing"
     constraints=.cache/constraints.txt
-    torch=torch==$kept
+    torch=torch==$existing
     { grep -v '^torch==' constraints.txt && echo "$torch"; } >$constraints
 fi
 
@@ -132,18 +132,18 @@ stage "install $(grep '^deepspeed==' constraints.txt)" \
     pip_install --no-build-isolation deepspeed -c $constraints
 stage "install zerolm and the rest" pip_install --no-build-isolation -e '.[dev]' -c $constraints
 
-# On a CPU the ranks of one machine talk through an operator that DeepSpeed compiles: here, and not
-# while the first run waits for it. A build that was killed leaves a lock that later ones wait for.
+# Ranks on the CPUs of one machine communicate through a DeepSpeed operator. Compile it now, so that
+# the first run need not wait. A killed build leaves a lock, which would make later builds wait.
 include=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 if [[ -f $include/Python.h ]]; then
     export TORCH_EXTENSIONS_DIR=$PWD/.cache/torch_extensions DS_ACCELERATOR=cpu
     mkdir -p "$TORCH_EXTENSIONS_DIR"
     find "$TORCH_EXTENSIONS_DIR" -name lock -delete
-    PATH="$PWD/$venv/bin:$PATH" stage "build DeepSpeed's operator for CPUs" \
+    PATH="$PWD/$venv/bin:$PATH" stage "build DeepSpeed's operator for communication on CPUs" \
         $venv/bin/python -c 'from deepspeed.accelerator import get_accelerator as get
 get().create_op_builder("ShareMemCommBuilder").load()'
 else
-    echo "setup: note: no $include/Python.h: profiles that offload to the CPU need it," \
+    echo "setup: note: no $include/Python.h: profiles that offload to the CPU need it" \
         "to compile their optimizer (apt-get install python3-dev)"
 fi
 

@@ -1,10 +1,9 @@
-"""A headless Chromium for tests, driven through its debugging pipe; skips where there is none.
+"""A headless Chromium for tests, controlled through its debugging pipe.
 
-The pipe needs no port and no library: JSON messages that end in a zero byte, on the descriptors 3
+The pipe needs no port and no library: JSON messages that end in a zero byte, on file descriptors 3
 and 4 of the browser. https://chromedevtools.github.io/devtools-protocol/
 """
 
-import base64
 import json
 import os
 import select
@@ -21,11 +20,11 @@ ANSWER_SECONDS = 60.0
 
 
 class Browser:
-    """A page in a browser.
+    """A page in a browser. Skips the test if no Chromium is installed.
 
     Attributes:
-        requests: URLs that the page asked for.
-        complaints: what its console said, exceptions, and refusals of its security policy.
+        requests: URLs that the page requested.
+        messages: console messages, exceptions, and violations of its security policy.
     """
 
     def __init__(self, profile: Path):
@@ -33,22 +32,22 @@ class Browser:
         if binary is None:
             pytest.skip("no Chromium here")
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.messages: list[str] = []
         self._number, self._buffer = 0, b""
         to_browser, self._to = os.pipe()
         self._from, from_browser = os.pipe()
 
-        def place() -> None:
+        def set_descriptors() -> None:
             first, second = os.dup(to_browser), os.dup(from_browser)
             os.dup2(first, 3)
             os.dup2(second, 4)
 
-        words = [binary, "--headless=new", "--remote-debugging-pipe", "--no-sandbox"]
-        words += ["--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio"]
-        words += ["--disable-background-networking", "--disable-component-update"]
-        words += ["--disable-extensions", f"--user-data-dir={profile}", "about:blank"]
+        argv = [binary, "--headless=new", "--remote-debugging-pipe", "--no-sandbox"]
+        argv += ["--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio"]
+        argv += ["--disable-background-networking", "--disable-component-update"]
+        argv += ["--disable-extensions", f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            words, preexec_fn=place, close_fds=False,
+            argv, preexec_fn=set_descriptors, close_fds=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(to_browser)
@@ -69,7 +68,7 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._number:
-            self._note(answer)
+            self._record(answer)
         assert "error" not in answer, answer
         return answer["result"]
 
@@ -84,20 +83,19 @@ class Browser:
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
 
-    def _note(self, message: dict[str, Any]) -> None:
-        method, what = message.get("method"), message.get("params", {})
+    def _record(self, message: dict[str, Any]) -> None:
+        method, parameters = message.get("method"), message.get("params", {})
         if method == "Network.requestWillBeSent":
-            self.requests.append(what["request"]["url"])
+            self.requests.append(parameters["request"]["url"])
         elif method == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(what["exceptionDetails"]))
+            self.messages.append(json.dumps(parameters["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled":
-            self.complaints.append(json.dumps(what["args"]))
+            self.messages.append(json.dumps(parameters["args"]))
         elif method == "Log.entryAdded":
-            self.complaints.append(what["entry"]["text"])
+            self.messages.append(parameters["entry"]["text"])
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """Open a file as on a screen of this size, and wait until it is drawn."""
-        self.size = width, height
+        """Open a file on a screen of this size, and wait until it is drawn."""
         self._screen(width, height)
         self.call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -107,11 +105,11 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
-        found = self.call(
+        answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait(self, expression: str) -> None:
         """Wait until an expression is true."""
@@ -119,17 +117,6 @@ class Browser:
         while not self.evaluate(f"Boolean({expression})"):
             assert time.monotonic() < deadline, expression
             time.sleep(0.05)
-
-    def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Write a PNG of the screen, or of the whole page."""
-        if whole:
-            height = self.evaluate("document.documentElement.scrollHeight")
-            self._screen(self.size[0], height)
-            time.sleep(0.3)  # it is drawn anew
-        found = self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(found["data"]))
-        if whole:
-            self._screen(*self.size)
 
     def _screen(self, width: int, height: int) -> None:
         phone = width < 600

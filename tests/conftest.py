@@ -1,4 +1,4 @@
-"""What every test shares: no accelerator, no network, and no lock left by a killed run."""
+"""The environment of all tests: no network, no account, and no stale locks of operator builds."""
 
 import os
 import shutil
@@ -14,17 +14,17 @@ for name, value in {
     os.environ.setdefault(name, value)
 extensions = Path(__file__).parent.parent / ".cache" / "torch_extensions"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
-# A rank that was killed while it built an op leaves its lock, and the next run waits forever. A
-# build takes two minutes; a younger lock may be that of a run beside this one.
+# A rank that is killed while it builds an operator leaves a lock, for which the next run would wait
+# forever. A build takes two minutes; a younger lock may belong to a concurrent run.
 STALE_SECONDS = 600
 for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("lock"):
     if time.time() - lock.stat().st_mtime > STALE_SECONDS:
         lock.unlink()
-# Tests kill ranks that hold a lock there, so each of pytest's processes has a copy of its own.
+# Tests kill ranks that hold such a lock, so each pytest process uses its own copy.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     shared = os.environ["TORCH_EXTENSIONS_DIR"]
-    own = f"{shared}-{worker}"
-    shutil.rmtree(own, ignore_errors=True)
+    private = f"{shared}-{worker}"
+    shutil.rmtree(private, ignore_errors=True)
     if Path(shared).is_dir():
-        shutil.copytree(shared, own, ignore=shutil.ignore_patterns("lock"))
-    os.environ["TORCH_EXTENSIONS_DIR"] = own
+        shutil.copytree(shared, private, ignore=shutil.ignore_patterns("lock"))
+    os.environ["TORCH_EXTENSIONS_DIR"] = private

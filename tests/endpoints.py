@@ -1,4 +1,4 @@
-"""Servers for the tests: a local S3 (moto), W&B, and a proxy that fails or hangs on request."""
+"""Local servers for the tests: S3 (moto), a minimal W&B, and a proxy that fails or hangs."""
 
 import http.client
 import importlib.util
@@ -23,7 +23,7 @@ BUCKET = "bucket"
 
 @contextmanager
 def s3_server() -> Iterator[int]:
-    """Run moto's S3 in a process of its own, with one empty bucket; yield its port."""
+    """Run moto's S3 server in a process, with one empty bucket; yield its port."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
@@ -34,7 +34,7 @@ def s3_server() -> Iterator[int]:
     )
     try:
         deadline = time.monotonic() + 60
-        while not _made_bucket(port):
+        while not _create_bucket(port):
             assert process.poll() is None and time.monotonic() < deadline, "moto does not answer"
             time.sleep(0.1)
         yield port
@@ -43,7 +43,7 @@ def s3_server() -> Iterator[int]:
         process.wait()
 
 
-def _made_bucket(port: int) -> bool:
+def _create_bucket(port: int) -> bool:
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         connection.request("PUT", f"/{BUCKET}", headers={"Host": f"127.0.0.1:{port}"})
@@ -53,7 +53,7 @@ def _made_bucket(port: int) -> bool:
 
 
 def s3_environment(port: int) -> dict[str, str]:
-    """Return what lets s3fs find a local server; no test may use credentials of a person."""
+    """Return the variables that point s3fs to a local server, and away from real credentials."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test-access-key",
@@ -66,18 +66,18 @@ def s3_environment(port: int) -> dict[str, str]:
 
 
 class FaultyProxy:
-    """Passes HTTP requests on to a port of this host, and does what it is told with some of them.
+    """Forwards HTTP requests to a port of this host, and makes some of them fail.
 
     Attributes:
-        status: answered to everything instead of passing it on, while it is not None.
-        fail_every: every n-th request is answered with 503, 0 for none.
-        truncate_every: every n-th body of an object is shorter than it was asked to be. Likewise
-        cut_every: the connection ends in the middle of a body, and
-        corrupt_every: a byte of it is another one.
-        delay_seconds: before a request is passed on.
-        hangs: connections are accepted and never answered.
-        bytes_per_second: at which bodies of requests are taken; None: at once.
-        requests: (method, path) of all that came.
+        status: while not None, answer every request with this status instead of forwarding it.
+        fail_every: answer every n-th request with 503; 0: none.
+        truncate_every: answer every n-th request for an object with half of the requested body.
+        cut_every: close the connection of every n-th such request in the middle of the body.
+        corrupt_every: change one byte in the answer to every n-th such request.
+        delay_seconds: delay before each answer.
+        hangs: accept connections and never answer.
+        bytes_per_second: rate at which request bodies are read; None: unlimited.
+        requests: (method, path) of all requests so far.
     """
 
     def __init__(self, target_port: int | None = None):
@@ -95,12 +95,12 @@ class FaultyProxy:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def pass_on(self) -> None:
+            def forward(self) -> None:
                 proxy.handle(self)
 
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = pass_on
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
 
-            def log_message(self, *words: object) -> None:
+            def log_message(self, *arguments: object) -> None:
                 pass
 
         self.server = _QuietServer(("127.0.0.1", 0), Handler)
@@ -110,7 +110,7 @@ class FaultyProxy:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
 
-    def __exit__(self, *what: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.released.set()
         self.server.shutdown()
         self.server.server_close()
@@ -138,7 +138,7 @@ class FaultyProxy:
         connection.request(request.command, request.path, body=body, headers=headers)
         answer = connection.getresponse()
         time.sleep(self.delay_seconds)
-        content, promised = self._spoiled(request, answer.status, answer.read())
+        content, content_length = self._damaged(request, answer.status, answer.read())
         request.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "content-length", "connection"):
@@ -146,26 +146,26 @@ class FaultyProxy:
         if request.command == "HEAD":
             request.send_header("Content-Length", answer.getheader("Content-Length") or "0")
         else:
-            request.send_header("Content-Length", str(promised))
+            request.send_header("Content-Length", str(content_length))
         request.end_headers()
-        request.close_connection |= promised != len(content)
+        request.close_connection |= content_length != len(content)
         if request.command != "HEAD":
             request.wfile.write(content)
 
-    def _spoiled(
+    def _damaged(
         self, request: BaseHTTPRequestHandler, status: int, content: bytes
     ) -> tuple[bytes, int]:
-        """Return what is sent of an object's body, and how much of it is promised."""
-        number, whole = len(self.requests), len(content)
+        """Return (the part of an object's body to send, its Content-Length)."""
+        number, length = len(self.requests), len(content)
         if request.command != "GET" or status not in (200, 206) or b"<?xml" in content[:9]:
-            return content, whole
+            return content, length
         if self.truncate_every and number % self.truncate_every == 0:
-            return content[: whole // 2], whole // 2
+            return content[: length // 2], length // 2
         if self.cut_every and number % self.cut_every == 0:
-            return content[: whole // 2], whole
+            return content[: length // 2], length
         if self.corrupt_every and number % self.corrupt_every == 0:
-            return bytes([content[0] ^ 1]) + content[1:], whole
-        return content, whole
+            return bytes([content[0] ^ 1]) + content[1:], length
+        return content, length
 
     def _body(self, request: BaseHTTPRequestHandler) -> bytes:
         if request.headers.get("Transfer-Encoding", "").lower() == "chunked":
@@ -185,11 +185,11 @@ class FaultyProxy:
 
 
 class WandbServer:
-    """Enough of W&B's server for a run to begin; then it does what `mode` says.
+    """The part of W&B's server that a run needs, with failures as `mode` says.
 
     Attributes:
-        mode: "ok", "500" for every answer, or "hang": requests are read and never answered.
-        history: rows that were sent, as W&B keeps them: a line is put where the client says.
+        mode: "ok", "500" (the status of every answer), or "hang" (read requests, never answer).
+        history: rows that were sent, each stored at the offset that the client gave, as W&B does.
     """
 
     def __init__(self, mode: str = "ok"):
@@ -216,7 +216,7 @@ class WandbServer:
 
             do_GET = do_PUT = do_POST = answer
 
-            def log_message(self, *words: object) -> None:
+            def log_message(self, *arguments: object) -> None:
                 pass
 
         self.server = _QuietServer(("127.0.0.1", 0), Handler)
@@ -226,7 +226,7 @@ class WandbServer:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
 
-    def __exit__(self, *what: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.released.set()
         self.server.shutdown()
         self.server.server_close()
@@ -243,20 +243,20 @@ class WandbServer:
                 self.history += map(json.loads, sent["content"])
         if path != "/graphql":
             return {}
-        asked = json.loads(body)
-        if "RunResumeStatus" in asked["query"]:
+        request = json.loads(body)
+        if "RunResumeStatus" in request["query"]:
             return {"data": {"model": self._resumed() if self.history else None}}
-        if "upsertBucket" in asked["query"]:
+        if "upsertBucket" in request["query"]:
             project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}}
-            name = asked["variables"].get("name") or "first"
+            name = request["variables"].get("name") or "first"
             bucket = {"id": "b", "name": name, "displayName": name, "config": "{}"}
             bucket |= {"project": project, "historyLineCount": 0}
             return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
-        if "CreateRunFiles" in asked["query"]:
+        if "CreateRunFiles" in request["query"]:
             url = f"http://127.0.0.1:{self.port}/files"
-            files = [{"name": name, "uploadUrl": url} for name in asked["variables"]["files"]]
+            files = [{"name": name, "uploadUrl": url} for name in request["variables"]["files"]]
             return {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
-        if "createArtifact" in asked["query"]:
+        if "createArtifact" in request["query"]:
             return {"data": None, "errors": [{"message": "no artifacts here"}]}
         return {"data": {"serverInfo": {"features": []}}}
 
@@ -273,12 +273,12 @@ class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # a client that was killed, or gave up
+        pass  # a client was killed, or gave up
 
 
 @contextmanager
-def deaf_port() -> Iterator[int]:
-    """Yield a port whose connections are accepted by the kernel and never read."""
+def unresponsive_port() -> Iterator[int]:
+    """Yield a port on which the kernel accepts connections that nothing reads."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

@@ -1,4 +1,4 @@
-"""Real processes for the tests: tiny models, tiny shards, and `pretrain.py` under `deepspeed`."""
+"""For tests with real processes: a tiny model, small shards, and ways to start `pretrain.py`."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.shards import ShardWriter
+from tests import ROOT
+from zerolm.shards.writer import ShardWriter
 
-ROOT = Path(__file__).parent.parent
 VOCABULARY, EOS = 512, 0
 LAUNCH_SECONDS = 240
 
@@ -39,7 +39,7 @@ def write_json(path: Path, value: Any) -> Path:
 def write_shards(
     directory: Path, num_documents: int = 400, seed: int = 0, shard_tokens: int = 8192
 ) -> Path:
-    """Write a shard directory of documents that a model can learn: noisy counting."""
+    """Write a shard directory of documents that a small model can learn: noisy counting."""
     generator = np.random.default_rng(seed)
     tokenizer = {"name": "test", "fingerprint": "test", "files": []}
     with ShardWriter(
@@ -66,31 +66,34 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    quiet = {
+    defaults = {
         "OMP_NUM_THREADS": "1",
-        "WANDB_MODE": "disabled",  # a test of trackers says --wandb offline
+        "WANDB_MODE": "disabled",  # tests of trackers use --wandb
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": str(ROOT),
-        # ranks of a test never look beyond this machine
+        # ranks of a test communicate within this machine only
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return {**os.environ, **quiet, **more}
+    return {**os.environ, **defaults, **more}
 
 
 def command(num_ranks: int, *arguments: object, launcher: tuple[str, ...] = ()) -> list[str]:
-    """Return the command line of `deepspeed --num_gpus N pretrain.py ...`."""
-    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)]
-    words += ["--master_port", str(free_port()), *launcher, str(ROOT / "pretrain.py")]
-    return words + [str(argument) for argument in arguments]
+    """Return the argv of `deepspeed --num_gpus N pretrain.py ...`."""
+    argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)]
+    argv += ["--master_port", str(free_port()), *launcher, str(ROOT / "pretrain.py")]
+    return argv + [str(argument) for argument in arguments]
 
 
 def launch(
     num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `pretrain.py` under `deepspeed` to its end, in a session of its own.
+    """Run `pretrain.py` under `deepspeed` until it ends, in a session of its own.
 
     On a timeout every process of that session is killed, so that no rank outlives its test.
+
+    Args:
+        more: additional environment variables.
     """
     return _run(command(num_ranks, *arguments), timeout, more)
 
@@ -98,16 +101,16 @@ def launch(
 def run_ranks(
     num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Do as `launch`, without the launcher: for tests of what is learned, in two thirds of it."""
-    line = [sys.executable, str(ROOT / "tests" / "ranks.py"), str(num_ranks), str(free_port())]
-    words = [str(ROOT / "pretrain.py"), *map(str, arguments)]
-    return _run([*line, *words], timeout, more)
+    """Do as `launch`, but without the launcher, which takes a third of the time of a short run."""
+    script = str(ROOT / "tests" / "start_ranks.py")
+    argv = [sys.executable, script, str(num_ranks), str(free_port()), str(ROOT / "pretrain.py")]
+    return _run([*argv, *map(str, arguments)], timeout, more)
 
 
 def run_workers(
     num_ranks: int, script: Path, *arguments: object, timeout: float = 300, **more: str
 ) -> str:
-    """Run a script that is no pretrain.py once for each rank; return what rank 0 said."""
+    """Run a script other than pretrain.py, once for each rank; return the output of rank 0."""
     more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     ranks = [
@@ -126,13 +129,13 @@ def run_workers(
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert not any(rank.returncode for rank in ranks), "\n".join(said[-4000:] for said in outputs)
+    assert not any(rank.returncode for rank in ranks), "\n".join(text[-4000:] for text in outputs)
     return outputs[0]
 
 
-def _run(line: list[str], timeout: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _run(argv: list[str], timeout: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
-        line,
+        argv,
         env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -144,12 +147,12 @@ def _run(line: list[str], timeout: float, more: dict[str, str]) -> subprocess.Co
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
         output, _ = process.communicate()
-        raise AssertionError(f"no end after {timeout} s:\n{output[-6000:]}") from None
+        raise AssertionError(f"not finished after {timeout} s:\n{output[-6000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output, "")
 
 
 def session_members(session: int) -> list[int]:
-    """Return the pids of the processes in a session; the ranks of a launch stay in its own."""
+    """Return the process IDs of a session; the ranks of a launch stay in the session of it."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -171,11 +174,11 @@ def kill_session(session: int) -> None:
 
 
 def rows(run_dir: Path, key: str) -> dict[int, Any]:
-    """Return {step: value} of one metric of a run; a step that occurs twice is a failure."""
-    found: dict[int, Any] = {}
+    """Return {step: value} of one metric of a run; fail if a step was logged twice."""
+    values: dict[int, Any] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if key in row:
-            assert row["step"] not in found, f"{key} of step {row['step']} is there twice"
-            found[row["step"]] = row[key]
-    return found
+            assert row["step"] not in values, f"{key} of step {row['step']} was logged twice"
+            values[row["step"]] = row[key]
+    return values

@@ -1,4 +1,4 @@
-"""A web server of a directory's files, with ranges, that does what it is told to some requests."""
+"""An HTTP server for a directory, with range requests, that makes some requests fail."""
 
 import threading
 import time
@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 class RangeServer:
-    """Files below a directory by HTTP.
+    """Serves the files of a directory over HTTP.
 
     Attributes:
-        fail_every: every n-th request is answered with 503; 0: none. Likewise
-        cut_every: the body is cut off in the middle of what was promised;
-        shorten_every: a whole answer with less content than was asked for;
-        corrupt_every: one byte is another one.
-        seconds: before every answer.
-        ignores_ranges: whole files are sent.
-        requests: {name: how often it was asked for}.
+        fail_every: answer every n-th request with 503; 0: none.
+        cut_every: close the connection of every n-th request in the middle of the body.
+        shorten_every: answer every n-th request with only half of the content.
+        corrupt_every: change one byte in the answer to every n-th request.
+        seconds: delay before every answer.
+        ignores_ranges: send the complete file even if a range is requested.
+        requests: {file name: number of requests}.
     """
 
     def __init__(self, directory: Path):
@@ -28,7 +28,7 @@ class RangeServer:
         self.seconds = 0.0
         self.ignores_ranges = False
         self.requests: Counter[str] = Counter()
-        self.server = _Quiet(("127.0.0.1", 0), _handler(self))
+        self.server = _QuietServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self._lock = threading.Lock()
 
@@ -52,9 +52,9 @@ class RangeServer:
             request.end_headers()
             return
         content, status = path.read_bytes(), 200
-        asked = request.headers.get("Range")
-        if asked and not self.ignores_ranges:
-            first, last = asked.removeprefix("bytes=").split("-")
+        requested = request.headers.get("Range")
+        if requested and not self.ignores_ranges:
+            first, last = requested.removeprefix("bytes=").split("-")
             content, status = content[int(first) : int(last) + 1], 206
         if self.due(self.shorten_every, number):
             content = content[: len(content) // 2]
@@ -69,7 +69,7 @@ class RangeServer:
         request.wfile.write(content)
 
 
-class _Quiet(ThreadingHTTPServer):
+class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -83,7 +83,7 @@ def _handler(server: RangeServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             server.answer(self)
 
-        def log_message(self, *words: object) -> None:
+        def log_message(self, *arguments: object) -> None:
             pass
 
     return Handler

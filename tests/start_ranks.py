@@ -1,10 +1,10 @@
-"""Start the ranks of one host as DeepSpeed's node launcher does, without its two processes.
+"""Start the ranks of one host as DeepSpeed's node launcher does, without the launcher.
 
-    python tests/ranks.py NUM_RANKS PORT pretrain.py [its words ...]
+    python tests/start_ranks.py NUM_RANKS PORT pretrain.py [flags ...]
 
-For tests whose subject is what is learned: `deepspeed` is two more processes, each of which imports
-as much as a rank does, a third of a short run. Ends with the code of the first rank that failed,
-and the others with it: by themselves, as their group breaks, or killed.
+For tests of what is learned: `deepspeed` adds two processes, whose imports take a third of a short
+run. Exits with the code of the first rank that failed. The other ranks end by themselves when their
+process group breaks, or are killed.
 """
 
 import os
@@ -12,17 +12,17 @@ import subprocess
 import sys
 import time
 
-SIBLING_SECONDS = 10.0  # to end by itself, once a rank has failed
+SIBLING_SECONDS = 10.0  # time for the other ranks to end by themselves after one has failed
 
 
-def main(num_ranks: int, port: str, words: list[str]) -> int:
-    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
-    same |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": str(num_ranks)}
+def main(num_ranks: int, port: str, command: list[str]) -> int:
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
+    shared |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": str(num_ranks)}
     ranks = []
     for rank in range(num_ranks):
-        line = [sys.executable, "-u", words[0], f"--local_rank={rank}", *words[1:]]
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(subprocess.Popen(line, env={**os.environ, **same, **own}))
+        argv = [sys.executable, "-u", command[0], f"--local_rank={rank}", *command[1:]]
+        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(argv, env={**os.environ, **variables}))
     failed, deadline = 0, float("inf")
     while any(rank.poll() is None for rank in ranks):
         codes = [rank.returncode for rank in ranks if rank.returncode]

@@ -1,4 +1,4 @@
-"""Runs under the supervisor: started, watched, hit, and cleaned up by a mark, whatever happens."""
+"""Runs under the supervisor for tests: start, observe and signal them, and always clean up."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.launching import ROOT, command, environment
-from zerolm import processes, pulse
-from zerolm.events import EVENTS
+from zerolm.common import processes
+from zerolm.watchdog import progress
 
 
 class Supervised:
-    """`python -m launch supervise -- deepspeed ... pretrain.py ...` of two ranks, with its log.
+    """A running `python -m launch supervise -- deepspeed ... pretrain.py ...`, with its log.
 
     Args:
-        run_dir: that of `arguments`.
-        arguments: of pretrain.py.
-        flags: of the supervisor.
-        variables: more of the environment: FAULT, ZEROLM_LEDGER.
+        run_dir: the run directory in `arguments`.
+        arguments: flags of pretrain.py.
+        flags: flags of the supervisor.
+        variables: additional environment variables, such as FAULT and ZEROLM_LEDGER.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Supervised:
     ):
         self.run_dir, self.log = run_dir, run_dir.with_name(f"{run_dir.name}.log")
         self.mark = f"ZEROLM_TEST={uuid.uuid4().hex}"
-        words = [sys.executable, "-m", "launch", "supervise", "--backoff", "0.2s", *flags, "--"]
-        words += command(num_ranks, *arguments, launcher=("--log_level", "error"))
+        argv = [sys.executable, "-m", "launch", "supervise", "--backoff", "0.2s", *flags, "--"]
+        argv += command(num_ranks, *arguments, launcher=("--log_level", "error"))
         self.start = len(self.text())
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
-                words, env=environment(**dict([self.mark.split("=")]), **variables), cwd=ROOT,
+                argv, env=environment(**dict([self.mark.split("=")]), **variables), cwd=ROOT,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -51,10 +51,10 @@ class Supervised:
         self.clean()
 
     def clean(self) -> None:
-        """Kill whatever is left of it."""
-        while left := processes.marked(self.mark):
+        """Kill all processes of the run that are left."""
+        while left := processes.marked_pids(self.mark):
             for pid in left:
-                processes.send(pid, signal.SIGKILL, self.mark)
+                processes.signal_marked(pid, signal.SIGKILL, self.mark)
             time.sleep(0.05)
         self.process.wait(timeout=30)
 
@@ -62,26 +62,28 @@ class Supervised:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def output(self) -> str:
-        """Return what this start has said so far."""
+        """Return the output of this start so far."""
         return self.text()[self.start :]
 
     def wait(self, seconds: float) -> int:
-        """Wait for the end and return the exit code; too late is a failure with the output."""
+        """Wait for the end and return the exit code; fail with the output after `seconds`."""
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end after {seconds} s:\n{self.output()[-6000:]}") from None
+            raise AssertionError(
+                f"not finished after {seconds} s:\n{self.output()[-6000:]}"
+            ) from None
 
-    def wait_for(self, what: str, condition: Any, seconds: float) -> None:
-        """Wait until `condition()`; an end before, or too late, is a failure with the output."""
+    def wait_for(self, failure: str, condition: Any, seconds: float) -> None:
+        """Wait until `condition()`; fail with the output if the run ends first, or is too late."""
         deadline = time.monotonic() + seconds
         while not condition():
             ended = self.process.poll() is not None
-            assert not ended and time.monotonic() < deadline, f"{what}:\n{self.output()[-6000:]}"
+            assert not ended and time.monotonic() < deadline, f"{failure}:\n{self.output()[-6000:]}"
             time.sleep(0.02)
 
     def wait_for_step(self, step: int, seconds: float = 120) -> None:
-        """Wait until the metrics have a step: with `--log_interval 1`."""
+        """Wait until a step is in the metrics. Needs `--log_interval 1`."""
         path = self.run_dir / "metrics.jsonl"
         self.wait_for(
             f"step {step} was not reached",
@@ -90,21 +92,23 @@ class Supervised:
         )
 
     def heartbeats(self) -> dict[int, dict[str, Any]]:
-        """Return the heartbeats of this start's ranks that are alive."""
-        found = pulse.read_heartbeats(self.run_dir)
+        """Return the heartbeats of this start's living ranks."""
+        beats = progress.read_heartbeats(self.run_dir)
         return {
-            rank: beat for rank, beat in found.items() if processes.has_mark(beat["pid"], self.mark)
+            rank: beat
+            for rank, beat in beats.items()
+            if processes.is_marked(beat["pid"], self.mark)
         }
 
-    def hit(self, pid: int, number: int) -> None:
+    def send(self, pid: int, number: int) -> None:
         """Send a signal to a process of this run."""
-        assert processes.send(pid, number, self.mark), f"{pid} is not of this run"
+        assert processes.signal_marked(pid, number, self.mark), f"{pid} is not of this run"
 
-    def ask(self, number: int) -> None:
+    def signal_supervisor(self, number: int) -> None:
         """Send a signal to the supervisor."""
         os.kill(self.process.pid, number)
 
     def events(self) -> list[dict[str, Any]]:
-        path = self.run_dir / EVENTS
+        path = self.run_dir / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.strip()]

@@ -1,4 +1,4 @@
-"""The GPU benchmark end to end on a CPU, with tiny models; and what it says of cases that fail."""
+"""The GPU benchmark: its cases, its table, cases that fail, and a run with tiny models on a CPU."""
 
 import json
 import subprocess
@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import carry  # noqa: E402
-import gpu  # noqa: E402 - benchmarks are scripts, not a package
-import gpu_cases  # noqa: E402
+import carry
+import gpu
+import gpu_cases
 
-from zerolm.ds_schema import schema_problems  # noqa: E402
-from zerolm.flags import parse_settings  # noqa: E402
+from zerolm.config.flags import parse_settings
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.schema import schema_problems
 
 
-def test_every_case_is_a_command_that_pretrain_understands(tmp_path):
+def test_every_case_is_a_valid_command(tmp_path):
     arguments = Namespace(
         toy=False, accumulation=2, log_interval=2, port=1, deepspeed_config="ds_configs/zero2.json"
     )
@@ -27,24 +29,26 @@ def test_every_case_is_a_command_that_pretrain_understands(tmp_path):
     assert len(set(titles)) == len(titles)
     assert titles[:2] == ["1.3B, 2048: pretrain.py --compile", "1.3B, 2048: Trainer + DeepSpeed"]
     for case in gpu_cases.cases((2048, 8192)):
-        words = gpu_cases.command(case, 4, 2, arguments, tmp_path)
-        config = json.loads(Path(words[words.index("--model_config") + 1]).read_text())
+        argv = gpu_cases.command(case, 4, 2, arguments, tmp_path)
+        config = json.loads(Path(argv[argv.index("--model_config") + 1]).read_text())
         assert config["max_position_embeddings"] >= case.seq_len
         if case.contender == gpu_cases.OURS:
-            settings, problems = parse_settings(words[words.index("pretrain.py") + 1 :])
+            settings, problems = parse_settings(argv[argv.index("pretrain.py") + 1 :])
             assert problems == [] and settings.batch_tokens == 2 * 4 * case.seq_len
             profile = json.loads(Path(settings.deepspeed_config).read_text())
-            assert schema_problems(profile, "profile.json") == []
-            torchs = profile["optimizer"]["params"].get("torch_adam", False)
-            assert torchs == ("fused_adam" not in case.words)
+            assert schema_problems(Profile.parse(profile, "profile.json")) == []
+            torch_adam = profile["optimizer"]["params"].get("torch_adam", False)
+            assert torch_adam == ("fused_adam" not in case.words)
 
 
-def test_the_table_has_ratios_goals_and_why_a_figure_is_missing():
+def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
     one, other, third = gpu_cases.cases((2048, 8192))[:3]
     found = [
         gpu.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0),
         gpu.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0),
-        gpu.Figures(third, 8, outcome=gpu.why_none(["torch.OutOfMemoryError: out of memory"], 9)),
+        gpu.Figures(
+            third, 8, outcome=gpu.failure_reason(["torch.OutOfMemoryError: out of memory"], 9)
+        ),
     ]
     table = gpu.table(found, Namespace(toy=False))
     assert "| 60,000 | 61.0% | 50.0 | 40 | 1.00 |" in table
@@ -53,39 +57,39 @@ def test_the_table_has_ratios_goals_and_why_a_figure_is_missing():
     toy = gpu.table(found, Namespace(toy=True))
     assert "tiny for 1.3B" in toy and "goal" not in toy
     assert "MFU 0.610" in table and "1.50 times as fast as Trainer" in table
-    assert gpu.why_none(["step=1"], 9) == "no figure in 9 s"
-    said = ["ValueError: wrong\n", "[launch.py] exits with return code = 1\n", ""]
-    assert gpu.why_none(said, 9) == "ended: ValueError: wrong"
+    assert gpu.failure_reason(["step=1"], 9) == "no figure in 9 s"
+    output = ["ValueError: wrong\n", "[launch.py] exits with return code = 1\n", ""]
+    assert gpu.failure_reason(output, 9) == "ended: ValueError: wrong"
     refused = ["pretrain.py: refused, nothing was written.\n", "a.json: key: 1, why. Fix.\n", ""]
-    assert gpu.why_none(refused, 9) == "refused: a.json: key: 1, why. Fix."
-    assert gpu.why_none(["[rank0]: torch.Error: odd\n", "bye\n", ""], 9) == (
+    assert gpu.failure_reason(refused, 9) == "refused: a.json: key: 1, why. Fix."
+    assert gpu.failure_reason(["[rank0]: torch.Error: odd\n", "bye\n", ""], 9) == (
         "ended: [rank0]: torch.Error: odd"
     )
 
 
-def test_words_of_a_case_are_flags_keys_and_variables():
-    words = gpu_cases.read_words(
+def test_words_of_a_case_are_sorted_into_flags_keys_and_variables():
+    options = gpu_cases.parse_options(
         "--compile a.b=false c=bf16 d.e=5 NAME_X=1 micro/2 --x=y fused_adam"
     )
-    assert words.flags == ["--compile", "--x=y"] and words.environment == {"NAME_X": "1"}
-    assert words.keys == {"a.b": False, "c": "bf16", "d.e": 5}
-    assert words.micro_divisor == 2 and words.deepspeeds_adam
+    assert options.flags == ["--compile", "--x=y"] and options.environment == {"NAME_X": "1"}
+    assert options.keys == {"a.b": False, "c": "bf16", "d.e": 5}
+    assert options.micro_divisor == 2 and options.deepspeeds_adam
 
 
-def test_the_carry_list_is_all_that_is_required_without_what_is_there():
-    there = carry.environment("3.12", "x86_64")
-    missing = carry.missing(["torch", "transformers", "numpy", "pyarrow"], there)
+def test_the_carry_list_has_every_requirement_that_is_not_installed():
+    target = carry.environment("3.12", "x86_64")
+    missing = carry.missing(["torch", "transformers", "numpy", "pyarrow"], target)
     assert {"deepspeed", "accelerate", "pydantic-core", "orjson", "xxhash"} <= missing
     assert not missing & {"torch", "numpy", "huggingface-hub", "wandb", "matplotlib"}
     assert missing <= set(carry.versions())
 
 
 @pytest.mark.soak
-def test_it_runs_end_to_end_on_a_cpu(tmp_path):
-    words = ["--toy", "--only", "160M, 64", "--seconds", "800", "--case_seconds", "250"]
-    words += ["--lines", "3", "--warmup_lines", "1", "--output", str(tmp_path)]
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
+    flags = ["--toy", "--only", "160M, 64", "--seconds", "800", "--case_seconds", "250"]
+    flags += ["--lines", "3", "--warmup_lines", "1", "--output", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/gpu.py", *words],
+        [sys.executable, ROOT / "benchmarks/gpu.py", *flags],
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,21 +1,21 @@
-"""The order of a run's sentences, where no launch can come to a step at the right moment."""
+"""The order of calls in pretrain.py, for events that a real launch cannot time exactly."""
 
 from types import SimpleNamespace
 
 import pretrain
 
 
-def test_a_run_that_is_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) -> None:
-    told: list[str] = []
+def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) -> None:
+    calls: list[str] = []
 
     class Run:
-        """A run of one step, in which it is asked to stop."""
+        """A run of one step, during which a stop is requested."""
 
         def __init__(self, *_) -> None:
             self.finished = self.stopping = False
             self.rung = None
             self.settings = SimpleNamespace(log_interval=1, checkpoint_interval=1)
-            self.uploads = self.page = SimpleNamespace(poke=lambda: None)
+            self.uploads = self.html_report = SimpleNamespace(tick=lambda: None)
 
         def step(self, batches) -> None:
             self.finished = self.stopping = True
@@ -27,12 +27,12 @@ def test_a_run_that_is_asked_to_stop_in_its_last_step_is_still_evaluated(monkeyp
             return True
 
         def __getattr__(self, name):
-            return lambda *_: told.append(name)
+            return lambda *_: calls.append(name)
 
     monkeypatch.setattr(pretrain, "Run", Run)
     monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
-    monkeypatch.setattr(pretrain.distributed, "start", lambda: (0, 1, SimpleNamespace(type="none")))
-    monkeypatch.setattr(pretrain.distributed, "must_be_same", lambda *_: None)
+    monkeypatch.setattr(pretrain.collectives, "start", lambda: (0, 1, SimpleNamespace(type="none")))
+    monkeypatch.setattr(pretrain.collectives, "must_be_same", lambda *_: None)
     plan = SimpleNamespace(summary=lambda: "", fingerprint=lambda: "")
     pretrain.train(plan, None, SimpleNamespace(meet=lambda world_size: None))
-    assert told == ["batches", "report", "save", "evaluate_if_due", "end"]
+    assert calls == ["batches", "report", "save", "evaluate_if_due", "end"]

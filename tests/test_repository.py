@@ -1,4 +1,4 @@
-"""The repository itself: the README is true, and nothing names the machine it was written on."""
+"""The repository: the README matches the code, and no file contains paths of a machine."""
 
 import json
 import re
@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+import data_prep.__main__
+import launch.__main__
+import zerolm.__main__
+from tests import ROOT
+from zerolm.common.command_line import Group, help_text
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Directories whose every file the tree of the README names; of the others it names the directory.
 LISTED = ("zerolm", "data_prep", "launch", "ds_configs", "model_configs", "benchmarks", "docs")
 UNLISTED = {"benchmarks/results", "docs/figures"}
 MACHINE_PATHS = re.compile(r"(?<![\w.~}])/(?:" + "|".join(("work", "root", "home")) + r")/")
 
+CALLED = r"(?:^|`)(?:python -m (data_prep|launch|zerolm)|(zerolm)) ([a-z][\w-]+)(?: ([a-z][\w-]+))?"
+
 
 @cache
 def tracked_files() -> list[str]:
-    """Return what git tracks, or will once it is added."""
+    """Return the files that git tracks, and those that it would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     if result.returncode != 0:
@@ -73,19 +80,19 @@ def test_json_in_the_readme_parses():
         json.loads(block)
 
 
-def test_pictures_and_links_of_the_readme_exist():
+def test_images_and_links_of_the_readme_exist():
     for target in re.findall(r"\]\(([^)#\s]+)\)", README):
         if "://" not in target:
             assert (ROOT / target).exists(), target
 
 
-def test_no_file_names_the_machine_it_was_written_on():
+def test_no_file_contains_a_path_of_a_machine():
     found = []
     for name in tracked_files():
         try:
             text = (ROOT / name).read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            continue  # a picture
+            continue  # an image
         for number, line in enumerate(text.splitlines(), start=1):
             if MACHINE_PATHS.search(line):
                 found.append(f"{name}:{number}: {line.strip()}")
@@ -93,16 +100,16 @@ def test_no_file_names_the_machine_it_was_written_on():
 
 
 def readme_commands() -> list[list[str]]:
-    """Return the words of each command in the README's shell blocks."""
+    """Return the argv of each command in the README's shell blocks."""
     text = "\n".join(blocks("bash")).replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line and line[0] != "#"]
 
 
 @cache
-def help_of(*words: str) -> str:
+def help_of(*argv: str) -> str:
     result = subprocess.run(
-        [sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *argv, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -110,15 +117,18 @@ def help_of(*words: str) -> str:
 
 def program_of(words: list[str]) -> tuple[tuple[str, ...], list[str]] | None:
     """Return what prints the help of the command, and the words that the help must explain."""
-    if words[:3] == ["python", "-m", "launch"]:
+    if words[0] == "zerolm":
+        words = ["python", "-m", *words]
+    if words[:3] in (["python", "-m", "launch"], ["python", "-m", "zerolm"]):
         end = words.index("--") if "--" in words else len(words)
-        return ("-m", "launch", words[3]), words[4:end]
+        first = 4 if words[3] == "data" else 3
+        return ("-m", *words[2 : first + 1]), words[first + 1 : end]
     if "pretrain.py" in words:
         return ("pretrain.py",), words[words.index("pretrain.py") + 1 :]
     if "launch/multinode.sh" in words:
         return ("pretrain.py",), words[words.index("launch/multinode.sh") + 3 :]
     if words[:2] == ["python", "-m"]:
-        if words[2] in ("data_prep", "zerolm"):
+        if words[2] == "data_prep":
             return ("-m", words[2], words[3]), words[4:]
         return ("-m", words[2]), words[3:]
     if words[0] == "python":
@@ -129,31 +139,46 @@ def program_of(words: list[str]) -> tuple[tuple[str, ...], list[str]] | None:
 def test_every_flag_of_a_readme_command_exists():
     unknown = []
     commands = readme_commands()
-    for words in commands:
-        program = program_of(words)
+    for argv in commands:
+        program = program_of(argv)
         if program is None:
             continue
         explained = help_of(*program[0]).replace("-", "_")
-        for word in program[1]:
-            flag = word.partition("=")[0]
+        for argument in program[1]:
+            flag = argument.partition("=")[0]
             if flag.startswith("--") and flag.replace("-", "_") not in explained:
                 unknown.append(f"{flag} of {' '.join(program[0])}")
     assert commands and not unknown
 
 
-@pytest.mark.parametrize("package", ["data_prep", "launch", "zerolm"])
-def test_the_tree_of_the_readme_names_every_command(package):
-    _, _, named = README.partition(f"  __main__.py                python -m {package} ")
-    commands = re.findall(r"^    ([a-z][a-z-]+)(?: |$)", help_of("-m", package), re.MULTILINE)
-    assert commands and sorted(commands) == sorted(named.partition("\n")[0].split(" | "))
+def test_every_command_that_is_named_exists():
+    """In README and docs: `zerolm data tokenize ...`, `python -m launch plan ...`."""
+    groups = {"zerolm": zerolm.__main__, "launch": launch.__main__, "data_prep": data_prep.__main__}
+    named = []
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        for module, script, first, second in re.findall(CALLED, text, re.MULTILINE):
+            command = groups[module or script].COMMANDS.commands.get(first)
+            named.append(f"{module or script} {first}")
+            if isinstance(command, Group) and second:
+                command, named[-1] = command.commands.get(second), f"{named[-1]} {second}"
+            assert command is not None, f"{path.name}: {named[-1]}"
+    assert len(named) > 20
+
+
+def test_the_list_of_commands_in_the_docs_is_the_help():
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert help_text(zerolm.__main__.COMMANDS, "zerolm") in text, "paste zerolm --help"
 
 
 def test_every_file_of_a_readme_command_exists():
-    for words in readme_commands():
-        for word in words:
-            is_file = word.startswith(("ds_configs/", "model_configs/", "launch/", "benchmarks/"))
-            if is_file or word in ("pretrain.py", "tests/run.sh"):
-                assert (ROOT / word).exists(), f"{word} in: {' '.join(words)}"
+    for argv in readme_commands():
+        for argument in argv:
+            is_file = argument.startswith(
+                ("ds_configs/", "model_configs/", "launch/", "benchmarks/")
+            )
+            if is_file or argument in ("pretrain.py", "tests/run.sh"):
+                assert (ROOT / argument).exists(), f"{argument} in: {' '.join(argv)}"
 
 
 def test_every_flag_in_the_prose_of_the_readme_exists():
@@ -168,6 +193,6 @@ def test_every_flag_in_the_prose_of_the_readme_exists():
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """pytest imports them by their names alone."""
+    """pytest imports test files by their names only."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))

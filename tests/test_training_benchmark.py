@@ -1,24 +1,24 @@
-"""The training benchmark: litgpt's model is the Hugging Face one, its lines are understood."""
+"""The training benchmark: litgpt's model equals the Hugging Face one, and its log is parsed."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from contender import LITGPT_LINE, STEP_LINE  # noqa: E402 - benchmarks are scripts, not a package
-from litgpt_shape import litgpt_shape  # noqa: E402
-from training_speed import num_parameters  # noqa: E402
+from contender import LITGPT_LINE, STEP_LINE
+from litgpt_shape import litgpt_shape
+from training_speed import num_parameters
 
 CONFIGS = ("tiny", "llama-160m", "llama-1.3b")
 
 
 def parameters(shape: dict) -> int:
-    """Count what litgpt builds of a shape, by its own class if it is there, else on paper."""
+    """Return litgpt's number of parameters: from its own class if installed, else by formula."""
     try:
         import torch
         from litgpt import Config
@@ -35,22 +35,28 @@ def parameters(shape: dict) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_model_in_litgpts_words_has_as_many_parameters(name):
+def test_litgpts_config_has_as_many_parameters_as_the_model_config(name):
     path = ROOT / f"model_configs/{name}.json"
     shape = litgpt_shape(json.loads(path.read_text()), 256)
     assert parameters(shape) == num_parameters(str(path))
 
 
-def test_what_litgpt_cannot_say_is_refused_at_once():
+def test_all_keys_that_litgpt_does_not_support_are_refused_at_once():
     with pytest.raises(ValueError, match=r"(?s)model_type: gpt_neox.*attention_bias: True"):
         litgpt_shape({"model_type": "gpt_neox", "attention_bias": True}, 256)
     config = str(ROOT / "model_configs/mixtral-tiny.json")
-    words = [ROOT / "benchmarks/training_speed.py", "--litgpt", "python", "--model_config", config]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+    command = [
+        ROOT / "benchmarks/training_speed.py",
+        "--litgpt",
+        "python",
+        "--model_config",
+        config,
+    ]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "model_type: mixtral" in done.stderr
 
 
-def test_lines_of_both_are_steps():
+def test_litgpts_log_line_is_parsed_as_a_step():
     litgpt = "Epoch 1 | iter 8 step 4 | loss train: 8.341, val: n/a | iter time: 123.45 ms (step)"
     match = LITGPT_LINE.match(litgpt)
     assert match is not None and match[1] == "4" and STEP_LINE.match(litgpt) is None

@@ -1,7 +1,7 @@
-"""Text for the tests of evaluations and samples, out of Python's own manual: nothing is downloaded.
+"""Text for the tests of evaluations and samples, from Python's own manual: nothing is downloaded.
 
-`pydoc_data.topics` is the language reference as plain text. From it come a small tokenizer, token
-shards with that tokenizer beside them, and items of HellaSwag's form.
+`pydoc_data.topics` is the language reference as plain text. From it the tests make a small
+tokenizer, token shards with that tokenizer, and items in the format of HellaSwag.
 """
 
 import json
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.encoders import load_encoder
-from data_prep.tokenizer_training import Recipe, train_tokenizer
-from data_prep.tokenizers import load_tokenizer
-from zerolm.shards import ShardWriter
+from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from data_prep.tokenizer.encoders import load_encoder
+from data_prep.tokenizer.load import load_tokenizer
+from zerolm.shards.writer import ShardWriter
 
 VOCABULARY = 512
-ARTIFACTS = (" [title]", " [header]", " [step]")  # as WikiHow's part of the data set has them
+ARTIFACTS = (" [title]", " [header]", " [step]")  # as in the WikiHow part of the data set
 YAML = """\
 task: {name}
 dataset_path: json
@@ -44,17 +44,17 @@ metric_list:
 
 
 def paragraphs() -> list[str]:
-    found = []
+    texts = []
     for topic in sorted(topics):
         for text in re.split(r"\n\s*\n", topics[topic]):
             words = text.split()
             if len(words) > 12:
-                found.append(" ".join(words))
-    return found
+                texts.append(" ".join(words))
+    return texts
 
 
 def write_tokenizer(directory: Path) -> Path:
-    train_tokenizer(paragraphs(), Recipe(VOCABULARY), directory, progress=False)
+    train_bpe(paragraphs(), BpeOptions(VOCABULARY), directory, progress=False)
     return directory
 
 
@@ -73,7 +73,7 @@ def write_text_shards(directory: Path, tokenizer_dir: Path) -> Path:
 
 
 def items(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return items of HellaSwag's form: what follows in a paragraph, and what follows in others."""
+    """Return items in HellaSwag's format: the true ending of a paragraph, and endings of others."""
     generator = random.Random(seed)
     texts = [[word for word in text.split() if len(word) < 20] for text in paragraphs()]
     texts = [words for words in texts if len(words) > 12]
@@ -116,7 +116,7 @@ def write_items(path: Path, count: int, seed: int = 0) -> Path:
 
 
 def write_task(directory: Path, data: Path, name: str = "local_hellaswag") -> Path:
-    """Write a task for lm-eval: its own hellaswag.yaml and utils.py, on a local file."""
+    """Write a task for lm-eval that runs its HellaSwag code on a local file."""
     import lm_eval
 
     source = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "utils.py"

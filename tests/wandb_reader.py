@@ -1,16 +1,16 @@
-"""What is in W&B's offline files, read by the tests' own means, as `wandb sync` would send it."""
+"""Read W&B's offline files as `wandb sync` does, with code of the tests only."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-BLOCK_BYTES, HEADER_BYTES = 32768, 7  # of LevelDB's log format, in which W&B keeps its records
-WHOLE, LAST = 1, 4
+BLOCK_BYTES, HEADER_BYTES = 32768, 7  # of LevelDB's log format, in which W&B stores records
+FULL, LAST = 1, 4
 OWN_KEYS = {"_step", "_timestamp", "_runtime"}
 
 
 def wandb_records(path: Path) -> list[bytes]:
-    """Return the records of an offline W&B file: parts of 7-byte header and data, in blocks."""
+    """Return the records of an offline W&B file: blocks of parts, each a header and data."""
     content, position, parts, records = path.read_bytes(), HEADER_BYTES, b"", []
     while position + HEADER_BYTES <= len(content):
         left = BLOCK_BYTES - position % BLOCK_BYTES
@@ -21,27 +21,27 @@ def wandb_records(path: Path) -> list[bytes]:
         kind = content[position + 6]
         parts += content[position + HEADER_BYTES : position + HEADER_BYTES + size]
         position += HEADER_BYTES + size
-        if kind in (WHOLE, LAST):
+        if kind in (FULL, LAST):
             records.append(parts)
             parts = b""
     return records
 
 
 def wandb_runs(run_dir: Path) -> dict[str, list[Any]]:
-    """Return {run id: its records}, of what `wandb sync` would send: one file of each run."""
+    """Return {run id: its records} that `wandb sync` would send: those of one file per run."""
     from wandb.proto import wandb_internal_pb2
 
-    found: dict[str, list[Any]] = {}
+    runs: dict[str, list[Any]] = {}
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         if path.with_name(f"{path.name}.synced").exists():
-            continue  # sent already, or a later start has all of it
-        records = found.setdefault(path.stem.removeprefix("run-"), [])
-        assert not records, f"{path}: wandb sync would send it over another one"
+            continue  # already sent, or all in the file of a later start
+        records = runs.setdefault(path.stem.removeprefix("run-"), [])
+        assert not records, f"{path}: wandb sync would overwrite the file of another start"
         for data in wandb_records(path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             records.append(record)
-    return found
+    return runs
 
 
 def of_kind(records: list[Any], kind: str) -> list[Any]:
@@ -49,7 +49,7 @@ def of_kind(records: list[Any], kind: str) -> list[Any]:
 
 
 def wandb_rows(records: list[Any]) -> list[dict[str, Any]]:
-    """Return the rows that were logged, in order, without those of tables."""
+    """Return the logged rows in order, without those of tables."""
     rows, steps = [], []
     for history in of_kind(records, "history"):
         items = {item.key or "/".join(item.nested_key): item.value_json for item in history.item}
@@ -57,9 +57,9 @@ def wandb_rows(records: list[Any]) -> list[dict[str, Any]]:
         steps.append(history.step.num)
         if not any(key.startswith("samples/") for key in row):
             rows.append(row)
-    assert steps == sorted(set(steps)), "W&B takes no row whose step is not above the last one"
+    assert steps == sorted(set(steps)), "W&B drops a row whose step is not above the last one"
     assert all(step // 100 == row["step"] for step, row in zip(steps, rows, strict=False)
-               if len(steps) == len(rows)), "and they follow from the run's own"  # fmt: skip
+               if len(steps) == len(rows)), "W&B's steps must follow from the run's"  # fmt: skip
     return rows
 
 

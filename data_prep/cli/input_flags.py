@@ -1,75 +1,82 @@
-"""The flags of every command that reads documents: which, and what is done about bad ones."""
+"""The flags of every command that reads documents, and what it does with bad ones."""
 
 import argparse
-import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from data_prep.documents import InputRules
+from data_prep.cli.problems import Problems
+from data_prep.read.documents import InputRules
 
 INPUT_HELP = (
-    "a .txt file (one document), .jsonl (also .gz, .zst), .json.gz or .json.zst of lines, or "
-    ".parquet, a directory of them (all below it, sorted by path), a quoted glob, or a hub id "
-    "namespace/name[:config][@split] (split: train); several and repeated, read in the order given"
+    "a .txt file (one document); .jsonl (also .gz, .zst), .json.gz or .json.zst (one document per "
+    "line); .parquet; a directory (all such files in it, sorted by path); a quoted glob; or a "
+    "data set of the Hugging Face hub, namespace/name[:config][@split] (split: train). Several are "
+    "read in the order given; the flag may be repeated"
 )
 DEFAULTS = InputRules()
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add --input, --text_field and the rules for bad input."""
-    parser.add_argument("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
+    add(
         "--text_field",
         default=DEFAULTS.text_field,
-        help="key or column; a.b is the key b in the object a (default: text)",
+        help="key or column with the text; a.b is the key b in the object a (default: text)",
     )
-    parser.add_argument(
+    add(
         "--on_bad_input",
         metavar="fail|skip",
         default=DEFAULTS.on_bad_input,
-        help="refuse everything, or leave out, count and report what cannot be read (default: "
-        "fail)",
+        help="what to do with documents that cannot be read: fail refuses the input; skip leaves "
+        "them out, and counts and reports them (default: fail)",
     )
-    parser.add_argument(
+    add(
         "--max_bad_fraction",
         metavar="F",
-        help="part of the documents, and of the bytes, that may be bad with --on_bad_input skip "
-        f"(default: {DEFAULTS.max_bad_fraction})",
+        help="with --on_bad_input skip: largest fraction of the documents, and of the bytes, that "
+        f"may be bad (default: {DEFAULTS.max_bad_fraction})",
     )
-    parser.add_argument(
+    add(
         "--max_document_bytes",
-        metavar="N",
-        help="longest line, text file, or text of a row; longer ones are bad input (default: "
+        metavar="BYTES",
+        help="longest line, text file, or text of a row; a longer one is bad input (default: "
         f"{DEFAULTS.max_document_bytes})",
     )
-    parser.add_argument(
+    add(
         "--max_expansion",
         metavar="N",
-        help="how many times its size a compressed file may become, beyond 64 MiB (default: "
+        help="largest ratio of decompressed to compressed size of a file, beyond 64 MiB (default: "
         f"{DEFAULTS.max_expansion})",
     )
 
 
-def input_rules(options: argparse.Namespace, problems: Any) -> InputRules:
-    """Return what the flags of `add_input_flags` say; wrong ones go to a command_line.Problems."""
-    fraction = DEFAULTS.max_bad_fraction
+def add_output_flag(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
+    parser.add_argument("--output", required=True, type=Path, metavar=metavar, help=help)
+
+
+def add_workers_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", metavar="N", help="number of worker processes (default: one per core)"
+    )
+
+
+def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
+    """Return the rules that the flags of `add_input_flags` set."""
     if options.on_bad_input not in ("fail", "skip"):
         problems.lines.append(f"--on_bad_input {options.on_bad_input}: is not fail or skip.")
-    if options.max_bad_fraction is not None:
-        try:
-            fraction = float(options.max_bad_fraction)
-        except ValueError:
-            fraction = math.nan
-        if not 0 <= fraction <= 1:
-            problems.lines.append(
-                f"--max_bad_fraction {options.max_bad_fraction}: is not a number from 0 to 1."
-            )
-        if options.on_bad_input != "skip":
-            problems.lines.append("--max_bad_fraction: needs --on_bad_input skip.")
+    if options.max_bad_fraction is not None and options.on_bad_input != "skip":
+        problems.lines.append("--max_bad_fraction: needs --on_bad_input skip.")
     return InputRules(
         text_field=options.text_field,
         on_bad_input=options.on_bad_input,
-        max_bad_fraction=fraction,
-        max_document_bytes=problems.number(
+        max_bad_fraction=problems.fraction(
+            "max_bad_fraction", options.max_bad_fraction, DEFAULTS.max_bad_fraction
+        ),
+        max_document_bytes=problems.size(
             "max_document_bytes",
             options.max_document_bytes,
             1,
@@ -80,3 +87,17 @@ def input_rules(options: argparse.Namespace, problems: Any) -> InputRules:
             "max_expansion", options.max_expansion, 1, 1 << 40, default=DEFAULTS.max_expansion
         ),
     )
+
+
+def find_inputs(options: argparse.Namespace, rules: InputRules, problems: Problems) -> Any:
+    """Return (inputs, notes) of --input; None if there are problems."""
+    from data_prep.read import discovery
+
+    skip = rules.on_bad_input == "skip"
+    return problems.collect(discovery.find_inputs, options.input, options.text_field, skip)
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Print what a user should know about the inputs."""
+    for note in notes:
+        print(note, file=sys.stderr)

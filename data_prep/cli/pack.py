@@ -1,28 +1,34 @@
-"""`python -m data_prep pack`: what it does and says."""
+"""`pack`: index which documents share a row of training data, for --packing best_fit."""
 
 import argparse
 
-from data_prep.command_line import Problems
-from zerolm.errors import ConfigError
+from data_prep.cli.problems import Problems
+from zerolm.common.errors import ConfigError
+from zerolm.common.url import path_or_url
 
 
-def pack_shards(options: argparse.Namespace) -> None:
-    """Pack each directory; print how full the rows are beside windows cut from all the text."""
-    from data_prep.pack import HEADER, Efficiency, pack
-    from zerolm.packing import index_file
-    from zerolm.shards import open_source
-    from zerolm.url import is_url
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("shards", nargs="+", type=path_or_url, metavar="SHARDS", help="shard directories")
+    add("--seq_len", required=True, metavar="T", help="tokens of a sequence")
+
+
+def run(options: argparse.Namespace) -> None:
+    from data_prep.tokenize.pack import EFFICIENCY_HEADER, Efficiency, pack
+    from zerolm.common.url import is_url
+    from zerolm.data.packing import index_file
+    from zerolm.shards.reader import open_source
 
     problems = Problems()
     seq_len = problems.number("seq_len", options.seq_len, 1, (1 << 24) - 1)
     problems.lines += [
-        f"{place}: an index lies beside its shards, which must be on this machine. Copy them here "
-        f"and pack them by their path."
-        for place in options.shards
-        if is_url(str(place))
+        f"{url}: the index is written beside its shards, which must be on this machine. Copy them "
+        f"here and pack them by their path."
+        for url in options.shards
+        if is_url(str(url))
     ]
-    here = [place for place in options.shards if not is_url(str(place))]
-    sources = [problems.of(open_source, directory) for directory in here]
+    local = [directory for directory in options.shards if not is_url(str(directory))]
+    sources = [problems.collect(open_source, directory) for directory in local]
     problems.refuse()
     for source in sources:
         try:
@@ -31,7 +37,7 @@ def pack_shards(options: argparse.Namespace) -> None:
             problems.lines += error.problems
             continue
         print(f"{index_file(source.directory, seq_len)}: {manifest['num_rows']:,} rows")
-        print(HEADER)
+        print(EFFICIENCY_HEADER)
         for entry in manifest["efficiency"]:
             row = Efficiency(**entry)
             print(row.line(source.num_documents, source.num_tokens, seq_len))

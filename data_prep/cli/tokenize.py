@@ -1,40 +1,74 @@
-"""`python -m data_prep tokenize` and `verify`: from the command line to shards."""
+"""`tokenize`: encode documents into token shards."""
 
 import argparse
-import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.command_line import Problems
+from data_prep.cli.input_flags import (
+    add_input_flags,
+    add_output_flag,
+    add_workers_flag,
+    find_inputs,
+    input_rules,
+    print_notes,
+)
+from data_prep.cli.problems import Problems
 
 
-def tokenize(options: argparse.Namespace) -> None:
-    """Run the command; data_prep/tokenization.py does the work."""
-    from data_prep import sources, tokenizers
-    from data_prep.input_flags import input_rules
-    from data_prep.phases import LocalExecutor
-    from data_prep.tokenization import TokenizeOptions, run_tokenization
-    from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_input_flags(parser)
+    add = parser.add_argument
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="DIR",
+        help="a Hugging Face tokenizer directory or hub id, or tiktoken:<encoding>",
+    )
+    add_output_flag(parser, "SHARDS", "a new directory for the token shards")
+    add_workers_flag(parser)
+    add(
+        "--val_fraction",
+        metavar="F",
+        help="fraction of the documents to hold out, chosen by a hash of the text",
+    )
+    add(
+        "--val_output",
+        type=Path,
+        metavar="SHARDS",
+        help="a new directory for the documents that are held out",
+    )
+    add("--shard_tokens", metavar="N", help="tokens of the largest shard (default: 134217728)")
+    add(
+        "--encoder",
+        default="auto",
+        metavar="NAME",
+        help="gigatoken, fastokens, tiktoken, tokenizers or transformers (default: auto, the "
+        "fastest one that is shown to give the same ids)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from data_prep.tasks.phases import LocalExecutor
+    from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+    from data_prep.tokenizer import load
+    from zerolm.common.provenance import versions
+    from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
     problems = Problems()
-    workers = problems.number(
-        "workers", options.workers, 1, 4096, default=len(os.sched_getaffinity(0))
-    )
+    workers = problems.workers(options.workers)
     shard_tokens = problems.number(
         "shard_tokens", options.shard_tokens, 1, default=DEFAULT_SHARD_TOKENS
     )
-    outputs, fraction = _check_outputs(options, problems)
+    fraction = problems.fraction("val_fraction", options.val_fraction, 0.5, exclusive=True)
+    outputs = _check_outputs(options, problems)
     rules = input_rules(options, problems)
-    skip = rules.on_bad_input == "skip"
-    found = problems.of(sources.find_inputs, options.input, options.text_field, skip)
-    tokenizer = problems.of(tokenizers.load_tokenizer, options.tokenizer)
+    found = find_inputs(options, rules, problems)
+    tokenizer = problems.collect(load.load_tokenizer, options.tokenizer)
     problems.refuse()
     inputs, notes = found
-    for note in notes:
-        print(note, file=sys.stderr)
+    print_notes(notes)
     summary = run_tokenization(
         inputs,
         tokenizer,
@@ -42,30 +76,19 @@ def tokenize(options: argparse.Namespace) -> None:
         TokenizeOptions(
             rules=rules,
             encoder=options.encoder,
-            val_fraction=fraction,
+            val_fraction=None if options.val_fraction is None else fraction,
             shard_tokens=shard_tokens,
         ),
         LocalExecutor(workers),
-        {"command": ["python", "-m", "data_prep", *sys.argv[1:]], "zerolm_version": _version()},
+        {"command": _command_line(), "zerolm_version": versions().get("zerolm")},
     )
-    show_summary(outputs, summary, workers)
+    print_summary(outputs, summary, workers)
 
 
-def _check_outputs(
-    options: argparse.Namespace, problems: Problems
-) -> tuple[list[Path], float | None]:
-    from zerolm.shard_directory import output_problems
+def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path]:
+    """Check the output directories, against each other too, and return them."""
+    from zerolm.shards.directory import output_problems
 
-    fraction = None
-    if options.val_fraction is not None:
-        try:
-            fraction = float(options.val_fraction)
-        except ValueError:
-            fraction = math.nan
-        if not 0 < fraction < 1:
-            problems.lines.append(
-                f"--val_fraction {options.val_fraction}: is not a number between 0 and 1."
-            )
     if (options.val_fraction is None) != (options.val_output is None):
         given, other = "--val_fraction", "--val_output"
         if options.val_fraction is None:
@@ -82,20 +105,20 @@ def _check_outputs(
                 f"--val_output {options.val_output}: is --output, or one is inside the other. "
                 f"Each needs a directory of its own."
             )
-    return outputs, fraction
+    return outputs
 
 
-def _version() -> str | None:
-    import importlib.metadata  # which imports the whole of `email`: not in every worker
+def _command_line() -> list[str]:
+    """Return the command as the user typed it, for the manifest."""
+    program = Path(sys.argv[0])
+    if program.name == "zerolm":
+        return ["zerolm", *sys.argv[1:]]
+    package = program.parent.name if program.name == "__main__.py" else "data_prep"
+    return ["python", "-m", package, *sys.argv[1:]]
 
-    try:
-        return importlib.metadata.version("zerolm")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return None
 
-
-def show_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
-    """Print what was written, what was left out, and how fast it went."""
+def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
+    """Print what was written, what was left out, and the speed."""
     for output, manifest in zip(outputs, summary.manifests, strict=True):
         documents, tokens = manifest["num_documents"], manifest["num_tokens"]
         print(
@@ -113,42 +136,25 @@ def show_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
     if first["inner_eos_ids"]:
         print(
             f"note: {first['inner_eos_ids']:,} EOS ids are inside documents: this tokenizer gives "
-            f"its EOS id for text, as its unknown token or since EOS is not marked as special"
+            f"its EOS id for text, as its unknown token or because EOS is not marked as special"
         )
-    print(f"encoder: {_encoder_words(first['encoder'])}")
+    print(f"encoder: {_encoder_summary(first['encoder'])}")
     for note in summary.notes:
         print(f"    {note}")
     rate = sum(manifest["text_bytes"] for manifest in summary.manifests) / 1e6 / summary.seconds
     print(f"seconds: {summary.seconds:,.1f} with {workers} workers, {rate:,.2f} MB/s of text")
 
 
-def _encoder_words(encoder: dict[str, Any]) -> str:
-    words = []
+def _encoder_summary(encoder: dict[str, Any]) -> str:
+    parts = []
     for key, count in encoder["counts"].items():
-        name, _, what = key.rpartition(".")
-        if what == "documents" and name not in ("checked", "failed"):
+        name, _, unit = key.rpartition(".")
+        if unit == "documents" and name not in ("checked", "failed"):
             size = encoder["counts"].get(f"{name}.bytes", 0)
             version = f" {encoder['version']}" if name == encoder["backend"] else ""
-            words.append(f"{name}{version}, {count:,} documents, {size / 1e6:,.1f} MB")
+            parts.append(f"{name}{version}, {count:,} documents, {size / 1e6:,.1f} MB")
     if failed := encoder["counts"].get("failed.documents"):
-        words.append(f"{failed:,} of them since {encoder['backend']} failed")
+        parts.append(f"{failed:,} of them because {encoder['backend']} failed")
     if checked := encoder["counts"].get("checked.documents"):
-        words.append(f"{checked:,} checked against {encoder['reference']}")
-    return "; ".join(words)
-
-
-def verify(options: argparse.Namespace) -> None:
-    """Compare every file of shards, and of the packings beside them, with its checksum."""
-    from zerolm import packing, shards
-
-    problems = Problems()
-    for directory in options.shards:
-        manifest = problems.of(shards.verify, directory)
-        damaged = packing.verify_packings(shards.open_source(directory)) if manifest else []
-        problems.lines += damaged
-        if manifest is not None and not damaged:
-            print(
-                f"{directory}: whole. {manifest['num_documents']:,} documents, "
-                f"{manifest['num_tokens']:,} tokens, {len(manifest['shards'])} shards"
-            )
-    problems.refuse()
+        parts.append(f"{checked:,} checked against {encoder['reference']}")
+    return "; ".join(parts)

@@ -1,6 +1,6 @@
-"""Items of evaluation sets out of files, as the texts that a training corpus must not hold.
+"""Items of evaluation sets, read from files: texts that a training corpus must not contain.
 
-Pure reading: what is looked for in documents, and how, is `overlap`'s.
+`NgramIndex` searches documents for them.
 """
 
 import gzip
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerolm.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, did_you_mean
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-ARTIFACT = re.compile(r"\[.*?\]")  # of WikiHow's part of HellaSwag: [header], [title], ...
+WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
 MAX_PROBLEMS = 10
 
 
@@ -22,7 +22,7 @@ class Item(NamedTuple):
     """One item of an evaluation set."""
 
     place: str  # file:line, or file:paragraph
-    texts: list[str]  # each is to be found on its own
+    texts: list[str]  # each is searched for on its own
 
 
 def split_evaluation(argument: str) -> tuple[Path, list[str]]:
@@ -36,12 +36,12 @@ def split_evaluation(argument: str) -> tuple[Path, list[str]]:
 def read_items(argument: str) -> list[Item]:
     """Return the items of a file, given as PATH or PATH:field,field.
 
-    Of a .txt file an item is a paragraph, between empty lines. Of JSON lines and Parquet it is a
-    line or row: with fields their values (strings, or lists of them), each a text; without them
-    HellaSwag's `ctx` followed by each of its `endings`, or else `text`.
+    In a .txt file each paragraph is an item, separated by empty lines. In JSON lines and Parquet
+    each line or row is an item. Its texts are the values of the fields (strings, or lists of
+    strings); without fields, HellaSwag's `ctx` followed by each of its `endings`, or else `text`.
 
     Raises:
-        ConfigError: the file cannot be read, or has no such fields.
+        ConfigError: the file cannot be read, or does not have the fields.
     """
     path, fields = split_evaluation(argument)
     if not path.is_file():
@@ -51,7 +51,7 @@ def read_items(argument: str) -> list[Item]:
             f"--evaluation {argument}: is not one of {', '.join(SUFFIXES)}. Convert or rename it."
         )
     if path.suffix == ".txt" and fields:
-        raise ConfigError(f"--evaluation {argument}: a text file has no fields. Leave them out.")
+        raise ConfigError(f"--evaluation {argument}: a text file has no fields. Remove them.")
     items = []
     problems = []
     try:
@@ -76,7 +76,7 @@ def read_items(argument: str) -> list[Item]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file:number from 1, what is there)."""
+    """Yield (file:number from 1, line, row or paragraph)."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -109,7 +109,7 @@ def _content(path: Path) -> bytes:
 
 
 def _texts(record: Any, fields: list[str]) -> list[str] | str:
-    """Return the texts of an item, or what is wrong with it."""
+    """Return the texts of an item, or a message if it is not valid."""
     if not isinstance(record, dict):
         return f"a JSON {type(record).__name__}, not an object."
     if not fields and {"ctx", "endings"} <= set(record):
@@ -131,7 +131,7 @@ def _texts(record: Any, fields: list[str]) -> list[str] | str:
 def _hellaswag(record: dict[str, Any]) -> list[str] | str:
     context, endings = record["ctx"], record["endings"]
     if not isinstance(context, str) or not isinstance(endings, list):
-        return "ctx is no string, or endings is no list."
+        return "ctx is not a string, or endings is not a list."
     texts = [f"{context} {ending}" for ending in endings]
-    # In the pages that WikiHow's part was made from, the marks are not there.
-    return list(dict.fromkeys([*texts, *(ARTIFACT.sub(" ", text) for text in texts)]))
+    # The pages of WikiHow that the items were made from do not have the marks.
+    return list(dict.fromkeys([*texts, *(WIKIHOW_MARK.sub(" ", text) for text in texts)]))

@@ -1,7 +1,7 @@
-"""Which documents may be duplicates: signatures of all of them, sorted, and compared by ranges.
+"""Tasks that find exact copies and candidate pairs: signatures, sorted, and compared by ranges.
 
-`SignatureTask` reads a unit of documents. `ExactTask` and `BucketTask` take a range of all hashes,
-so that what they hold is bounded by how many ranges there are, however many documents.
+`SignatureTask` reads a unit of documents. `ExactTask` and `BucketTask` process a range of all
+hashes: their memory is bounded by the number of ranges, whatever the number of documents.
 """
 
 import hashlib
@@ -10,79 +10,81 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.dedup_files import (
+from data_prep.dedup.arrays import (
     BAND,
     COPY,
     EXACT,
     PAIR,
     array_path,
     read_partition,
-    record_of,
-    save,
-    structured,
+    save_array,
+    structured_array,
+    task_record,
 )
-from data_prep.minhash import Bands, band_hashes
-from data_prep.stage_documents import Documents, batches
-from data_prep.words import hash_runs, hash_words
+from data_prep.dedup.minhash import BandLayout, band_hashes
+from data_prep.dedup.word_hashes import hash_ngrams, hash_words
+from data_prep.stages.documents import Documents, batch_rows
 
-NEIGHBOURS = 8  # of a bucket's documents: each is compared with as many before it, and as many
-# of the first ones. All pairs of up to 17; a bucket of 10,000 pages of one template costs no more
-# than 160,000 comparisons.
+# In a bucket each document is compared with this many before it, and with this many at the start of
+# the bucket: all pairs of up to 17 documents, and at most 160,000 pairs of 10,000 pages that are
+# made from one template.
+NEIGHBOURS = 8
 
 
 @dataclass(frozen=True)
 class SignatureTask:
-    """Write the hashes of a unit's documents: of their texts, and of the bands of signatures.
+    """Writes hashes of a unit's documents: of their texts, and of the bands of their signatures.
 
     Args:
         exact: "text" to compare texts byte by byte, "words" to compare their words.
-        bands: None to look for exact copies only.
+        layout: None to find exact copies only.
     """
 
     documents: Documents
     directory: Path
     exact: str
     shingle_words: int
-    bands: Bands | None
+    layout: BandLayout | None
 
     def __call__(self, unit: int) -> dict:
-        exact, bands = [np.empty((0, 2), np.uint64)], []
+        exact, bands = [np.empty((0, 2), np.uint64)], [np.empty(0, BAND)]
         num_documents = text_bytes = num_short = 0
-        for rows in batches(self.documents.read(unit)):
+        for rows in batch_rows(self.documents.read(unit)):
             texts = [row.text for row in rows]
             words, ends = hash_words(texts)
             digests = self._digests(texts, words, ends)
             exact.append(digests)
             text_bytes += sum(len(text.encode()) for text in texts)
-            if self.bands is not None:
-                shingles, ends = hash_runs(words, ends, self.shingle_words)
-                long = np.flatnonzero(np.diff(ends, prepend=0))
+            if self.layout is not None:
+                shingles, shingle_ends = hash_ngrams(words, ends, self.shingle_words)
+                long = np.flatnonzero(np.diff(shingle_ends, prepend=0))
                 num_short += len(rows) - len(long)
                 if len(long):
-                    hashes = band_hashes(shingles, ends[long], self.bands)
-                    first_words = np.repeat(digests[long, 0], hashes.shape[1])
-                    documents = np.repeat(long + num_documents, hashes.shape[1])
-                    bands.append(structured(BAND, hashes.ravel(), first_words, documents))
+                    hashes = band_hashes(shingles, shingle_ends[long], self.layout)
+                    text_hashes = np.repeat(digests[long, 0], self.layout.bands)
+                    numbers = np.repeat(long + num_documents, self.layout.bands)
+                    bands.append(structured_array(BAND, hashes.ravel(), text_hashes, numbers))
             num_documents += len(rows)
         all_exact = np.concatenate(exact)
-        entries = structured(EXACT, all_exact[:, 0], all_exact[:, 1], np.arange(num_documents))
+        entries = structured_array(
+            EXACT, all_exact[:, 0], all_exact[:, 1], np.arange(num_documents)
+        )
         entries = entries[np.lexsort((entries["low"], entries["hash"]))]
-        sizes = {array_path(self.directory, "exact", unit): entries}
-        if self.bands is not None:
-            found = np.concatenate(bands) if bands else np.empty(0, BAND)
-            sizes[array_path(self.directory, "bands", unit)] = found[
-                np.argsort(found["hash"], kind="stable")
-            ]
-        return record_of(
+        arrays = {array_path(self.directory, "exact", unit): entries}
+        if self.layout is not None:
+            all_bands = np.concatenate(bands)
+            order = np.argsort(all_bands["hash"], kind="stable")
+            arrays[array_path(self.directory, "bands", unit)] = all_bands[order]
+        return task_record(
             self.directory,
-            {path: save(path, array) for path, array in sizes.items()},
+            {path: save_array(path, array) for path, array in arrays.items()},
             documents_in=num_documents,
             text_bytes_in=text_bytes,
             short=num_short,
         )
 
     def _digests(self, texts: list[str], words: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return 128 bits of each document that are equal where texts, or their words, are."""
+        """Return 128 bits for each document, equal for equal texts (or words): (N, 2) uint64."""
         if self.exact == "text":
             contents = [text.encode() for text in texts]
         else:
@@ -93,7 +95,7 @@ class SignatureTask:
 
 @dataclass(frozen=True)
 class ExactTask:
-    """Find the copies among the documents whose hashes are in one range; the first is the model."""
+    """Finds exact copies among the documents whose hashes are in one range; the first is kept."""
 
     directory: Path
     num_units: int
@@ -104,21 +106,19 @@ class ExactTask:
         (high, low), ids = read_partition(paths, partition, self.num_partitions)
         order = np.lexsort((ids, low, high))
         high, low, ids = high[order], low[order], ids[order]
-        same = np.zeros(len(ids), bool)
-        same[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-        first = ids[np.maximum.accumulate(np.where(same, 0, np.arange(len(ids))))]
-        copies = structured(COPY, ids[same], first[same])
+        is_copy = np.zeros(len(ids), bool)
+        is_copy[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+        first = ids[np.maximum.accumulate(np.where(is_copy, 0, np.arange(len(ids))))]
+        copies = structured_array(COPY, ids[is_copy], first[is_copy])
         copies = copies[np.argsort(copies["dropped"])]
         members = np.unique(np.concatenate([copies["dropped"], copies["kept"]]))
-        copies_path = array_path(self.directory, "copies", partition)
-        members_path = array_path(self.directory, "copies-members", partition)
-        sizes = {copies_path: save(copies_path, copies), members_path: save(members_path, members)}
-        return record_of(self.directory, sizes, copies=len(copies))
+        sizes = _save_with_members(self.directory, "copies", partition, copies, members)
+        return task_record(self.directory, sizes, copies=len(copies))
 
 
 @dataclass(frozen=True)
 class BucketTask:
-    """Find the pairs of documents that have a band in common, for the bands in one range."""
+    """Finds pairs of documents that share a band, for the bands whose hashes are in one range."""
 
     directory: Path
     num_units: int
@@ -129,45 +129,52 @@ class BucketTask:
         (hashes, texts), ids = read_partition(paths, partition, self.num_partitions)
         pairs = candidate_pairs(hashes, texts, ids)
         members = np.unique(np.concatenate([pairs["one"], pairs["two"]]))
-        pairs_path = array_path(self.directory, "pairs", partition)
-        members_path = array_path(self.directory, "pairs-members", partition)
-        sizes = {pairs_path: save(pairs_path, pairs), members_path: save(members_path, members)}
-        return record_of(self.directory, sizes, pairs=len(pairs))
+        sizes = _save_with_members(self.directory, "pairs", partition, pairs, members)
+        return task_record(self.directory, sizes, pairs=len(pairs))
+
+
+def _save_with_members(
+    directory: Path, kind: str, partition: int, array: np.ndarray, members: np.ndarray
+) -> dict[Path, int]:
+    """Write copies or pairs, and the ids of all documents in them; return the files' sizes."""
+    path = array_path(directory, kind, partition)
+    members_path = array_path(directory, f"{kind}-members", partition)
+    return {path: save_array(path, array), members_path: save_array(members_path, members)}
 
 
 def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return the different pairs of documents in a bucket, sorted: PAIR, `one` before `two`.
+    """Return the distinct pairs of documents in the same bucket, sorted: PAIR, `one` before `two`.
 
-    A bucket is all documents with the same band. Of those with the same text only the first counts.
+    A bucket is all documents with the same band. Only the first of those with the same text counts.
 
     Args:
-        hashes, texts, ids: (N,) uint64, for each band of a document.
+        hashes, texts, ids: (N,) uint64, hashes of bands and of texts, and document ids.
     """
     order = np.lexsort((ids, texts, hashes))
     hashes, texts, ids = hashes[order], texts[order], ids[order]
-    first = np.ones(len(ids), bool)
-    first[1:] = (hashes[1:] != hashes[:-1]) | (texts[1:] != texts[:-1])
-    hashes, ids = hashes[first], ids[first]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = (hashes[1:] != hashes[:-1]) | (texts[1:] != texts[:-1])
+    hashes, ids = hashes[is_first], ids[is_first]
     order = np.lexsort((ids, hashes))
     hashes, ids = hashes[order], ids[order]
-    numbers = np.arange(len(ids))
     begins = np.ones(len(ids), bool)
     begins[1:] = hashes[1:] != hashes[:-1]
-    start = np.maximum.accumulate(np.where(begins, numbers, 0))
-    place = numbers - start
-    found = np.empty(0, PAIR)
+    numbers = np.arange(len(ids))
+    start = np.maximum.accumulate(np.where(begins, numbers, 0))  # of the bucket
+    place = numbers - start  # in the bucket
+    pairs = np.empty(0, PAIR)
     for step in range(1, NEIGHBOURS + 1):
         later = np.flatnonzero(place >= step)
-        found = _unite(found, ids[later - step], ids[later])
+        pairs = _add_pairs(pairs, ids[later - step], ids[later])
         hub = step - 1
         later = np.flatnonzero(place - hub > NEIGHBOURS)
-        found = _unite(found, ids[start[later] + hub], ids[later])
-    return found
+        pairs = _add_pairs(pairs, ids[start[later] + hub], ids[later])
+    return pairs
 
 
-def _unite(found: np.ndarray, ones: np.ndarray, twos: np.ndarray) -> np.ndarray:
+def _add_pairs(pairs: np.ndarray, ones: np.ndarray, twos: np.ndarray) -> np.ndarray:
     if not len(ones):
-        return found
-    both = np.concatenate([found, structured(PAIR, ones, twos)])
+        return pairs
+    both = np.concatenate([pairs, structured_array(PAIR, ones, twos)])
     both = both[np.lexsort((both["two"], both["one"]))]
     return both[np.append(True, both[1:] != both[:-1])]

@@ -1,12 +1,13 @@
-"""Words of a text, and hashes of them and of runs of them: what deduplication compares.
+"""Words of texts, and hashes of words and of word n-grams: what deduplication compares.
 
-A text is normalised (NFKC, case folded, NFKC again), invisible characters (Unicode's Cf) are taken
-out, and what is left is split: a word is a run of letters, marks and digits (L, M, N), and each
-character of a script that is written without spaces (Chinese, Japanese, Thai, ...) is a word of its
-own. Everything else parts words. So case, punctuation, spacing and line breaks make no difference.
+A text is normalised (NFKC, case folded, NFKC again), invisible characters (Unicode's Cf) are
+removed, and the rest is split: a word is a sequence of letters, marks and digits (L, M, N), and
+each character of a script that is written without spaces (Chinese, Japanese, Thai, ...) is a word
+of its own. Everything else separates words. So case, punctuation, spacing and line breaks make no
+difference.
 
-Hashing is done for many documents at once by numpy: a loop over words in Python would cost more
-than all the rest of deduplication. The hashes are fixed: files of them can be kept.
+numpy hashes many documents at a time: a loop over words in Python would cost more than all the rest
+of deduplication. The hashes never change, so files of them can be kept.
 """
 
 import re
@@ -16,10 +17,10 @@ from functools import lru_cache
 
 import numpy as np
 
-BATCH_CHARACTERS = 1 << 18  # at a time: the arrays of 8 bytes a character stay near the cache
+BATCH_CHARACTERS = 1 << 18  # hashed at a time: arrays of 8 bytes a character fit the cache
 _CHARACTER_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _WORD_BASE = 0xD6E8FEB86659FD93
-_BETWEEN, _IN_WORD, _A_WORD, _INVISIBLE = range(4)
+_SEPARATOR, _IN_WORD, _SINGLE_WORD, _INVISIBLE = range(4)  # kinds of characters
 _UNSPACED = (  # scripts written without spaces
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x1000, 0x109F),  # Myanmar
@@ -28,47 +29,42 @@ _UNSPACED = (  # scripts written without spaces
     (0x31F0, 0x31FF),  # Katakana extensions
     (0x3400, 0x4DBF),  # Chinese characters, extension A
     (0x4E00, 0x9FFF),  # Chinese characters
-    (0xF900, 0xFAFF),  # those for compatibility
-    (0x20000, 0x3FFFF),  # the other extensions
+    (0xF900, 0xFAFF),  # Chinese compatibility characters
+    (0x20000, 0x3FFFF),  # Chinese characters, other extensions
 )
 
 
 def normalise(text: str) -> str:
-    """Return a text whose words are to be compared, still with all that parts them."""
+    """Return a text in the form whose words are compared, separators included."""
     if text.isascii():
         return text.lower()
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text: slow, to be called where `hash_words` found something."""
+    """Return the words of a text. Slow: for texts in which `hash_words` found a match."""
     word, invisible = _patterns()
     return word.findall(invisible.sub("", normalise(text)))
 
 
 def hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all words, and where each text ends among them.
-
-    Returns:
-        (W,) uint64 and (len(texts),) int64.
-    """
+    """Return the hashes of the words of all texts: (W,) uint64, and each text's end: (D,) int64."""
     hashes = [np.empty(0, np.uint64)]
     counts = np.zeros(len(texts), np.int64)
     for numbers, pieces in _batches(texts):
-        found, ends = _hash_batch(pieces)
-        hashes.append(found)
+        piece_hashes, ends = _hash_batch(pieces)
+        hashes.append(piece_hashes)
         np.add.at(counts, numbers, np.diff(ends, prepend=0))
     return np.concatenate(hashes), np.cumsum(counts)
 
 
-def hash_runs(words: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all runs of `length` words in a row that are inside of one text.
+def hash_ngrams(words: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes of all n-grams: (N,) uint64, and each text's end: (D,) int64.
+
+    An n-gram is `length` words in a row of one text.
 
     Args:
         words, ends: what `hash_words` returns.
-
-    Returns:
-        (R,) uint64, in the order of the texts, and (D,) int64, where each text ends among them.
     """
     counts = np.maximum(np.diff(ends, prepend=0) - (length - 1), 0)
     if len(words) < length:
@@ -78,16 +74,16 @@ def hash_runs(words: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndar
     np.cumsum(words * powers[: len(words)], out=sums[1:])
     inside = np.ones(len(words) - length + 1, bool)
     starts = ends - np.diff(ends, prepend=0)
-    for behind in range(1, length):  # runs that would begin so many words before a text's end
-        cut = ends - behind
-        cut = cut[(cut >= starts) & (cut < len(inside))]
-        inside[cut] = False
+    for words_left in range(1, length):  # too few words from here to the end of the text
+        crossing = ends - words_left
+        crossing = crossing[(crossing >= starts) & (crossing < len(inside))]
+        inside[crossing] = False
     first = np.flatnonzero(inside)
     return mix((sums[first + length] - sums[first]) * inverse[first]), np.cumsum(counts)
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Spread every bit of (N,) uint64 over all bits, one to one.
+    """Mix the bits of (N,) uint64: a bijection in which every input bit affects all output bits.
 
     Source: splitmix64 (Steele, Lea, Flood, 2014).
     """
@@ -97,7 +93,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-    """Yield (numbers of texts, pieces of them, normalised), a long text in several pieces."""
+    """Yield (indices of texts, normalised pieces of them); a long text has several pieces."""
     numbers: list[int] = []
     pieces: list[str] = []
     size = 0
@@ -114,7 +110,7 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text where there is a space, which no word and no normalisation goes across."""
+    """Split a long text at spaces: neither a word nor normalisation spans one."""
     start = 0
     while len(text) - start > 2 * BATCH_CHARACTERS:
         space = _SPACE.search(text, start + BATCH_CHARACTERS)
@@ -126,6 +122,11 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _hash_batch(pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes of the words of all pieces, and each piece's end among them.
+
+    The hash of a word is a polynomial in its characters: the sum of value * base^position over the
+    batch, divided by the power at the word's start.
+    """
     joined = "\n".join(pieces)
     kinds, values = _tables()
     if joined.isascii():
@@ -140,13 +141,13 @@ def _hash_batch(pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         codes, kind = codes[visible], kind[visible]
     begins = kind == _IN_WORD
     begins[1:] &= kind[:-1] != _IN_WORD
-    begins |= kind == _A_WORD
+    begins |= kind == _SINGLE_WORD
     starts = np.flatnonzero(begins)
     ends = np.searchsorted(starts, piece_ends)
     if not len(starts):
         return np.empty(0, np.uint64), ends
     powers, inverse = _powers(_CHARACTER_BASE, len(codes))
-    # What is between words has the value 0, so that a sum may go on to the next word.
+    # Separators have the value 0, so that each sum may extend to the start of the next word.
     sums = np.add.reduceat(values[codes] * powers[: len(codes)], starts)
     return mix(sums * inverse[starts]), ends
 
@@ -165,24 +166,24 @@ def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
             powers[0] = 1
             both.append(np.multiply.accumulate(powers))
         cached = (both[0], both[1])
-        if size <= 8 * BATCH_CHARACTERS:  # those of a giant document are not kept
+        if size <= 8 * BATCH_CHARACTERS:  # not those of a giant document
             _cached_powers[base] = cached
     return cached
 
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return for each code point its kind, and the value that it adds to the hash of its word."""
+    """Return for each code point its kind, and the value it contributes to the hash of a word."""
     names = "".join(unicodedata.category(chr(code)) for code in range(0x110000))
     categories = np.frombuffer(names.encode(), "S2")
-    kinds = np.full(0x110000, _BETWEEN, np.uint8)
+    kinds = np.full(0x110000, _SEPARATOR, np.uint8)
     kinds[np.isin(categories.astype("S1"), [b"L", b"M", b"N"])] = _IN_WORD
     kinds[categories == b"Cf"] = _INVISIBLE
     for low, high in _UNSPACED:
         block = kinds[low : high + 1]
-        block[block == _IN_WORD] = _A_WORD
+        block[block == _IN_WORD] = _SINGLE_WORD
     values = mix(np.arange(1, 0x110001, dtype=np.uint64) * np.uint64(_CHARACTER_BASE))
-    values[(kinds == _BETWEEN) | (kinds == _INVISIBLE)] = 0
+    values[(kinds == _SEPARATOR) | (kinds == _INVISIBLE)] = 0
     return kinds, values
 
 
@@ -190,12 +191,14 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return regular expressions for a word and for an invisible character."""
     kinds, _ = _tables()
-    in_word, a_word, invisible = (_class(kinds == k) for k in (_IN_WORD, _A_WORD, _INVISIBLE))
-    return re.compile(f"{a_word}|{in_word}+"), re.compile(invisible)
+    in_word, single, invisible = (
+        _character_class(kinds == kind) for kind in (_IN_WORD, _SINGLE_WORD, _INVISIBLE)
+    )
+    return re.compile(f"{single}|{in_word}+"), re.compile(invisible)
 
 
-def _class(chosen: np.ndarray) -> str:
-    """Return the characters as a class of a regular expression."""
+def _character_class(chosen: np.ndarray) -> str:
+    """Return a regular expression for the chosen code points: (0x110000,) bool."""
     edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
     ranges = [f"\\U{low:08x}-\\U{high - 1:08x}" for low, high in edges.reshape(-1, 2).tolist()]
     return f"[{''.join(ranges)}]"

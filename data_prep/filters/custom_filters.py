@@ -1,20 +1,21 @@
-"""Filters that are not a class of datatrove as it is: limits of length, and thin covers.
+"""Filters that are not a class of datatrove as it is: our own, and thin wrappers.
 
-Each is called with a datatrove document, and gives a verdict as datatrove's filters do: true,
-false, or (False, reason).
+Each is built from its parameters in the recipe, called with a datatrove document, and returns what
+datatrove's filters return: True, False, or (False, reason). To add one, write a class or function
+that builds it, and list it in `CUSTOM`.
 """
 
 import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zerolm.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ZerolmError
 
 Json = dict[str, Any]
 
 
 class Length:
-    """Limits on characters, and on words between spaces."""
+    """Limits on characters, and on words separated by spaces."""
 
     def __init__(
         self,
@@ -42,16 +43,16 @@ class Length:
 
 
 class Pii:
-    """Replaces e-mail and IP addresses; the replacements begin anew in each document.
+    """datatrove's replacement of e-mail and IP addresses, restarted in each document.
 
-    datatrove goes round its replacements over all documents of a task, so that a document's text
-    would depend on which others are in its task.
+    datatrove cycles through its replacements over all documents of a task, so that the text of a
+    document would depend on which others are in its task.
     """
 
-    def __init__(self, given: Json):
+    def __init__(self, **parameters: Any):
         from datatrove.pipeline.formatters.pii import PIIFormatter
 
-        self.formatter = PIIFormatter(**given)
+        self.formatter = PIIFormatter(**as_tuples(parameters))
 
     def __call__(self, document: Any) -> bool:
         self.formatter.emails_replacer._replace_i = self.formatter.ip_replacer._replace_i = 0
@@ -60,16 +61,17 @@ class Pii:
 
 
 class Url:
-    """datatrove's URL filter, which needs a URL; the list of public suffixes is the package's own.
+    """datatrove's URL filter, with the public suffix list that is part of `tldextract`.
 
-    datatrove's would be downloaded by each process: other verdicts on another day, and without a
-    network a wait and a traceback on standard error.
+    datatrove would download a list in each process: the result would depend on the day, and without
+    a network it would wait and print a traceback.
     """
 
-    def __init__(self, step: Any):
+    def __init__(self, **parameters: Any):
+        from datatrove.pipeline.filters.url_filter import URLFilter
         from tldextract import TLDExtract
 
-        self.step = step
+        self.step = URLFilter(**as_tuples(parameters))
         self.step.tldextractor = TLDExtract(suffix_list_urls=())
 
     def __call__(self, document: Any) -> bool | tuple[bool, str]:
@@ -80,11 +82,11 @@ class Url:
             return False, "not_a_url"
         try:
             return self.step.filter(document)
-        except ValueError:  # of tldextract and what it is made of
+        except ValueError:  # from tldextract and the libraries it uses
             return False, "not_a_url"
 
 
-def load_language(given: Json) -> Callable[[Any], Any]:
+def load_language(model: str, **parameters: Any) -> Callable[[Any], Any]:
     """Return datatrove's language filter with a model file instead of its download.
 
     Raises:
@@ -93,11 +95,7 @@ def load_language(given: Json) -> Callable[[Any], Any]:
     from datatrove.pipeline.filters.language_filter import LanguageFilter
     from fasttext.FastText import _FastText
 
-    given = dict(given)
-    model = given.pop("model")
-    if isinstance(given.get("languages"), tuple):
-        given["languages"] = list(given["languages"])
-    step = LanguageFilter(**given)
+    step = LanguageFilter(**parameters)
     try:
         step.model._model = _FastText(model)
     except ValueError as error:
@@ -106,11 +104,11 @@ def load_language(given: Json) -> Callable[[Any], Any]:
 
 
 class UserFilter:
-    """A function of the user: `function(text, record, **options)` is a verdict as datatrove's."""
+    """A function of the user: `function(text, record, **options)` returns as a filter does."""
 
-    def __init__(self, path: str, options: Json):
-        self.path, self.options = path, options
-        self.function = load_function(path)
+    def __init__(self, function: str, options: Json | None = None):
+        self.path, self.options = function, options or {}
+        self.function = load_function(function)
 
     def __call__(self, document: Any) -> bool | tuple[bool, str]:
         try:
@@ -118,7 +116,7 @@ class UserFilter:
         except Exception as error:
             raise ZerolmError(
                 f"{self.path}: raised {type(error).__name__}: {error}, at document {document.id}. "
-                f"Correct the function; the same command again goes on."
+                f"Correct the function; the same command then resumes."
             ) from error
         kept, reason = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
         if not isinstance(kept, bool) or not isinstance(reason, str):
@@ -127,6 +125,25 @@ class UserFilter:
                 f"True, False, or (False, reason)."
             )
         return kept, reason
+
+
+CUSTOM: dict[str, Callable[..., Callable[[Any], Any]]] = {
+    "length": Length,
+    "pii": Pii,
+    "url": Url,
+    "language": load_language,
+    "python": UserFilter,
+}
+
+
+def as_tuples(parameters: Json) -> Json:
+    """Return parameters with tuples for lists, also for lists of lists, as datatrove expects."""
+    return {
+        key: tuple(tuple(each) if isinstance(each, list) else each for each in value)
+        if isinstance(value, list)
+        else value
+        for key, value in parameters.items()
+    }
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -138,11 +155,11 @@ def load_function(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise anything
         raise ConfigError(
             f"{path} cannot be imported ({type(error).__name__}: {error}). Check the name, and "
             f"that its directory is on PYTHONPATH."
         ) from error
     if not callable(function):
-        raise ConfigError(f"{path} is a {type(function).__name__} and not a function.")
+        raise ConfigError(f"{path} is a {type(function).__name__}, not a function.")
     return function

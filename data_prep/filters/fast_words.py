@@ -1,12 +1,12 @@
-"""Words as spaCy splits them, at a fraction of its cost: each run of characters is split once.
+"""Words as spaCy splits them, at a fraction of its cost: each distinct segment is split only once.
 
-datatrove's filters ask `load_word_tokenizer(language).word_tokenize(text)`. With spaCy's rules the
-tokens of a run between spaces do not depend on its neighbours, but in one case: special cases
-(":)", "a.m.") are found in the tokens of the whole text, the longest of those that overlap wins,
-and one that lies over a space changes nothing. So runs that a special case may lie over are split
-together too, and where that differs, the document is left to datatrove's own function. So is
-everything that is not spaCy's rule-based tokenizer. Source: spacy/tokenizer.pyx,
-`_tokenize_affixes`, `_apply_special_cases` and `_filter_special_spans`.
+datatrove's filters call `load_word_tokenizer(language).word_tokenize(text)`. A segment is the text
+between two spaces. With spaCy's rules the tokens of a segment do not depend on its neighbours, with
+one exception: special cases (":)", "a.m.") are matched against the tokens of the whole text, the
+longest of overlapping ones wins, and one that spans a space changes nothing. So segments that a
+special case may span are also split together. Where that gives other tokens, datatrove's own
+function splits the document, as it does wherever the tokenizer is not spaCy's rule-based one.
+Source: spacy/tokenizer.pyx, `_tokenize_affixes`, `_apply_special_cases`, `_filter_special_spans`.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# Remembered; some 60 MB. Then it begins anew, which keeps the frequent ones cheap.
-MAX_RUNS = 1 << 18
+# Limit of a cache, about 60 MB. A full cache is emptied: frequent segments are back soon.
+MAX_SEGMENTS = 1 << 18
 
-# spaCy's word number 1. At the end of a memory zone `preshed` does not forget the key 1, so that
-# the next document with this word would read freed memory (datatrove: "breaks the tokenizer
-# completely"). Known before the first zone, it is never freed. Source: preshed/maps.pyx,
-# `map_clear`.
+# spaCy's string number 1. At the end of a memory zone `preshed` does not forget the key 1, so the
+# next document with this word would read freed memory (datatrove: "breaks the tokenizer
+# completely"). A word that is known before the first zone is never freed. Source:
+# preshed/maps.pyx, `map_clear`.
 FIRST_WORD = "IS_ALPHA"
 
-Words = Callable[[str], list[str]]
+WordTokenizer = Callable[[str], list[str]]
 
 
 def install(language: str) -> bool:
-    """Make datatrove split words of a language by this; say whether it can be done.
+    """Make datatrove split the words of a language with `FastWords`; return whether that works.
 
     Raises:
         ValueError: datatrove has no tokenizer for the language.
@@ -37,7 +37,7 @@ def install(language: str) -> bool:
     """
     from datatrove.utils.word_tokenizers import SpaCyTokenizer, load_word_tokenizer
 
-    with contextlib.suppress(ImportError):  # the tokenizer of the language may be another's
+    with contextlib.suppress(ImportError):  # the language may use another package's tokenizer
         import_spacy()
     tokenizer = load_word_tokenizer(language)
     if not isinstance(tokenizer, SpaCyTokenizer) or tokenizer.config is not None:
@@ -53,37 +53,37 @@ def install(language: str) -> bool:
 
 
 def import_spacy() -> None:
-    """Import spaCy without torch, which its `thinc` imports where it can, for seconds in each task.
+    """Import spaCy without torch, which its `thinc` would import: seconds in each task.
 
     Raises:
         ImportError: spaCy is not installed.
     """
-    hidden = "torch" not in sys.modules
-    if hidden:
+    hide_torch = "torch" not in sys.modules
+    if hide_torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         import spacy  # noqa: F401
     finally:
-        if hidden:
+        if hide_torch:
             del sys.modules["torch"]
 
 
 class FastWords:
-    """`word_tokenize` of a spaCy tokenizer, remembering the words of each run of characters.
+    """Replaces `word_tokenize` of a spaCy tokenizer; caches the words of each segment.
 
     Args:
         nlp: a spaCy language with its rule-based tokenizer.
-        slow: `word_tokenize` of datatrove, for documents that are not split run by run.
+        fallback: datatrove's `word_tokenize`, for documents that cannot be split by segment.
     """
 
-    def __init__(self, nlp: Any, slow: Words):
-        self.nlp, self.slow = nlp, slow
+    def __init__(self, nlp: Any, fallback: WordTokenizer):
+        self.nlp, self.fallback = nlp, fallback
         nlp.vocab[FIRST_WORD]
         rules = nlp.tokenizer
-        self.runs: dict[str, _Run] = {}
-        self.simple: dict[str, bool] = {}  # of runs that follow each other
-        plain = _without_special_cases(rules)
-        specials = [[token.text for token in plain(special)] for special in rules.rules]
+        self.segments: dict[str, _Segment] = {}
+        self.independent: dict[str, bool] = {}  # of adjacent segments, joined by spaces
+        tokenize = _without_special_cases(rules)
+        specials = [[token.text for token in tokenize(special)] for special in rules.rules]
         pairs = sorted({pair for words in specials for pair in pairwise(words)})
         self.firsts, self.seconds = defaultdict(list), defaultdict(list)
         for number, (first, second) in enumerate(pairs):
@@ -91,72 +91,76 @@ class FastWords:
             self.seconds[second[0]].append((1 << number, second))
 
     def __call__(self, text: str) -> list[str]:
-        """Return the words of a text, as datatrove does."""
-        found = text.split()
-        runs = self.runs
-        if new := [each for each in dict.fromkeys(found) if each not in runs]:
-            if len(runs) + len(new) > MAX_RUNS:
-                runs.clear()
-                new = list(dict.fromkeys(found))
+        """Return the words of a text, equal to datatrove's."""
+        parts = text.split()
+        segments = self.segments
+        if new := [part for part in dict.fromkeys(parts) if part not in segments]:
+            if len(segments) + len(new) > MAX_SEGMENTS:
+                segments.clear()
+                new = list(dict.fromkeys(parts))
             self._split(new)
         words: list[str] = []
-        before = NO_RUN
-        chain: list[str] = []  # runs between which special cases may lie
-        last = ""
-        for characters in found:
-            run = runs[characters]
-            if before.ends & run.begins:
-                chain = chain or [last]
-                chain.append(characters)
+        before, before_part = NO_SEGMENT, ""
+        chain: list[str] = []  # adjacent segments that special cases may span
+        for part in parts:
+            segment = segments[part]
+            if before.ends_first & segment.begins_second:
+                chain = chain or [before_part]
+                chain.append(part)
             elif chain:
-                if not self._is_simple(" ".join(chain)):
-                    return self.slow(text)
+                if not self._is_independent(" ".join(chain)):
+                    return self.fallback(text)
                 chain = []
-            before, last = run, characters
-            words += run.words
-        return words if not chain or self._is_simple(" ".join(chain)) else self.slow(text)
+            before, before_part = segment, part
+            words += segment.words
+        if chain and not self._is_independent(" ".join(chain)):
+            return self.fallback(text)
+        return words
 
     def _split(self, new: list[str]) -> None:
-        """Split runs that are not remembered; a newline between them keeps them apart."""
+        """Add segments to the cache; newlines between them keep their tokens apart."""
         tokens = iter(self._tokens("\n".join(new)))
-        for characters in new:
-            words = tuple(iter(tokens.__next__, "\n")) if characters != new[-1] else tuple(tokens)
-            begins = ends = 0
-            for bit, second in self.seconds.get(characters[0], ()):
-                begins |= bit * characters.startswith(second)
-            for bit, first in self.firsts.get(characters[-1], ()):
-                ends |= bit * characters.endswith(first)
-            self.runs[characters] = _Run(words, begins, ends)
+        for part in new:
+            words = tuple(iter(tokens.__next__, "\n")) if part != new[-1] else tuple(tokens)
+            begins_second = ends_first = 0
+            for bit, second in self.seconds.get(part[0], ()):
+                begins_second |= bit * part.startswith(second)
+            for bit, first in self.firsts.get(part[-1], ()):
+                ends_first |= bit * part.endswith(first)
+            self.segments[part] = _Segment(words, begins_second, ends_first)
 
-    def _is_simple(self, chain: str) -> bool:
-        """Say whether runs are split alone as they are together."""
-        simple = self.simple.get(chain)
-        if simple is None:
-            alone = [word for each in chain.split() for word in self.runs[each].words]
-            simple = self._tokens(chain) == alone
-            if len(self.simple) >= MAX_RUNS:
-                self.simple.clear()
-            self.simple[chain] = simple
-        return simple
+    def _is_independent(self, chain: str) -> bool:
+        """Return whether adjacent segments have the same tokens together as each alone."""
+        independent = self.independent.get(chain)
+        if independent is None:
+            alone = [word for part in chain.split() for word in self.segments[part].words]
+            independent = self._tokens(chain) == alone
+            if len(self.independent) >= MAX_SEGMENTS:
+                self.independent.clear()
+            self.independent[chain] = independent
+        return independent
 
     def _tokens(self, text: str) -> list[str]:
         with self.nlp.memory_zone():  # without it, every new word would stay in the vocabulary
             return [token.text for token in self.nlp.tokenizer(text)]
 
 
-class _Run(NamedTuple):
-    """What is remembered of a run; bit n of `begins` and `ends` is for pair n of tokens."""
+class _Segment(NamedTuple):
+    """The words of a segment, and which special cases may continue beyond it.
+
+    Bit n is for pair n of adjacent tokens in special cases.
+    """
 
     words: tuple[str, ...]
-    begins: int  # it may begin with the second token of the pair
-    ends: int  # it may end with the first
+    begins_second: int  # whether it begins with the second token of the pair
+    ends_first: int  # whether it ends with the first token of the pair
 
 
-NO_RUN = _Run((), 0, 0)
+NO_SEGMENT = _Segment((), 0, 0)
 
 
 def _without_special_cases(rules: Any) -> Any:
-    """Return the tokenizer whose tokens special cases are matched against."""
+    """Return the tokenizer against whose tokens spaCy matches special cases."""
     import spacy.tokenizer
 
     return spacy.tokenizer.Tokenizer(

@@ -1,7 +1,7 @@
-"""What a model is trained on, as text: a window, a document, or a sequence of a run.
+"""Shows training data as text: a window of a source, a document, or sequences of a run.
 
-zerolm/excerpts.py reads and decodes; here is which window or document it is, where it is from, and
-how it is shown. Knows no command line.
+Finds the window or document and its origin, and formats it; `zerolm.data.window_text` reads and
+decodes it. Independent of the command line.
 """
 
 import json
@@ -11,27 +11,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerolm.errors import ConfigError
-from zerolm.excerpts import Part, decoder_of, read_document, read_row, read_window
-from zerolm.order import Order
-from zerolm.origins import origin
-from zerolm.packing import num_rows, open_packing
-from zerolm.run_order import ids_of_step, open_run
-from zerolm.settings import BEST_FIT
-from zerolm.shards import Source
+from zerolm.common.errors import ConfigError
+from zerolm.config.settings import BEST_FIT
+from zerolm.data.order import Order
+from zerolm.data.packing import num_rows, open_packing
+from zerolm.data.window_text import (
+    DocumentSpan,
+    read_document,
+    read_row,
+    read_window,
+    source_decoder,
+)
+from zerolm.report.run_order import ids_of_step, open_run
+from zerolm.shards.origins import find_origin
+from zerolm.shards.reader import Source
 
 
 class Excerpt(NamedTuple):
-    """Tokens of one source to show.
+    """Consecutive tokens of one source.
 
     Attributes:
-        about: what they are, by name; `source` is its directory.
-        parts: document by document.
+        labels: what the tokens are, such as window, epoch or document, by name.
+        parts: the tokens, one part per document.
     """
 
     source: Source
-    about: dict[str, Any]
-    parts: list[Part]
+    labels: dict[str, Any]
+    parts: list[DocumentSpan]
 
 
 def find_window(
@@ -39,21 +45,21 @@ def find_window(
 ) -> tuple[int, int]:
     """Return (window, epoch) of a sequence.
 
-    Without a seed `sequence` is the window itself; with one it is a sequence number of a run on
-    this source alone, and zerolm.order says which window that is.
+    Without a seed, `sequence` is the window. With a seed it is a sequence number of a run with this
+    seed on this source only, which `zerolm.data.order` maps to a window.
 
     Raises:
-        ConfigError: a sequence that does not exist.
+        ConfigError: there is no such sequence.
     """
     count = num_rows(source, seq_len, packing)
     if count == 0:
         raise ConfigError(
-            f"{source.directory}: {source.num_tokens} tokens are not one window of --seq_len "
+            f"{source.directory}: {source.num_tokens} tokens are too few for a window of --seq_len "
             f"{seq_len}, which needs {seq_len + 1}. Choose a smaller --seq_len."
         )
     if seed is not None:
-        place = Order([count], [1.0], seed)(np.array([sequence]))
-        return int(place.window[0]), int(place.epoch[0])
+        position = Order([count], [1.0], seed)(np.array([sequence]))
+        return int(position.window[0]), int(position.epoch[0])
     if sequence >= count:
         raise ConfigError(
             f"--sequence {sequence}: {source.directory} has {count:,} windows of --seq_len "
@@ -65,26 +71,26 @@ def find_window(
 def window_excerpt(
     source: Source, sequence: int, seq_len: int, seed: int | None, packing: str
 ) -> Excerpt:
-    """Return a window of a source, or a sequence of a run on it alone.
+    """Return a window of a source or, with a seed, a sequence of a run on this source only.
 
     Raises:
         ConfigError: see `find_window`.
     """
     window, epoch = find_window(source, sequence, seq_len, seed, packing)
-    about: dict[str, Any] = {"window": window}
+    labels: dict[str, Any] = {"window": window}
     if seed is not None:
-        about = {"sequence": sequence, "seed": seed, "epoch": epoch, **about}
+        labels = {"sequence": sequence, "seed": seed, "epoch": epoch, **labels}
     if packing == BEST_FIT:
         parts = read_row(source, open_packing(source, seq_len), window)
     else:
         start = window * seq_len
-        about["tokens"] = [start, start + seq_len + 1]
+        labels["tokens"] = [start, start + seq_len + 1]
         parts = read_window(source, window, seq_len)
-    return Excerpt(source, about, parts)
+    return Excerpt(source, labels, parts)
 
 
 def document_excerpt(source: Source, document: int) -> Excerpt:
-    """Return a whole document of a source, by its number from 0.
+    """Return a complete document of a source, by its number from 0.
 
     Raises:
         ConfigError: there is no such document.
@@ -100,15 +106,15 @@ def document_excerpt(source: Source, document: int) -> Excerpt:
 def run_excerpts(
     run_dir: Path, sequence: int | None, step: int | None, row: int | None
 ) -> tuple[list[Excerpt], list[str]]:
-    """Return sequences of a run as it orders its data now, and what else is to be said of them.
+    """Return sequences of a run, in its current data order, and notes for the user.
 
     Args:
-        sequence: its number in the run; or None, and
-        step: all of the batch of a step, or of that
-        row: one, from 0 in the order of their numbers.
+        sequence: number of a sequence in the run; if None, `step` is given.
+        step: return the sequences of the batch of this step.
+        row: return only this sequence of the batch, counted from 0.
 
     Raises:
-        ConfigError: there is no such run, step, row or data.
+        ConfigError: the run, step, row or data does not exist.
     """
     run = open_run(run_dir)
     notes: list[str] = []
@@ -123,70 +129,71 @@ def run_excerpts(
             ids = ids[row : row + 1]
     else:
         ids = np.array([sequence], np.int64)
-    found = []
+    excerpts = []
     for place in run.rows(ids):
-        about = {
+        labels = {
             "sequence": place.sequence,
             "source": run.names[place.source],
             "epoch": place.epoch,
             "window": place.window,
         }
         if len(run.order.starts) > 1:
-            about["stage"] = run.order.stage_of(place.sequence) + 1
-        found.append(Excerpt(run.sources[place.source], about, place.parts))
-    return found, notes
+            labels["stage"] = run.order.stage_of(place.sequence) + 1
+        excerpts.append(Excerpt(run.sources[place.source], labels, place.parts))
+    return excerpts, notes
 
 
-def lines(excerpts: Sequence[Excerpt]) -> Iterator[str]:
-    """Yield what shows excerpts to a person."""
+def text_lines(excerpts: Sequence[Excerpt]) -> Iterator[str]:
+    """Yield lines that show excerpts as text."""
     for excerpt in excerpts:
-        source, parts = excerpt.source, excerpt.parts
-        decode = decoder_of(source)
-        words = [
-            f"tokens {value[0]:,} to {value[1]:,}" if name == "tokens" else f"{name} {value}"
-            for name, value in excerpt.about.items()
-            if name not in ("seed", "document")
-        ]
-        if "seed" in excerpt.about:
-            words[0] += f" of seed {excerpt.about['seed']}"
-        last = f" to {parts[-1].document}" if "document" not in excerpt.about else ""
-        words.append(
-            f"document{'s' if last else ''} {parts[0].document}{last} of {source.num_documents:,}"
-        )
-        yield f"{source.directory}: {', '.join(words)}"
-        for part in parts:
-            whole = part.start == 0 and part.stop == part.length
-            which = (
-                f"whole, {part.length:,} tokens"
-                if whole
-                else f"tokens {part.start:,} to {part.stop:,} of {part.length:,}"
-            )
-            found = _origin(source, part.document)
+        source = excerpt.source
+        decode = source_decoder(source)
+        yield f"{source.directory}: {_title(excerpt)}"
+        for part in excerpt.parts:
+            extent = f"tokens {part.start:,} to {part.stop:,} of {part.length:,}"
+            if part.start == 0 and part.stop == part.length:
+                extent = f"complete, {part.length:,} tokens"
+            found = _origin_of(source, part.document)
             where = f", {found['file']}, {found['unit']} {found['position']}" if found else ""
-            yield f"--- document {part.document} ({which}{where}) ---"
+            yield f"--- document {part.document} ({extent}{where}) ---"
             yield decode(part.token_ids.tolist())
 
 
-def as_json(excerpts: Sequence[Excerpt]) -> Iterator[str]:
-    """Yield a JSON object a line, one for each excerpt."""
+def _title(excerpt: Excerpt) -> str:
+    labels, parts = excerpt.labels, excerpt.parts
+    items = [
+        f"tokens {value[0]:,} to {value[1]:,}" if name == "tokens" else f"{name} {value}"
+        for name, value in labels.items()
+        if name not in ("seed", "document")
+    ]
+    if "seed" in labels:
+        items[0] += f" of seed {labels['seed']}"
+    documents = f"documents {parts[0].document} to {parts[-1].document}"
+    if "document" in labels:
+        documents = f"document {parts[0].document}"
+    return ", ".join([*items, f"{documents} of {excerpt.source.num_documents:,}"])
+
+
+def json_lines(excerpts: Sequence[Excerpt]) -> Iterator[str]:
+    """Yield one line per excerpt, a JSON object."""
     for excerpt in excerpts:
-        decode = decoder_of(excerpt.source)
+        decode = source_decoder(excerpt.source)
         documents = [
             {
                 "document": part.document,
                 "start": part.start,
                 "stop": part.stop,
                 "num_tokens": part.length,
-                "origin": _origin(excerpt.source, part.document),
+                "origin": _origin_of(excerpt.source, part.document),
                 "text": decode(part.token_ids.tolist()),
             }
             for part in excerpt.parts
         ]
         directory = str(excerpt.source.directory)
-        yield json.dumps({"shards": directory, **excerpt.about, "documents": documents})
+        yield json.dumps({"shards": directory, **excerpt.labels, "documents": documents})
 
 
-def _origin(source: Source, document: int) -> dict[str, Any] | None:
-    """Return the file that a document was read from and where in it, if the shards know."""
-    found = origin(source, document)
+def _origin_of(source: Source, document: int) -> dict[str, Any] | None:
+    """Return the file and position that a document was read from; None if they are not recorded."""
+    found = find_origin(source, document)
     return None if found is None else found._asdict()

@@ -1,8 +1,8 @@
-"""Figures of token shards: lengths of documents, frequencies of ids, repeated documents.
+"""Measures token shards: document lengths, token frequencies, and duplicate documents.
 
-Shards are measured in pieces of whole documents, by processes that share nothing; memory is
-bounded by the size of a piece and by `PARTITION_DOCUMENTS`, not by the data. Knows no command
-line, and not how figures are shown.
+Worker processes measure pieces of complete documents. Memory is bounded by the size of a piece and
+by `PARTITION_DOCUMENTS`, not by the size of the data. Independent of the command line and of how
+the statistics are shown.
 """
 
 import tempfile
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from data_prep.workers import ordered_map
-from zerolm.shards import Source
+from data_prep.tasks.workers import ordered_map
+from zerolm.shards.reader import Source
 
-PIECE_TOKENS = 1 << 22  # of one task: 8 or 16 MB of ids
-PARTITION_DOCUMENTS = 1 << 22  # compared at once: 16 bytes each, sorted
-BINS_AN_OCTAVE = 16  # of the histogram: quantiles are right to 4.4%
-NUM_BINS = 48 * BINS_AN_OCTAVE
+PIECE_TOKENS = 1 << 22  # measured at a time: 8 or 16 MB of ids
+PARTITION_DOCUMENTS = 1 << 22  # sorted at a time to find duplicates: 16 bytes each
+BINS_PER_OCTAVE = 16  # of the length histogram, so that quantiles are accurate to 4.4%
+NUM_BINS = 48 * BINS_PER_OCTAVE
 LONGER_THAN = (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-SHOWN_REPEATS = 20
+MAX_SHOWN_REPEATS = 20
 
 
 class Piece(NamedTuple):
@@ -38,17 +38,18 @@ class Piece(NamedTuple):
 
 @dataclass
 class Counts:
-    """What pieces of one source come to."""
+    """Counts of one or several pieces of a source; lengths are in tokens."""
 
-    ids: np.ndarray  # (V,) int64: how often each id is there
+    ids: np.ndarray  # (V,) int64: occurrences of each id
     length_bins: np.ndarray  # (NUM_BINS,) int64: documents by log2 of their length
-    token_bins: np.ndarray  # (NUM_BINS,) int64: their tokens
+    token_bins: np.ndarray  # (NUM_BINS,) int64: tokens in these documents
     longer: np.ndarray  # (2, len(LONGER_THAN)) int64: documents above a length, and their tokens
     shortest: int
     longest: int
-    longest_document: int
+    longest_document: int  # its number
 
     def add(self, other: "Counts") -> None:
+        """Add the counts of other pieces."""
         for name in ("ids", "length_bins", "token_bins", "longer"):
             getattr(self, name).__iadd__(getattr(other, name))
         self.shortest = min(self.shortest, other.shortest)
@@ -56,31 +57,31 @@ class Counts:
             self.longest, self.longest_document = other.longest, other.longest_document
 
 
-def measure(
+def measure_shards(
     sources: Sequence[Source],
     num_workers: int,
     top: int,
     progress: Any,
 ) -> list[dict[str, Any]]:
-    """Return the figures of each source, JSON-able.
+    """Return the statistics of each source as JSON objects.
 
     Args:
-        top: how many of the most frequent ids to name.
-        progress: `add` is called with tokens, documents.
+        top: number of most frequent ids to list.
+        progress: its `add` is called with numbers of tokens and documents.
     """
     totals: dict[int, Counts] = {}
     with tempfile.TemporaryDirectory(prefix="data_prep-stats-") as scratch:
         hashes = [_Hashes(Path(scratch), n, s.num_documents) for n, s in enumerate(sources)]
-        found = ordered_map(partial(_measurer, list(sources)), _pieces(sources), num_workers)
-        for piece, counts, prints, numbers in found:
-            hashes[piece.source].add(prints, numbers)
+        results = ordered_map(partial(_measurer, list(sources)), _pieces(sources), num_workers)
+        for piece, counts, digests, numbers in results:
+            hashes[piece.source].add(digests, numbers)
             if piece.source in totals:
                 totals[piece.source].add(counts)
             else:
                 totals[piece.source] = counts
-            progress.add(int(counts.ids.sum()), len(prints))
+            progress.add(int(counts.ids.sum()), len(digests))
         return [
-            _figures(source, totals[number], hashes[number].repeats(), top)
+            _statistics(source, totals[number], hashes[number].duplicates(), top)
             for number, source in enumerate(sources)
         ]
 
@@ -112,7 +113,7 @@ def _measure_piece(
     ends = ends[piece.first :]
     ids = source.ids(piece.shard, int(starts[0]), int(ends[-1]))
     lengths = ends - starts
-    bins = np.minimum((np.log2(lengths) * BINS_AN_OCTAVE).astype(np.int64), NUM_BINS - 1)
+    bins = np.minimum((np.log2(lengths) * BINS_PER_OCTAVE).astype(np.int64), NUM_BINS - 1)
     above = lengths[:, None] > np.array(LONGER_THAN)
     before = sum(each["num_documents"] for each in source.manifest["shards"][: piece.shard])
     longest = int(lengths.argmax())
@@ -127,7 +128,7 @@ def _measure_piece(
     )
     raw, size = memoryview(ids.tobytes()), ids.itemsize
     edges = ((ends - starts[0]) * size).tolist()
-    prints = np.fromiter(
+    digests = np.fromiter(
         (
             xxhash.xxh3_64_intdigest(raw[start:end])
             for start, end in zip([0, *edges], edges, strict=False)
@@ -136,29 +137,30 @@ def _measure_piece(
         len(edges),
     )
     numbers = np.arange(before + piece.first, before + piece.last, dtype=np.uint64)
-    return piece, counts, prints, numbers
+    return piece, counts, digests, numbers
 
 
 class _Hashes:
-    """Hashes of a source's documents, in files by their first bits, each small enough to sort."""
+    """Hashes of a source's documents, in files by their first bits; each file fits in memory."""
 
     def __init__(self, scratch: Path, source: int, num_documents: int):
         self.bits = max(0, (num_documents // PARTITION_DOCUMENTS).bit_length())
         self.paths = [scratch / f"{source}-{part}" for part in range(1 << self.bits)]
 
-    def add(self, prints: np.ndarray, numbers: np.ndarray) -> None:
-        pairs = np.stack([prints, numbers], axis=1)
+    def add(self, digests: np.ndarray, numbers: np.ndarray) -> None:
+        """Add (D,) uint64 hashes and numbers of documents."""
+        pairs = np.stack([digests, numbers], axis=1)
         if not self.bits:
-            parts = np.zeros(len(prints), np.int64)
+            parts = np.zeros(len(digests), np.int64)
         else:
-            parts = (prints >> np.uint64(64 - self.bits)).astype(np.int64)
+            parts = (digests >> np.uint64(64 - self.bits)).astype(np.int64)
         for part in np.unique(parts):
             with open(self.paths[part], "ab") as file:
                 pairs[parts == part].tofile(file)
 
-    def repeats(self) -> dict[str, Any]:
-        """Return how many documents are there again, and the most repeated ones."""
-        again, groups, worst = 0, 0, []
+    def duplicates(self) -> dict[str, Any]:
+        """Return how many documents are copies of an earlier one, and the most repeated ones."""
+        num_copies, num_groups, most_repeated = 0, 0, []
         for path in self.paths:
             if not path.exists():
                 continue
@@ -166,61 +168,73 @@ class _Hashes:
             pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
             starts = np.flatnonzero(np.concatenate([[True], np.diff(pairs[:, 0]) != 0]))
             sizes = np.diff(starts, append=len(pairs))
-            again += int((sizes - 1).sum())
-            groups += int((sizes > 1).sum())
-            for index in np.argsort(-sizes, kind="stable")[:SHOWN_REPEATS]:
+            num_copies += int((sizes - 1).sum())
+            num_groups += int((sizes > 1).sum())
+            for index in np.argsort(-sizes, kind="stable")[:MAX_SHOWN_REPEATS]:
                 if sizes[index] > 1:
-                    worst.append((int(sizes[index]), int(pairs[starts[index], 1])))
-        worst.sort(key=lambda pair: (-pair[0], pair[1]))
-        shown = [{"times": times, "document": first} for times, first in worst[:SHOWN_REPEATS]]
-        return {"again": again, "groups": groups, "most_repeated": shown}
+                    most_repeated.append((int(sizes[index]), int(pairs[starts[index], 1])))
+        most_repeated.sort(key=lambda pair: (-pair[0], pair[1]))
+        shown = [
+            {"times": times, "document": first}
+            for times, first in most_repeated[:MAX_SHOWN_REPEATS]
+        ]
+        return {"again": num_copies, "groups": num_groups, "most_repeated": shown}
 
 
-def _figures(source: Source, counts: Counts, repeats: dict[str, Any], top: int) -> dict[str, Any]:
-    manifest = source.manifest
+def _statistics(
+    source: Source, counts: Counts, duplicates: dict[str, Any], top: int
+) -> dict[str, Any]:
     tokens, documents = source.num_tokens, source.num_documents
-    ranked = np.argsort(-counts.ids, kind="stable")
-    used = int((counts.ids > 0).sum())
-    frequencies = counts.ids[ranked[:used]]
-    edges = 2 ** (np.arange(NUM_BINS + 1) / BINS_AN_OCTAVE)
-    cumulative = np.cumsum(counts.length_bins)
-    quantiles = {
-        f"{share:g}": round(float(edges[np.searchsorted(cumulative, share * documents)]))
-        for share in QUANTILES
-    }
-    filled = np.flatnonzero(counts.length_bins)
+    text_bytes = source.manifest.get("text_bytes")
     return {
         "shards": str(source.directory),
         "num_tokens": tokens,
         "num_documents": documents,
-        "bytes_per_token": manifest["text_bytes"] / tokens if manifest.get("text_bytes") else None,
-        "length": {
-            "mean": tokens / documents,
-            "shortest": counts.shortest,
-            "longest": counts.longest,
-            "longest_document": counts.longest_document,
-            "quantiles": quantiles,
-            "longer_than": [
-                {"tokens": limit, "documents": int(many), "of_tokens": int(share)}
-                for limit, many, share in zip(LONGER_THAN, *counts.longer, strict=True)
-            ],
-            "histogram": [
-                [round(float(edges[n]), 2), int(counts.length_bins[n]), int(counts.token_bins[n])]
-                for n in range(filled[0], filled[-1] + 1)
-            ],
+        "bytes_per_token": text_bytes / tokens if text_bytes else None,
+        "length": _length_statistics(counts, tokens, documents),
+        "ids": _id_statistics(source, counts, top),
+        "duplicates": {**duplicates, "share": duplicates["again"] / documents},
+    }
+
+
+def _length_statistics(counts: Counts, tokens: int, documents: int) -> dict[str, Any]:
+    edges = 2 ** (np.arange(NUM_BINS + 1) / BINS_PER_OCTAVE)
+    cumulative = np.cumsum(counts.length_bins)
+    filled = np.flatnonzero(counts.length_bins)
+    return {
+        "mean": tokens / documents,
+        "shortest": counts.shortest,
+        "longest": counts.longest,
+        "longest_document": counts.longest_document,
+        "quantiles": {
+            f"{share:g}": round(float(edges[np.searchsorted(cumulative, share * documents)]))
+            for share in QUANTILES
         },
-        "ids": {
-            "vocab_size": source.vocab_size,
-            "unused": source.vocab_size - used,
-            "eos_inside_documents": int(counts.ids[source.eos_id]) - documents,
-            "most_frequent": [
-                {"id": int(number), "times": int(counts.ids[number])} for number in ranked[:top]
-            ],
-            "half_of_tokens": int(np.searchsorted(np.cumsum(frequencies), tokens / 2)) + 1,
-            "zipf_exponent": _zipf_exponent(frequencies),
-            "by_rank": [[int(n) + 1, int(frequencies[n])] for n in _log_spaced(used)],
-        },
-        "duplicates": {**repeats, "share": repeats["again"] / documents},
+        "longer_than": [
+            {"tokens": limit, "documents": int(num_documents), "of_tokens": int(num_tokens)}
+            for limit, num_documents, num_tokens in zip(LONGER_THAN, *counts.longer, strict=True)
+        ],
+        "histogram": [
+            [round(float(edges[n]), 2), int(counts.length_bins[n]), int(counts.token_bins[n])]
+            for n in range(filled[0], filled[-1] + 1)
+        ],
+    }
+
+
+def _id_statistics(source: Source, counts: Counts, top: int) -> dict[str, Any]:
+    ranked = np.argsort(-counts.ids, kind="stable")
+    used = int((counts.ids > 0).sum())
+    frequencies = counts.ids[ranked[:used]]
+    return {
+        "vocab_size": source.vocab_size,
+        "unused": source.vocab_size - used,
+        "eos_inside_documents": int(counts.ids[source.eos_id]) - source.num_documents,
+        "most_frequent": [
+            {"id": int(number), "times": int(counts.ids[number])} for number in ranked[:top]
+        ],
+        "half_of_tokens": int(np.searchsorted(np.cumsum(frequencies), source.num_tokens / 2)) + 1,
+        "zipf_exponent": _zipf_exponent(frequencies),
+        "by_rank": [[int(n) + 1, int(frequencies[n])] for n in _log_spaced(used)],
     }
 
 
@@ -229,9 +243,9 @@ def _log_spaced(count: int) -> np.ndarray:
 
 
 def _zipf_exponent(frequencies: np.ndarray) -> float | None:
-    """Return the slope of log frequency over log rank, down, from rank 10 to half of the ids.
+    """Return the negative slope of log frequency over log rank, from rank 10 to half of the ids.
 
-    Ranks evenly spaced in their logarithm, so that the many rare ids do not decide it alone.
+    The fit uses ranks evenly spaced in their logarithm, so that the many rare ids do not dominate.
     """
     if len(frequencies) < 40:
         return None

@@ -1,4 +1,4 @@
-"""Figures of token shards, shown: lines for a terminal, a picture, a page of both."""
+"""Formats statistics of token shards as lines for a terminal, a plot, and an HTML report."""
 
 import base64
 import html
@@ -6,9 +6,9 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from zerolm.values import count
+from zerolm.common.values import count
 
-Figures = dict[str, Any]
+Statistics = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;
@@ -19,17 +19,17 @@ td:first-child,th:first-child{text-align:left;padding-left:0}h2{overflow-wrap:an
 display:inline-block;margin-right:.7rem}code{background:#f3f3f3;padding:0 .2rem}"""
 
 
-def lines(found: Sequence[Figures]) -> Iterator[str]:
-    """Yield what a terminal shows of the figures of `data_prep.stats.measure`."""
-    for figures in found:
-        length, ids, twice = figures["length"], figures["ids"], figures["duplicates"]
+def text_lines(sources: Sequence[Statistics]) -> Iterator[str]:
+    """Yield the lines to print for the statistics that `measure_shards` returns."""
+    for source in sources:
+        length, ids, duplicates = source["length"], source["ids"], source["duplicates"]
         quantiles = ", ".join(
             f"{float(share):.0%} {tokens:,}" for share, tokens in length["quantiles"].items()
         )
-        yield f"{figures['shards']}:"
+        yield f"{source['shards']}:"
         yield (
-            f"    documents      {figures['num_documents']:,}, {figures['num_tokens']:,} tokens"
-            + (f", {figures['bytes_per_token']:.3f} bytes a token" if figures["bytes_per_token"]
+            f"    documents      {source['num_documents']:,}, {source['num_tokens']:,} tokens"
+            + (f", {source['bytes_per_token']:.3f} bytes per token" if source["bytes_per_token"]
                else "")
         )  # fmt: skip
         yield (
@@ -41,39 +41,38 @@ def lines(found: Sequence[Figures]) -> Iterator[str]:
             if limit["documents"]:
                 yield (
                     f"    above {limit['tokens']:<8,} {limit['documents']:,} documents "
-                    f"({limit['documents'] / figures['num_documents']:.2%}), "
-                    f"{limit['of_tokens'] / figures['num_tokens']:.2%} of the tokens"
+                    f"({limit['documents'] / source['num_documents']:.2%}), "
+                    f"{limit['of_tokens'] / source['num_tokens']:.2%} of the tokens"
                 )
         yield (
             f"    ids            {ids['unused']:,} of {ids['vocab_size']:,} unused; "
-            f"{ids['half_of_tokens']:,} ids are half of the tokens"
+            f"{ids['half_of_tokens']:,} ids make up half of the tokens"
             + (f"; Zipf exponent {ids['zipf_exponent']:.2f}" if ids["zipf_exponent"] else "")
         )
         if ids["eos_inside_documents"]:
-            yield f"    EOS            {ids['eos_inside_documents']:,} inside of documents"
+            yield f"    EOS            {ids['eos_inside_documents']:,} inside documents"
         yield (
-            f"    duplicates     {twice['again']:,} documents ({twice['share']:.2%}) are copies of "
-            f"another one, in {twice['groups']:,} groups"
+            f"    duplicates     {duplicates['again']:,} documents ({duplicates['share']:.2%}) are "
+            f"copies of another one, in {duplicates['groups']:,} groups"
         )
-        for repeat in twice["most_repeated"][:3]:
+        for repeat in duplicates["most_repeated"][:3]:
             yield f"                   {repeat['times']:,} times: document {repeat['document']}"
 
 
-def picture(found: Sequence[Figures]) -> bytes:
-    """Return a PNG: documents and tokens by length, and frequencies of ids by rank."""
+def plot(sources: Sequence[Statistics]) -> bytes:
+    """Return a PNG with documents and tokens by length, and token frequencies by rank."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
     figure = Figure(figsize=(14, 4.2), layout="constrained", dpi=110)
     axes = figure.subplots(1, 3)
-    names = _names(found)
-    for name, figures in zip(names, found, strict=True):
+    for name, source in zip(_names(sources), sources, strict=True):
         for axis, column, total in ((axes[0], 1, "num_documents"), (axes[1], 2, "num_tokens")):
-            bins = _octave_quarters(figures["length"]["histogram"])
-            shares = [row[column] / figures[total] for row in bins]
+            bins = _merge_bins(source["length"]["histogram"])
+            shares = [row[column] / source[total] for row in bins]
             axis.step([row[0] for row in bins], shares, where="post", label=name)
-        ranks, times = zip(*figures["ids"]["by_rank"], strict=True)
-        axes[2].plot(ranks, [many / figures["num_tokens"] for many in times], label=name)
+        ranks, times = zip(*source["ids"]["by_rank"], strict=True)
+        axes[2].plot(ranks, [number / source["num_tokens"] for number in times], label=name)
     titles = ("documents by their length", "tokens by the length of their document")
     for axis, title in zip(axes, titles, strict=False):
         axis.set(xscale="log", xlabel="tokens", title=f"Share of {title}", ylim=(0, None))
@@ -90,8 +89,8 @@ def picture(found: Sequence[Figures]) -> bytes:
     return file.getvalue()
 
 
-def _octave_quarters(histogram: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return a histogram with bins four times as wide, and an empty one at its end."""
+def _merge_bins(histogram: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return a histogram with bins four times as wide, and an empty bin at its end."""
     rows: list[list[float]] = []
     for number, (edge, documents, tokens) in enumerate(histogram):
         if number % 4 == 0:
@@ -101,34 +100,37 @@ def _octave_quarters(histogram: Sequence[Sequence[float]]) -> list[list[float]]:
     return [*rows, [rows[-1][0] * 2**0.25, 0, 0]]
 
 
-def _names(found: Sequence[Figures]) -> list[str]:
-    short = [figures["shards"].rstrip("/").rpartition("/")[2] for figures in found]
-    return short if len(set(short)) == len(short) else [figures["shards"] for figures in found]
+def _names(sources: Sequence[Statistics]) -> list[str]:
+    """Return short names of the shard directories, or their paths if those are ambiguous."""
+    short = [source["shards"].rstrip("/").rpartition("/")[2] for source in sources]
+    if len(set(short)) == len(short):
+        return short
+    return [source["shards"] for source in sources]
 
 
-def page(found: Sequence[Figures], decoders: Sequence[Decode | None]) -> str:
-    """Return an HTML page that loads nothing.
+def html_report(sources: Sequence[Statistics], decoders: Sequence[Decode | None]) -> str:
+    """Return a self-contained HTML page.
 
     Args:
-        decoders: of each source's ids; None where there is no tokenizer beside its shards.
+        decoders: of each source's ids; None if there is no tokenizer beside its shards.
     """
-    image = base64.b64encode(picture(found)).decode()
-    rows = ["source", "documents", "tokens", "bytes a token", "mean length", "median", "longest",
-            "unused ids", "EOS inside", "copies"]  # fmt: skip
-    table = "".join(f"<th>{name}</th>" for name in rows)
-    for name, figures in zip(_names(found), found, strict=True):
-        length, ids, twice = figures["length"], figures["ids"], figures["duplicates"]
-        bytes_each = figures["bytes_per_token"]
-        cells = [name, f"{figures['num_documents']:,}", f"{figures['num_tokens']:,}",
+    image = base64.b64encode(plot(sources)).decode()
+    columns = ["source", "documents", "tokens", "bytes per token", "mean length", "median",
+               "longest", "unused ids", "EOS inside", "copies"]  # fmt: skip
+    table = "".join(f"<th>{name}</th>" for name in columns)
+    for name, source in zip(_names(sources), sources, strict=True):
+        length, ids, duplicates = source["length"], source["ids"], source["duplicates"]
+        bytes_each = source["bytes_per_token"]
+        cells = [name, f"{source['num_documents']:,}", f"{source['num_tokens']:,}",
                  f"{bytes_each:.3f}" if bytes_each else "-", f"{length['mean']:,.1f}",
                  f"{length['quantiles']['0.5']:,}", f"{length['longest']:,}",
                  f"{ids['unused']:,} of {ids['vocab_size']:,}", f"{ids['eos_inside_documents']:,}",
-                 f"{twice['again']:,} ({twice['share']:.2%})"]  # fmt: skip
+                 f"{duplicates['again']:,} ({duplicates['share']:.2%})"]  # fmt: skip
         table += "</tr><tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
     body = f'<div class=scroll><img alt="histograms" src="data:image/png;base64,{image}"></div>'
     body += f"<div class=scroll><table><tr>{table}</tr></table></div>" + "".join(
-        _section(name, figures, decode)
-        for name, figures, decode in zip(_names(found), found, decoders, strict=True)
+        _section(name, source, decode)
+        for name, source, decode in zip(_names(sources), sources, decoders, strict=True)
     )
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Token shards</title>'
@@ -137,21 +139,21 @@ def page(found: Sequence[Figures], decoders: Sequence[Decode | None]) -> str:
     )
 
 
-def _section(name: str, figures: Figures, decode: Decode | None) -> str:
-    tokens, documents = figures["num_tokens"], figures["num_documents"]
+def _section(name: str, source: Statistics, decode: Decode | None) -> str:
+    tokens, documents = source["num_tokens"], source["num_documents"]
     longer = "".join(
         f"<tr><td>{limit['tokens']:,}</td><td>{limit['documents']:,}</td>"
         f"<td>{limit['documents'] / documents:.2%}</td><td>{limit['of_tokens'] / tokens:.2%}</td>"
-        for limit in figures["length"]["longer_than"]
+        for limit in source["length"]["longer_than"]
     )
     frequent = " ".join(
         f"<span><code>{html.escape(_text(each['id'], decode))}</code> "
         f"{each['times'] / tokens:.2%}</span>"
-        for each in figures["ids"]["most_frequent"]
+        for each in source["ids"]["most_frequent"]
     )
     repeats = "".join(
         f"<tr><td>document {each['document']}</td><td>{each['times']:,} times</td>"
-        for each in figures["duplicates"]["most_repeated"]
+        for each in source["duplicates"]["most_repeated"]
     )
     shown = f"<h3>Most repeated documents</h3><table>{repeats}</table>" if repeats else ""
     return (

@@ -1,4 +1,4 @@
-"""The page of a pipeline's report: `report.html`, from what `pipeline_report` has collected."""
+"""Renders the report of a pipeline, made by `data_prep.pipeline.report`, as an HTML page."""
 
 import html
 import json
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 STYLE = """
-:root { --ink: #1c2733; --soft: #5b6b7b; --line: #dde3ea; --kept: #2a7f62; --lost: #c8553d;
+:root { --ink: #1c2733; --soft: #5b6b7b; --line: #dde3ea; --kept: #2a7f62; --dropped: #c8553d;
   --wash: #f5f7f9 }
 * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 0 auto; max-width: 1080px;
@@ -21,9 +21,9 @@ th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--li
 th { color: var(--soft); font-weight: 600; font-size: 13px }
 th:first-child, td:first-child { text-align: left; padding-left: 0 }
 .bar { display: flex; height: 14px; min-width: 160px; background: var(--wash) }
-.bar i { background: var(--kept) } .bar b { background: var(--lost) }
+.bar i { background: var(--kept) } .bar b { background: var(--dropped) }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 8px 32px }
-.example { border-left: 3px solid var(--lost); padding: 2px 10px; margin: 8px 0;
+.example { border-left: 3px solid var(--dropped); padding: 2px 10px; margin: 8px 0;
   overflow-wrap: anywhere; white-space: pre-wrap; font: 13px/1.45 ui-monospace, monospace }
 .example span { color: var(--soft); display: block }
 svg { width: 100%; height: auto; display: block } svg text { fill: var(--soft); font-size: 11px }
@@ -33,7 +33,7 @@ details { margin: 10px 0 } summary { cursor: pointer; font-weight: 600 }
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Return the page."""
+    """Return the HTML page for a report."""
     parts = [_header(report)]
     for name, source in report["sources"].items():
         parts.append(f"<h2>{_text(name)}</h2>")
@@ -62,27 +62,27 @@ def _header(report: Mapping[str, Any]) -> str:
     sources = report["sources"].values()
     tokens = sum(part["num_tokens"] for each in sources for part in each["shards"].values())
     read = sum(each["stages"][0]["text_bytes_in"] for each in sources if each["stages"])
-    words = f"{len(report['sources']):,} sources, {_bytes(read)} of text in"
-    words += f", {tokens:,} tokens out" if tokens else ""
-    return f"<h1>{_text(report['recipe'].get('file'))}</h1><p>{words}</p>"
+    summary = f"{len(report['sources']):,} sources, {_bytes(read)} of text in"
+    summary += f", {tokens:,} tokens out" if tokens else ""
+    return f"<h1>{_text(report['recipe'].get('file'))}</h1><p>{summary}</p>"
 
 
 def _funnel(source: Mapping[str, Any]) -> str:
-    """Return the table of stages; the bars are shares of what the first stage has read."""
+    """Return the table of stages; bars show shares of the documents that the first stage read."""
     stages = source["stages"]
     if not stages:
         return "<p>No stage is complete.</p>"
     first = max(stages[0]["documents_in"], 1)
     rows = []
     for stage in stages:
-        came, went = stage["documents_in"], stage["documents_out"]
-        kept, lost = 100 * went / first, 100 * (came - went) / first
+        num_in, num_out = stage["documents_in"], stage["documents_out"]
+        kept, dropped = 100 * num_out / first, 100 * (num_in - num_out) / first
         rows.append(
-            f"<tr><td>{stage['stage']}<td>{came:,}<td>{went:,}<td>{_share(went, came)}"
+            f"<tr><td>{stage['stage']}<td>{num_in:,}<td>{num_out:,}<td>{_share(num_out, num_in)}"
             f"<td>{_bytes(stage['text_bytes_in'])}<td>{_bytes(stage['text_bytes_out'])}"
-            f"<td>{_about(stage, 'in')}<td>{_about(stage, 'out')}"
+            f"<td>{_estimate(stage, 'in')}<td>{_estimate(stage, 'out')}"
             f'<td><div class=bar title="of all documents read"><i style="width:{kept:.3f}%"></i>'
-            f'<b style="width:{lost:.3f}%"></b></div>'
+            f'<b style="width:{dropped:.3f}%"></b></div>'
         )
     for name, shards in source["shards"].items():
         rows.append(
@@ -92,9 +92,9 @@ def _funnel(source: Mapping[str, Any]) -> str:
     note = ""
     if "estimated_tokens_per_byte" in source:
         note = (
-            f"<p>Tokens with ~ are estimated from bytes, at the "
-            f"{1 / source['estimated_tokens_per_byte']:.3f} bytes per token of the shards, whose "
-            f"tokens are counted.</p>"
+            f"<p>Tokens with ~ are estimated from bytes, using "
+            f"{1 / source['estimated_tokens_per_byte']:.3f} bytes per token as in the shards. "
+            f"The tokens of the shards are counted.</p>"
         )
     return (
         "<h3>Documents through the stages</h3><div class=scroll><table><tr><th>stage<th>in<th>kept"
@@ -103,7 +103,7 @@ def _funnel(source: Mapping[str, Any]) -> str:
     )
 
 
-def _about(stage: Mapping[str, Any], end: str) -> str:
+def _estimate(stage: Mapping[str, Any], end: str) -> str:
     tokens = stage.get(f"estimated_tokens_{end}")
     return "" if tokens is None else f"~{tokens:,}"
 
@@ -123,8 +123,8 @@ def _packing(source: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     return (
-        "<h3>Packing</h3><div class=scroll><table><tr><th>shards<th>tokens of a row<th>rows"
-        "<th>padding<th>documents cut<th>tokens of these"
+        "<h3>Packing</h3><div class=scroll><table><tr><th>shards<th>seq_len<th>rows"
+        "<th>padding<th>documents cut<th>tokens in cut documents"
         f"{''.join(rows)}</table></div>"
     )
 
@@ -135,42 +135,42 @@ def _tokenizer(report: Mapping[str, Any]) -> str:
         for name, each in report["sources"].items()
     ]
     return (
-        f"<h2>Tokenizer</h2><p>Trained on what is left of all sources; {report['vocab_size']:,} "
-        f"ids.</p><div class=scroll><table><tr><th>source<th>bytes per token"
-        f"{''.join(rows)}</table></div>"
+        f"<h2>Tokenizer</h2><p>Trained on the documents that all sources keep; "
+        f"{report['vocab_size']:,} ids.</p><div class=scroll><table><tr><th>source"
+        f"<th>bytes per token{''.join(rows)}</table></div>"
     )
 
 
 def _reasons(source: Mapping[str, Any]) -> str:
     parts = []
     for stage in source["stages"]:
-        parts += [_what_was_read(stage), _what_was_dropped(stage)]
+        parts += [_not_read(stage), _dropped(stage)]
         if stage["changed"]:
-            words = ", ".join(f"{_text(key)} {count:,}" for key, count in stage["changed"].items())
-            parts.append(f"<p>Documents changed in {stage['stage']}: {words}</p>")
+            counts = ", ".join(f"{_text(key)} {count:,}" for key, count in stage["changed"].items())
+            parts.append(f"<p>Documents changed in {stage['stage']}: {counts}</p>")
     return "".join(parts)
 
 
-def _what_was_read(stage: Mapping[str, Any]) -> str:
+def _not_read(stage: Mapping[str, Any]) -> str:
     reading = stage.get("reading", {})
-    left_out = {**reading.get("skipped", {}), **reading.get("bad", {})}
-    if not left_out:
+    not_read = {**reading.get("skipped", {}), **reading.get("bad", {})}
+    if not not_read:
         return ""
-    words = ", ".join(f"{_text(key)} {count:,}" for key, count in left_out.items())
-    return f"<p>Not read as documents: {words}</p>"
+    counts = ", ".join(f"{_text(key)} {count:,}" for key, count in not_read.items())
+    return f"<p>Not read as documents: {counts}</p>"
 
 
-def _what_was_dropped(stage: Mapping[str, Any]) -> str:
+def _dropped(stage: Mapping[str, Any]) -> str:
     dropped = stage["dropped"]
     if not dropped:
         return f"<h3>Dropped in {stage['stage']}</h3><p>Nothing.</p>"
-    most = max(dropped.values())
+    highest = max(dropped.values())
     rows, examples = [], []
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         rows.append(
             f"<tr><td>{_text(reason)}<td>{count:,}<td>{_share(count, stage['documents_in'])}"
             f"<td>{_bytes(stage['dropped_bytes'].get(reason, 0))}"
-            f'<td><div class=bar><b style="width:{100 * count / most:.2f}%"></b></div>'
+            f'<td><div class=bar><b style="width:{100 * count / highest:.2f}%"></b></div>'
         )
         shown = "".join(
             f"<div class=example><span>{_text(each['id'])}</span>{_text(each['text'])}</div>"
@@ -179,8 +179,8 @@ def _what_was_dropped(stage: Mapping[str, Any]) -> str:
         examples.append(f"<details><summary>{_text(reason)}</summary>{shown}</details>")
     return (
         f"<h3>Dropped in {stage['stage']}</h3><div class=scroll><table><tr><th>reason<th>documents"
-        f"<th>of those in<th>text<th>{''.join(rows)}</table></div>"
-        f"<h3>Examples of what {stage['stage']} dropped</h3>{''.join(examples)}"
+        f"<th>share<th>text<th>{''.join(rows)}</table></div>"
+        f"<h3>Examples of documents that {stage['stage']} dropped</h3>{''.join(examples)}"
     )
 
 
@@ -188,17 +188,20 @@ def _lengths(source: Mapping[str, Any]) -> str:
     stages = source["stages"]
     if not stages:
         return ""
-    pairs = (("read", stages[0]["lengths_in"]), ("kept at last", stages[-1]["lengths_out"]))
+    pairs = (
+        ("read", stages[0]["lengths_in"]),
+        ("kept by the last stage", stages[-1]["lengths_out"]),
+    )
     charts = "".join(
         f"<div><p>{name}: {sum(counts.values()):,} documents, {max(counts.values(), default=0):,} "
         f"in the highest bar</p>{_histogram({int(k): v for k, v in counts.items()})}</div>"
         for name, counts in pairs
     )
-    return f"<h3>Bytes of a document</h3><div class=grid>{charts}</div>"
+    return f"<h3>Bytes per document</h3><div class=grid>{charts}</div>"
 
 
 def _histogram(counts: Mapping[int, int]) -> str:
-    """Draw bins that are powers of two."""
+    """Return an SVG histogram; each bin covers sizes from a power of two to the next."""
     if not counts:
         return "<p>No documents.</p>"
     low, high = min(counts), max(counts)
@@ -207,14 +210,14 @@ def _histogram(counts: Mapping[int, int]) -> str:
     while step <= high:
         bins.append(step)
         step *= 2
-    most, width = max(counts.values()), 420 / len(bins)
+    highest, width = max(counts.values()), 420 / len(bins)
     marks = []
     for number, size in enumerate(bins):
         count = counts.get(size, 0)
-        tall, left = 120 * count / most, 4 + number * width
+        height, left = 120 * count / highest, 4 + number * width
         marks.append(
-            f'<rect x="{left:.1f}" y="{130 - tall:.1f}" width="{width - 2:.1f}" '
-            f'height="{tall:.1f}" fill="#2a7f62"><title>{_bytes(size)} to {_bytes(2 * size)}: '
+            f'<rect x="{left:.1f}" y="{130 - height:.1f}" width="{width - 2:.1f}" '
+            f'height="{height:.1f}" fill="#2a7f62"><title>{_bytes(size)} to {_bytes(2 * size)}: '
             f"{count:,} documents</title></rect>"
         )
         if number % -(-len(bins) // 6) == 0:
@@ -239,14 +242,14 @@ def _times(source: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     return (
-        "<h3>Time</h3><div class=scroll><table><tr><th>phase<th>tasks<th>seconds from first to last"
-        "<th>seconds of all tasks<th>median task<th>slowest tasks<th>hosts"
+        "<h3>Time</h3><div class=scroll><table><tr><th>phase<th>tasks<th>wall seconds"
+        "<th>task seconds<th>median task<th>slowest tasks<th>hosts"
         f"{''.join(rows)}</table></div>"
     )
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %" if total else ""
 
 
 def _bytes(number: float) -> str:

@@ -1,63 +1,68 @@
-"""What decides the result of each stage of a pipeline, and the plan that `run --check` shows."""
+"""Fingerprints of everything that determines a stage, and the plan that `run --check` prints."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from data_prep.decontaminate import identity as decontaminate_identity
-from data_prep.dedup import identity as dedup_identity
-from data_prep.filters import identity
-from data_prep.phases import fingerprint
-from data_prep.units import fingerprint as inputs_fingerprint
-from data_prep.units import plan_units
-from zerolm.provenance import versions
+from data_prep.dedup.decontaminate import decontaminate_identity
+from data_prep.dedup.dedup import dedup_identity
+from data_prep.filters.build import filters_identity
+from data_prep.pipeline.recipe import Recipe, Source
+from data_prep.pipeline.recipe_options import TokenizerOptions
+from data_prep.read.work_units import inputs_fingerprint, plan_units
+from data_prep.tasks.phases import fingerprint
+from zerolm.common.provenance import versions
 
 
-def stage_keys(recipe: Any, source: Any, tokenizer: str) -> dict[str, str]:
-    """Return the stages of a source in order, each with a fingerprint of all that decides it.
+def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[str, str]:
+    """Return the stages of a source in order, each with a fingerprint of all that determines it.
+
+    A fingerprint covers the inputs, the options of the stage, and all stages before it.
 
     Args:
-        recipe, source: recipe.Recipe, recipe.Source.
-        tokenizer: fingerprint of it.
+        tokenizer: the tokenizer's fingerprint.
     """
-    key = inputs_fingerprint(source.inputs, source.options.rules())
-    keys = {}
+    before = inputs_fingerprint(source.inputs, source.options.rules())
+    fingerprints = {}
     for stage in recipe.stages:
-        own: Any = None
+        options: Any = None
         if stage == "clean":
-            own = [recipe.content.get("clean", {}), identity(recipe.clean.filters)]
-        elif stage == "dedup":
-            own = dedup_identity(recipe.dedup)
-        elif stage == "decontaminate":
-            own = decontaminate_identity(recipe.decontaminate)
-        elif stage == "shards":
-            own = [asdict(recipe.shards), tokenizer]
-        elif stage == "pack":
-            own = asdict(recipe.pack)
-        keys[stage] = key = fingerprint([key, stage, own])
-    return keys
+            options = [recipe.content.get("clean", {}), filters_identity(recipe.clean.filters)]
+        elif recipe.dedup is not None and stage == "dedup":
+            options = dedup_identity(recipe.dedup)
+        elif recipe.decontaminate is not None and stage == "decontaminate":
+            options = decontaminate_identity(recipe.decontaminate)
+        elif recipe.shards is not None and stage == "shards":
+            options = [asdict(recipe.shards), tokenizer]
+        elif recipe.pack is not None and stage == "pack":
+            options = asdict(recipe.pack)
+        fingerprints[stage] = before = fingerprint([before, stage, options])
+    return fingerprints
 
 
-def tokenizer_key(options: Any, texts: Sequence[str]) -> str:
-    """Return a fingerprint of all that decides a tokenizer that is trained.
+def tokenizer_fingerprint(options: TokenizerOptions, stages: Sequence[str]) -> str:
+    """Return a fingerprint of all that determines a trained tokenizer.
 
     Args:
-        options: recipe_options.TokenizerOptions.
-        texts: keys of the stages that it is trained on.
+        stages: fingerprints of the stages whose documents it is trained on.
     """
-    return fingerprint([asdict(options), versions().get("tokenizers"), list(texts)])
+    return fingerprint([asdict(options), versions().get("tokenizers"), list(stages)])
 
 
-def show_plan(
-    recipe: Any, executor: str, workers: int, pipelines: Sequence[Any], training: Any
+def print_plan(
+    recipe: Recipe, executor: str, workers: int, pipelines: Sequence[Any], training: Any
 ) -> None:
-    """Print what a run would do: stages with their states, tasks, bytes, options."""
+    """Print what a run would do: the stages with their states, tasks, bytes and options.
+
+    Args:
+        pipelines, training: the `Pipeline` of each source, and the `Training` or None.
+    """
     print(f"recipe    {recipe.path}")
     print(f"output    {recipe.output}")
     print(f"executor  {executor}, at most {workers:,} tasks at a time")
-    if training is not None:
-        print(f"tokenizer trained on what is left of all sources: {training.state}")
+    if recipe.training is not None:
+        print(f"tokenizer trained on the documents that all sources keep: {training.state}")
         for key, value in asdict(recipe.training).items():
             print(f"        {key}: {value}")
     for pipeline in pipelines:
@@ -65,7 +70,7 @@ def show_plan(
         sizes = [each.size_bytes for each in source.inputs]
         size = "of unknown size" if None in sizes else f"{sum(sizes) / 1e6:,.1f} MB"
         units = plan_units(source.inputs, recipe.clean.unit_bytes)
-        print(f"{source.name}: {len(sizes):,} inputs, {size}, {len(units):,} tasks a stage")
+        print(f"{source.name}: {len(sizes):,} inputs, {size}, {len(units):,} tasks per stage")
         for stage in pipeline.left_out():
             print(f"    {stage:<14}is not in the recipe now, and stays as it is")
         for stage, state in pipeline.states().items():
@@ -74,8 +79,8 @@ def show_plan(
                 print(f"        {line}")
 
 
-def _options_of(recipe: Any, stage: str) -> Sequence[str]:
+def _options_of(recipe: Recipe, stage: str) -> Sequence[str]:
     if stage == "clean":
         return [json.dumps(each) for each in recipe.clean.filters] or ["no filters"]
-    options = recipe.shards if stage == "shards" else getattr(recipe, stage)
+    options = getattr(recipe, stage)
     return [f"{key}: {value}" for key, value in asdict(options).items()]

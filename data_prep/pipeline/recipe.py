@@ -1,8 +1,8 @@
-"""A recipe: one JSON file for a whole pipeline, checked as a whole before anything is written.
+"""Reads a recipe: the JSON file that describes a pipeline, checked completely before it is run.
 
-Paths are relative to the recipe. Every source goes through the same stages, each into a directory
-of its own: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. A tokenizer that is trained
-is that of all sources, in `OUTPUT/tokenizer`. docs/data_pipeline.md has the keys;
+Paths are relative to the recipe. Every source goes through the same stages, each with its own
+directory: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. A tokenizer that the pipeline
+trains is shared by all sources, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
 `data_prep/recipes/` has examples.
 """
 
@@ -15,24 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.clean import CleanOptions
-from data_prep.dedup import DedupOptions
-from data_prep.filters import filter_problems, relative_to
-from data_prep.recipe_options import PackOptions, ShardOptions, SourceOptions, TokenizerOptions
-from data_prep.sources import HUB_ID, find_inputs
-from data_prep.stage_options import options_from
-from data_prep.stage_outputs import overlap_problems
-from data_prep.tokenizer_training import Recipe as TokenizerRecipe
-from data_prep.tokenizers import load_tokenizer
-from zerolm.errors import ConfigError, did_you_mean
-
-KEYS = (
-    *("output", "sources", "clean", "dedup", "decontaminate", "train_tokenizer", "tokenize"),
-    *("pack", "executor"),
+from data_prep.dedup.decontaminate import DecontaminateOptions
+from data_prep.dedup.dedup import DedupOptions
+from data_prep.filters.clean import CleanOptions
+from data_prep.filters.filters import filter_problems, relative_to
+from data_prep.pipeline.recipe_options import (
+    PackOptions,
+    ShardOptions,
+    SourceOptions,
+    TokenizerOptions,
 )
+from data_prep.read.discovery import HUB_ID, find_inputs
+from data_prep.read.readers import Input
+from data_prep.stages.options import number_of, parse_options
+from data_prep.stages.output_rules import overlap_problems
+from data_prep.tokenizer.bpe import BpeOptions
+from data_prep.tokenizer.load import Tokenizer, load_tokenizer
+from zerolm.common.errors import ConfigError, did_you_mean
+
+# Keys whose values become a dataclass of options.
+OPTION_KEYS: dict[str, type] = {
+    "dedup": DedupOptions,
+    "decontaminate": DecontaminateOptions,
+    "train_tokenizer": TokenizerOptions,
+    "tokenize": ShardOptions,
+    "pack": PackOptions,
+}
+KEYS = ("output", "sources", "clean", *OPTION_KEYS, "executor")
 CLEAN_KEYS = ("filters", "keep_dropped", "unit_bytes")
 STAGES = ("clean", "dedup", "decontaminate", "shards", "pack")
-TOKENIZER = "tokenizer"  # directory of the one that a pipeline trains
+TOKENIZER = "tokenizer"  # directory of the tokenizer that a pipeline trains
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 Json = dict[str, Any]
@@ -40,42 +52,52 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A source with its files."""
+    """A source with its input files, and notes for the user about them."""
 
     name: str
     options: SourceOptions
-    inputs: tuple[Any, ...]
+    inputs: tuple[Input, ...]
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that can be run."""
+    """A valid recipe.
+
+    Attributes:
+        content: the JSON object.
+        clean: without the rules for reading, which are options of each source.
+        shards: None if the pipeline ends before tokenization.
+        tokenizer: the existing tokenizer; None if one is trained, or if there are no shards.
+        training: options of the tokenizer to train, if any.
+        executor: options of Slurm and Ray.
+    """
 
     path: Path
     content: Json
     output: Path
     sources: tuple[Source, ...]
-    clean: CleanOptions  # its rules are those of each source
+    clean: CleanOptions
     dedup: DedupOptions | None
-    decontaminate: Any  # its DecontaminateOptions, or None
+    decontaminate: DecontaminateOptions | None
     shards: ShardOptions | None
-    tokenizer: Any  # loaded, where there are shards; None if it is to be trained
+    tokenizer: Tokenizer | None
     training: TokenizerOptions | None
     pack: PackOptions | None
-    executor: Json  # options of Slurm or Ray
+    executor: Json
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages of each source, in order."""
-        given = (self.dedup, self.decontaminate, self.shards, self.pack)
-        left_out = [each is None for each in given]
-        return ("clean", *(name for name, out in zip(STAGES[1:], left_out, strict=True) if not out))
+        options = (self.clean, self.dedup, self.decontaminate, self.shards, self.pack)
+        return tuple(
+            stage for stage, given in zip(STAGES, options, strict=True) if given is not None
+        )
 
     def provenance(self) -> Json:
-        """Return what every stage and manifest says about the recipe: all but its executor.
+        """Return what stages and manifests record about the recipe: all but the executor.
 
-        How tasks are run changes no result, and its options may hold secrets.
+        The executor changes no result, and its options may contain secrets.
         """
         text = self.path.read_bytes()
         return {
@@ -89,67 +111,64 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe and check all of it: keys, values, filters, inputs, tokenizer, output.
 
     Raises:
-        ConfigError: every problem.
+        ConfigError: with every problem.
     """
-    from data_prep.decontaminate import DecontaminateOptions
-
     content = _load(path)
     problems = [
         f"{path}: {key!r} is not a key of a recipe.{did_you_mean(key, KEYS)} "
-        f"There are {', '.join(KEYS)}."
+        f"Known: {', '.join(KEYS)}."
         for key in content
         if key not in KEYS
     ]
-    base = path.parent.resolve()  # the same from wherever the recipe is run, on every machine
-    kinds: dict[str, Any] = {
-        "dedup": DedupOptions,
-        "decontaminate": DecontaminateOptions,
-        "tokenize": ShardOptions,
-        "train_tokenizer": TokenizerOptions,
-        "pack": PackOptions,
-    }
-    found: dict[str, Any] = dict.fromkeys(kinds)
-    for key, kind in kinds.items():
+    base = path.parent.resolve()  # the meaning of a recipe does not depend on the working directory
+    options: dict[str, Any] = dict.fromkeys(OPTION_KEYS)
+    for key, kind in OPTION_KEYS.items():
         if key in content:
-            found[key] = _collect(problems, options_from, kind, content[key], f"{path}: {key}")
+            options[key] = _collect(problems, parse_options, kind, content[key], f"{path}: {key}")
     clean = _clean(content.get("clean", {}), f"{path}: clean", base, problems)
     output = content.get("output")
     if not isinstance(output, str) or not output:
-        problems.append(f"{path}: output: {output!r} is not a directory's path.")
+        problems.append(f"{path}: output: {output!r} is not the path of a directory.")
         output = "."
     elif (base / output).exists() and not (base / output).is_dir():
-        problems.append(f"{path}: output: {base / output} is a file.")
+        problems.append(f"{path}: output: {base / output} is a file. Give a directory.")
     executor = content.get("executor", {})
     if not isinstance(executor, dict):
         problems.append(f"{path}: executor: {executor!r} is not an object of options.")
-    if found["decontaminate"] is not None:
-        found["decontaminate"] = found["decontaminate"].relative_to(base)
-        _collect(problems, found["decontaminate"].read_items)
+    if options["decontaminate"] is not None:
+        options["decontaminate"] = options["decontaminate"].relative_to(base)
+        _collect(problems, options["decontaminate"].read_items)
+    problems += _tokenizer_problems(content, options, f"{path}")
     tokenizer = None
-    problems += _tokenizer_problems(content, found, f"{path}")
-    if found["tokenize"] is not None and (name := found["tokenize"].tokenizer):
-        if os.path.lexists(base / name) or os.path.lexists(name):  # else an id, or an encoding
-            name = str(base / name)
+    if options["tokenize"] is not None and options["tokenize"].tokenizer:
+        name = _tokenizer_name(base, options["tokenize"].tokenizer)
         tokenizer = _collect(problems, load_tokenizer, name)
     sources = tuple(_sources(content.get("sources"), path, base, problems))
     problems += _overlaps(path, base, output, sources)
     if problems:
         raise ConfigError(problems)
     return Recipe(
-        path, content, base / output, sources, clean, found["dedup"], found["decontaminate"],
-        found["tokenize"], tokenizer, found["train_tokenizer"], found["pack"], executor,
+        path, content, base / output, sources, clean, options["dedup"], options["decontaminate"],
+        options["tokenize"], tokenizer, options["train_tokenizer"], options["pack"], executor,
     )  # fmt: skip
 
 
+def _tokenizer_name(base: Path, name: str) -> str:
+    """Return the absolute path of a tokenizer directory; hub ids and encodings are unchanged."""
+    if os.path.lexists(base / name) or os.path.lexists(name):
+        return str(base / name)
+    return name
+
+
 def _load(path: Path) -> Json:
-    def no_twins(pairs: list[tuple[str, Any]]) -> Json:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> Json:
         for key, _ in pairs:
             if sum(key == other for other, _ in pairs) > 1:
-                raise ValueError(f"the key {key!r} is there twice")
+                raise ValueError(f"the key {key!r} occurs twice")
         return dict(pairs)
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_twins)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({error}).") from error
     if not isinstance(content, dict):
@@ -157,41 +176,41 @@ def _load(path: Path) -> Json:
     return content
 
 
-def _collect(problems: list[str], step: Any, *arguments: Any) -> Any:
+def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
+    """Call a function and return its result; on a ConfigError add its problems and return None."""
     try:
-        return step(*arguments)
+        return function(*arguments)
     except ConfigError as error:
         problems += error.problems
         return None
 
 
-def _tokenizer_problems(content: Json, found: Mapping[str, Any], where: str) -> list[str]:
-    """Say what is wrong between the keys that make a tokenizer and those that need one."""
+def _tokenizer_problems(content: Json, options: Mapping[str, Any], where: str) -> list[str]:
+    """Return the contradictions between the keys that train, need and use a tokenizer."""
     problems = []
-    training = found["train_tokenizer"]
-    if training is not None:
-        recipe = training_recipe(training)
-        lines = recipe.problems()
+    if options["train_tokenizer"] is not None:
+        lines = bpe_options(options["train_tokenizer"]).problems()
         problems += [f"{where}: train_tokenizer.{line.removeprefix('--')}" for line in lines]
         if "tokenize" not in content:
-            problems.append(f"{where}: train_tokenizer: needs tokenize too, which uses it.")
+            problems.append(f"{where}: train_tokenizer: needs tokenize, which uses it. Add it.")
         if TOKENIZER in (content.get("sources") or ()):
             problems.append(
-                f"{where}: sources.{TOKENIZER}: is where the tokenizer goes. Rename it."
+                f"{where}: sources.{TOKENIZER}: is the name of the tokenizer's directory. Rename "
+                f"the source."
             )
     if "pack" in content and "tokenize" not in content:
-        problems.append(f"{where}: pack: needs tokenize too, whose shards it packs.")
-    given = bool(found["tokenize"] and found["tokenize"].tokenizer)
-    if found["tokenize"] is not None and given == ("train_tokenizer" in content):
+        problems.append(f"{where}: pack: needs tokenize, whose shards it packs. Add it.")
+    shards = options["tokenize"]
+    if shards is not None and bool(shards.tokenizer) == ("train_tokenizer" in content):
         problems.append(
-            f"{where}: tokenize.tokenizer: is needed, or else train_tokenizer; one of them."
+            f"{where}: tokenize.tokenizer: give either this key or train_tokenizer, not both."
         )
     return problems
 
 
-def training_recipe(options: TokenizerOptions) -> TokenizerRecipe:
-    """Return what the tokenizer of a pipeline is trained to be."""
-    return TokenizerRecipe(
+def bpe_options(options: TokenizerOptions) -> BpeOptions:
+    """Return the options for the trainer of a tokenizer."""
+    return BpeOptions(
         options.vocab_size,
         options.split,
         options.digits or None,
@@ -207,7 +226,7 @@ def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOpti
         return CleanOptions()
     problems += [
         f"{where}.{key}: is not an option.{did_you_mean(key, CLEAN_KEYS)} "
-        f"There are {', '.join(CLEAN_KEYS)}."
+        f"Known: {', '.join(CLEAN_KEYS)}."
         for key in given
         if key not in CLEAN_KEYS
     ]
@@ -215,7 +234,7 @@ def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOpti
     problems += filter_problems(filters, f"{where}.filters")
     if not isinstance(given.get("keep_dropped", False), bool):
         problems.append(f"{where}.keep_dropped: {given['keep_dropped']!r} is not true or false.")
-    size = given.get("unit_bytes")
+    size = number_of("unit_bytes", given.get("unit_bytes"))
     if size is not None and not (isinstance(size, int | float) and 1 <= size < 1 << 63):
         problems.append(f"{where}.unit_bytes: {size!r} is not a number of bytes.")
         size = None
@@ -228,13 +247,18 @@ def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOpti
 def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterator[Source]:
     where = f"{path}: sources"
     if not isinstance(given, dict) or not given:
-        problems.append(f"{where}: is not an object with at least one source: its name, and input.")
+        problems.append(
+            f'{where}: is not an object with at least one source. Example: {{"web": {{"input": '
+            f'["web/*.jsonl"]}}}}.'
+        )
         return
     for name, options in given.items():
         if not SOURCE_NAME.fullmatch(name):
-            problems.append(f"{where}.{name}: is not a name of letters, digits, '_', '.' and '-'.")
+            problems.append(
+                f"{where}.{name}: is not a name of letters, digits, '_', '.' and '-' only."
+            )
             continue
-        chosen = _collect(problems, options_from, SourceOptions, options, f"{where}.{name}")
+        chosen = _collect(problems, parse_options, SourceOptions, options, f"{where}.{name}")
         if chosen is None:
             continue
         arguments = [from_recipe(base, each) for each in chosen.input]
@@ -246,19 +270,19 @@ def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterato
 
 
 def _overlaps(path: Path, base: Path, output: str, sources: tuple[Source, ...]) -> list[str]:
-    """Say which sources would read what the pipeline writes."""
+    """Return a problem for each source that would read what the pipeline writes."""
     problems = []
-    for read in sources:
-        arguments = [from_recipe(base, each) for each in read.options.input]
-        where = f"{path}: sources.{read.name}: output"
+    for source in sources:
+        arguments = [from_recipe(base, each) for each in source.options.input]
+        where = f"{path}: sources.{source.name}: output"
         for written in sources:
             target = base / output / written.name
-            problems += overlap_problems(target, arguments, read.inputs, where)
+            problems += overlap_problems(target, arguments, source.inputs, where)
     return problems
 
 
 def from_recipe(base: Path, argument: str) -> str:
-    """Return the absolute path of a path or glob of a recipe; ids of the hub stay as they are."""
+    """Return the absolute path of a path or glob in a recipe; hub ids are unchanged."""
     local = str(base / argument)
     if HUB_ID.fullmatch(argument) and not os.path.lexists(local) and not os.path.lexists(argument):
         return argument

@@ -1,18 +1,22 @@
-"""Options of those parts of a recipe that have no module of their own: checked, not acted upon."""
+"""Options of a recipe's sources, tokenizer, shards and packing; they have the names of flags.
+
+Only checks the values. The options of other stages are defined beside the stages.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from data_prep.documents import InputRules
-from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
+from data_prep.read.documents import InputRules
+from data_prep.tokenizer.backends import BACKENDS
+from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
-BACKENDS = ("auto", "tokenizers", "gigatoken", "fastokens", "tiktoken", "transformers")
+ENCODERS = ("auto", *BACKENDS)
 MAX_SEQ_LEN = (1 << 24) - 1
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Where a source's documents are, and how they are read: as the flags of `tokenize`."""
+    """Inputs of a source, and the rules for reading them; the flags of `tokenize`."""
 
     input: tuple[str, ...]
     text_field: str = "text"
@@ -22,66 +26,75 @@ class SourceOptions:
     max_expansion: int = 200
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, what is wrong with it)."""
+        """Yield (option, message) for each invalid value."""
         if self.on_bad_input not in ("fail", "skip"):
             yield "on_bad_input", f"{self.on_bad_input!r} is not fail or skip."
         if not 0 <= self.max_bad_fraction <= 1:
-            yield "max_bad_fraction", f"{self.max_bad_fraction} is not from 0 to 1."
+            yield "max_bad_fraction", f"{self.max_bad_fraction} is not between 0 and 1."
         for name in ("max_document_bytes", "max_expansion"):
             if getattr(self, name) < 1:
-                yield name, f"{getattr(self, name)} is not from 1 up."
+                yield name, f"{getattr(self, name)} is not at least 1."
 
     def rules(self) -> InputRules:
-        """Return the rules of reading; whole records are read, to be written again."""
+        """Return the rules for reading complete records, which the stages write again."""
         given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return InputRules(**given, keep_records=True)
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The tokenizer that is trained on what is left of all sources: flags of `train-tokenizer`."""
+    """The tokenizer trained on the documents that all sources keep; flags of `train-tokenizer`.
+
+    Attributes:
+        digits: "" for the default of the split.
+        sample_bytes: size of the sample of text to train on; 0 for all text.
+    """
 
     vocab_size: int
     split: str = "gpt2"
-    digits: str = ""  # as the split has it
+    digits: str = ""
     whitespace: str = "runs"
     special_tokens: tuple[str, ...] = ()
     min_frequency: int = 0
-    sample_bytes: int = 1 << 30  # of text, chosen by a hash; 0 is all
+    sample_bytes: int = 1 << 30
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, what is wrong with it), but for what the trainer says itself."""
+        """Yield (option, message) for each invalid value that `BpeOptions` does not check."""
         for name in ("min_frequency", "sample_bytes"):
             if getattr(self, name) < 0:
-                yield name, f"{getattr(self, name)} is not from 0 up."
+                yield name, f"{getattr(self, name)} is not at least 0."
 
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How the documents that are left become token shards: as the flags of `tokenize`."""
+    """How the remaining documents are tokenized; the flags of `tokenize`.
 
-    tokenizer: str = ""  # that of `train_tokenizer`
+    Attributes:
+        tokenizer: "" for the tokenizer that the pipeline trains.
+    """
+
+    tokenizer: str = ""
     val_fraction: float = 0.0
     shard_tokens: int = DEFAULT_SHARD_TOKENS
     encoder: str = "auto"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, what is wrong with it)."""
+        """Yield (option, message) for each invalid value."""
         if not 0 <= self.val_fraction < 1:
-            yield "val_fraction", f"{self.val_fraction} is not from 0 to below 1."
+            yield "val_fraction", f"{self.val_fraction} is not at least 0 and below 1."
         if self.shard_tokens < 1:
-            yield "shard_tokens", f"{self.shard_tokens} is not from 1 up."
-        if self.encoder not in BACKENDS:
-            yield "encoder", f"{self.encoder!r} is not one of {', '.join(BACKENDS)}."
+            yield "shard_tokens", f"{self.shard_tokens} is not at least 1."
+        if self.encoder not in ENCODERS:
+            yield "encoder", f"{self.encoder!r} is not one of {', '.join(ENCODERS)}."
 
 
 @dataclass(frozen=True)
 class PackOptions:
-    """For which lengths of rows the shards are packed best-fit: as the flags of `pack`."""
+    """Best-fit packing of the shards; the flags of `pack`."""
 
     seq_len: int
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, what is wrong with it)."""
+        """Yield (option, message) for each invalid value."""
         if not 1 <= self.seq_len <= MAX_SEQ_LEN:
-            yield "seq_len", f"{self.seq_len} is not from 1 to {MAX_SEQ_LEN:,}."
+            yield "seq_len", f"{self.seq_len} is not between 1 and {MAX_SEQ_LEN:,}."

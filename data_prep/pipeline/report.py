@@ -1,8 +1,8 @@
-"""The report of a pipeline: `report.json`, and `report.html`, one page that needs no network.
+"""Writes the report of a pipeline: `report.json`, and `report.html`, a self-contained page.
 
-Reads what stages have published: `stage.json`, the records of their tasks, and the manifests of
-shards. Documents and bytes into and out of each stage, why documents were dropped, with examples,
-lengths before and after, the time of each task, and where everything is from.
+Reads what the stages have published: `stage.json`, the records of their tasks, and the manifests of
+shards. Reports documents and bytes into and out of each stage, reasons for dropping documents with
+examples, lengths before and after, the time of each task, and the provenance of everything.
 """
 
 import json
@@ -10,56 +10,60 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.pipeline_page import render
-from zerolm.files import write_atomically, write_json
-from zerolm.packing import index_file
+from data_prep.pipeline.html_report import render
+from zerolm.common.files import write_atomically, write_json
+from zerolm.data.packing import index_file
 
 STAGES = ("clean", "dedup", "decontaminate")
-REPORT, PAGE = "report.json", "report.html"
+REPORT_JSON, REPORT_HTML = "report.json", "report.html"
 MAX_SLOW_TASKS = 5
 Json = dict[str, Any]
 
 
 def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
-    """Write the report of all sources below a pipeline's output, and return the page's path."""
+    """Write the report of all sources in a pipeline's output; return the path of the HTML page.
+
+    Args:
+        recipe: its provenance.
+    """
     report: Json = {"recipe": dict(recipe), "sources": {}}
     for directory in sorted(path.parent for path in output.glob("*/pipeline.json")):
         report["sources"][directory.name] = _source(directory, recipe.get("content", {}))
     trained = output / "tokenizer" / "report.json"
     if trained.is_file() and "train_tokenizer" in recipe.get("content", {}):
         report["tokenizer"] = json.loads(trained.read_text(encoding="utf-8"))
-    write_json(output / REPORT, report)
+    write_json(output / REPORT_JSON, report)
     page = render(report)
-    write_atomically(output / PAGE, lambda file: file.write(page.encode("utf-8", "replace")))
-    return output / PAGE
+    write_atomically(output / REPORT_HTML, page.encode("utf-8", "replace"))
+    return output / REPORT_HTML
 
 
 def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
-    """Collect what the stages of a source have published, of those that the recipe has."""
-    found: Json = {"stages": [], "shards": {}, "packing": {}, "provenance": {}}
+    """Return what the stages of a source have published, for the stages in the recipe."""
+    source: Json = {"stages": [], "shards": {}, "packing": {}, "provenance": {}}
     for stage in STAGES:
         path = directory / stage / "stage.json"
         if not path.is_file() or (stage != "clean" and stage not in recipe):
             continue
         manifest = json.loads(path.read_text(encoding="utf-8"))
         kept = {key: value for key, value in manifest.items() if key not in ("files", "before")}
-        found["stages"].append({**kept, "tasks": _tasks(directory / stage)})
+        source["stages"].append({**kept, "tasks": _tasks(directory / stage)})
         if stage == "clean":
-            found["provenance"] = manifest["before"]
+            source["provenance"] = manifest["before"]
     for name in ("shards", "shards-validation"):
         path = directory / name / "manifest.json"
         if path.is_file() and "tokenize" in recipe:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             keys = ("num_documents", "num_tokens", "text_bytes", "dtype", "vocab_size")
-            found["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}
+            source["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}
             if (packed := _packing(path.parent, recipe)) is not None:
-                found["packing"][name] = packed
-    _estimate_tokens(found)
-    return found
+                source["packing"][name] = packed
+    _estimate_tokens(source)
+    return source
 
 
 def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
-    """Return what best-fit packing makes of some shards, beside windows cut from all the text."""
+    """Return how best-fit packing compares with concatenation; None if shards are not packed."""
     if "pack" not in recipe:
         return None
     path = index_file(directory, int(recipe["pack"]["seq_len"]))
@@ -69,24 +73,24 @@ def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
     return {key: manifest[key] for key in ("seq_len", "num_rows", "efficiency")}
 
 
-def _estimate_tokens(found: Json) -> None:
-    """Note what the documents of stages are in tokens, from their bytes: only shards are counted.
+def _estimate_tokens(source: Json) -> None:
+    """Estimate the tokens of each stage from its bytes, since only shards have exact counts.
 
-    Text that was dropped may have another number of bytes in a token than what is in the shards.
+    Dropped text may have another number of bytes per token than the text in the shards.
     """
-    shards = found["shards"].values()
+    shards = source["shards"].values()
     text_bytes = sum(each["text_bytes"] for each in shards)
     if not text_bytes:
         return
     per_byte = sum(each["num_tokens"] for each in shards) / text_bytes
-    found["estimated_tokens_per_byte"] = per_byte
-    for stage in found["stages"]:
+    source["estimated_tokens_per_byte"] = per_byte
+    for stage in source["stages"]:
         for end in ("in", "out"):
             stage[f"estimated_tokens_{end}"] = round(stage[f"text_bytes_{end}"] * per_byte)
 
 
 def _tasks(directory: Path) -> list[Json]:
-    """Return a row for each phase: its tasks, their seconds, and the slowest."""
+    """Return a row for each phase with its tasks, their seconds, and the slowest tasks."""
     rows = []
     for phase in sorted((directory / "records").glob("*")):
         records = [json.loads(path.read_bytes()) for path in sorted(phase.glob("[0-9]*.json"))]

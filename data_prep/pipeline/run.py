@@ -1,52 +1,54 @@
-"""`python -m data_prep run`: the stages of a recipe, one after the other, for every source.
+"""Run a recipe: the stages of every source, one after the other.
 
-A stage that is complete is left as it is; one that is begun goes on; and from the first one whose
-options or input have changed, stages are made again. Each says which of these it is.
+A stage that is complete is kept; one that was started continues; the first stage whose options or
+input have changed, and all stages after it, run again. Each prints which of these it is.
 """
 
-import argparse
 import json
-import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.command_line import Problems
-from data_prep.pipeline_state import locked, make_directory, read_state, write_state
-from zerolm.errors import ConfigError
+from data_prep.dedup.decontaminate import run_decontaminate
+from data_prep.dedup.dedup import run_dedup
+from data_prep.filters.clean import run_clean
+from data_prep.pipeline.plan import stage_fingerprints, tokenizer_fingerprint
+from data_prep.pipeline.recipe import bpe_options
+from data_prep.pipeline.report import write_report
+from data_prep.pipeline.state import locked, make_directory, read_state, write_state
+from data_prep.read.discovery import find_inputs
+from data_prep.read.stage_files import provenance_of, read_stage
+from data_prep.stages.documents import stage_documents
+from data_prep.tokenize.pack import pack
+from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenizer.load import load_tokenizer
+from data_prep.tokenizer.train import train_on_stages
+from zerolm.common.errors import ConfigError
+from zerolm.common.provenance import versions
+from zerolm.data.packing import index_file
+from zerolm.shards.reader import open_source
 
-LEFT_OUT = "is not in the recipe now, and stays as it is"
-TOKENIZER = "tokenizer"  # directory of the one that is trained
+TOKENIZER = "tokenizer"  # directory of the tokenizer that is trained
 
 Json = dict[str, Any]
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run a recipe, or show its plan with --check."""
-    from data_prep.executors import make_executor
-    from data_prep.pipeline_plan import show_plan
-    from data_prep.recipe import read_recipe
-
-    problems = Problems()
-    workers = problems.number(
-        "workers", options.workers, 1, 1 << 20, default=len(os.sched_getaffinity(0))
-    )
-    recipe = problems.of(read_recipe, options.recipe)
-    given = {} if recipe is None else recipe.executor
-    executor = problems.of(make_executor, options.executor, workers, given, f"{options.recipe}")
-    problems.refuse()
-    for source in recipe.sources:
-        for note in source.notes:
-            print(note, file=sys.stderr)
+def prepare(recipe: Any, executor: Any) -> tuple[list["Pipeline"], "Training | None"]:
+    """Return the pipelines of a recipe, one for each source, and the tokenizer that it trains."""
     pipelines = [Pipeline(recipe, source, executor) for source in recipe.sources]
-    training = None if recipe.training is None else Training(recipe, pipelines)
-    if options.check:
-        show_plan(recipe, options.executor, workers, pipelines, training)
-        return
+    return pipelines, None if recipe.training is None else Training(recipe, pipelines)
+
+
+def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training | None") -> Path:
+    """Run every stage that is not complete; return the report's path.
+
+    Raises:
+        ConfigError: bad input under the policy "fail".
+        ZerolmError: a task was lost, or another process runs this recipe.
+    """
     make_directory(recipe.output)
     with locked(recipe.output):
         for pipeline in pipelines:
@@ -55,9 +57,7 @@ def run(options: argparse.Namespace) -> None:
             training.run()
         for pipeline in pipelines:
             pipeline.run(recipe.stages[len(pipeline.text_stages) :])
-        from data_prep.pipeline_report import write_report
-
-        print(f"report: {write_report(recipe.output, recipe.provenance())}")
+        return write_report(recipe.output, recipe.provenance())
 
 
 class Pipeline:
@@ -74,39 +74,37 @@ class Pipeline:
         return tuple(stage for stage in self.recipe.stages if stage not in ("shards", "pack"))
 
     def keys(self) -> dict[str, str]:
-        """Return the stages in order, each with a fingerprint of all that decides its result."""
-        from data_prep.pipeline_plan import stage_keys
-
-        return stage_keys(self.recipe, self.source, self.tokenizer_key)
+        """Return {stage: fingerprint of everything that decides its result}, in order."""
+        return stage_fingerprints(self.recipe, self.source, self.tokenizer_key)
 
     def states(self) -> dict[str, str]:
-        """Say of each stage whether it is complete, begun, changed or to do."""
-        begun, found, changed = self._begun(), {}, False
+        """Return whether each stage is complete, started, changed or to do."""
+        started, states, changed = self._started(), {}, False
         for stage, key in self.keys().items():
-            if stage in begun and (changed or begun[stage] != key):
+            if stage in started and (changed or started[stage] != key):
                 changed = True
-                found[stage] = "changed"
-            elif stage in begun:
-                whole = all(path.is_file() for path in self._manifests(stage))
-                found[stage] = "complete" if whole else "begun"
+                states[stage] = "changed"
+            elif stage in started:
+                complete = all(path.is_file() for path in self._manifests(stage))
+                states[stage] = "complete" if complete else "started"
             else:
-                found[stage] = "to do"
-        return found
+                states[stage] = "to do"
+        return states
 
     def left_out(self) -> list[str]:
-        """Return the stages that were begun once and are not in the recipe now."""
-        return [stage for stage in self._begun() if stage not in self.recipe.stages]
+        """Return the stages that were started earlier and are not in the recipe now."""
+        return [stage for stage in self._started() if stage not in self.recipe.stages]
 
     def run(self, stages: Sequence[str]) -> None:
-        """Run those of some stages that are not complete.
+        """Run those of the given stages that are not complete.
 
         Raises:
             ConfigError: bad input under the policy "fail".
             ZerolmError: a task was lost.
         """
-        states, keys, begun = self.states(), self.keys(), self._begun()
+        states, keys, started = self.states(), self.keys(), self._started()
         for stage in self.left_out() if "clean" in stages else ():
-            print(f"{self.source.name}/{stage}: {LEFT_OUT}")
+            print(f"{self.source.name}/{stage}: is not in the recipe now, and stays as it is")
         before: Path | None = None
         for stage, state in states.items():
             if stage not in stages:
@@ -115,7 +113,7 @@ class Pipeline:
             name = f"{self.source.name}/{stage}"
             output = self.directory / stage
             if state == "changed":
-                print(f"{name}: is made again, since its options or its input have changed")
+                print(f"{name}: runs again, because its options or its input have changed")
                 self._remove(stage)
             elif state == "to do" and output.exists() and any(output.iterdir()):
                 raise ConfigError(
@@ -123,18 +121,16 @@ class Pipeline:
                     f"choose another output."
                 )
             elif state != "to do":
-                print(f"{name}: {'is complete' if state == 'complete' else 'goes on'}")
+                print(f"{name}: {'is complete' if state == 'complete' else 'continues'}")
             if state != "complete":
-                begun[stage] = keys[stage]
-                write_state(self.directory, begun)
+                started[stage] = keys[stage]
+                write_state(self.directory, started)
                 start = time.monotonic()
                 getattr(self, f"_run_{stage}")(output, before)
                 print(f"{name}: {self._outcome(stage)}, {time.monotonic() - start:,.1f} s")
             before = output
 
     def _run_clean(self, output: Path, before: Path | None) -> None:
-        from data_prep.clean import run_clean
-
         recipe, source = self.recipe, self.source
         options = replace(recipe.clean, rules=source.options.rules())
         if options.keep_dropped is not None:
@@ -142,21 +138,12 @@ class Pipeline:
         run_clean(options, source.inputs, output, self.executor, self._provenance())
 
     def _run_dedup(self, output: Path, before: Path | None) -> None:
-        from data_prep.dedup import run_dedup
-
         run_dedup(self.recipe.dedup, *_documents(before), output, self.executor)
 
     def _run_decontaminate(self, output: Path, before: Path | None) -> None:
-        from data_prep.decontaminate import run_decontaminate
-
         run_decontaminate(self.recipe.decontaminate, *_documents(before), output, self.executor)
 
     def _run_shards(self, output: Path, before: Path | None) -> None:
-        from data_prep.sources import find_inputs
-        from data_prep.stage_files import provenance_of, read_stage
-        from data_prep.tokenization import TokenizeOptions, run_tokenization
-        from data_prep.tokenizers import load_tokenizer
-
         assert before is not None
         shards = self.recipe.shards
         outputs = self._shard_directories()
@@ -177,9 +164,6 @@ class Pipeline:
         )
 
     def _run_pack(self, output: Path, before: Path | None) -> None:
-        from data_prep.pack import pack
-        from zerolm.shards import open_source
-
         for directory in self._shard_directories():
             pack(open_source(directory), self.recipe.pack.seq_len)
 
@@ -188,19 +172,15 @@ class Pipeline:
         return [shards] + ([_validation(shards)] if self.recipe.shards.val_fraction else [])
 
     def _manifests(self, stage: str) -> list[Path]:
-        """Return the files that are there when a stage is complete."""
+        """Return the files that a stage writes last: it is complete when all of them exist."""
         if stage == "shards":
             return [directory / "manifest.json" for directory in self._shard_directories()]
         if stage == "pack":
-            from zerolm.packing import index_file
-
             length = self.recipe.pack.seq_len
             return [index_file(directory, length) for directory in self._shard_directories()]
         return [self.directory / stage / "stage.json"]
 
     def _provenance(self) -> Json:
-        from zerolm.provenance import versions
-
         return {
             "recipe": self.recipe.provenance(),
             "source": self.source.name,
@@ -217,51 +197,49 @@ class Pipeline:
             return f"{manifest['num_rows']:,} rows of {manifest['seq_len']:,} tokens"
         if stage == "shards":
             return f"{manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens"
-        words = f"kept {manifest['documents_out']:,} of {manifest['documents_in']:,} documents"
+        kept = f"kept {manifest['documents_out']:,} of {manifest['documents_in']:,} documents"
         bad = sum(manifest.get("reading", {}).get("bad", {}).values())
-        return words + (f", left out {bad:,} that could not be read" if bad else "")
+        return kept + (f", left out {bad:,} that could not be read" if bad else "")
 
-    def _begun(self) -> dict[str, str]:
+    def _started(self) -> dict[str, str]:
+        """Return {stage: fingerprint with which it was started}."""
         return read_state(self.directory)
 
     def _remove(self, stage: str) -> None:
         for directory in (self.directory / stage, _validation(self.directory / stage)):
             for manifest in ("stage.json", "manifest.json"):
-                (directory / manifest).unlink(missing_ok=True)  # first: half of it is no data
+                (directory / manifest).unlink(
+                    missing_ok=True
+                )  # first: without it, the rest is not data
             shutil.rmtree(directory, ignore_errors=True)
 
 
 class Training:
-    """The tokenizer of a pipeline, trained on the last stage of text of every source."""
+    """The tokenizer of a recipe, trained on the last stage of text of every source."""
 
     def __init__(self, recipe: Any, pipelines: Sequence[Pipeline]):
-        from data_prep.pipeline_plan import tokenizer_key
-
         self.recipe, self.pipelines = recipe, pipelines
         self.output = recipe.output / TOKENIZER
         texts = [pipeline.keys()[pipeline.text_stages[-1]] for pipeline in pipelines]
-        self.key = tokenizer_key(recipe.training, texts)
+        self.key = tokenizer_fingerprint(recipe.training, texts)
         for pipeline in pipelines:
             pipeline.tokenizer_key = self.key
 
     @property
     def state(self) -> str:
-        """Whether it is complete, changed or to do."""
-        begun = read_state(self.recipe.output).get(TOKENIZER)
-        if begun is None:
+        """One of complete, changed or to do."""
+        started = read_state(self.recipe.output).get(TOKENIZER)
+        if started is None:
             return "to do"
-        return "complete" if begun == self.key else "changed"
+        return "complete" if started == self.key else "changed"
 
     def run(self) -> None:
-        """Train it, unless it is there."""
-        from data_prep.recipe import training_recipe
-        from data_prep.tokenizer_run import train_on_stages
-
+        """Train the tokenizer, unless it is complete."""
         if (state := self.state) == "complete":
             print(f"{TOKENIZER}: is complete")
             return
         if state == "changed":
-            print(f"{TOKENIZER}: is made again, since its options or its text have changed")
+            print(f"{TOKENIZER}: is trained again, because its options or its text have changed")
         elif self.output.exists() and any(self.output.iterdir()):
             raise ConfigError(
                 f"{self.output}: holds files that this pipeline did not write. Remove them, or "
@@ -272,15 +250,15 @@ class Training:
         stages = [pipeline.directory / pipeline.text_stages[-1] for pipeline in self.pipelines]
         names = [pipeline.source.name for pipeline in self.pipelines]
         options = self.recipe.training
-        recipe = training_recipe(options)
+        recipe = bpe_options(options)
         temporary = self.output.with_name(f".{TOKENIZER}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         trained = train_on_stages(stages, names, recipe, options.sample_bytes, temporary)
         temporary.rename(self.output)
         write_state(self.recipe.output, {TOKENIZER: self.key})
         size = f"{trained.num_bytes / 1e6:,.1f} MB of text"
-        words = f"{trained.vocab_size:,} ids from {trained.num_documents:,} documents, {size}"
-        print(f"{TOKENIZER}: {words}, {trained.seconds:,.1f} s")
+        source = f"{trained.num_documents:,} documents, {size}"
+        print(f"{TOKENIZER}: {trained.vocab_size:,} ids from {source}, {trained.seconds:,.1f} s")
         if trained.vocab_size < options.vocab_size:
             print(
                 f"{TOKENIZER}: vocab_size {options.vocab_size:,} was not reached: the text has no "
@@ -289,9 +267,6 @@ class Training:
 
 
 def _documents(before: Path | None) -> tuple[Any, str, Json]:
-    from data_prep.stage_documents import stage_documents
-    from data_prep.stage_files import read_stage
-
     assert before is not None
     return stage_documents(read_stage(before))
 

@@ -1,48 +1,55 @@
-"""What a pipeline has begun, in its directories, and the lock that keeps a second run out."""
+"""State of a pipeline on disk: the stages that were started, and a lock against a second run."""
 
-import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.files import write_json
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.files import write_json
+from zerolm.common.locks import FileLock, LockTaken
 
-STATE = "pipeline.json"  # of a source, or of all: what each of its stages was begun with
-LOCK = ".lock"
+STATE_FILE = "pipeline.json"  # of a source, or of the pipeline: a fingerprint per started stage
+LOCK_FILE = ".lock"
 
 
 def read_state(directory: Path) -> dict[str, str]:
-    """Return the fingerprints that stages were begun with, by their names."""
+    """Return the fingerprint with which each stage was started, by stage."""
     try:
-        return json.loads((directory / STATE).read_text(encoding="utf-8"))
+        return json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
 
 
-def write_state(directory: Path, begun: dict[str, str]) -> None:
+def write_state(directory: Path, started: dict[str, str]) -> None:
+    """Write the fingerprints of started stages.
 
+    Raises:
+        ConfigError: the directory cannot be created.
+    """
     make_directory(directory)
-    write_json(directory / STATE, begun)
+    write_json(directory / STATE_FILE, started)
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory. Raises ConfigError where that cannot be."""
+    """Create a directory and its parents.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{directory}: cannot be made ({error.strerror}).") from error
+        raise ConfigError(f"{directory}: cannot be created ({error.strerror}).") from error
 
 
-@contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Keep a second run of the same pipeline out."""
-    with open(output / LOCK, "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ZerolmError(
-                f"{output}: another run is at work there. Wait for it, or choose another output."
-            ) from error
-        yield
+def locked(output: Path) -> FileLock:
+    """Take the lock of a pipeline's output.
+
+    Raises:
+        ZerolmError: another run holds it.
+    """
+    try:
+        return FileLock(output / LOCK_FILE)
+    except LockTaken as error:
+        raise ZerolmError(
+            f"{output}: another run uses this output. Wait for it, or choose another output."
+        ) from error

@@ -1,8 +1,7 @@
-"""Inputs: which files or hub data sets the --input flags mean, and in which order.
+"""Discovery of inputs: which files or hub data sets the --input arguments mean, and their order.
 
-Local files are read directly, and hub data sets through `datasets` streaming. docs/formats.md says
-why: direct reading is faster, and it can name the line of a broken document. `units` reads them.
-Knows nothing of tokenizers and shards.
+Local files are read directly, hub data sets through `datasets` streaming: direct reading is faster,
+and it can name the line of a broken document (docs/formats.md). Work units read the inputs.
 """
 
 import glob
@@ -12,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.readers import HubId, Input, open_hub
-from data_prep.stage_files import STAGE, is_stage, is_unfinished, read_stage
-from data_prep.streams import Failure
-from data_prep.tables import reading_errors
-from zerolm.errors import ConfigError
+from data_prep.read.parquet import parquet_errors
+from data_prep.read.readers import HubDataset, Input, open_hub
+from data_prep.read.stage_files import STAGE_MANIFEST, is_stage, is_unfinished, read_stage
+from data_prep.read.streams import Failure
+from zerolm.common.errors import ConfigError
 
-SUFFIXES = (*(".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet"),)
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet")
 HUB_ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"
 )
@@ -27,39 +26,40 @@ HUB_ID = re.compile(
 def find_inputs(
     arguments: Sequence[str], text_field: str, skip_bad: bool = False
 ) -> tuple[list[Input], list[str]]:
-    """Return the inputs in reading order, and notes on what was left aside.
+    """Return the inputs in reading order, and notes on ignored files and directories.
 
-    An argument is a file, a directory (all below it, sorted by path), a glob (sorted; `**` goes
-    down directories), or a hub id `namespace/name[:config][@split]` that is no local path.
+    An argument is a file, a directory (all files below it, sorted by path), a glob (sorted; `**`
+    descends into directories), or a hub id `namespace/name[:config][@split]` that is not a local
+    path.
 
     Args:
-        skip_bad: whether a file that cannot be read is returned with its `problem`, for its task to
-            count, instead of refused.
+        skip_bad: whether to return a file that cannot be read with its `problem`, so that its task
+            counts it, instead of refusing it.
 
     Raises:
-        ConfigError: every argument that means nothing, each file that is named twice, and without
-            `skip_bad` every file that cannot be read.
+        ConfigError: arguments that match nothing, files that are named twice and, without
+            `skip_bad`, files that cannot be read: all of them at once.
     """
-    found: list[Input] = []
+    candidates: list[Input] = []
     notes: list[str] = []
     problems: list[str] = []
     for argument in arguments:
-        found += _expand(argument, notes, problems)
+        candidates += _expand(argument, notes, problems)
     inputs: list[Input] = []
     seen: dict[str, str] = {}
-    for each in found:
+    for each in candidates:
         key = os.path.realpath(each.name) if each.suffix != "hub" else each.name
         if key in seen:
             problems.append(
-                f"--input {each.argument}: {each.name} is named already by --input {seen[key]}. "
-                f"Its documents would be there twice: remove one."
+                f"--input {each.argument}: {each.name} is already named by --input {seen[key]}. "
+                f"Its documents would be read twice: remove one of them."
             )
         elif each.suffix == ".parquet" and each.problem is None:
-            each = _check_table(each, text_field)
+            each = _check_parquet(each, text_field)
         seen.setdefault(key, each.argument)
         if each.problem is not None and not skip_bad:
-            given = f"--input {each.argument}: " if each.argument != each.name else ""
-            problems.append(f"{given}{each.name}: {each.problem.detail}")
+            prefix = f"--input {each.argument}: " if each.argument != each.name else ""
+            problems.append(f"{prefix}{each.name}: {each.problem.detail}")
         inputs.append(each)
     if problems:
         raise ConfigError(problems)
@@ -67,15 +67,16 @@ def find_inputs(
 
 
 def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
+    """Yield the inputs that one argument means."""
     if os.path.lexists(argument):
         paths = [argument]
     elif glob.has_magic(argument):
         paths = sorted(glob.glob(argument, recursive=True))  # noqa: PTH207 - absolute ones too
-        if "**" in argument:  # it gives directories and what is in them
+        if "**" in argument:  # matches directories as well as the files in them
             paths = [path for path in paths if not Path(path).is_dir()]
         stages = [each for each in {os.path.dirname(p) for p in paths} if is_stage(each or ".")]  # noqa: PTH120
         if stages:
-            problems.append(_several_stages(argument, stages))
+            problems.append(_stages_problem(argument, stages))
             return
         if not paths:
             problems.append(f"--input {argument}: the glob matches nothing. Check the path.")
@@ -89,8 +90,8 @@ def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[In
         )
         return
     for path in paths:
-        if Path(path, STAGE).is_file():
-            yield from _stage(argument, path, problems)
+        if Path(path, STAGE_MANIFEST).is_file():
+            yield from _stage_inputs(argument, path, problems)
         elif Path(path).is_dir():
             yield from _walk(argument, path, notes, problems)
         elif (suffix := _suffix(path)) is None:
@@ -99,18 +100,18 @@ def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[In
                 f"Convert or rename it."
             )
         else:
-            yield _file(argument, path, suffix)
+            yield _file_input(argument, path, suffix)
 
 
-def _stage(argument: str, path: str, problems: list[str]) -> Iterator[Input]:
-    """Yield the files of a stage, without what else lies in its directory."""
+def _stage_inputs(argument: str, path: str, problems: list[str]) -> Iterator[Input]:
+    """Yield the files of a stage, and no other files of its directory."""
     try:
         files = read_stage(Path(path)).paths
     except ConfigError as error:
         problems += error.problems
         return
     for file in files:
-        yield replace(_file(argument, str(file), _suffix(file.name) or ""), of_stage=True)
+        yield replace(_file_input(argument, str(file), _suffix(file.name) or ""), of_stage=True)
 
 
 def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
@@ -120,64 +121,65 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
     stages: list[str] = []
     unreadable: dict[str, Failure] = {}
 
-    def note(error: OSError) -> None:
+    def add_unreadable(error: OSError) -> None:
         unreadable[str(error.filename)] = Failure(
             "unreadable", f"the directory cannot be read ({error.strerror}). Check its permissions."
         )
 
-    for directory, directories, names in os.walk(top, onerror=note):
-        if STAGE in names:
+    for directory, directories, names in os.walk(top, onerror=add_unreadable):
+        if STAGE_MANIFEST in names:
             stages.append(directory)
             directories.clear()
             continue
         if {"records", "work"} & set(directories) and is_unfinished(directory):
             problems.append(
-                f"--input {argument}: {directory} is a stage that was not finished. Run its "
-                f"command again, which goes on with it, or remove it."
+                f"--input {argument}: {directory} is an unfinished stage. Run its command again to "
+                f"finish it, or remove it."
             )
             directories.clear()
             continue
         paths += [os.path.join(directory, name) for name in names]  # noqa: PTH118
-        below = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
-        links += [path for path in below if Path(path).is_symlink()]
-    others = sorted(path for path in paths if _suffix(path) is None)
+        children = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
+        links += [path for path in children if Path(path).is_symlink()]
+    ignored = sorted(path for path in paths if _suffix(path) is None)
     known = sorted([path for path in paths if _suffix(path) is not None] + [*unreadable])
-    if others:
+    if ignored:
         notes.append(
-            f"--input {argument}: left aside {len(others):,} of {len(paths):,} files, which are "
-            f"not {', '.join(SUFFIXES)}; the first is {others[0]}"
+            f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files, which are "
+            f"not {', '.join(SUFFIXES)}; the first is {ignored[0]}"
         )
     if links:
         notes.append(
-            f"--input {argument}: left aside {len(links):,} directories that are symbolic links; "
-            f"the first is {min(links)}. Give those that are meant as --input."
+            f"--input {argument}: ignored {len(links):,} directories that are symbolic links; "
+            f"the first is {min(links)}. To read one of them, give it as --input."
         )
     if stages:
-        problems.append(_several_stages(argument, stages))
+        problems.append(_stages_problem(argument, stages))
     elif not known:
         problems.append(f"--input {argument}: no {', '.join(SUFFIXES)} file below {top}.")
     for path in known if not stages else ():
         if path in unreadable:
-            yield Input(argument, _shown(path), "directory", 0, problem=unreadable[path])
+            yield Input(argument, _printable(path), "directory", 0, problem=unreadable[path])
         else:
-            yield _file(argument, path, _suffix(path) or "")
+            yield _file_input(argument, path, _suffix(path) or "")
 
 
-def _several_stages(argument: str, stages: Sequence[str]) -> str:
-    """Say why files beside each other in stages are not read: the same documents are in several."""
+def _stages_problem(argument: str, stages: Sequence[str]) -> str:
+    """Return why stages are not read from a directory or glob: they share documents."""
     shown = ", ".join(sorted(stages)[:5]) + (", ..." if len(stages) > 5 else "")
     return (
-        f"--input {argument}: means files of {len(stages):,} stages of a pipeline: {shown}. The "
-        f"same documents are in several stages, and in the lists of what was dropped. Give the "
-        f"directory of the stage that is meant."
+        f"--input {argument}: matches files of {len(stages):,} stages of a pipeline: {shown}. "
+        f"Several stages contain the same documents, as do their lists of dropped documents. Give "
+        f"the directory of one stage."
     )
 
 
-def _file(argument: str, path: str, suffix: str) -> Input:
-    shown = _shown(path)
-    if shown != path:  # manifests and records could not name it
-        odd = Failure("unreadable", "has a name that is not UTF-8. Rename it.")
-        return Input(argument, shown, suffix, 0, problem=odd)
+def _file_input(argument: str, path: str, suffix: str) -> Input:
+    """Return the input of a file, with its `problem` if it cannot be read."""
+    printable = _printable(path)
+    if printable != path:  # manifests and records could not name it
+        failure = Failure("unreadable", "has a name that is not UTF-8. Rename it.")
+        return Input(argument, printable, suffix, 0, problem=failure)
     detail = None
     try:
         status = Path(path).stat()
@@ -186,15 +188,15 @@ def _file(argument: str, path: str, suffix: str) -> Input:
         elif not os.access(path, os.R_OK):
             detail = "is not a readable file. Check its permissions."
     except OSError as error:
-        what = "a link to nothing" if Path(path).is_symlink() else error.strerror
-        detail = f"is not a readable file ({what})."
+        reason = "a broken link" if Path(path).is_symlink() else error.strerror
+        detail = f"is not a readable file ({reason})."
     if detail is not None:
         return Input(argument, path, suffix, 0, problem=Failure("unreadable", detail))
     return Input(argument, path, suffix, status.st_size, status.st_mtime_ns)
 
 
-def _shown(path: str) -> str:
-    """Return a path as text: bytes that are not UTF-8, lone surrogates in Python, as `\\xe9`."""
+def _printable(path: str) -> str:
+    """Return a path with its bytes that are not UTF-8 escaped, as `\\xe9`."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
@@ -202,35 +204,37 @@ def _suffix(path: str) -> str | None:
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), None)
 
 
-def _check_table(each: Input, text_field: str) -> Input:
+def _check_parquet(table: Input, text_field: str) -> Input:
+    """Return a Parquet file with its `problem` if it has no column of text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        metadata = pq.read_metadata(each.name)
+        metadata = pq.read_metadata(table.name)
         schema = metadata.schema.to_arrow_schema()
-    except reading_errors() as error:
+    except parquet_errors() as error:
         reason = " ".join(str(error).split())[:200]
         detail = f"cannot be read as Parquet ({reason}). Restore or remove the file."
-        return replace(each, problem=Failure("damaged", detail))
-    kind = _column_type(schema, text_field)
+        return replace(table, problem=Failure("damaged", detail))
+    column_type = _column_type(schema, text_field)
     failure = None
-    if kind is None:
+    if column_type is None:
         failure = Failure(
             "no_text_field",
             f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
             f"--text_field.",
         )
-    elif not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    elif not (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
         failure = Failure(
             "not_a_string",
-            f"column {text_field!r} has type {kind}, not string. Choose --text_field.",
+            f"column {text_field!r} has type {column_type}, not string. Choose another with "
+            f"--text_field.",
         )
-    return replace(each, problem=failure, num_rows=metadata.num_rows if failure else 0)
+    return replace(table, problem=failure, num_rows=metadata.num_rows if failure else 0)
 
 
 def _column_type(schema: object, text_field: str) -> object | None:
-    """Return the type of a column, or of a field in a column of objects; see find_text."""
+    """Return the type of a column, or of a field in a column of objects; as `find_text` does."""
     import pyarrow as pa
 
     assert isinstance(schema, pa.Schema | pa.StructType)
@@ -240,29 +244,31 @@ def _column_type(schema: object, text_field: str) -> object | None:
         names = schema.names if isinstance(schema, pa.Schema) else [each.name for each in schema]
         if head not in names:
             continue
-        kind = schema.field(head).type
-        if pa.types.is_dictionary(kind):
-            kind = kind.value_type
+        column_type = schema.field(head).type
+        if pa.types.is_dictionary(column_type):
+            column_type = column_type.value_type
         if not tail:
-            return kind
-        if pa.types.is_struct(kind) and (inner := _column_type(kind, tail)) is not None:
-            return inner
+            return column_type
+        if pa.types.is_struct(column_type):
+            inner = _column_type(column_type, tail)
+            if inner is not None:
+                return inner
     return None
 
 
 def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Iterator[Input]:
     name = match["name"]
-    hub = HubId(name, match["config"], match["split"] or "train")
+    hub = HubDataset(name, match["config"], match["split"] or "train")
     try:
         from huggingface_hub import HfApi
 
         hub = replace(hub, revision=HfApi().dataset_info(name).sha)
         open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
-    except Exception as error:  # datasets, huggingface_hub and the network raise what they like
+    except Exception as error:  # datasets, huggingface_hub and the network raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         problems.append(
-            f"--input {argument}: no such file, and it cannot be opened as a data set of the hub "
+            f"--input {argument}: no such file, and it cannot be opened as a hub data set "
             f"({reason}). Check the path, or the id (namespace/name[:config][@split]) and the "
             f"network."
         )

@@ -1,29 +1,37 @@
-"""Rows of Parquet: a row group in lists of bounded size, and values as JSON has them."""
+"""Rows of Parquet: reads a row group in lists of bounded size; values become JSON types."""
 
 import base64
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.documents import InputRules
-from data_prep.streams import Failure
+from data_prep.read.documents import InputRules
+from data_prep.read.streams import MIN_CHECKED_BYTES, Failure
 
-TABLE_ROWS = 8192
+MAX_ROWS = 8192  # in a list
 
 
-class Refused(ValueError):
-    """A row group that is not read."""
+class RowGroupRefused(ValueError):
+    """A row group that expands too much to be read."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.detail)
         self.failure = failure
 
 
-def group_values(file: Any, group: int, skip: int, rules: InputRules, size: int) -> Iterator[list]:
-    """Yield the rows of a row group behind the first `skip`, in lists of about `size` bytes."""
+def read_row_group(
+    file: Any, group: int, skip: int, rules: InputRules, chunk_bytes: int
+) -> Iterator[list]:
+    """Yield the rows of a row group after the first `skip`, in lists of about `chunk_bytes`.
+
+    A row is its text; with `keep_records`, or where the field is a path into objects, it is a dict.
+
+    Raises:
+        RowGroupRefused: the row group expands more than `max_expansion` times.
+    """
     metadata = file.metadata.row_group(group)
     field = rules.text_field
     names = None if rules.keep_records else [field]
-    plain = names is not None and field in file.schema_arrow.names
+    is_text_column = names is not None and field in file.schema_arrow.names
     columns = [metadata.column(number) for number in range(metadata.num_columns)]
     if names is not None:
         columns = [
@@ -33,28 +41,29 @@ def group_values(file: Any, group: int, skip: int, rules: InputRules, size: int)
         ]
     stored = sum(column.total_compressed_size for column in columns)
     expanded = sum(column.total_uncompressed_size for column in columns)
-    if expanded > max(64 << 20, rules.max_expansion * stored):
-        raise Refused(
+    if expanded > max(MIN_CHECKED_BYTES, rules.max_expansion * stored):
+        raise RowGroupRefused(
             Failure(
                 "expands",
                 f"row group {group} expands from {stored:,} to {expanded:,} bytes, more than "
-                f"--max_expansion {rules.max_expansion} times. If it is meant to, raise the limit.",
+                f"--max_expansion {rules.max_expansion} times. If that is correct, raise the "
+                f"limit.",
             )
         )
-    rows = min(max(1, size * metadata.num_rows // max(expanded, 1)), TABLE_ROWS)
-    for batch in file.iter_batches(rows, row_groups=[group], columns=names):
+    num_rows = min(max(1, chunk_bytes * metadata.num_rows // max(expanded, 1)), MAX_ROWS)
+    for batch in file.iter_batches(num_rows, row_groups=[group], columns=names):
         if skip >= len(batch):
             skip -= len(batch)
             continue
         batch, skip = batch.slice(skip), 0
-        if plain:
+        if is_text_column:
             yield _column_values(batch.column(0))
         else:
-            yield _whole_rows(batch, field)
+            yield _entire_rows(batch, field)
 
 
-def _whole_rows(batch: Any, field: str) -> list:
-    """Return rows with all of their columns, where one value that is not UTF-8 loses no other."""
+def _entire_rows(batch: Any, field: str) -> list:
+    """Return rows with all of their columns; a value that is not UTF-8 affects only its own row."""
     import pyarrow as pa
 
     try:
@@ -72,7 +81,7 @@ def _whole_rows(batch: Any, field: str) -> list:
 
 
 def _decoded(value: bytes | str | None, is_text: bool) -> bytes | str | None:
-    """Return a string; of the text, bytes that are none, for whoever counts bad documents."""
+    """Return a string; text that is not UTF-8 stays bytes, so that it is counted as bad."""
     if not isinstance(value, bytes):
         return value
     try:
@@ -82,7 +91,7 @@ def _decoded(value: bytes | str | None, is_text: bool) -> bytes | str | None:
 
 
 def json_values(value: Any) -> Any:
-    """Return rows as JSON has them: times in ISO 8601, bytes in base64, decimals as text."""
+    """Return a value in JSON types: times in ISO 8601, bytes in base64, decimals as text."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):
@@ -99,15 +108,15 @@ def _column_values(column: Any) -> list:
 
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:  # each value for itself, as bytes: one of them is not UTF-8
+    except UnicodeDecodeError:  # one value is not UTF-8: return all of them as bytes
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        large = pa.types.is_large_string(column.type)
-        return column.view(pa.large_binary() if large else pa.binary()).to_pylist()
+        is_large = pa.types.is_large_string(column.type)
+        return column.view(pa.large_binary() if is_large else pa.binary()).to_pylist()
 
 
-def reading_errors() -> tuple[type[BaseException], ...]:
-    """Return what pyarrow raises for a damaged file; its own errors are not all built-in ones."""
+def parquet_errors() -> tuple[type[BaseException], ...]:
+    """Return the exceptions that pyarrow raises for a damaged file; some are not its own."""
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, NotImplementedError, OverflowError)

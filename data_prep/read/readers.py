@@ -1,26 +1,26 @@
-"""One input, from one place on, as chunks: text files, lines, Parquet, data sets of the hub.
+"""Reads one input from a given position as chunks: text files, lines, Parquet, hub data sets.
 
-What cannot be read becomes a chunk of kind "bad", and reading goes on behind it where it can.
+What cannot be read becomes a chunk of kind "bad", and reading continues after it where possible.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from data_prep.documents import Chunk, InputRules, Problem, too_long
-from data_prep.streams import Failure, Stream, read_lines
-from data_prep.tables import Refused, group_values, json_values, reading_errors
-from zerolm.errors import ConfigError, ZerolmError
+from data_prep.read.documents import Chunk, InputRules, Problem, too_long_problem
+from data_prep.read.parquet import RowGroupRefused, json_values, parquet_errors, read_row_group
+from data_prep.read.streams import Failure, Stream, read_line_blocks
+from zerolm.common.errors import ConfigError, ZerolmError
 
 HUB_ROWS = 64  # a batch of the streaming iterator
 SHOWN_CHARACTERS = 200
-END = -1  # as `next` of a chunk: nothing comes behind it
+END = -1  # as the start of the next chunk: there is none
 
 
 @dataclass(frozen=True)
-class HubId:
+class HubDataset:
     """A data set of the Hugging Face hub."""
 
     name: str  # what `datasets.load_dataset` takes
@@ -31,152 +31,163 @@ class HubId:
 
 @dataclass(frozen=True)
 class Input:
-    """One file or hub data set. Tasks get it by value, so it holds nothing open."""
+    """One file or hub data set. It is sent to worker processes, so it holds nothing open."""
 
     argument: str  # the --input that named it
     name: str  # a path or a hub id
-    suffix: str  # one of sources.SUFFIXES, or "hub"
+    suffix: str  # one of discovery.SUFFIXES, or "hub"
     size_bytes: int | None
     modified_ns: int | None = None
-    hub: HubId | None = None
-    problem: Failure | None = None  # why nothing of it can be read, where bad input is skipped
-    num_rows: int = 0  # that are lost with it, where that is known
-    of_stage: bool = False  # whether a stage wrote it: what it holds was let in already
+    hub: HubDataset | None = None
+    problem: Failure | None = None  # why it cannot be read, where bad input is skipped
+    num_rows: int = 0  # lost with it, where that is known
+    of_stage: bool = False  # written by a stage, so the limits for raw input do not apply
+
+
+class InputRange(NamedTuple):
+    """A part of an input: the documents that start in [start, stop)."""
+
+    input: int  # index in the list of inputs
+    start: int = 0  # byte of the (decompressed) JSON lines, row of Parquet or the hub, otherwise 0
+    stop: int | None = None  # None: to the end
 
 
 def read_input(
-    inputs: list[Input], number: int, start: int, stop: int | None, rules: InputRules, size: int
+    source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
-    """Yield (chunk, where the next one begins) of the documents that start in [start, stop).
+    """Yield (chunk, start of the next chunk) for a part of an input.
 
-    Args:
-        number: of the input.
-        start: a byte of the decompressed file, at or behind whose line start reading begins; a row
-            of Parquet or the hub.
-        size: of a chunk, in bytes.
+    A line belongs to the part in which it starts.
 
     Raises:
-        ConfigError: a file that has changed since it was listed.
-        ZerolmError: a hub data set that stopped to answer.
+        ConfigError: the file has changed since it was listed.
+        ZerolmError: the hub data set can no longer be read.
     """
-    each = inputs[number]
-    if each.problem is not None:
-        yield _bad(each, number, 0, each.problem, max(1, each.num_rows), each.size_bytes or 0), END
-    elif each.suffix == "hub":
-        yield from _read_hub(each, number, start, rules)
-    elif (failure := check_unchanged(each)) is not None:
-        yield _bad(each, number, 0, failure, 1, each.size_bytes or 0), END
-    elif each.suffix == ".txt":
-        yield from _read_text(each, number, rules)
-    elif each.suffix == ".parquet":
-        yield from _read_table(each, number, start, stop, rules, size)
+    size = source.size_bytes or 0
+    if source.problem is not None:
+        num_documents = max(1, source.num_rows)
+        yield _problem_chunk(source, part, 0, source.problem, num_documents, size), END
+    elif source.suffix == "hub":
+        yield from _read_hub(source, part, rules)
+    elif (failure := _check_unchanged(source)) is not None:
+        yield _problem_chunk(source, part, 0, failure, 1, size), END
+    elif source.suffix == ".txt":
+        yield from _read_text(source, part, rules)
+    elif source.suffix == ".parquet":
+        yield from _read_parquet(source, part, rules, chunk_bytes)
     else:
-        yield from _read_lines(each, number, start, stop, rules, size)
+        yield from _read_lines(source, part, rules, chunk_bytes)
 
 
-def check_unchanged(each: Input) -> Failure | None:
-    """Return why a file can no longer be opened.
+def _check_unchanged(source: Input) -> Failure | None:
+    """Return why a file can no longer be opened, or None if it can.
 
     Raises:
-        ConfigError: it has another size than when it was listed.
+        ConfigError: its size is not what it was when it was listed.
     """
-    path = Path(each.name)
+    path = Path(source.name)
     try:
-        now = path.stat().st_size if path.is_file() else None
+        size = path.stat().st_size if path.is_file() else None
     except OSError as error:
         return Failure("unreadable", f"cannot be opened ({error.strerror}).")
-    if now is None:
+    if size is None:
         return Failure("unreadable", "is no longer a file.")
-    if each.size_bytes is not None and now != each.size_bytes:
+    if source.size_bytes is not None and size != source.size_bytes:
         raise ConfigError(
-            f"{each.name}: had {each.size_bytes:,} bytes when the command began, and has {now:,} "
-            f"now. Run it again when nothing writes to the input any more."
+            f"{source.name}: had {source.size_bytes:,} bytes when the command started, and has "
+            f"{size:,} now. Run the command again when no process writes to the input any more."
         )
     return None
 
 
-def _bad(
-    each: Input, number: int, start: int, failure: Failure, count: int, lost_bytes: int
+def _problem_chunk(
+    source: Input, part: InputRange, start: int, failure: Failure, num_lost: int, lost_bytes: int
 ) -> Chunk:
-    is_row = each.suffix in (".parquet", "hub")
-    problem = Problem(
-        failure.reason, each.name, number, start, is_row, failure.detail, count, lost_bytes
-    )
-    return Chunk(each.name, "bad", start, problem, 0, number)
+    """Return a chunk for `num_lost` documents that cannot be read."""
+    is_row = source.suffix in (".parquet", "hub")
+    name, reason, detail = source.name, failure.reason, failure.detail
+    problem = Problem(reason, name, part.input, start, is_row, detail, num_lost, lost_bytes)
+    return Chunk(name, "bad", start, problem, 0, part.input)
 
 
-def _read_text(each: Input, number: int, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
-    size = each.size_bytes or 0
+def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
+    size = source.size_bytes or 0
     if size > rules.max_document_bytes:
-        chunk = Chunk(each.name, "bad", 0, b"", size, number)
-        yield chunk._replace(data=too_long(chunk, 0, size, rules.max_document_bytes)), END
+        chunk = Chunk(source.name, "bad", 0, b"", size, part.input)
+        yield chunk._replace(data=too_long_problem(chunk, 0, size, rules.max_document_bytes)), END
         return
-    stream = Stream(each.name, each.suffix, 0, rules.max_expansion)
+    stream = Stream(source.name, source.suffix, 0, rules.max_expansion)
     data = b"".join(stream)
     if stream.failure is not None:
-        yield _bad(each, number, 0, stream.failure, 1, size), END
+        yield _problem_chunk(source, part, 0, stream.failure, 1, size), END
     else:
-        yield Chunk(each.name, "text", 0, data, size, number), END
+        yield Chunk(source.name, "text", 0, data, size, part.input), END
 
 
 def _read_lines(
-    each: Input, number: int, start: int, stop: int | None, rules: InputRules, size: int
+    source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
-    stream = Stream(each.name, each.suffix, max(0, start - 1), rules.max_expansion)
+    stream = Stream(source.name, source.suffix, max(0, part.start - 1), rules.max_expansion)
     limit = rules.max_document_bytes
-    compressed = each.suffix.endswith((".gz", ".zst"))
-    done, last = None, start
-    for lines in read_lines(stream, start, stop, size, limit):
-        if done is None:
-            done = stream.skipped_bytes if compressed else lines.start
-        here = lines.read_bytes if compressed else lines.stop
-        chunk = Chunk(each.name, "lines", lines.start, lines.data, here - done, number)
-        if not lines.data:
-            problem = too_long(chunk, lines.start, lines.stop - lines.start, limit)
+    is_compressed = source.suffix.endswith((".gz", ".zst"))
+    counted, next_start = None, part.start  # `counted`: stored bytes that chunks account for so far
+    for block in read_line_blocks(stream, part.start, part.stop, chunk_bytes, limit):
+        if counted is None:
+            counted = stream.skipped_bytes if is_compressed else block.start
+        read = block.read_bytes if is_compressed else block.stop
+        chunk = Chunk(source.name, "lines", block.start, block.data, read - counted, part.input)
+        if not block.data:
+            problem = too_long_problem(chunk, block.start, block.stop - block.start, limit)
             chunk = chunk._replace(kind="bad", data=problem)
-        done, last = here, lines.stop
-        yield chunk, last
+        counted, next_start = read, block.stop
+        yield chunk, next_start
     if stream.failure is not None:
-        lost = max(0, (each.size_bytes or 0) - (done or 0))
-        yield _bad(each, number, last, stream.failure, 1, lost), END
+        lost = max(0, (source.size_bytes or 0) - (counted or 0))
+        yield _problem_chunk(source, part, next_start, stream.failure, 1, lost), END
 
 
-def _read_table(
-    each: Input, number: int, start: int, stop: int | None, rules: InputRules, size: int
+def _read_parquet(
+    source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
-    """Read row groups one after the other: a damaged one does not lose those behind it."""
+    """Read row group by row group: a damaged one does not affect those after it."""
     import pyarrow.parquet as pq
 
-    stored_bytes = each.size_bytes or 0
+    stored_bytes = source.size_bytes or 0
     try:
-        file = pq.ParquetFile(each.name, buffer_size=1 << 20, page_checksum_verification=True)
-    except reading_errors() as error:
-        yield _bad(each, number, start, _table_failure(error), 1, stored_bytes), END
+        file = pq.ParquetFile(source.name, buffer_size=1 << 20, page_checksum_verification=True)
+    except parquet_errors() as error:
+        failure = _parquet_failure(error)
+        yield _problem_chunk(source, part, part.start, failure, 1, stored_bytes), END
         return
     with file:
         num_rows = file.metadata.num_rows
-        end = 0
+        group_stop = 0
         for group in range(file.metadata.num_row_groups):
-            begin, end = end, end + file.metadata.row_group(group).num_rows
-            if end <= start or (stop is not None and begin >= stop):
+            group_start = group_stop
+            group_stop += file.metadata.row_group(group).num_rows
+            if group_stop <= part.start or (part.stop is not None and group_start >= part.stop):
                 continue
-            at = max(begin, start)
+            row = max(group_start, part.start)
             try:
-                for values in group_values(file, group, at - begin, rules, size):
-                    share = stored_bytes * (at + len(values)) // num_rows
-                    share -= stored_bytes * at // num_rows
-                    chunk = Chunk(each.name, "rows", at, values, share, number)
-                    at += len(values)
-                    yield chunk, at
-                if at != end:
-                    raise ValueError(f"{end - at} rows of its row group {group} are missing")
-            except reading_errors() as error:
-                lost = stored_bytes * (end - at) // max(1, num_rows)
-                failure = error.failure if isinstance(error, Refused) else _table_failure(error)
-                yield _bad(each, number, at, failure, end - at, lost), end
+                for values in read_row_group(file, group, row - group_start, rules, chunk_bytes):
+                    share = stored_bytes * (row + len(values)) // num_rows
+                    share -= stored_bytes * row // num_rows
+                    chunk = Chunk(source.name, "rows", row, values, share, part.input)
+                    row += len(values)
+                    yield chunk, row
+                if row != group_stop:
+                    raise ValueError(f"{group_stop - row} rows of row group {group} are missing")
+            except parquet_errors() as error:
+                lost_rows = group_stop - row
+                lost_bytes = stored_bytes * lost_rows // max(1, num_rows)
+                failure = _parquet_failure(error)
+                bad = _problem_chunk(source, part, row, failure, lost_rows, lost_bytes)
+                yield bad, group_stop
 
 
-def _table_failure(error: BaseException) -> Failure:
+def _parquet_failure(error: BaseException) -> Failure:
+    if isinstance(error, RowGroupRefused):
+        return error.failure
     reason = " ".join(str(error).split())[:SHOWN_CHARACTERS] or type(error).__name__
     return Failure(
         "damaged", f"cannot be read as Parquet ({reason}). Restore the file, or remove it."
@@ -184,7 +195,7 @@ def _table_failure(error: BaseException) -> Failure:
 
 
 @lru_cache(maxsize=16)
-def open_hub(hub: HubId) -> Any:
+def open_hub(hub: HubDataset) -> Any:
     """Open a data set for streaming."""
     import datasets
 
@@ -193,34 +204,34 @@ def open_hub(hub: HubId) -> Any:
     )
 
 
-def _read_hub(
-    each: Input, number: int, start: int, rules: InputRules
-) -> Iterator[tuple[Chunk, int]]:
-    assert each.hub is not None
-    done = start
+def _read_hub(source: Input, part: InputRange, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
+    assert source.hub is not None
+    row = part.start
     batches = None
     while True:
         try:
             if batches is None:
-                batches = iter(open_hub(each.hub).skip(start).iter(batch_size=HUB_ROWS))
+                batches = iter(open_hub(source.hub).skip(part.start).iter(batch_size=HUB_ROWS))
             batch = next(batches, None)
-        except Exception as error:  # the network, or a damaged file behind it
+        except Exception as error:  # from the network, or from a damaged file on the hub
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ZerolmError(
-                f"{each.name}: reading stopped after row {done} ({reason})."
+                f"{source.name}: reading stopped after row {row} ({reason}). Check the network "
+                f"and run the command again."
             ) from error
         if batch is None:
             return
-        rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        columns = zip(*batch.values(), strict=True)
+        rows = [dict(zip(batch, values, strict=True)) for values in columns]
         head = rules.text_field.partition(".")[0]
         if rules.text_field not in batch and head not in batch:
             raise ConfigError(
-                f"{each.name}:{done + 1}: no column {rules.text_field!r}; it has "
+                f"{source.name}:{row + 1}: no column {rules.text_field!r}; it has "
                 f"{', '.join(batch)}. Choose one with --text_field."
             )
         if rules.keep_records:
             rows = json_values(rows)
         elif rules.text_field in batch:
             rows = batch[rules.text_field]
-        yield Chunk(each.name, "rows", done, rows, 0, number), done + len(rows)
-        done += len(rows)
+        yield Chunk(source.name, "rows", row, rows, 0, part.input), row + len(rows)
+        row += len(rows)

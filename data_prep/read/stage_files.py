@@ -1,9 +1,9 @@
-"""The files between the stages of a pipeline: clean -> dedup -> decontaminate -> tokenize.
+"""Files that the stages of a pipeline exchange: clean -> dedup -> decontaminate -> tokenize.
 
-A stage is a directory of `00000.jsonl.zst`, one a task and with the same names through the stages;
-each line is an object with the text, an `id` and the other keys of the input. `stage.json` is
-published last: counts, options, files with sizes and checksums, and the stage before. A directory
-without it is not data. Knows nothing of what stages do.
+A stage is a directory of files `00000.jsonl.zst`, ..., one per task and with the same names in
+every stage; each line is an object with the text, an `id` and the other keys of the input.
+`stage.json` is published last: counts, options, files with sizes and checksums, and the previous
+stage. A directory without it is not data. Independent of what a stage does.
 """
 
 import contextlib
@@ -15,25 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import ConfigError
-from zerolm.files import sha256_file, sync_directory, sync_file, temporary_name, write_json
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file, sync_directory, sync_file, temporary_path, write_json
 
-STAGE = "stage.json"
+STAGE_MANIFEST = "stage.json"
 FORMAT, VERSION = "zerolm-stage", 1
-SUFFIX = ".jsonl.zst"
+STAGE_SUFFIX = ".jsonl.zst"
 BLOCK_BYTES = 1 << 20
-_OF_TASKS = re.compile(r"\d{5,}(_\d{5,})?\.jsonl\.zst|\w+\.jsonl\.zst\.[\w-]+\.tmp")
+_TASK_FILE = re.compile(r"\d{5,}(_\d{5,})?\.jsonl\.zst|\w+\.jsonl\.zst\.[\w-]+\.tmp")
 
 Json = dict[str, Any]
 
 
 def stage_file(task: int, piece: int = 0) -> str:
-    """Return the name of the file that a task reads or writes, or of a further one of its own."""
-    return f"{task:05d}{f'_{piece:05d}' if piece else ''}{SUFFIX}"
+    """Return the name of a task's file; `piece` counts its files where it writes several."""
+    return f"{task:05d}{f'_{piece:05d}' if piece else ''}{STAGE_SUFFIX}"
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a document as a line of JSON, without its newline."""
+    """Return a document as a line of JSON, without a newline."""
     try:
         return json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # a lone surrogate in another key than the text
@@ -41,16 +41,16 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 class StageWriter:
-    """Writes one file of a stage: whole or not at all; the same lines give the same bytes.
+    """Writes one file of a stage, completely or not at all; equal lines give equal bytes.
 
-    As a context manager it removes the file when left by an exception, and otherwise needs `close`.
+    As a context manager it removes the file unless `close` was called.
     """
 
     def __init__(self, path: Path):
         import pyarrow as pa
 
         self.path = path
-        self.temporary = temporary_name(path)
+        self.temporary = temporary_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.temporary, "wb")
         self.stream = pa.CompressedOutputStream(pa.PythonFile(self.file, mode="w"), "zstd")
@@ -62,7 +62,7 @@ class StageWriter:
         self.write_line(json_line(record), text_bytes)
 
     def write_line(self, line: bytes, text_bytes: int) -> None:
-        """Write a document that is a line of JSON already, without its newline."""
+        """Write a document that is already a line of JSON, without its newline."""
         self.lines.append(line)
         self.num_documents += 1
         self.text_bytes += text_bytes
@@ -94,10 +94,10 @@ class StageWriter:
         }
 
     def abort(self) -> None:
-        """Remove what was written, unless it is published."""
+        """Remove what was written, unless it is published already."""
         self.lines = []
         self.temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk: what it wants to write is not wanted
+        with contextlib.suppress(OSError):  # a full disk: the data to flush is not needed
             if not self.file.closed:
                 self.stream.close()
 
@@ -123,38 +123,35 @@ class Stage:
 
 
 def is_stage(directory: str | Path) -> bool:
-    """Say whether a directory is a published stage."""
-    return Path(directory, STAGE).is_file()
+    """Return whether a directory is a published stage."""
+    return Path(directory, STAGE_MANIFEST).is_file()
 
 
 def is_unfinished(directory: str | Path) -> bool:
-    """Say whether a stage was begun in a directory and is not published: what is there is no data.
-
-    That is one with records of tasks and without `stage.json`.
-    """
+    """Return whether a directory has records of tasks but no `stage.json`: it is not data yet."""
     if is_stage(directory):
         return False
-    notes = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")
-    return any(next(Path(directory).glob(pattern), None) is not None for pattern in notes)
+    patterns = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")
+    return any(next(Path(directory).glob(pattern), None) is not None for pattern in patterns)
 
 
 def read_stage(directory: str | Path) -> Stage:
-    """Open a published stage, and compare the sizes of its files.
+    """Open a published stage, and check the sizes of its files.
 
     Raises:
-        ConfigError: it is not published, of another version, or files are missing or cut.
+        ConfigError: it is not published, has another version, or files are missing or truncated.
     """
     directory = Path(directory)
-    path = directory / STAGE
+    path = directory / STAGE_MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error}). The stage has not ended: run it again."
+            f"{path}: cannot be read ({error}). The stage is unfinished: run it again."
         ) from error
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise ConfigError(
-            f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, and not "
+            f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, not "
             f"{FORMAT!r} version {VERSION}. Write it again with this release."
         )
     problems = []
@@ -162,20 +159,21 @@ def read_stage(directory: str | Path) -> Stage:
         file = directory / entry["file"]
         size = file.stat().st_size if file.is_file() else None
         if size != entry["size_bytes"]:
-            has = "is not there" if size is None else f"has {size:,} bytes"
+            state = "is missing" if size is None else f"has {size:,} bytes"
             problems.append(
-                f"{file}: {has}; {STAGE} says {entry['size_bytes']:,} bytes. Run the stage again."
+                f"{file}: {state}; {STAGE_MANIFEST} lists {entry['size_bytes']:,} bytes. "
+                f"Run the stage again."
             )
     if problems:
         raise ConfigError(problems)
     return Stage(directory, manifest, [directory / entry["file"] for entry in manifest["files"]])
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
+def read_stage_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a stage's file, without their newlines.
 
     Raises:
-        ConfigError: the file is cut or damaged.
+        ConfigError: the file is truncated or damaged.
     """
     import pyarrow as pa
 
@@ -188,15 +186,15 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 yield from lines
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error}). It is cut or damaged: run the stage again."
+            f"{path}: cannot be read ({error}). It is truncated or damaged: run the stage again."
         ) from error
     if rest:
         raise ConfigError(f"{path}: ends in the middle of a line. Run the stage again.")
 
 
 def read_records(path: Path) -> Iterator[Json]:
-    """Yield the documents of a stage's file, as the objects that they are."""
-    for line in read_lines(path):  # by `json`, which changes no number: 2**64 stays whole
+    """Yield the documents of a stage's file, as objects."""
+    for line in read_stage_lines(path):  # with `json`, which keeps integers beyond 64 bits exact
         yield json.loads(line)
 
 
@@ -209,16 +207,17 @@ def publish_stage(
     text_field: str,
     counts: Mapping[str, Any],
     options: Mapping[str, Any],
-    before: Mapping[str, Any],
+    provenance: Mapping[str, Any],
     **more: Any,
 ) -> Json:
     """Write `stage.json`, which makes the directory a stage, and return it.
 
     Args:
         files: what `StageWriter.close` returned, in order.
-        inputs: fingerprint of what the stage was made from, and how.
-        counts: of all tasks: `stage_counts.merge_counts`.
-        before: `provenance_of` the stage before, or what the first stage has read.
+        inputs: fingerprint of the stage's inputs and options.
+        counts: sum over all tasks; see `merge_counts`.
+        provenance: `provenance_of` the previous stage, or the inputs of the first stage.
+        more: further keys of `stage.json`.
     """
     manifest = {
         "format": FORMAT,
@@ -229,27 +228,27 @@ def publish_stage(
         **counts,
         "options": options,
         **more,
-        "before": before,
+        "before": provenance,
         "files": list(files),
     }
-    remove_others(directory, {entry["file"] for entry in files})
-    write_json(directory / STAGE, manifest)
+    remove_unlisted_files(directory, {entry["file"] for entry in files})
+    write_json(directory / STAGE_MANIFEST, manifest)
     return manifest
 
 
-def remove_others(directory: Path, listed: Set[str]) -> None:
-    """Remove what killed tasks, and those of other options, have left beside the listed files."""
+def remove_unlisted_files(directory: Path, listed: Set[str]) -> None:
+    """Remove files that killed tasks or tasks with other options left beside the listed ones."""
     for path in directory.iterdir():
-        if _OF_TASKS.fullmatch(path.name) and path.name not in listed:
+        if _TASK_FILE.fullmatch(path.name) and path.name not in listed:
             path.unlink(missing_ok=True)
 
 
 def provenance_of(stage: Stage) -> Json:
-    """Return what later stages and the shards' manifest say about a stage: all but its files."""
-    left_out = ("files", "examples", "lengths_in", "lengths_out")
-    kept = {key: value for key, value in stage.manifest.items() if key not in left_out}
+    """Return what later stages and the shards' manifest record of a stage: all but its files."""
+    omitted = ("files", "examples", "lengths_in", "lengths_out")
+    kept = {key: value for key, value in stage.manifest.items() if key not in omitted}
     return {
         **kept,
         "num_files": len(stage.paths),
-        "stage_json_sha256": sha256_file(stage.directory / STAGE),
+        "stage_json_sha256": sha256_file(stage.directory / STAGE_MANIFEST),
     }

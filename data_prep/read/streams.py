@@ -1,47 +1,58 @@
-"""Bytes of a file, decompressed and cut at line ends, in bounded memory whatever the file holds.
+"""Bytes of a file, decompressed and split at line ends, in bounded memory for any content.
 
-A stream does not raise for what a file holds: it ends, and says in `failure` why. Knows nothing of
-documents but how long one may be.
+A stream does not raise for what is in a file: it ends, and `failure` says why. Independent of what
+a document is.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-READ_BYTES = 1 << 16  # of the file at a time; larger blocks leave the processor's cache
+READ_BYTES = 1 << 16  # of the file at a time; larger blocks do not stay in the processor's cache
 BLOCK_BYTES = 1 << 18  # decompressed at a time
-FREE_BYTES = 64 << 20  # decompressed, below which no file is one that expands too much
-SALVAGE_BYTES = 256  # how finely damaged data is read up to the damage
+MIN_CHECKED_BYTES = 64 << 20  # decompressed, below which the expansion is not limited
+SALVAGE_BYTES = 256  # step in which the data before a damage is read
 GZIP = 16 + zlib.MAX_WBITS
+
+Blocks = Callable[[BinaryIO], Iterator[bytes]]
 
 
 class Failure(NamedTuple):
-    """Why a stream ended before its file did."""
+    """Why a stream ended before its file did, or why a file cannot be read."""
 
-    reason: str  # a key of documents.REASONS
+    reason: str  # a key of documents.BAD_REASONS
     detail: str
 
 
+RESTORE_HINT = (
+    "The file is damaged, and what was read from it may be wrong: restore it, or remove it."
+)
+TRUNCATED = Failure(
+    "cut", "the compressed data ends too early. The file is truncated: restore it, or remove it."
+)
+
+
 class Stream:
-    """The content of a file from one byte on; iterate it for blocks of at most 256 KiB.
+    """The content of a file from a given byte on; iterate it for blocks of at most 256 KiB.
 
     Args:
         path: a regular file.
-        suffix: its kind: `.gz` and `.zst` at the end decompress.
-        start: the first byte, of the decompressed content.
-        max_expansion: decompressed by compressed size that ends the stream.
+        suffix: its kind: one that ends in `.gz` or `.zst` is decompressed.
+        start: the first byte to yield, of the decompressed content.
+        max_expansion: ratio of decompressed to compressed size at which the stream ends.
     """
 
     def __init__(self, path: str, suffix: str, start: int, max_expansion: int):
         self.path, self.start, self.max_expansion = path, start, max_expansion
-        self.read_bytes = 0  # of the file, as stored
-        self.skipped_bytes = 0  # of these, those before `start`
+        self.read_bytes = 0  # of the stored file
+        self.skipped_bytes = 0  # of these, before `start`
         self.failure: Failure | None = None
+        self._blocks: Blocks
         if suffix.endswith(".gz"):
-            self._blocks = self._skipping(self._gzip)
+            self._blocks = self._from_start(self._gzip)
         elif suffix.endswith(".zst"):
-            self._blocks = self._skipping(self._zstd)
+            self._blocks = self._from_start(self._zstd)
         else:
             self._blocks = self._plain
 
@@ -55,7 +66,7 @@ class Stream:
             yield from self._blocks(raw)
 
     def _plain(self, raw: BinaryIO) -> Iterator[bytes]:
-        skip = self.start % READ_BYTES  # blocks end at the same bytes wherever reading begins
+        skip = self.start % READ_BYTES  # so that blocks end at the same bytes for every start
         raw.seek(self.start - skip)
         self.read_bytes, self.skipped_bytes = self.start - skip, self.start
         while block := self._read(raw):
@@ -71,62 +82,62 @@ class Stream:
         self.read_bytes += len(block)
         return block
 
-    def _skipping(self, decompress: Any) -> Any:
-        """Return blocks without what is before `start`, up to what expands too much."""
+    def _from_start(self, decompress: Blocks) -> Blocks:
+        """Wrap a decompressor: drop the bytes before `start`, end at too much expansion."""
 
         def blocks(raw: BinaryIO) -> Iterator[bytes]:
-            done = 0
+            decompressed = 0
             for block in decompress(raw):
-                done += len(block)
-                if done > max(FREE_BYTES, self.max_expansion * self.read_bytes):
+                decompressed += len(block)
+                if decompressed > max(MIN_CHECKED_BYTES, self.max_expansion * self.read_bytes):
                     self.failure = Failure(
                         "expands",
-                        f"expands more than --max_expansion {self.max_expansion} times. If it is "
-                        f"meant to, raise the limit.",
+                        f"expands more than --max_expansion {self.max_expansion} times. If that "
+                        f"is correct, raise the limit.",
                     )
                     return
-                if done <= self.start:
+                if decompressed <= self.start:
                     self.skipped_bytes = self.read_bytes
                 else:
-                    yield block[max(0, len(block) - (done - self.start)) :]
+                    yield block[max(0, len(block) - (decompressed - self.start)) :]
 
         return blocks
 
     def _gzip(self, raw: BinaryIO) -> Iterator[bytes]:
         done = 0
-        for block in self._inflate(raw, _fast_zlib(), careful=False):
+        for block in self._inflate(raw, _fast_zlib(), salvage=False):
             done += len(block)
             yield block
         if self.failure is None:
             return
-        self.failure, self.read_bytes = None, 0  # again, to the last byte before the damage
+        self.failure, self.read_bytes = None, 0  # read again, up to the last byte before the damage
         raw.seek(0)
-        for block in self._inflate(raw, zlib, careful=True):
+        for block in self._inflate(raw, zlib, salvage=True):
             skip, done = min(done, len(block)), max(0, done - len(block))
             if skip < len(block):
                 yield block[skip:]
 
-    def _inflate(self, raw: BinaryIO, library: Any, careful: bool) -> Iterator[bytes]:
+    def _inflate(self, raw: BinaryIO, library: Any, salvage: bool) -> Iterator[bytes]:
         inflate: Any = None
         data = b""
         while True:
             data = data or self._read(raw)
             if not data:
                 if self.failure is None and (inflate is not None or self.read_bytes == 0):
-                    self.failure = CUT
+                    self.failure = TRUNCATED
                 return
             if inflate is None:
                 if self.read_bytes > len(data) and not data.strip(b"\0"):  # padding of a tape
                     data = b""
                     continue
                 inflate = library.decompressobj(GZIP)
-            before = inflate.copy() if careful else None
+            state = inflate.copy() if salvage else None
             try:
                 block = inflate.decompress(data, BLOCK_BYTES)
             except (zlib.error, library.error) as error:
-                if before is not None:
-                    yield from _salvage(before, data)
-                self.failure = Failure("damaged", f"{_plainly(error)}. {RESTORE}")
+                if state is not None:
+                    yield from _salvage(state, data)
+                self.failure = Failure("damaged", f"{_one_line(error)}. {RESTORE_HINT}")
                 return
             data = inflate.unconsumed_tail
             if inflate.eof:
@@ -143,22 +154,23 @@ class Stream:
             try:
                 block = stream.read(BLOCK_BYTES)
             except (OSError, ValueError) as error:
-                cut = "Truncated" in str(error)
-                self.failure = CUT if cut else Failure("damaged", f"{_plainly(error)}. {RESTORE}")
+                self.failure = Failure("damaged", f"{_one_line(error)}. {RESTORE_HINT}")
+                if "Truncated" in str(error):
+                    self.failure = TRUNCATED
                 break
             self.read_bytes = raw.tell()
             if not block:
                 if self.read_bytes == 0:
-                    self.failure = CUT
+                    self.failure = TRUNCATED
                 return
             done += len(block)
             yield block
-        for step in (SALVAGE_BYTES, 1):  # up to the damage, in small steps
+        for step in (SALVAGE_BYTES, 1):  # read up to the damage in small steps
             with Path(self.path).open("rb") as again:
                 stream = pa.CompressedInputStream(pa.PythonFile(again, mode="r"), "zstd")
-                left = done
-                while left:
-                    left -= len(stream.read(min(left, BLOCK_BYTES)))
+                remaining = done
+                while remaining:
+                    remaining -= len(stream.read(min(remaining, BLOCK_BYTES)))
                 try:
                     while block := stream.read(step):
                         done += len(block)
@@ -167,14 +179,8 @@ class Stream:
                     pass
 
 
-RESTORE = "The file is damaged, and what was read of it may be wrong: restore it, or remove it."
-CUT = Failure(
-    "cut", "the compressed data ends too early. The file is cut: restore it, or remove it."
-)
-
-
 def _fast_zlib() -> Any:
-    """Return Intel's isa-l where it is installed: faster, with the same bytes."""
+    """Return Intel's isa-l if it is installed: faster, with the same bytes."""
     try:
         from isal import isal_zlib
     except ImportError:  # there are no wheels for every machine
@@ -183,99 +189,100 @@ def _fast_zlib() -> Any:
 
 
 def _salvage(inflate: Any, data: bytes) -> Iterator[bytes]:
-    """Yield what can be decompressed before the damage."""
-    for at in range(0, len(data), SALVAGE_BYTES):
-        before = inflate.copy()
+    """Yield what can be decompressed before the damage in `data`."""
+    for start in range(0, len(data), SALVAGE_BYTES):
+        state = inflate.copy()
         try:
-            yield inflate.decompress(data[at : at + SALVAGE_BYTES])
+            yield inflate.decompress(data[start : start + SALVAGE_BYTES])
         except zlib.error:
-            for byte in data[at : at + SALVAGE_BYTES]:
+            for byte in data[start : start + SALVAGE_BYTES]:
                 try:
-                    yield before.decompress(bytes([byte]))
+                    yield state.decompress(bytes([byte]))
                 except zlib.error:
                     return
 
 
-def _plainly(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-class Lines(NamedTuple):
-    """Whole lines, or one that is too long."""
+class LineBlock(NamedTuple):
+    """Several complete lines, or the place of one line that is too long."""
 
     start: int  # byte of the first line
-    data: bytes  # ends with a newline, except at the end of the file; empty when too long
-    stop: int  # byte behind them
-    read_bytes: int  # of the file, as stored, up to here
+    data: bytes  # ends with a newline, except at the end of the file; empty if too long
+    stop: int  # byte after the last line
+    read_bytes: int  # of the stored file, up to here
 
 
-def read_lines(
+def read_line_blocks(
     stream: Stream, start: int, stop: int | None, chunk_bytes: int, max_bytes: int
-) -> Iterator[Lines]:
-    """Yield the lines that start in [start, stop), joined to about `chunk_bytes`.
+) -> Iterator[LineBlock]:
+    """Yield the lines that start in [start, stop), joined to blocks of about `chunk_bytes`.
 
-    `stream` begins at max(0, start - 1). Of a line longer than `max_bytes` nothing is kept: it
-    comes with `data` empty, and how long it is in `stop - start`.
+    Nothing of a line longer than `max_bytes` is kept in memory: it comes as a block with empty
+    `data`, and its length is `stop - start`.
+
+    Args:
+        stream: begins at max(0, start - 1), so that a line which begins at `start` is recognised.
     """
-    at = max(0, start - 1)  # of the stream
-    begun = start == 0  # whether the first line's start has been passed
-    first = start  # byte that `held` starts at
-    held: list[bytes] = []  # lines and the beginning of one, not yielded yet
-    size = 0  # of `held`
-    end = 0  # of the last whole line, in `held`
-    dropping = False  # a line that is too long
+    position = max(0, start - 1)  # byte after the current block of the stream
+    in_range = start == 0  # whether the first line that starts in the range has been reached
+    first = start  # byte at which `pending` starts
+    pending: list[bytes] = []  # complete lines and the start of the next one, not yielded yet
+    pending_bytes = 0
+    lines_end = 0  # end of the last complete line in `pending`
+    too_long = False  # whether the current line is dropped
     for block in stream:
-        at += len(block)
-        if not begun or dropping:
-            cut = block.find(b"\n") + 1
-            if not cut:
-                if not begun and stop is not None and at >= stop:
+        position += len(block)
+        if not in_range or too_long:
+            newline = block.find(b"\n") + 1
+            if not newline:
+                if not in_range and stop is not None and position >= stop:
                     return
                 continue
-            line_end = at - len(block) + cut
-            if dropping:
-                yield Lines(first, b"", line_end, stream.read_bytes)
-            begun, dropping, first, block = True, False, line_end, block[cut:]
+            line_end = position - len(block) + newline
+            if too_long:
+                yield LineBlock(first, b"", line_end, stream.read_bytes)
+            in_range, too_long, first, block = True, False, line_end, block[newline:]
         if stop is not None and first >= stop:
             return
-        held.append(block)
-        cut = block.rfind(b"\n") + 1
-        if cut:
-            end = size + cut
-        size += len(block)
-        if end >= chunk_bytes or (end and size - end > max_bytes) or _passed(first, end, stop):
-            data = b"".join(held)
-            held, size = [data[end:]], size - end
-            if _passed(first, end, stop):
+        pending.append(block)
+        newline = block.rfind(b"\n") + 1
+        if newline:
+            lines_end = pending_bytes + newline
+        pending_bytes += len(block)
+        at_stop = bool(lines_end) and stop is not None and first + lines_end >= stop
+        next_too_long = lines_end and pending_bytes - lines_end > max_bytes
+        if lines_end >= chunk_bytes or next_too_long or at_stop:
+            data = b"".join(pending)
+            pending, pending_bytes = [data[lines_end:]], pending_bytes - lines_end
+            if at_stop:
                 assert stop is not None
-                end = data.find(b"\n", stop - 1 - first) + 1
-                yield Lines(first, data[:end], first + end, stream.read_bytes)
+                lines_end = data.find(b"\n", stop - 1 - first) + 1
+                yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
                 return
-            yield Lines(first, data[:end], first + end, stream.read_bytes)
-            first, end = first + end, 0
-        if not end and size > max_bytes:
-            held, size, dropping = [], 0, True
-    data = b"".join(held)
-    if dropping:
-        yield Lines(first, b"", at, stream.read_bytes)
+            yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
+            first, lines_end = first + lines_end, 0
+        if not lines_end and pending_bytes > max_bytes:
+            pending, pending_bytes, too_long = [], 0, True
+    data = b"".join(pending)
+    if too_long:
+        yield LineBlock(first, b"", position, stream.read_bytes)
     elif stream.failure is None:
-        end = len(data)
-    if begun and end:  # of a stream that failed, the line that it ends in is lost
-        yield Lines(first, data[:end], first + end, stream.read_bytes)
-
-
-def _passed(first: int, end: int, stop: int | None) -> bool:
-    return bool(end) and stop is not None and first + end >= stop
+        lines_end = len(data)
+    if in_range and lines_end:  # a stream that failed loses the line in which it ends
+        yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
 
 
 def count_lines(stream: Stream, offsets: list[int]) -> list[int]:
-    """Return the numbers, from 1, of the lines that ascending byte offsets are in."""
+    """Return the line numbers, from 1, of ascending byte offsets."""
     numbers: list[int] = []
-    at, lines = 0, 1
+    start, line = 0, 1  # of the current block
     for block in stream:
-        while len(numbers) < len(offsets) and offsets[len(numbers)] < at + len(block):
-            numbers.append(lines + block.count(b"\n", 0, offsets[len(numbers)] - at))
+        while len(numbers) < len(offsets) and offsets[len(numbers)] < start + len(block):
+            numbers.append(line + block.count(b"\n", 0, offsets[len(numbers)] - start))
         if len(numbers) == len(offsets):
             break
-        at, lines = at + len(block), lines + block.count(b"\n")
-    return numbers + [lines] * (len(offsets) - len(numbers))
+        start, line = start + len(block), line + block.count(b"\n")
+    return numbers + [line] * (len(offsets) - len(numbers))

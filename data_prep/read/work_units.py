@@ -1,7 +1,8 @@
-"""Units: slices of the inputs, for a task each, that depend on the inputs and their sizes alone.
+"""Work units: slices of the inputs, one for each task.
 
-The documents of all units, one after the other, are those of the inputs in reading order, however
-many units there are. A task that was stopped goes on inside of its unit, at a `Position`.
+They depend on the inputs and their sizes alone. The documents of all units, in order, are those of
+the inputs in reading order, however many units there are. A stopped task resumes inside its unit,
+at a `Position`.
 """
 
 import hashlib
@@ -11,8 +12,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from data_prep.bad_input import MAX_PROBLEMS, Tally, describe
-from data_prep.documents import (
+from data_prep.read.bad_input import MAX_PROBLEMS, Tally, describe_problems
+from data_prep.read.documents import (
     Chunk,
     Document,
     InputRules,
@@ -20,151 +21,107 @@ from data_prep.documents import (
     Problem,
     read_documents,
 )
-from data_prep.readers import END, Input, read_input
-from data_prep.tables import reading_errors
-from zerolm.errors import ConfigError
+from data_prep.read.parquet import parquet_errors
+from data_prep.read.readers import END, Input, InputRange, read_input
+from zerolm.common.errors import ConfigError
 
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
-UNITS_OF_A_CORPUS = 128  # enough for many workers, and for an even end, where it is small
-NO_LIMIT = 1 << 40
-FILE_BYTES = 1 << 12  # what a file costs beside its content: a million empty ones are not one unit
+UNITS_PER_CORPUS = 128  # of a small corpus: enough for many workers that end at about one time
+UNLIMITED_BYTES = 1 << 40
+FILE_OVERHEAD_BYTES = 1 << 12  # counted for each file, so that a million empty files are many units
 
 
-class Piece(NamedTuple):
-    """A part of an input: the documents that start in [start, stop)."""
+class WorkUnit(NamedTuple):
+    """What one task reads: ranges of inputs, one after the other."""
 
-    input: int  # number of the input
-    start: int = 0  # byte of plain JSON lines, row of Parquet, else 0
-    stop: int | None = None  # None: to the end
-
-
-class Unit(NamedTuple):
-    """What one task reads: pieces one after the other."""
-
-    pieces: tuple[Piece, ...]
+    ranges: tuple[InputRange, ...]
     size_bytes: int  # as stored; 0 for the hub
 
 
 def default_unit_bytes(inputs: Sequence[Input]) -> int:
     """Return the size of a unit: a 128th of the corpus, from 4 to 256 MiB."""
     total = sum(each.size_bytes or 0 for each in inputs)
-    return min(max(total // UNITS_OF_A_CORPUS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    return min(max(total // UNITS_PER_CORPUS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
 
-def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[Unit]:
-    """Cut the inputs into units of about `unit_bytes`, as stored; together they are everything.
+def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[WorkUnit]:
+    """Divide the inputs into units of about `unit_bytes`, as stored, which cover all of them.
 
-    Plain JSON lines are cut by bytes and Parquet between row groups. A compressed file is whole,
-    and so is a data set of the hub. Small files share a unit.
+    Plain JSON lines are split at bytes and Parquet between row groups. A compressed file is not
+    split, nor is a hub data set. Small files share a unit.
     """
     limit = unit_bytes or default_unit_bytes(inputs)
-    units: list[Unit] = []
-    pieces: list[Piece] = []
+    units: list[WorkUnit] = []
+    ranges: list[InputRange] = []
     size = 0
 
     def close() -> None:
-        nonlocal pieces, size
-        if pieces:
-            units.append(Unit(tuple(pieces), size))
-        pieces, size = [], 0
+        nonlocal ranges, size
+        if ranges:
+            units.append(WorkUnit(tuple(ranges), size))
+        ranges, size = [], 0
 
-    for number, each in enumerate(inputs):
-        for piece, piece_bytes in _cut(number, each, limit):
-            if size + piece_bytes > limit or each.suffix == "hub":
+    for index, source in enumerate(inputs):
+        for part, part_bytes in _split(index, source, limit):
+            if size + part_bytes > limit or source.suffix == "hub":
                 close()
-            pieces.append(piece)
-            if each.suffix == "hub":
+            ranges.append(part)
+            if source.suffix == "hub":
                 close()
             else:
-                size += piece_bytes + (FILE_BYTES if piece.start == 0 else 0)
+                size += part_bytes + (FILE_OVERHEAD_BYTES if part.start == 0 else 0)
     close()
     return units
 
 
-def _cut(number: int, each: Input, limit: int) -> list[tuple[Piece, int]]:
-    size = each.size_bytes or 0
-    if each.problem is None and size > limit and each.suffix == ".jsonl":
+def _split(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:
+    """Return the ranges of an input of at most about `limit` bytes, and their sizes."""
+    size = source.size_bytes or 0
+    if source.problem is None and size > limit and source.suffix == ".jsonl":
         count = -(-size // limit)
         limits = [size * part // count for part in range(count + 1)]
-        return [(Piece(number, start, stop), stop - start) for start, stop in pairwise(limits)]
-    if each.problem is None and size > limit and each.suffix == ".parquet":
-        return _cut_table(number, each, limit)
-    return [(Piece(number), size)]
+        return [(InputRange(index, start, stop), stop - start) for start, stop in pairwise(limits)]
+    if source.problem is None and size > limit and source.suffix == ".parquet":
+        return _split_parquet(index, source, limit)
+    return [(InputRange(index), size)]
 
 
-def _cut_table(number: int, each: Input, limit: int) -> list[tuple[Piece, int]]:
+def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:
     import pyarrow.parquet as pq
 
+    stored_bytes = source.size_bytes or 0
     try:
-        metadata = pq.read_metadata(each.name)
+        metadata = pq.read_metadata(source.name)
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    except reading_errors():  # whoever reads it says what is wrong
-        return [(Piece(number), each.size_bytes or 0)]
-    parts: list[tuple[Piece, int]] = []
+    except parquet_errors():  # reported by the task that reads it
+        return [(InputRange(index), stored_bytes)]
+    parts: list[tuple[InputRange, int]] = []
     start = stop = 0
-    for position, count in enumerate(rows):
+    for group, count in enumerate(rows):
         stop += count
-        size = (each.size_bytes or 0) * (stop - start) // max(1, sum(rows))
-        following = rows[position + 1] if position + 1 < len(rows) else 0
+        size = stored_bytes * (stop - start) // max(1, sum(rows))
+        following = rows[group + 1] if group + 1 < len(rows) else 0
         if not following or size * (stop - start + following) > limit * (stop - start):
-            parts.append((Piece(number, start, stop), size))
+            parts.append((InputRange(index, start, stop), size))
             start = stop
-    return parts or [(Piece(number), each.size_bytes or 0)]
+    return parts or [(InputRange(index), stored_bytes)]
 
 
-def fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
-    """Return a hash of what the documents depend on: files by path, size and time, and rules."""
-    what = [
+def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
+    """Return a hash of all that decides the documents: rules, and files by path, size and time."""
+    listed = [
         [each.name, each.suffix, each.size_bytes, each.modified_ns]
         + ([each.hub.revision] if each.hub else [])
         for each in inputs
     ]
-    rules = replace(rules, max_bad_fraction=0)  # it says what is refused, and changes no document
-    content = json.dumps([what, repr(rules)], separators=(",", ":"))
+    rules = replace(rules, max_bad_fraction=0)  # does not change what is read
+    content = json.dumps([listed, repr(rules)], separators=(",", ":"))
     return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def read_unit(
-    inputs: Sequence[Input],
-    unit: Unit,
-    rules: InputRules,
-    chunk_bytes: int = CHUNK_BYTES,
-    start: Sequence[int] | None = None,
-) -> Iterator[Chunk]:
-    """Yield the content of a unit in order, in chunks of about `chunk_bytes`.
-
-    A chunk holds whole documents, so that a long document makes a larger chunk. `Chunk.next` is
-    what to give as `start` to go on behind it; a list of its two numbers will do.
-
-    Raises:
-        ConfigError: a file that has changed since it was listed.
-        ZerolmError: a hub data set that stopped to answer.
-    """
-    first, offset = Position(*start) if start is not None else (0, None)
-    for number, piece in list(enumerate(unit.pieces))[first:]:
-        begin = piece.start if offset is None or number > first else offset
-        behind = Position(number + 1, 0)
-        if number + 1 < len(unit.pieces):
-            behind = Position(number + 1, unit.pieces[number + 1].start)
-        own = rules_of(inputs[piece.input], rules)
-        chunks = read_input(list(inputs), piece.input, begin, piece.stop, own, chunk_bytes)
-        for chunk, end in chunks:
-            yield chunk._replace(next=behind if end == END else Position(number, end))
-
-
-def rules_of(each: Input, rules: InputRules) -> InputRules:
-    """Return the rules for an input: the files of a stage have no limits.
-
-    A document is a longer line there than it was a text, and its file is compressed well.
-    """
-    if not each.of_stage:
-        return rules
-    return replace(rules, max_document_bytes=NO_LIMIT, max_expansion=NO_LIMIT)
-
-
 class Batch(NamedTuple):
-    """Documents to work on, and where to go on behind them."""
+    """Documents to process, and the position after them."""
 
     documents: list[Document]
     next: Position
@@ -173,29 +130,33 @@ class Batch(NamedTuple):
 
 def read_batches(
     inputs: Sequence[Input],
-    unit: Unit,
+    unit: WorkUnit,
     rules: InputRules,
     tally: Tally,
     chunk_bytes: int = CHUNK_BYTES,
     start: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Yield the documents of a unit in order, and count in `tally` what else is there.
+    """Yield the documents of a unit in order, and count them and everything else in `tally`.
 
-    When a batch comes, the tally is that up to `batch.next`: both together are what a task has to
-    keep in order to go on. A batch may have no documents.
+    After each batch, the tally covers all input before `batch.next`: a task that saves both can
+    resume there. A batch may be empty.
+
+    Args:
+        chunk_bytes: size of a batch, about; it is larger where a document is.
+        start: `next` of a batch, or a list of its two numbers, to resume after that batch.
 
     Raises:
-        ConfigError: bad input under `on_bad_input` "fail", with the first problems of the unit; a
-            file that has changed since it was listed.
-        ZerolmError: a hub data set that stopped to answer.
+        ConfigError: bad input under `on_bad_input` "fail", with the first problems of the unit; or
+            a file has changed since it was listed.
+        ZerolmError: a hub data set can no longer be read.
     """
     fatal: list[Problem] = []
-    for chunk in read_unit(inputs, unit, rules, chunk_bytes, start):
-        own = rules_of(inputs[chunk.input], rules)
-        documents, skipped, problems = read_documents(chunk, own)
+    for chunk in _read_chunks(inputs, unit, rules, chunk_bytes, start):
+        input_rules = _rules_for(inputs[chunk.input], rules)
+        documents, skipped, problems = read_documents(chunk, input_rules)
         if problems and rules.on_bad_input == "fail":
             fatal += problems
-        if fatal:  # nothing will come of this unit; see what else is wrong with it
+        if fatal:  # the unit is refused: continue only to report more of its problems
             if len(fatal) >= MAX_PROBLEMS:
                 break
             continue
@@ -205,4 +166,35 @@ def read_batches(
         tally.add_bad(problems)
         yield Batch(documents, chunk.next, chunk.input_bytes)
     if fatal:
-        raise ConfigError(describe(inputs, fatal[:MAX_PROBLEMS], rules))
+        raise ConfigError(describe_problems(inputs, fatal[:MAX_PROBLEMS], rules))
+
+
+def _read_chunks(
+    inputs: Sequence[Input],
+    unit: WorkUnit,
+    rules: InputRules,
+    chunk_bytes: int,
+    start: Sequence[int] | None,
+) -> Iterator[Chunk]:
+    """Yield the content of a unit in order; see `read_batches`."""
+    first, offset = Position(*start) if start is not None else (0, None)
+    for number, part in list(enumerate(unit.ranges))[first:]:
+        if offset is not None and number == first:
+            part = part._replace(start=offset)
+        after_range = Position(number + 1, 0)
+        if number + 1 < len(unit.ranges):
+            after_range = Position(number + 1, unit.ranges[number + 1].start)
+        source = inputs[part.input]
+        chunks = read_input(source, part, _rules_for(source, rules), chunk_bytes)
+        for chunk, end in chunks:
+            yield chunk._replace(next=after_range if end == END else Position(number, end))
+
+
+def _rules_for(source: Input, rules: InputRules) -> InputRules:
+    """Return the rules for an input: files of a stage have no size limits.
+
+    Its lines are longer than the texts that were admitted, and its files are compressed well.
+    """
+    if not source.of_stage:
+        return rules
+    return replace(rules, max_document_bytes=UNLIMITED_BYTES, max_expansion=UNLIMITED_BYTES)

@@ -1,6 +1,6 @@
-"""What a stage's tasks count: documents and bytes in and out, what was dropped by reason, examples.
+"""Counts of a stage's tasks: documents and bytes in and out, drops by reason, and examples.
 
-Part of each task's record, and added up into `stage.json` and the report. Standard library only.
+They are part of each task's record, and their sum is part of `stage.json` and the report.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,41 +15,42 @@ Json = dict[str, Any]
 
 
 class Counts:
-    """What went into a task, what came out, and what became of the rest."""
+    """Counts of the documents that one task reads, writes, changes and drops."""
 
     def __init__(self) -> None:
         self.sums = dict.fromkeys(SUMMED, 0)
         self.by_key: dict[str, dict[str, int]] = {name: {} for name in SUMMED_BY_KEY}
         self.examples: dict[str, list[Json]] = {}
 
-    def came_in(self, text_bytes: int) -> None:
-        """Count a document that was read; `text_bytes` of UTF-8."""
+    def add_input(self, text_bytes: int) -> None:
+        """Count a document that was read; `text_bytes` in UTF-8."""
         self.sums["documents_in"] += 1
         self.sums["text_bytes_in"] += text_bytes
         self._add("lengths_in", _length_bin(text_bytes))
 
-    def went_out(self, text_bytes: int) -> None:
+    def add_output(self, text_bytes: int) -> None:
         """Count a document that was written."""
         self.sums["documents_out"] += 1
         self.sums["text_bytes_out"] += text_bytes
         self._add("lengths_out", _length_bin(text_bytes))
 
-    def dropped(self, reason: str, text_bytes: int, document: Any = None, text: str = "") -> None:
-        """Count a document that was left out, and keep the first ones of each reason to show.
+    def add_dropped(
+        self, reason: str, text_bytes: int, document_id: Any = None, text: str = ""
+    ) -> None:
+        """Count a document that was dropped, and keep the first ones of each reason as examples.
 
         Args:
-            document: its id.
-            text: its text, or the part of it that decided.
+            text: its text, or the part of it that was decisive.
         """
         self._add("dropped", reason)
         self._add("dropped_bytes", reason, text_bytes)
-        shown = self.examples.setdefault(reason, [])
-        if len(shown) < MAX_EXAMPLES:
-            shown.append({"id": document, "text": text[:SHOWN_CHARACTERS]})
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append({"id": document_id, "text": text[:SHOWN_CHARACTERS]})
 
-    def changed(self, what: str, number: int = 1) -> None:
-        """Count something that was changed in documents that were kept."""
-        self._add("changed", what, number)
+    def add_changed(self, name: str) -> None:
+        """Count a document that was kept and whose text the filter of that name changed."""
+        self._add("changed", name)
 
     def record(self) -> Json:
         """Return the counts as a part of a task's record."""
@@ -60,12 +61,12 @@ class Counts:
 
 
 def _length_bin(text_bytes: int) -> str:
-    """Return the power of two at or below a length: the histograms' bins."""
+    """Return the histogram bin of a length: the largest power of two that is not above it."""
     return str(1 << (text_bytes.bit_length() - 1) if text_bytes else 0)
 
 
 def merge_counts(records: Iterable[Mapping[str, Any]]) -> Json:
-    """Add the counts of tasks up; of the examples, keep the first."""
+    """Return the sum of the counts of tasks, with the first examples of each reason."""
     merged: Json = {
         **dict.fromkeys(SUMMED, 0),
         **{name: {} for name in SUMMED_BY_KEY},

@@ -1,39 +1,43 @@
-"""Options of a stage out of a recipe: known keys, right types, and all problems at once."""
+"""Options of a stage from a recipe: checks keys and types, and reports all problems at once."""
 
 import dataclasses
 from typing import Any, TypeVar
 
-from zerolm.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.values import parse_bytes, parse_number
 
 Options = TypeVar("Options")
-LARGEST = (1 << 63) - 1  # number
+MAX_NUMBER = (1 << 63) - 1
 
 
-def options_from(kind: type[Options], value: Any, where: str) -> Options:
-    """Return a frozen dataclass of options, made from a JSON object; its defaults stay.
+def parse_options(options_class: type[Options], value: Any, where: str) -> Options:
+    """Return a frozen dataclass of options from a JSON object; missing keys keep their defaults.
 
-    Its `problems()` returns (key, what is wrong) of values of the right types.
+    The class has a method `problems()`, which yields (key, problem) for values of the right type
+    that are not allowed.
 
     Args:
-        where: `recipe.json: stages.dedup`, for messages.
+        where: file and key for messages, as in `recipe.json: stages.dedup`.
 
     Raises:
         ConfigError: all problems.
     """
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: {value!r} is not an object of options.")
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(options_class)}  # type: ignore[arg-type]
     problems = []
-    given = {}
+    arguments = {}
     for key, content in value.items():
+        if key in fields and fields[key].type in (int, float):
+            content = number_of(key, content)
         if key not in fields:
             known = ", ".join(fields)
             hint = did_you_mean(key, fields)
             problems.append(f"{where}.{key}: is not an option.{hint} Known: {known}.")
-        elif (wanted := _wrong_type(fields[key].type, content)) is not None:
-            problems.append(f"{where}.{key}: {content!r} is not {wanted}.")
+        elif (expected := _wrong_type(fields[key].type, content)) is not None:
+            problems.append(f"{where}.{key}: {content!r} is not {expected}.")
         else:
-            given[key] = _as(fields[key].type, content)
+            arguments[key] = _converted(fields[key].type, content)
     missing = [
         name
         for name, field in fields.items()
@@ -41,24 +45,36 @@ def options_from(kind: type[Options], value: Any, where: str) -> Options:
     ]
     problems += [f"{where}.{name}: is missing." for name in missing]
     if not problems:
-        options = kind(**given)
-        problems = [f"{where}.{key}: {what}" for key, what in options.problems()]  # type: ignore[attr-defined]
+        options = options_class(**arguments)
+        problems = [f"{where}.{key}: {problem}" for key, problem in options.problems()]  # type: ignore[attr-defined]
     if problems:
         raise ConfigError(problems)
     return options
 
 
-def _as(annotation: Any, content: Any) -> Any:
-    """Return a value of JSON as what its field holds: 1e9 is a whole number too."""
+def number_of(key: str, value: Any) -> Any:
+    """Return the number of a string such as "15M", or "500MB" for a key that ends in `_bytes`.
+
+    Any other value is returned as it is.
+    """
+    try:
+        parse = parse_bytes if key.endswith("_bytes") else parse_number
+        return parse(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _converted(annotation: Any, content: Any) -> Any:
+    """Return a JSON value in the type of its field: 1e9 is an integer too, a list a tuple."""
     if annotation is int:
         return int(content)
     return tuple(content) if isinstance(content, list) else content
 
 
 def _wrong_type(annotation: Any, content: Any) -> str | None:
-    """Say what a value should be and is not."""
+    """Return what a value should be, if it is not; otherwise None."""
     is_number = isinstance(content, int | float) and not isinstance(content, bool)
-    is_number = is_number and -LARGEST <= content <= LARGEST  # neither NaN nor infinite
+    is_number = is_number and -MAX_NUMBER <= content <= MAX_NUMBER  # neither NaN nor infinite
     rules = {
         int: (is_number and content == int(content), "a whole number"),
         float: (is_number, "a number"),
@@ -69,5 +85,5 @@ def _wrong_type(annotation: Any, content: Any) -> str | None:
             "a list of strings",
         ),
     }
-    right, wanted = rules[annotation]
-    return None if right else wanted
+    is_right, expected = rules[annotation]
+    return None if is_right else expected

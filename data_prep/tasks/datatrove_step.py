@@ -1,46 +1,36 @@
-"""Our tasks as datatrove runs them elsewhere: what its executors of Slurm and of Ray are given."""
+"""Our tasks as a step of a datatrove pipeline, which its Slurm and Ray executors run."""
 
 import contextlib
 import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.phases import Phase, run_task, valid_record
+from data_prep.tasks.phases import Phase, run_task, valid_record
 
-LOGS = "jobs"  # what datatrove writes, in the directory of a phase's records
+LOG_DIRECTORY = "jobs"  # of datatrove's files, in the directory of a phase's records
 
 
 @dataclass
 class TaskStep:
-    """The one step of a datatrove pipeline: runs the task that a rank stands for."""
+    """Runs the task of a rank. datatrove starts a pipeline with this one step for every rank."""
 
     phase: Phase
     tasks: tuple[int, ...]
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Run task `tasks[rank]`, unless its record is there by now."""
+        """Run task `tasks[rank]`, unless it has a valid record by now."""
         task = self.tasks[rank]
         if valid_record(self.phase, task) is None:
             run_task(self.phase, task)
 
 
-def fresh_logs(phase: Phase) -> Path:
-    """Return a directory for datatrove: its own marks of completion are of one submission only."""
-    logs = phase.records / LOGS / time.strftime("%Y%m%d-%H%M%S")
-    number = 0
-    while logs.exists():
-        number += 1
-        logs = logs.with_name(f"{logs.name.partition('.')[0]}.{number}")
-    logs.mkdir(parents=True)
-    return logs.absolute()
-
-
-def picklable(step: TaskStep) -> Any:
-    """Return a pipeline step: datatrove calls it, and wants to count in it."""
+def pipeline_step(step: TaskStep) -> Any:
+    """Return the step as a subclass of datatrove's `PipelineStep`, which counts in it."""
     from datatrove.pipeline.base import PipelineStep
 
     class Step(PipelineStep):
@@ -57,17 +47,28 @@ def picklable(step: TaskStep) -> Any:
     return Step(step)
 
 
-def environment() -> str:
-    """Return a command that gives a job this process's Python and modules."""
+def new_log_directory(phase: Phase) -> Path:
+    """Create a directory for one submission: datatrove marks completed ranks in it."""
+    logs = phase.records / LOG_DIRECTORY / time.strftime("%Y%m%d-%H%M%S")
+    number = 0
+    while logs.exists():
+        number += 1
+        logs = logs.with_name(f"{logs.name.partition('.')[0]}.{number}")
+    logs.mkdir(parents=True)
+    return logs.absolute()
+
+
+def environment_command() -> str:
+    """Return a shell command that gives a job this process's Python and modules."""
     path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
     programs = os.pathsep.join([str(Path(sys.executable).parent), "$PATH"])
     return f'export PYTHONPATH={shlex.quote(path)}\nexport PATH="{programs}"'
 
 
 @contextlib.contextmanager
-def quiet(logs: Path) -> Any:
-    """Send what datatrove logs in this process to a file."""
-    from datatrove.utils.logging import logger  # which sets it up when it is imported
+def log_to_file(logs: Path) -> Iterator[None]:
+    """Send what datatrove logs in this process to a file, and not to the terminal."""
+    from datatrove.utils.logging import logger  # its import configures the logger
 
     logger.remove()
     number = logger.add(logs / "submission.log")

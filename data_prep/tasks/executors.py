@@ -1,8 +1,7 @@
-"""Where tasks run: processes of this machine, or Slurm and Ray through datatrove's executors.
+"""Executors: processes of this machine, or Slurm and Ray through datatrove's executors.
 
-datatrove starts a pipeline of one step for every rank; the step runs our task of that number, which
-writes its own record. datatrove schedules, requeues and logs; what is done is for our records to
-say, so a task that was preempted or lost is run again, and one that has its record never.
+datatrove schedules, requeues and logs. Only our records decide whether a task is done: a task that
+was preempted or lost runs again, and one with a valid record does not.
 """
 
 import contextlib
@@ -13,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.phases import Executor, LocalExecutor, Phase, Record
-from data_prep.remote_tasks import TaskStep, fresh_logs, picklable, quiet
-from data_prep.slurm import SlurmExecutor
-from zerolm.errors import ConfigError, did_you_mean
+from data_prep.tasks.datatrove_step import TaskStep, log_to_file, new_log_directory, pipeline_step
+from data_prep.tasks.phases import Executor, LocalExecutor, Phase, Record
+from data_prep.tasks.slurm import SlurmExecutor
+from zerolm.common.errors import ConfigError, did_you_mean
 
-NAMES = ("local", "slurm", "ray")
+EXECUTORS = ("local", "slurm", "ray")
 SLURM_KEYS = {
     "time": str, "partition": str, "cpus_per_task": int, "mem_per_cpu_gb": int, "qos": str,
     "env_command": str, "venv_path": str, "condaenv": str, "sbatch_args": dict,
@@ -32,57 +31,63 @@ RAY_KEYS = {
 Json = dict[str, Any]
 
 
-def make_executor(name: str, workers: int, options: Json, where: str) -> Executor:
+def make_executor(name: str, num_workers: int, options: Json, where: str) -> Executor:
     """Return an executor.
 
     Args:
-        workers: tasks at a time.
+        num_workers: tasks that run at a time.
         options: `executor` of the recipe: `{"slurm": {...}, "ray": {...}}`.
+        where: file of the options, for messages.
 
     Raises:
         ConfigError: unknown names and options, or an optional package that is not installed.
     """
     problems = [
-        f"{where}: executor.{key}: there are no options of it.{did_you_mean(key, NAMES[1:])} "
-        f"There are slurm and ray."
+        f"{where}: executor.{key}: is not an executor with options."
+        f"{did_you_mean(key, EXECUTORS[1:])} Known: {', '.join(EXECUTORS[1:])}."
         for key in options
-        if key not in NAMES[1:]
+        if key not in EXECUTORS[1:]
     ]
     for key, known in (("slurm", SLURM_KEYS), ("ray", RAY_KEYS)):
         problems += _option_problems(options.get(key, {}), known, f"{where}: executor.{key}")
-    if name not in NAMES:
-        problems.append(f"--executor {name}: is not one of {', '.join(NAMES)}.")
+    if name not in EXECUTORS:
+        problems.append(f"--executor {name}: is not one of {', '.join(EXECUTORS)}.")
     if name == "slurm":
-        problems += [
-            f"{where}: executor.slurm.{key}: is missing, and sbatch needs it."
-            for key in ("time", "partition")
-            if key not in options.get("slurm", {})
-        ]
-        if shutil.which("sbatch") is None:
-            problems.append("--executor slurm: there is no sbatch on PATH. Run it on a login node.")
-        if "SLURM_ARRAY_TASK_ID" in os.environ:  # datatrove would run one task here, and end
-            problems.append("--executor slurm: this is an array job of Slurm. Run it outside.")
+        problems += _slurm_problems(options.get("slurm", {}), where)
     if name in ("slurm", "ray"):
         problems += _package_problems(name)
     if problems:
         raise ConfigError(problems)
     if name == "slurm":
-        return SlurmExecutor(workers, options["slurm"])
+        return SlurmExecutor(num_workers, options["slurm"])
     if name == "ray":
-        return RayExecutor(workers, options.get("ray", {}))
-    return LocalExecutor(workers, show_progress)
+        return RayExecutor(num_workers, options.get("ray", {}))
+    return LocalExecutor(num_workers, print_progress)
 
 
-def _option_problems(given: Any, known: dict[str, type], where: str) -> list[str]:
-    if not isinstance(given, dict):
-        return [f"{where}: {given!r} is not an object of options."]
+def _option_problems(options: Any, known: dict[str, type], where: str) -> list[str]:
+    if not isinstance(options, dict):
+        return [f"{where}: {options!r} is not an object of options."]
     problems = []
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in known:
             hint = did_you_mean(key, known)
             problems.append(f"{where}.{key}: is not an option.{hint} Known: {', '.join(known)}.")
         elif not isinstance(value, (int, float) if known[key] is float else known[key]):
             problems.append(f"{where}.{key}: {value!r} is not of type {known[key].__name__}.")
+    return problems
+
+
+def _slurm_problems(options: Json, where: str) -> list[str]:
+    problems = [
+        f"{where}: executor.slurm.{key}: is missing, and sbatch needs it."
+        for key in ("time", "partition")
+        if key not in options
+    ]
+    if shutil.which("sbatch") is None:
+        problems.append("--executor slurm: there is no sbatch on PATH. Run it on a login node.")
+    if "SLURM_ARRAY_TASK_ID" in os.environ:  # datatrove would run one task here, and exit
+        problems.append("--executor slurm: this is a job of a Slurm array. Run it outside of one.")
     return problems
 
 
@@ -98,8 +103,8 @@ def _package_problems(name: str) -> list[str]:
     return problems
 
 
-def show_progress(phase: Phase, record: Record) -> None:
-    """Say that a task is done, if tasks are few or it is one in a hundred."""
+def print_progress(phase: Phase, record: Record) -> None:
+    """Print how many tasks are done: after every task if they are few, otherwise about 20 times."""
     done = record["task"] + 1
     if done == phase.num_tasks or done % max(1, phase.num_tasks // 20) == 0:
         print(f"{phase.name}: {done:,} of {phase.num_tasks:,} tasks", file=sys.stderr, flush=True)
@@ -107,9 +112,9 @@ def show_progress(phase: Phase, record: Record) -> None:
 
 @dataclass(frozen=True)
 class RayExecutor:
-    """Runs tasks on a Ray cluster, or on a local one where no address is given."""
+    """Runs tasks on a Ray cluster, or on a new local one if there is no address."""
 
-    workers: int
+    num_workers: int
     options: Json
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
@@ -117,7 +122,7 @@ class RayExecutor:
         import ray
         from datatrove.executor.ray import RayPipelineExecutor
 
-        logs = fresh_logs(phase)
+        logs = new_log_directory(phase)
         options = {key: value for key, value in self.options.items() if key != "address"}
         if not ray.is_initialized():
             path = os.pathsep.join(filter(None, sys.path))
@@ -128,11 +133,11 @@ class RayExecutor:
                 runtime_env={"env_vars": {"PYTHONPATH": path}},
             )
         executor = RayPipelineExecutor(
-            [picklable(TaskStep(phase, tuple(tasks)))],
+            [pipeline_step(TaskStep(phase, tuple(tasks)))],
             tasks=len(tasks),
-            workers=self.workers,
+            workers=self.num_workers,
             logging_dir=str(logs),
             **options,
         )
-        with quiet(logs), contextlib.suppress(ray.exceptions.RayTaskError):
-            executor.run()  # a task that failed has left its note, which run_phase shows
+        with log_to_file(logs), contextlib.suppress(ray.exceptions.RayTaskError):
+            executor.run()  # a failed task has left its note, which run_phase reports

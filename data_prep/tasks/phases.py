@@ -1,12 +1,13 @@
-"""A phase: many tasks that share nothing but files, each with a record of its completion.
+"""A phase: many independent tasks, each with a record of its completion.
 
 Every stage of data preparation is a sequence of phases. A task writes its outputs atomically, and
-its record after them, so that a killed run goes on with the tasks that have no record, on any
-executor. Knows nothing of what tasks do.
+its record after them, so that a run that was killed resumes with the tasks that have no record, on
+any executor. Independent of what the tasks do.
 
-`directory/records/NAME/00003.json` is the record of task 3, `00003.running` who works at it, and
-`00003.failed` why it failed. A record is of use only for the same `inputs`, and while the files it
-names (`"files": {"parts/00003.bin": size in bytes}`, relative to `directory`) have their sizes.
+`DIRECTORY/records/NAME/00003.json` is the record of task 3, `00003.running` names the process that
+works on it, and `00003.failed` has the reason of its failure. A record is valid only for the same
+`inputs`, and only while the files it lists (`"files": {"parts/00003.bin": size in bytes}`, relative
+to DIRECTORY) have their sizes.
 """
 
 import contextlib
@@ -17,15 +18,15 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.workers import ordered_map
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.files import temporary_name, write_json
+from data_prep.tasks.workers import ordered_map
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.files import write_atomically, write_json
 
 RECORDS = "records"
 MAX_SHOWN_PROBLEMS = 20
@@ -35,42 +36,43 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Phase:
-    """Some tasks, numbered from 0.
+    """Several tasks, numbered from 0.
 
     `run` is a module-level function, a `functools.partial` of one, or a frozen dataclass with
-    `__call__`: other processes and machines unpickle it. It is idempotent, and returns a JSON
-    object: what it wrote (`files`) and, where it makes sense, `documents_in`, `documents_out` and
-    `dropped` ({reason: count}). `seconds`, `host`, `started` and `task` are added to it.
+    `__call__`, because other processes and machines unpickle it. It is idempotent, and returns a
+    JSON object: the `files` that it wrote and, where it makes sense, `documents_in`,
+    `documents_out` and `dropped` ({reason: count}). `run_task` adds `seconds`, `host`, `pid`,
+    `started`, `inputs` and `task`.
     """
 
     name: str  # "tokenize.encode"; also the directory of its records
     directory: Path
     num_tasks: int
     run: Callable[[int], Record]
-    inputs: str  # fingerprint of all that the outputs depend on, but for the number of workers
-    labels: Sequence[str] = ()  # what each task works at, for messages
-    sync: bool = True  # records to disk; without it a power cut may leave one whose files are torn
+    inputs: str  # fingerprint of all that decides the outputs, but not of the number of workers
+    labels: Sequence[str] = ()  # what each task works on, for messages
+    sync: bool = True  # records to disk; without it a power cut can leave a record of torn files
 
     @property
     def records(self) -> Path:
-        """Where the records of its tasks are."""
+        """The directory of the tasks' records."""
         return self.directory / RECORDS / self.name
 
     def path(self, task: int, suffix: str = ".json") -> Path:
-        """Return the path of a task's record."""
+        """Return the path of a task's record, or of its note with another suffix."""
         return self.records / f"{task:05d}{suffix}"
 
     def label(self, task: int) -> str:
-        """Name a task."""
-        what = f" ({self.labels[task]})" if self.labels else ""
-        return f"{self.name} {task}{what}"
+        """Return the name of a task for messages."""
+        label = f" ({self.labels[task]})" if self.labels else ""
+        return f"{self.name} {task}{label}"
 
 
 class Executor(Protocol):
-    """What runs tasks: processes of this machine, Slurm, Ray."""
+    """Runs tasks: in processes of this machine, on Slurm or on Ray."""
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Call `run_task` for each of the tasks, in any order, and return when all are done.
+        """Call `run_task` for each of the tasks, in any order, and return when all have ended.
 
         Raises:
             ConfigError: as raised in a task.
@@ -79,134 +81,41 @@ class Executor(Protocol):
 
 
 def fingerprint(value: Any) -> str:
-    """Return 32 hex digits that stand for a JSON value (keys in any order; paths as strings)."""
+    """Return a hash, as 32 hex digits, of a JSON value; independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def run_phase(phase: Phase, executor: Executor) -> list[Record]:
-    """Run the tasks that have no valid record, and return the records of all, in order.
+    """Run the tasks that have no valid record, and return the records of all tasks, in order.
 
     Raises:
         ConfigError: a task refused its input.
         ZerolmError: a task was lost, or failed on another machine.
     """
-    missing = [task for task, record in enumerate(completed(phase)) if record is None]
+    missing = [task for task, record in enumerate(valid_records(phase)) if record is None]
     if missing:
         phase.records.mkdir(parents=True, exist_ok=True)
-        for task in missing:  # so that a record which is there is of this run
+        for task in missing:  # so that executors can wait for a new record to appear
             phase.path(task).unlink(missing_ok=True)
             phase.path(task, ".running").unlink(missing_ok=True)
         executor.run(phase, missing)
-    records = completed(phase)
-    left = [task for task in missing if records[task] is None]
-    if left:
-        _raise_failure(phase, left)
+    records = valid_records(phase)
+    unfinished = [task for task in missing if records[task] is None]
+    if unfinished:
+        _raise_failure(phase, unfinished)
     return [record for record in records if record is not None]
 
 
-def completed(phase: Phase) -> list[Record | None]:
-    """Return the valid records of all tasks, in order; None for those that are still to do."""
+def valid_records(phase: Phase) -> list[Record | None]:
+    """Return the valid records of all tasks, in order; None for each task without one."""
     if not phase.records.is_dir():
         return [None] * phase.num_tasks
     return [valid_record(phase, task) for task in range(phase.num_tasks)]
 
 
-def run_task(phase: Phase, task: int) -> Record:
-    """Run one task and write its record; on whichever machine an executor has chosen.
-
-    Raises:
-        ConfigError: the task refused its input; it is in the `.failed` file too.
-    """
-    here = {"host": _host(), "pid": os.getpid()}
-    start = time.time()
-    running, failed = phase.path(task, ".running"), phase.path(task, ".failed")
-    phase.records.mkdir(parents=True, exist_ok=True)
-    _write_note(running, {**here, "started": start})
-    failed.unlink(missing_ok=True)
-    try:
-        result = phase.run(task)
-        record = {"task": task, "inputs": phase.inputs, **result}
-        record |= {"seconds": time.time() - start, "started": start, **here}
-        if phase.sync:
-            write_json(phase.path(task), record, many_writers=True)
-        else:
-            _write_note(phase.path(task), record)
-    except Exception as error:
-        refused = error.problems if isinstance(error, ConfigError) else None
-        note = {**here, "refused": refused, "traceback": traceback.format_exc()}
-        with contextlib.suppress(OSError):  # on a full disk, the error itself is what counts
-            _write_note(failed, note)
-        raise
-    finally:
-        running.unlink(missing_ok=True)
-    return record
-
-
-@dataclass(frozen=True)
-class LocalExecutor:
-    """Runs tasks in processes of this machine; with one worker, in this process.
-
-    Args:
-        on_record: called with the phase and the record of each task, in the order of the tasks.
-        on_start: called when the processes are there; threads are to begin then and not before
-            (data_prep/workers.py says why).
-    """
-
-    num_workers: int
-    on_record: Callable[[Phase, Record], None] | None = None
-    on_start: Callable[[], object] | None = None
-
-    def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Run the tasks; `Executor.run` says what is raised."""
-        num_workers = min(self.num_workers, len(tasks))
-        if num_workers == 1:
-            if self.on_start is not None:
-                self.on_start()
-            self._show(phase, map(partial(run_task, phase), tasks))
-            return
-        results = ordered_map(
-            partial(partial, run_task, phase),
-            tasks,
-            num_workers,
-            ahead_per_worker=len(tasks),
-            given_per_worker=1,
-            on_start=self.on_start,
-        )
-        with contextlib.closing(results):
-            self._show(phase, results)
-
-    def _show(self, phase: Phase, records: Any) -> None:
-        for record in records:
-            if self.on_record is not None:
-                self.on_record(phase, record)
-
-
-def failures(phase: Phase, tasks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-    """Return the `.failed` notes of those of the tasks that have one."""
-    found = {}
-    for task in tasks:
-        with contextlib.suppress(OSError, ValueError):
-            found[task] = json.loads(phase.path(task, ".failed").read_text(encoding="utf-8"))
-    return found
-
-
-def _raise_failure(phase: Phase, left: Sequence[int]) -> None:
-    """Say why tasks have no record although they were run."""
-    notes = failures(phase, left)
-    problems = [line for note in notes.values() for line in note["refused"] or ()]
-    if problems:
-        raise ConfigError(dict.fromkeys(problems[:MAX_SHOWN_PROBLEMS]))
-    shown = ", ".join(phase.label(task) for task in left[:5]) + (", ..." if len(left) > 5 else "")
-    why = next((f":\n{note['traceback']}" for note in notes.values()), ".")
-    raise ZerolmError(
-        f"{phase.directory}: {len(left):,} of {phase.num_tasks:,} tasks have not ended: {shown}. "
-        f"The same command again runs only what is missing{why}"
-    )
-
-
 def valid_record(phase: Phase, task: int) -> Record | None:
-    """Return the record of a task, if its outputs are there and are of these inputs."""
+    """Return the record of a task, if it is of these inputs and its outputs are there."""
     try:
         record = json.loads(phase.path(task).read_bytes())
         if record["inputs"] != phase.inputs or record["task"] != task:
@@ -219,13 +128,105 @@ def valid_record(phase: Phase, task: int) -> Record | None:
     return record
 
 
+def run_task(phase: Phase, task: int) -> Record:
+    """Run one task and write its record; called on the machine that the executor chose.
+
+    Raises:
+        ConfigError: the task refused its input; the `.failed` note has the problems too.
+    """
+    process = {"host": _host(), "pid": os.getpid()}
+    start = time.time()
+    running, failed = phase.path(task, ".running"), phase.path(task, ".failed")
+    phase.records.mkdir(parents=True, exist_ok=True)
+    _write_note(running, {**process, "started": start})
+    failed.unlink(missing_ok=True)
+    try:
+        result = phase.run(task)
+        record = {"task": task, "inputs": phase.inputs, **result}
+        record |= {"seconds": time.time() - start, "started": start, **process}
+        if phase.sync:
+            write_json(phase.path(task), record, many_writers=True)
+        else:
+            _write_note(phase.path(task), record)
+    except Exception as error:
+        refused = error.problems if isinstance(error, ConfigError) else None
+        note = {**process, "refused": refused, "traceback": traceback.format_exc()}
+        with contextlib.suppress(OSError):  # on a full disk, report the error itself
+            _write_note(failed, note)
+        raise
+    finally:
+        running.unlink(missing_ok=True)
+    return record
+
+
 @functools.cache
 def _host() -> str:
     return socket.gethostname()
 
 
 def _write_note(path: Path, value: Any) -> None:
-    """Write a small file whole, but without syncing it."""
-    temporary = temporary_name(path)
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a small file atomically, but without syncing it."""
+    write_atomically(path, json.dumps(value).encode(), many_writers=True, durable=False)
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Runs tasks in processes of this machine; with one worker, in this process.
+
+    Args:
+        on_record: called with the phase and the record of each task, in the order of the tasks.
+        on_start: called when all worker processes have started. Start threads there and not
+            earlier: `data_prep.tasks.workers` explains why.
+    """
+
+    num_workers: int
+    on_record: Callable[[Phase, Record], None] | None = None
+    on_start: Callable[[], object] | None = None
+
+    def run(self, phase: Phase, tasks: Sequence[int]) -> None:
+        """Run the tasks; raises what `Executor.run` raises."""
+        num_workers = min(self.num_workers, len(tasks))
+        if num_workers == 1:
+            if self.on_start is not None:
+                self.on_start()
+            self._report(phase, map(partial(run_task, phase), tasks))
+            return
+        results = ordered_map(
+            partial(partial, run_task, phase),
+            tasks,
+            num_workers,
+            ahead_per_worker=len(tasks),
+            assigned_per_worker=1,
+            on_start=self.on_start,
+        )
+        with contextlib.closing(results):
+            self._report(phase, results)
+
+    def _report(self, phase: Phase, records: Iterable[Record]) -> None:
+        for record in records:
+            if self.on_record is not None:
+                self.on_record(phase, record)
+
+
+def _raise_failure(phase: Phase, unfinished: Sequence[int]) -> None:
+    """Raise the reason why tasks have no record although they were run."""
+    notes = _failed_notes(phase, unfinished)
+    problems = [line for note in notes for line in note["refused"] or ()]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems[:MAX_SHOWN_PROBLEMS]))
+    shown = ", ".join(phase.label(task) for task in unfinished[:5])
+    shown += ", ..." if len(unfinished) > 5 else ""
+    reason = next((f":\n{note['traceback']}" for note in notes), ".")
+    raise ZerolmError(
+        f"{phase.directory}: {len(unfinished):,} of {phase.num_tasks:,} tasks did not finish: "
+        f"{shown}. The same command runs only these again{reason}"
+    )
+
+
+def _failed_notes(phase: Phase, tasks: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Return the `.failed` notes of those tasks that have one."""
+    notes = []
+    for task in tasks:
+        with contextlib.suppress(OSError, ValueError):
+            notes.append(json.loads(phase.path(task, ".failed").read_text(encoding="utf-8")))
+    return notes

@@ -1,7 +1,7 @@
-"""Tasks as array jobs of Slurm, through datatrove's executor: submitted, watched, ended.
+"""Tasks as Slurm array jobs through datatrove's executor: submits, polls and cancels them.
 
-Slurm schedules and requeues, datatrove writes the scripts; what is done is for our records to say.
-A job of ours never outlives the command that submitted it, unless that is killed by SIGKILL.
+Slurm schedules and requeues, datatrove writes the scripts; our records decide whether a task is
+done. No job outlives the command that submitted it, unless the command is killed by SIGKILL.
 """
 
 import re
@@ -10,28 +10,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.phases import Phase
-from data_prep.remote_tasks import TaskStep, environment, fresh_logs, picklable, quiet
-from zerolm.errors import ZerolmError
+from data_prep.tasks.datatrove_step import (
+    TaskStep,
+    environment_command,
+    log_to_file,
+    new_log_directory,
+    pipeline_step,
+)
+from data_prep.tasks.phases import Phase
+from zerolm.common.errors import ZerolmError
 
 POLL_SECONDS = 10.0
-LOST_POLLS = 3  # in a row without a job in the queue: its files may be seen late over a network
-COMMAND_SECONDS = 60  # for squeue, sacct and scancel; a busy controller takes long
-SHOWN_TASKS, SHOWN_LINES = 3, 8  # of what was lost
-ARRAY_SIZE = 1001  # jobs of an array at most: MaxArraySize, where a cluster does not change it
+LOST_POLLS = 3  # in a row without a job in the queue: on a network its files may appear late
+COMMAND_SECONDS = 60  # limit for squeue, sacct and scancel; a busy controller is slow
+SHOWN_TASKS, SHOWN_LINES = 3, 8  # of lost tasks
+MAX_ARRAY_SIZE = 1001  # jobs of an array: Slurm's default of MaxArraySize
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class SlurmExecutor:
-    """Runs tasks as array jobs of Slurm, and waits for them."""
+    """Runs tasks as Slurm array jobs, and waits for them."""
 
-    workers: int
+    num_workers: int
     options: Json
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
@@ -40,141 +46,133 @@ class SlurmExecutor:
         Raises:
             ZerolmError: sbatch failed.
         """
-        logs = fresh_logs(phase)
-        jobs = Jobs()
-        given: Json = {"max_array_size": ARRAY_SIZE, "qos": "", "tasks_per_job": 1}
-        given |= {key: value for key, value in self.options.items() if key != "poll_seconds"}
-        if not given.keys() & {"env_command", "venv_path", "condaenv"}:
-            given["env_command"] = environment()
+        logs = new_log_directory(phase)
+        job_ids: list[str] = []
+        options: Json = {"max_array_size": MAX_ARRAY_SIZE, "qos": "", "tasks_per_job": 1}
+        options |= {key: value for key, value in self.options.items() if key != "poll_seconds"}
+        if not options.keys() & {"env_command", "venv_path", "condaenv"}:
+            options["env_command"] = environment_command()
         try:
-            with quiet(logs):
-                _submit(phase, tasks, self.workers, logs, jobs, given)
-            shown = ", ".join(jobs.ids)
+            with log_to_file(logs):
+                _submit(phase, tasks, self.num_workers, logs, job_ids, options)
+            shown = ", ".join(job_ids)
             print(f"{phase.name}: Slurm job {shown}, {len(tasks):,} tasks", file=sys.stderr)
-            left = self._wait(phase, tasks, jobs.ids)
-        except BaseException:  # Ctrl-C and SIGTERM too: nobody waits for these jobs any more
-            _cancel(phase, jobs.ids)
+            unfinished = self._wait(phase, tasks, job_ids)
+        except BaseException:  # Ctrl-C and SIGTERM too: nothing waits for these jobs any more
+            _cancel(phase, job_ids)
             raise
-        places = _Places(tuple(tasks), given["tasks_per_job"], given["max_array_size"])
-        for task in sorted(left)[:SHOWN_TASKS]:
-            for line in _what_happened(logs, jobs.ids, *places.of(task)):
+        for task in sorted(unfinished)[:SHOWN_TASKS]:
+            name = _job_name(job_ids, tasks.index(task), options)
+            for line in _lost_task_lines(logs, name):
                 print(f"{phase.label(task)}: {line}", file=sys.stderr, flush=True)
 
-    def _wait(self, phase: Phase, tasks: Sequence[int], jobs: Sequence[str]) -> set[int]:
+    def _wait(self, phase: Phase, tasks: Sequence[int], job_ids: Sequence[str]) -> set[int]:
         """Wait for records as long as there are jobs; return the tasks without one."""
-        left, gone = set(tasks), 0
-        while left and gone < LOST_POLLS:
+        unfinished, polls_without_jobs = set(tasks), 0
+        while unfinished and polls_without_jobs < LOST_POLLS:
             time.sleep(float(self.options.get("poll_seconds", POLL_SECONDS)))
-            before = len(left)
-            left = {task for task in left if not phase.path(task).exists()}
-            if len(left) < before:
-                done = phase.num_tasks - len(left)
+            before = len(unfinished)
+            unfinished = {task for task in unfinished if not phase.path(task).exists()}
+            if len(unfinished) < before:
+                done = phase.num_tasks - len(unfinished)
                 print(f"{phase.name}: {done:,} of {phase.num_tasks:,} tasks", file=sys.stderr)
-            gone = 0 if _in_queue(jobs) else gone + 1
-        return left
-
-
-@dataclass
-class Jobs:
-    """Collects the numbers of all jobs that are submitted: datatrove remembers the last one."""
-
-    ids: list[str] = field(default_factory=list)
-
-    def __call__(self, output: str) -> str:
-        """Return the number in what sbatch says: `Submitted batch job 7 on cluster a`."""
-        match = re.search(r"\bjob (\d+)", output) or re.search(r"(\d+)", output)
-        if match is None:
-            raise ZerolmError(f"sbatch said {output.strip()[:200]!r}, which names no job.")
-        self.ids.append(match[1])
-        return match[1]
+            polls_without_jobs = 0 if _in_queue(job_ids) else polls_without_jobs + 1
+        return unfinished
 
 
 def _submit(
-    phase: Phase, tasks: Sequence[int], workers: int, logs: Path, jobs: Jobs, given: Json
+    phase: Phase,
+    tasks: Sequence[int],
+    num_workers: int,
+    logs: Path,
+    job_ids: list[str],
+    options: Json,
 ) -> None:
+    """Submit array jobs, and add the ids of all of them to `job_ids`."""
     from datatrove.executor import SlurmPipelineExecutor
 
     class Executor(SlurmPipelineExecutor):
         def launch_merge_stats(self) -> None:
-            """Statistics are in our records; such a job would wait for ever for one that failed."""
+            """Submit no job that merges statistics: it would wait forever for a failed task."""
+
+    def add_job_id(output: str) -> str:
+        """Return the id in sbatch's output: `Submitted batch job 7 on cluster a`."""
+        match = re.search(r"\bjob (\d+)", output) or re.search(r"(\d+)", output)
+        if match is None:
+            raise ZerolmError(f"sbatch printed {output.strip()[:200]!r}, which has no job id.")
+        job_ids.append(match[1])
+        return match[1]
 
     executor = Executor(
-        [picklable(TaskStep(phase, tuple(tasks)))],
+        [pipeline_step(TaskStep(phase, tuple(tasks)))],
         tasks=len(tasks),
-        workers=workers,
+        workers=num_workers,
         job_name=phase.name,
         logging_dir=str(logs),
-        job_id_retriever=jobs,
-        **given,
+        job_id_retriever=add_job_id,
+        **options,
     )
     try:
         executor.run()
     except subprocess.CalledProcessError as error:
         raise ZerolmError(
             f"{phase.name}: sbatch failed with exit code {error.returncode}. "
-            f"{logs}/launch_script.slurm is what was submitted."
+            f"The script is {logs}/launch_script.slurm."
         ) from error
 
 
-def _in_queue(jobs: Sequence[str]) -> bool:
-    """Say whether one of the jobs waits or runs; squeue forgets jobs, and then fails."""
-    for job in jobs:  # one by one: an unknown one makes squeue fail for all
+def _in_queue(job_ids: Sequence[str]) -> bool:
+    """Return whether one of the jobs is waiting or running."""
+    for job_id in job_ids:  # one by one: squeue fails for all if it has forgotten one
         try:
-            if _output("squeue", "--noheader", "--jobs", job).strip():
+            if _output("squeue", "--noheader", "--jobs", job_id).strip():
                 return True
         except subprocess.CalledProcessError:
             continue
-        except (OSError, subprocess.TimeoutExpired):  # a controller that is busy
+        except (OSError, subprocess.TimeoutExpired):  # the controller is busy
             return True
     return False
 
 
-def _cancel(phase: Phase, jobs: Sequence[str]) -> None:
-    if not jobs:
+def _cancel(phase: Phase, job_ids: Sequence[str]) -> None:
+    if not job_ids:
         return
-    command = f"scancel {' '.join(jobs)}"
+    command = f"scancel {' '.join(job_ids)}"
     try:
-        _output("scancel", *jobs)
+        _output("scancel", *job_ids)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"{phase.name}: {command} failed ({error}). Run it again.", file=sys.stderr)
     else:
-        print(f"{phase.name}: {command}: what is done is kept", file=sys.stderr, flush=True)
+        print(f"{phase.name}: {command}: finished tasks are kept", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where datatrove puts tasks: `tasks_per_job` in one of an array, `array_size` in an array."""
-
-    tasks: tuple[int, ...]
-    tasks_per_job: int
-    array_size: int
-
-    def of(self, task: int) -> tuple[int, int]:
-        """Return the number of the array that a task is in, and the index there."""
-        index = self.tasks.index(task) // self.tasks_per_job
-        return divmod(index, self.array_size) if self.array_size > 0 else (0, index)
+def _job_name(job_ids: Sequence[str], task_index: int, options: Json) -> str:
+    """Return the name of the job that ran a task: `tasks_per_job` tasks share a job."""
+    index, array, array_size = task_index // options["tasks_per_job"], 0, options["max_array_size"]
+    if array_size > 0:
+        array, index = divmod(index, array_size)
+    return f"{job_ids[array]}_{index}"
 
 
-def _what_happened(logs: Path, jobs: Sequence[str], array: int, index: int) -> list[str]:
-    """Return what Slurm knows of a lost task, and the end of its log."""
-    name = f"{jobs[array]}_{index}"
+def _lost_task_lines(logs: Path, name: str) -> list[str]:
+    """Return Slurm's state of a lost task's job, and the end of its log."""
     lines = []
     if shutil.which("sacct") is not None:
         try:
             columns = "State,ExitCode,NodeList"
-            found = _output("sacct", "-n", "-X", "-P", "-j", name, "-o", columns).split()
-            lines += [f"Slurm job {name}: {'|'.join(found)} (state, exit code, node)"]
-        except (OSError, subprocess.SubprocessError):  # clusters without accounting
+            states = _output("sacct", "-n", "-X", "-P", "-j", name, "-o", columns).split()
+            lines += [f"Slurm job {name}: {'|'.join(states)} (state, exit code, node)"]
+        except (OSError, subprocess.SubprocessError):  # a cluster without accounting
             pass
     log = logs / "slurm_logs" / f"{name}.out"
     try:
         end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
     except OSError:
-        return [*lines, f"Slurm job {name} has left no {log}: it has not begun, or was removed"]
+        return [*lines, f"Slurm job {name} has no log {log}: it never started, or was removed"]
     return [*lines, f"the end of {log}:", *(f"    {line}" for line in end)]
 
 
-def _output(*words: str) -> str:
+def _output(*command: str) -> str:
     return subprocess.run(
-        words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True
+        command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True
     ).stdout

@@ -1,13 +1,13 @@
 """An ordered map over worker processes that cannot hang and leaves no process behind.
 
-Each worker has a pipe of its own, whose other end only it holds: the kernel reports its death at
-once, even in the middle of a message, and tells a worker in the same way that its parent is gone.
-(`ProcessPoolExecutor` shares one pipe, and waits forever for the rest of a message whose sender was
-killed.) Knows nothing of documents and tokens.
+Each worker has a pipe of its own, and only that worker holds the other end. So the kernel reports
+its death at once, even in the middle of a message, and likewise tells a worker that its parent is
+gone. (`ProcessPoolExecutor` shares one pipe, and waits forever for the rest of a message whose
+sender was killed.)
 
-A process of one thread is copied (fork): its workers have at once what it has imported and loaded.
-One that has threads cannot be copied, since what they hold locked would stay locked in the copy:
-its workers are new processes (spawn).
+A process with one thread is forked, so that its workers have at once what it has imported and
+loaded. A process with several threads cannot be forked, because locks that other threads hold would
+stay locked in the copy: its workers are spawned.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zerolm.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ZerolmError
 
-AHEAD_PER_WORKER = 6  # items between reading and yielding, so that one slow item idles nobody
-GIVEN_PER_WORKER = 2  # one at work and one at hand: a worker never waits for this process's turn
+MAX_AHEAD_PER_WORKER = 6  # items between reading and yielding, so that a slow item stops no worker
+ASSIGNED_PER_WORKER = 2  # one in work and one queued, so that no worker waits for this process
 STOP_SECONDS = 5
-ENDING_SECONDS = 0.005  # for which a thread that was joined may be there still
+JOINED_THREAD_SECONDS = 0.005  # for which a joined thread may still be listed
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -41,16 +41,20 @@ def ordered_map(
     items: Iterable[Item],
     num_workers: int,
     *,
-    ahead_per_worker: int = AHEAD_PER_WORKER,
-    given_per_worker: int = GIVEN_PER_WORKER,
+    ahead_per_worker: int = MAX_AHEAD_PER_WORKER,
+    assigned_per_worker: int = ASSIGNED_PER_WORKER,
     on_start: Callable[[], object] | None = None,
 ) -> Generator[Result, None, None]:
     """Yield `prepare()(item)` for every item, in the order of the items.
 
-    `prepare` is sent to every worker and called once there. At most `ahead_per_worker` items for
-    each worker exist at a time, whether as items or as results. Items that take minutes want a
-    `given_per_worker` of 1, so that no worker keeps one waiting that another is free for.
-    `on_start` is called when all workers are there: threads that begin then cannot hinder them.
+    Args:
+        prepare: sent to every worker and called once there.
+        ahead_per_worker: limit of the items per worker that exist at a time, whether as items or as
+            results.
+        assigned_per_worker: items that a worker has at a time. Use 1 for items that take minutes,
+            so that none waits at a busy worker while another one is free.
+        on_start: called when all workers have started. Threads that are started there do not
+            prevent forking.
 
     Raises:
         ConfigError, ZerolmError, OSError: as raised in a worker.
@@ -64,41 +68,41 @@ def ordered_map(
         if on_start is not None:
             on_start()
         max_ahead = ahead_per_worker * num_workers
-        yield from _feed(workers, enumerate(items), max_ahead, given_per_worker)
+        yield from _schedule(workers, enumerate(items), max_ahead, assigned_per_worker)
     finally:
         for worker in workers:
             worker.stop()
 
 
-def _feed(
+def _schedule(
     workers: list["_Worker"],
     items: Iterator[tuple[int, Any]],
     max_ahead: int,
-    given_per_worker: int,
+    assigned_per_worker: int,
 ) -> Iterator[Any]:
-    ready: deque[tuple[int, Any]] = deque()  # read, and not given to a worker yet
+    ready: deque[tuple[int, Any]] = deque()  # read, and not assigned to a worker yet
     results: dict[int, Any] = {}
     num_read = next_result = 0
-    more = True
+    has_more = True
     while True:
-        least = min(workers, key=lambda worker: len(worker.given))
-        while ready and len(least.given) < given_per_worker:
-            least.give(*ready.popleft())
-            least = min(workers, key=lambda worker: len(worker.given))
-        reading = more and len(ready) < len(workers) and num_read - next_result < max_ahead
-        if reading:
+        idlest = min(workers, key=lambda worker: len(worker.assigned))
+        while ready and len(idlest.assigned) < assigned_per_worker:
+            idlest.send(*ready.popleft())
+            idlest = min(workers, key=lambda worker: len(worker.assigned))
+        can_read = has_more and len(ready) < len(workers) and num_read - next_result < max_ahead
+        if can_read:
             item = next(items, None)
             if item is None:
-                more = False
+                has_more = False
             else:
                 ready.append(item)
                 num_read += 1
-        busy = {worker.connection: worker for worker in workers if worker.given}
-        if not busy and not ready and not more:
+        busy = {worker.connection: worker for worker in workers if worker.assigned}
+        if not busy and not ready and not has_more:
             return
-        for connection in wait(list(busy), timeout=0 if reading else None):
+        for connection in wait(list(busy), timeout=0 if can_read else None):
             assert isinstance(connection, Connection)
-            number, result = busy[connection].take()
+            number, result = busy[connection].receive()
             results[number] = result
         while next_result in results:
             yield results.pop(next_result)
@@ -106,29 +110,34 @@ def _feed(
 
 
 class _Worker:
+    """A worker process, as its parent sees it."""
+
     def __init__(self, prepare: Callable[[], Callable], index: int):
-        copied = _has_one_thread()
-        context: Any = multiprocessing.get_context("fork" if copied else "spawn")
-        self.connection, theirs = context.Pipe()
+        forked = _has_one_thread()
+        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+        self.connection, child_connection = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(theirs, prepare, copied), name=f"worker-{index}", daemon=True
+            target=_work,
+            args=(child_connection, prepare, forked),
+            name=f"worker-{index}",
+            daemon=True,
         )
         self.process.start()
-        theirs.close()
-        self.given: deque[int] = deque()  # numbers of the items whose results are to come
+        child_connection.close()
+        self.assigned: deque[int] = deque()  # numbers of the items without a result
 
-    def give(self, number: int, item: Any) -> None:
-        self.given.append(number)
+    def send(self, number: int, item: Any) -> None:
+        self.assigned.append(number)
         try:
             self.connection.send(item)
         except OSError as error:
-            raise self._died() from error
+            raise self._death() from error
 
-    def take(self) -> tuple[int, Any]:
+    def receive(self) -> tuple[int, Any]:
         try:
             kind, value = self.connection.recv()
         except (EOFError, OSError) as error:  # OSError: in the middle of a message
-            raise self._died() from error
+            raise self._death() from error
         if kind == "refused":
             raise ConfigError(value)
         if kind == "failed":
@@ -137,18 +146,18 @@ class _Worker:
             raise OSError(*value)
         if kind == "bug":
             raise RuntimeError(f"in a worker process:\n{value}")
-        return self.given.popleft(), value
+        return self.assigned.popleft(), value
 
-    def _died(self) -> ZerolmError:
+    def _death(self) -> ZerolmError:
         self.process.join(STOP_SECONDS)
         code = self.process.exitcode
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            cause = f"was killed by {signal.Signals(-code).name}"
         else:
-            how = f"ended with exit code {code}"
+            cause = f"ended with exit code {code}"
         return ZerolmError(
-            f"{self.process.name} (pid {self.process.pid}) {how}. After SIGKILL, look for the "
-            f"kernel's out-of-memory killer, and start again with fewer --workers."
+            f"{self.process.name} (pid {self.process.pid}) {cause}. After SIGKILL, look for the "
+            f"kernel's out-of-memory killer, and run the command again with fewer --workers."
         )
 
     def stop(self) -> None:
@@ -161,38 +170,39 @@ class _Worker:
 
 
 def _has_one_thread() -> bool:
-    """Say whether this process has no thread but this one, those of libraries counted."""
+    """Return whether this is the only thread of the process, threads of libraries included."""
     try:
         for _ in range(2):
             if len(list(Path("/proc/self/task").iterdir())) == 1:
                 return True
-            time.sleep(ENDING_SECONDS)
-    except OSError:  # no Linux
+            time.sleep(JOINED_THREAD_SECONDS)
+    except OSError:  # not Linux
         pass
     return False
 
 
 def _drop_inherited(connection: Connection) -> None:
-    """Let go of what a copy of the parent has open: its locks, and its ends of workers' pipes.
+    """Close the files inherited from the parent: its locks, and its ends of workers' pipes.
 
-    The numbers stay taken, since objects of the parent that are here too may close them.
+    Their numbers stay in use, because inherited objects may still close them.
     """
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if number > 2 and number not in (connection.fileno(), nothing):
-            with contextlib.suppress(OSError):  # the one of the listing is closed by now
+        if number > 2 and number not in (connection.fileno(), null):
+            with contextlib.suppress(OSError):  # that of the directory listing is closed by now
                 os.fstat(number)
-                os.dup2(nothing, number)
+                os.dup2(null, number)
 
 
-def _work(connection: Connection, prepare: Callable[[], Callable], copied: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool) -> None:
+    """Run a worker: answer each item with (kind, value)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if copied:
-        gc.freeze()  # what the parent has made is not looked through, and so stays shared
+    if forked:
+        gc.freeze()  # so that garbage collection does not touch, and copy, the parent's memory
         _drop_inherited(connection)
-    # A thread receives, whatever this one does: the parent that sends can never wait for a worker
-    # that waits, with a long answer, for the parent.
+    # A thread receives items at all times. Otherwise the parent, sending an item, and this process,
+    # sending a long result, could wait for each other.
     items: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     function = None
@@ -219,5 +229,5 @@ def _receive(connection: Connection, items: queue.SimpleQueue) -> None:
     try:
         while True:
             items.put(connection.recv())
-    except (EOFError, OSError):  # nobody waits for an answer: leave even in the middle of an item
+    except (EOFError, OSError):  # the parent is gone: exit even in the middle of an item
         os._exit(0)

@@ -1,13 +1,13 @@
-"""Best-fit-decreasing bin packing of documents into rows. Pure: numpy, no files.
+"""Best-fit-decreasing bin packing of documents into rows. Uses numpy only, no files.
 
-Each document, longest first, goes to the row with the least room that still holds it, or opens one.
-Documents of one length are placed together: those of length l fill the rows with the least room r
-of at least l, r // l into each, since a row that took one has less room than any other candidate.
-So the work is not a step for each document but one for each length and group of rows of equal room;
-the result is that of placing one after the other.
+Each document, longest first, goes into the row with the least free space that still holds it, or
+into a new row. Documents of equal length are placed together: those of length l fill the rows with
+the least sufficient space r, r // l documents per row, since a row that took one has less space
+than any other candidate. So there is one step per length and group of rows with equal space,
+instead of one per document, and the result is the same.
 
 Source: Ding et al., "Fewer truncations improve language modeling" (2024), section 3, for best-fit
-packing of a corpus; the grouping by length is ours.
+packing of a corpus; grouping by length is ours.
 """
 
 from collections import deque
@@ -16,16 +16,17 @@ import numpy as np
 
 
 def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of documents laid end to end: those longer than a row are cut into rows.
+    """Return the pieces of concatenated documents; documents longer than a row are cut into rows.
 
-    A row is `seq_len` + 1 ids, of which the last is only a target. A piece of a cut document begins
-    on the last id of the piece before it, so that every id but the first is a target once.
+    A row has `seq_len` + 1 ids, of which the last is only a target. Each further piece of a
+    document begins with the last id of the previous piece, so that every id except the first is a
+    target exactly once.
 
     Args:
         ends: (D,) int64, ascending; the first document starts at 0.
 
     Returns:
-        Starts and lengths, (P,) int64 each, by start.
+        Starts and lengths of the pieces, (P,) int64 each, sorted by start.
     """
     starts = np.concatenate([[0], ends[:-1]])
     lengths = ends - starts
@@ -37,52 +38,52 @@ def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
 
 
 def fill_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Assign pieces to rows, best fit, longest first; equal lengths in the order given.
+    """Assign pieces to rows by best fit, longest first; equal lengths in the given order.
 
     Args:
         lengths: (P,) int64 from 1 to `capacity`.
 
     Returns:
-        The row of each piece, (P,) int64, and the number of rows. Rows are numbered as opened.
+        The row of each piece, (P,) int64, and the number of rows, numbered in opening order.
     """
     by_length = np.argsort(capacity - lengths, kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    rooms = _Rooms(capacity)
+    open_rows = _OpenRows(capacity)
     rows = np.empty(len(lengths), np.int64)
-    placed = 0
+    num_placed = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
-        missing = int(counts[length])
-        while missing:
-            room, some = rooms.least(length, missing)
-            each = room // length
-            used = min(len(some), -(-missing // each))
-            rooms.give_back(room, some[used:])
-            taken = np.repeat(some[:used], each)[:missing]
-            rows[placed : placed + len(taken)] = taken
-            full, rest = divmod(len(taken), each)
-            rooms.put(room - each * length, some[:full])
+        num_left = int(counts[length])
+        while num_left:
+            room, candidates = open_rows.take_fullest(length, num_left)
+            pieces_per_row = room // length
+            num_used = min(len(candidates), -(-num_left // pieces_per_row))
+            open_rows.return_unused(room, candidates[num_used:])
+            placed = np.repeat(candidates[:num_used], pieces_per_row)[:num_left]
+            rows[num_placed : num_placed + len(placed)] = placed
+            num_full, rest = divmod(len(placed), pieces_per_row)
+            open_rows.put(room - pieces_per_row * length, candidates[:num_full])
             if rest:
-                rooms.put(room - rest * length, some[full : full + 1])
-            placed += len(taken)
-            missing -= len(taken)
+                open_rows.put(room - rest * length, candidates[num_full : num_full + 1])
+            num_placed += len(placed)
+            num_left -= len(placed)
     result = np.empty_like(rows)
     result[by_length] = rows
-    return result, rooms.num_rows
+    return result, open_rows.num_rows
 
 
-class _Rooms:
-    """Open rows by the room that they have left, in the order in which they came to have it."""
+class _OpenRows:
+    """Rows with free space, by the number of ids that still fit ("room"), in order of arrival."""
 
     def __init__(self, capacity: int):
         self.capacity, self.num_rows = capacity, 0
         self._queues: list[deque[np.ndarray]] = [deque() for _ in range(capacity + 1)]
-        self._present = 0  # a bit for each room that rows have: the next one is a shift away
+        self._present = 0  # bit r is set if there are rows with room r
 
-    def least(self, length: int, missing: int) -> tuple[int, np.ndarray]:
-        """Take rows out that have the least room of at least `length`, or open new ones."""
+    def take_fullest(self, length: int, num_pieces: int) -> tuple[int, np.ndarray]:
+        """Take out rows with the least room of at least `length`, or open enough new rows."""
         above = self._present >> length
         if not above:
-            opened = -(-missing // (self.capacity // length))
+            opened = -(-num_pieces // (self.capacity // length))
             self.num_rows += opened
             return self.capacity, np.arange(self.num_rows - opened, self.num_rows)
         room = length + (above & -above).bit_length() - 1
@@ -93,11 +94,13 @@ class _Rooms:
         return room, rows
 
     def put(self, room: int, rows: np.ndarray) -> None:
+        """Add rows behind those with the same room."""
         if room and len(rows):
             self._queues[room].append(rows)
             self._present |= 1 << room
 
-    def give_back(self, room: int, rows: np.ndarray) -> None:
+    def return_unused(self, room: int, rows: np.ndarray) -> None:
+        """Put rows back in front of those with the same room."""
         if len(rows):
             self._queues[room].appendleft(rows)
             self._present |= 1 << room
@@ -106,22 +109,22 @@ class _Rooms:
 def order_rows(
     starts: np.ndarray, rows: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Put rows into the order of the corpus: by the start of their longest piece.
+    """Sort rows in the order of the corpus, by the start of their longest piece.
 
-    In the order in which they were opened the first ones would be those of the longest documents,
-    and validation reads the first ones.
+    In opening order the first rows would be those of the longest documents, and validation reads
+    the first rows.
 
     Args:
         starts, rows, lengths: of each piece, (P,) int64, by start.
 
     Returns:
-        The pieces row after row, by start in each, (P,) int64 indices; and the rows' ends, in
+        Indices of the pieces by row and then by start, (P,) int64, and the end of each row in
         pieces, (R,) int64.
     """
     last_to_first = len(lengths) - 1 - np.argsort(lengths[::-1], kind="stable")
     lead = np.empty(int(rows.max()) + 1, np.int64)
-    lead[rows[last_to_first]] = starts[last_to_first]  # what is assigned last stays
-    place = np.empty_like(lead)
-    place[np.argsort(lead)] = np.arange(len(lead))
-    placed = place[rows]
-    return np.argsort(placed, kind="stable"), np.cumsum(np.bincount(placed))
+    lead[rows[last_to_first]] = starts[last_to_first]  # the last assignment of a row wins
+    rank = np.empty_like(lead)
+    rank[np.argsort(lead)] = np.arange(len(lead))
+    row_ranks = rank[rows]
+    return np.argsort(row_ranks, kind="stable"), np.cumsum(np.bincount(row_ranks))

@@ -1,6 +1,6 @@
-"""The manifests of tokenized shards: what was read, encoded and left out, and publishing them.
+"""Manifests of tokenized shards: what was read, encoded and skipped; and publishing the manifests.
 
-docs/formats.md has the keys. Nothing here depends on workers, units or time, so that the same
+docs/formats.md lists the keys. Nothing here depends on workers, units or time, so that the same
 documents give the same manifest.
 """
 
@@ -10,43 +10,42 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from data_prep.bad_input import Tally, bad_input_record
-from data_prep.documents import InputRules
-from data_prep.phases import Record
-from data_prep.readers import Input
-from data_prep.stage_files import is_stage, provenance_of, read_stage
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.files import sha256_file, sync_file, write_json
-from zerolm.manifest import FORMAT, TOKENIZER_DIRECTORY, VERSION, token_dtype
-from zerolm.origins import INPUTS
-from zerolm.shard_directory import ShardDirectory
+from data_prep.read.bad_input import Tally, bad_input_record
+from data_prep.read.documents import InputRules
+from data_prep.read.readers import Input
+from data_prep.read.stage_files import is_stage, provenance_of, read_stage
+from data_prep.tasks.phases import Record
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.files import sha256_file, sync_file, write_json
+from zerolm.shards.directory import ShardDirectory
+from zerolm.shards.manifest import FORMAT, TOKENIZER_DIRECTORY, VERSION, token_dtype
+from zerolm.shards.origins import INPUTS
 
-SYNCING_THREADS = 8  # files that are synced together share the cost
-HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
+SYNCING_THREADS = 8  # files that are synced at the same time share the cost
 
 
-def sums(records: Sequence[Record], key: str, num_splits: int) -> list[int]:
-    """Return the sum over units of a count, for each split."""
+def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[int]:
+    """Return the sum of a count over all units, for each split."""
     return [sum(record["splits"][split][key] for record in records) for split in range(num_splits)]
 
 
 def refuse_empty(outputs: Sequence[Path], records: Sequence[Record]) -> None:
-    """Raise a `ConfigError` if there are no documents for one of the outputs."""
-    counts = sums(records, "num_documents", len(outputs))
+    """Raise a `ConfigError` if an output would have no documents."""
+    counts = split_totals(records, "num_documents", len(outputs))
     empty = [output for output, count in zip(outputs, counts, strict=True) if not count]
     if empty:
         skipped = sum(sum(record["dropped"].values()) for record in records)
         raise ConfigError(
-            f"{output}: would have no documents, of {sum(counts)} read and {skipped} skipped. "
+            f"{output}: would have no documents ({sum(counts)} were read, {skipped} skipped). "
             + ("Check --input." if len(empty) == len(counts) else "Check --val_fraction.")
             for output in empty
         )
 
 
-def source_keys(
+def input_keys(
     inputs: Sequence[Input], records: Sequence[Record], rules: InputRules
 ) -> dict[str, Any]:
-    """Return the keys that say what was read, and what of it is in no shard."""
+    """Return the keys about the inputs, and about what was read but is in no shard."""
     tally = Tally.from_records([record["tally"] for record in records])
     skipped: Counter[str] = Counter()
     for record in records:
@@ -73,18 +72,18 @@ def source_keys(
     }
 
 
-def encoder_key(records: Sequence[Record], choice: dict[str, Any]) -> dict[str, Any]:
-    """Return what encoded how much."""
+def encoder_entry(records: Sequence[Record], choice: dict[str, Any]) -> dict[str, Any]:
+    """Return the `encoder` key: the choice, and documents and bytes by backend."""
     counts: Counter[str] = Counter()
     for record in records:
         counts.update(record["encoded"])
     return {**choice, "counts": dict(sorted(counts.items()))}
 
 
-def write_inputs(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]:
-    """Write the list that origins point into, and return the manifest's entry for it."""
+def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]:
+    """Write the list of inputs that origins refer to, and return its entry for the manifest."""
     path = directory / INPUTS
-    listed = [
+    entries = [
         {
             "name": each.name,
             "size_bytes": each.size_bytes,
@@ -92,19 +91,19 @@ def write_inputs(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]:
         }
         for each in inputs
     ]
-    write_json(path, {"inputs": listed})
+    write_json(path, {"inputs": entries})
     return {"file": INPUTS, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
-def manifest(
+def build_manifest(
     vocab_size: int,
     eos_id: int,
     tokenizer: dict[str, Any],
     shards: Sequence[dict[str, Any]],
     text_bytes: int,
-    **more: Any,
+    **extra: Any,
 ) -> dict[str, Any]:
-    """Return the manifest of one output."""
+    """Return the manifest of one output; `extra` holds further keys."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -116,16 +115,16 @@ def manifest(
         "tokenizer": tokenizer,
         "shards": list(shards),
         "text_bytes": text_bytes,
-        **more,
+        **extra,
     }
 
 
 def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[str, Any]]) -> None:
-    """Write the manifests, when everything that they name is on disk.
+    """Sync all files of the outputs, then write the manifests.
 
     Raises:
-        OSError: something cannot be synced; nothing is published then.
-        ZerolmError: only a part of the outputs could be published.
+        OSError: a file cannot be synced; nothing is published then.
+        ZerolmError: only some of the outputs could be published.
     """
     paths = [
         path
@@ -136,14 +135,14 @@ def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[
     ]
     with ThreadPoolExecutor(SYNCING_THREADS) as threads:
         list(threads.map(sync_file, paths))
-    for claim, content in zip(directories, manifests, strict=True):
+    for each, content in zip(directories, manifests, strict=True):
         try:
-            claim.publish(content)
+            each.publish(content)
         except OSError as error:
-            done = [str(each.directory) for each in directories if each.published]
-            left = [str(each.directory) for each in directories if not each.published]
+            done = [str(other.directory) for other in directories if other.published]
+            missing = [str(other.directory) for other in directories if not other.published]
             raise ZerolmError(
-                f"{claim.directory}: the manifest cannot be written ({error}). Published: "
-                f"{', '.join(done) or 'nothing'}; not published: {', '.join(left)}. Remove what "
+                f"{each.directory}: the manifest cannot be written ({error}). Published: "
+                f"{', '.join(done) or 'nothing'}; not published: {', '.join(missing)}. Remove what "
                 f"was published before you start again."
             ) from error

@@ -1,11 +1,10 @@
-"""Make the best-fit packing of a source for one `seq_len`: the index that training reads.
+"""Writes the best-fit packing of a source for one `seq_len`: the index that training reads.
 
-`data_prep.best_fit` decides what shares a row, here it is fed block by block and written. The index
-depends on where documents end and on `seq_len` only. zerolm/packing.py has its format.
+The index depends on the ends of the documents and on `seq_len` only. `data_prep.tokenize.best_fit`
+assigns documents to rows; `zerolm.data.packing` describes the format of the index.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -15,39 +14,40 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_prep.best_fit import cut_documents, fill_rows, order_rows
-from zerolm.errors import ShardError
-from zerolm.files import sync_directory, write_json
-from zerolm.order import num_windows
-from zerolm.packing import FORMAT, PARTS, PIECE, ROW_END, VERSION, index_file, open_packing
-from zerolm.shards import Source
+from data_prep.tokenize.best_fit import cut_documents, fill_rows, order_rows
+from zerolm.common.errors import ShardError
+from zerolm.common.files import sync_directory, write_json
+from zerolm.common.locks import FileLock, LockTaken
+from zerolm.data.order import num_windows
+from zerolm.data.packing import FORMAT, PARTS, PIECE, ROW_END, VERSION, index_file, open_packing
+from zerolm.shards.reader import Source
 
-# Packed together, in about 0.7 GB; the rows of a block are as full as those of the whole, since
-# almost every length is there a thousand times.
+# Packed at a time, in about 0.7 GB of memory. Almost every length occurs a thousand times in such a
+# block, so its rows are as full as if all pieces were packed at once.
 BLOCK_PIECES = 1 << 23
 
 
 def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict[str, Any]:
-    """Write a source's index, or keep the one that is there and right; return its manifest.
+    """Write a source's index unless an intact one exists; return its manifest.
 
     Raises:
-        ShardError: the directory cannot be written, or another process packs there now.
+        ShardError: the directory cannot be written, or another process is packing there.
     """
-    if (kept := _kept(source, seq_len)) is not None:
-        return kept
+    if (existing := _existing(source, seq_len)) is not None:
+        return existing
     try:
-        with _alone(source.directory, seq_len):
-            kept = _kept(source, seq_len)  # another process may have been at it just now
-            return kept if kept is not None else _write(source, seq_len, block_pieces)
+        with _locked(source.directory, seq_len):
+            existing = _existing(source, seq_len)  # another process may just have written it
+            return existing if existing is not None else _write(source, seq_len, block_pieces)
     except OSError as error:
         raise ShardError(
-            f"{source.directory}: the index cannot be written ({error.strerror or error}). Make "
-            f"room or the directory writable, or copy the shards to where it can be."
+            f"{source.directory}: the index cannot be written ({error.strerror or error}). Free "
+            f"disk space, make the directory writable, or copy the shards to one that is."
         ) from error
 
 
-def _kept(source: Source, seq_len: int) -> dict[str, Any] | None:
-    """Return the manifest of the index that is there, unless it is stale or damaged."""
+def _existing(source: Source, seq_len: int) -> dict[str, Any] | None:
+    """Return the manifest of the existing index; None if it is absent, stale or damaged."""
     try:
         packing = open_packing(source, seq_len)
     except ShardError:
@@ -56,17 +56,16 @@ def _kept(source: Source, seq_len: int) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _alone(directory: Path, seq_len: int) -> Iterator[None]:
-    """Keep other processes from packing the same; a lock that a killed one left is no lock."""
+def _locked(directory: Path, seq_len: int) -> Iterator[None]:
+    """Keep other processes from writing the same index; the kernel frees the lock if we die."""
     path = index_file(directory, seq_len, "lock")
-    with open(path, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            own = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            own = False  # in use, or the file of one that ended since it was opened
-        if not own:
-            raise ShardError(f"{directory}: another process packs there now. Wait for it.")
+    try:
+        lock = FileLock(path)
+    except LockTaken as error:
+        raise ShardError(f"{directory}: another process is packing there. Wait for it.") from error
+    with lock:
+        if lock.unsupported is not None:
+            raise lock.unsupported
         try:
             yield
         finally:
@@ -76,7 +75,7 @@ def _alone(directory: Path, seq_len: int) -> Iterator[None]:
 def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
     counts = {"num_rows": 0, "num_pieces": 0, "num_padding": 0}
     index_file(source.directory, seq_len).unlink(missing_ok=True)
-    files = {part: _Part(index_file(source.directory, seq_len, part)) for part in PARTS}
+    files = {part: _IndexFile(index_file(source.directory, seq_len, part)) for part in PARTS}
     try:
         for starts, lengths in _blocks(source, seq_len, block_pieces):
             rows, _ = fill_rows(lengths, seq_len + 1)
@@ -106,8 +105,8 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
     return manifest
 
 
-class _Part:
-    """A file of an index in the making; renamed when whole."""
+class _IndexFile:
+    """A file of an index, written under a temporary name and renamed when it is complete."""
 
     def __init__(self, path: Path):
         self.path, self.temporary = path, path.with_name(path.name + ".tmp")
@@ -136,13 +135,13 @@ class _Part:
 def _blocks(
     source: Source, seq_len: int, block_pieces: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield starts in the source and lengths of at most so many pieces at a time."""
+    """Yield the starts and lengths of pieces, at most `block_pieces` at a time."""
     starts, lengths = np.empty(0, np.int64), np.empty(0, np.int64)
     for number in range(len(source.manifest["shards"])):
         ends = source.document_ends(number).astype(np.int64)
-        more, their_lengths = cut_documents(ends, seq_len)
-        starts = np.concatenate([starts, more + int(source.starts[number])])
-        lengths = np.concatenate([lengths, their_lengths])
+        shard_starts, shard_lengths = cut_documents(ends, seq_len)
+        starts = np.concatenate([starts, shard_starts + int(source.starts[number])])
+        lengths = np.concatenate([lengths, shard_lengths])
         while len(starts) >= block_pieces:
             yield starts[:block_pieces], lengths[:block_pieces]
             starts, lengths = starts[block_pieces:], lengths[block_pieces:]
@@ -152,11 +151,13 @@ def _blocks(
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What one way of packing makes of a source.
+    """Rows, padding and cut documents of one way to pack a source.
 
     Attributes:
-        cut_documents: those whose tokens are not all in one row; and the tokens of these.
-        padding: ids of rows that stand for nothing.
+        packing: "concat" or "best_fit".
+        padding: number of padding ids in all rows.
+        cut_documents: number of documents whose tokens are not all in one row.
+        cut_tokens: number of tokens in these documents.
     """
 
     packing: str
@@ -166,6 +167,7 @@ class Efficiency:
     cut_tokens: int
 
     def line(self, source_documents: int, source_tokens: int, seq_len: int) -> str:
+        """Return a row of the table whose header is EFFICIENCY_HEADER."""
         ids = self.rows * (seq_len + 1)
         return (
             f"{self.packing:<10} {self.rows:>12,} {self.padding / ids:>9.2%} "
@@ -174,33 +176,33 @@ class Efficiency:
         )
 
 
-HEADER = (
+EFFICIENCY_HEADER = (
     f"{'packing':<10} {'rows':>12} {'padding':>9} {'cut documents':>14} {'of all':>8} "
     f"{'of tokens':>10}"
 )
 
 
 def efficiency(source: Source, seq_len: int, counts: dict[str, int]) -> list[Efficiency]:
-    """Compare the two ways of packing, from the ends of the documents.
+    """Compare best-fit packing with concatenation, from the ends of the documents.
 
     Args:
-        counts: `num_rows` and `num_padding` of the index.
+        counts: `num_rows` and `num_padding` of the best-fit index.
     """
     windows = num_windows(source.num_tokens, seq_len)
     used = windows * seq_len + 1 if windows else 0
-    cut = [0, 0]
-    long = [0, 0]
+    cut = [0, 0]  # documents and tokens that concatenation cuts
+    long = [0, 0]  # and those that best-fit packing cuts: longer than a row
     for number in range(len(source.manifest["shards"])):
         ends = source.document_ends(number).astype(np.int64)
         lengths = np.diff(ends, prepend=0)
         ends += int(source.starts[number])
-        # A window goes on to the first id of the next one, which is its last target.
+        # A window includes the first id of the next one as its last target.
         ends_in_window = (ends - lengths) // seq_len * seq_len + seq_len + 1
         split = ends > np.minimum(ends_in_window, used)
         above = lengths > seq_len + 1
-        for sums, chosen in ((cut, split), (long, above)):
-            sums[0] += int(chosen.sum())
-            sums[1] += int(lengths[chosen].sum())
+        for totals, chosen in ((cut, split), (long, above)):
+            totals[0] += int(chosen.sum())
+            totals[1] += int(lengths[chosen].sum())
     return [
         Efficiency("concat", windows, 0, *cut),
         Efficiency("best_fit", counts["num_rows"], counts["num_padding"], *long),

@@ -1,80 +1,106 @@
-"""What an unfinished tokenization was made of: whether another call may go on from its parts."""
+"""Decides what an interrupted tokenization has left that can be used again."""
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from data_prep.documents import InputRules
-from data_prep.phases import fingerprint
-from data_prep.readers import Input
-from data_prep.units import Unit
-from zerolm.files import write_json
-from zerolm.shard_directory import PARTS, ShardDirectory
+from data_prep.read.documents import InputRules
+from data_prep.read.readers import Input
+from data_prep.read.work_units import WorkUnit
+from data_prep.tasks.phases import Phase, Record, fingerprint, valid_records
+from zerolm.common.files import write_json
+from zerolm.shards.directory import PARTS, ShardDirectory
 
-STATE = "state.json"  # in the directory of the parts
-PARTS_VERSION = 2  # of the content of parts: with another one they are made again
+STATE_FILE = "state.json"  # in the directory of the parts
+PARTS_VERSION = 2  # of the content of parts; parts of another version are made again
+CHECKING_THREADS = 4
 
 
-def settings(
+def parts_settings(
     rules: InputRules, val_fraction: float | None, tokenizer_fingerprint: str
 ) -> dict[str, Any]:
-    """Return what decides the content of parts, beside the inputs; keys are for people."""
-    kept = asdict(rules)
-    for key in ("on_bad_input", "max_bad_fraction"):  # without them documents are the same
-        del kept[key]
+    """Return the settings that determine the content of parts; the keys are shown to the user."""
+    content_rules = asdict(rules)
+    for key in ("on_bad_input", "max_bad_fraction"):  # these do not change the documents
+        del content_rules[key]
     return {
         "version": PARTS_VERSION,
         "--tokenizer": tokenizer_fingerprint,
         "--val_fraction": val_fraction,
-        "rules of input": kept,
+        "rules of input": content_rules,
     }
 
 
-def unit_fingerprint(settings: dict[str, Any], inputs: Sequence[Input], unit: Unit) -> str:
-    """Return what stands for everything that the parts of a unit are made of."""
+def unit_fingerprint(settings: dict[str, Any], inputs: Sequence[Input], unit: WorkUnit) -> str:
+    """Return a fingerprint of everything that determines the parts of a unit."""
     pieces = []
-    for piece in unit.pieces:
+    for piece in unit.ranges:
         each = inputs[piece.input]
         revision = each.hub.revision if each.hub else None
         pieces.append([*piece, each.name, each.suffix, each.size_bytes, each.modified_ns, revision])
     return fingerprint([settings, pieces])
 
 
-def begin(
-    claims: Sequence[ShardDirectory], inputs: Sequence[Input], settings: dict[str, Any]
+def resume_or_clear(
+    directories: Sequence[ShardDirectory], inputs: Sequence[Input], settings: dict[str, Any]
 ) -> None:
-    """Go on from what another call has left, if it is of the same kind; else remove it."""
+    """Keep what an interrupted run of the same command has left; remove what another one has."""
     state = {
         **settings,
         "--input": [each.name for each in inputs],
         "outputs": [
             os.fsencode(each.directory.resolve()).decode(errors="backslashreplace")
-            for each in claims
+            for each in directories
         ],
     }
-    output = claims[0].directory
-    path = output / PARTS / STATE
+    output = directories[0].directory
+    path = output / PARTS / STATE_FILE
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [key for key in state if before.get(key) != state[key]]
     except (OSError, ValueError, AttributeError):
         before, changed = None, []
     if before is not None and not changed:
-        _say(f"{output}: goes on from what the last run of this command has left.")
+        log(f"{output}: resuming the interrupted run of this command.")
         return
     if before is not None:
-        _say(
-            f"{output}: what another command has left there is removed, since it had "
-            f"another {', '.join(changed)}."
+        log(
+            f"{output}: removing what an interrupted run of another command left "
+            f"(it differs in {', '.join(changed)})."
         )
-    for claim in claims:
-        claim.clear()
+    for each in directories:
+        each.clear()
     path.parent.mkdir()
     write_json(path, state)
 
 
-def _say(line: str) -> None:
+def discard_damaged(phase: Phase, is_intact: Callable[[int, Record], bool]) -> list[int]:
+    """Remove the records of tasks whose outputs are damaged; return the tasks whose records remain.
+
+    Args:
+        is_intact: checks the outputs of a task; called in several threads.
+    """
+
+    def check(task: int, record: Record | None) -> bool:
+        if record is None:
+            return False
+        if is_intact(task, record):
+            return True
+        phase.path(task).unlink()
+        return False
+
+    records = valid_records(phase)
+    if not any(records):
+        return []
+    with ThreadPoolExecutor(CHECKING_THREADS) as threads:
+        intact = list(threads.map(check, range(phase.num_tasks), records))
+    return [task for task, kept in enumerate(intact) if kept]
+
+
+def log(line: str) -> None:
+    """Print a line to standard error."""
     print(line, file=sys.stderr, flush=True)

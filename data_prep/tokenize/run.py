@@ -1,50 +1,59 @@
-"""A tokenization from its inputs to published shards: two phases, that any executor runs.
+"""Runs a tokenization, from inputs to published shards, as two phases of tasks.
 
-`tokenize.encode` turns each unit of the input into parts, `tokenize.assemble` copies the parts into
-shards, and the manifests come last. Everything is kept in `parts/` of the first output meanwhile;
-the same call again goes on from there. data_prep/commands_tokenize.py is the command, and
-data_prep/recipe.py makes it the last stage of a pipeline.
+The tasks of `tokenize.encode` turn units of the input into parts; those of `tokenize.assemble` copy
+parts into shards; the manifests are written last. Until then everything is kept in `parts/` of the
+first output, so that an interrupted run can be resumed. Any executor can run the tasks. Independent
+of the command line and of pipelines.
 """
 
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep import encoders, parts, shard_manifests, tokenization_state
-from data_prep.assemble import AssembleAhead, run_assembly
-from data_prep.bad_input import Tally, check_bad_fraction, describe, summary_lines
-from data_prep.documents import InputRules
-from data_prep.encoder_choice import Choice, choose_backend
-from data_prep.phases import (
+from data_prep.read.bad_input import Tally, check_bad_fraction, describe_problems, summary_lines
+from data_prep.read.documents import InputRules
+from data_prep.read.readers import Input
+from data_prep.read.work_units import WorkUnit, plan_units
+from data_prep.tasks.phases import (
     Executor,
     LocalExecutor,
     Phase,
     Record,
-    completed,
     fingerprint,
     run_phase,
+    valid_records,
 )
-from data_prep.progress import Progress, Watch
-from data_prep.readers import Input
-from data_prep.reuse import keep_whole
-from data_prep.shard_manifests import sums
-from data_prep.tokenize import ENCODED, PART_SECONDS, DocumentEncoder, EncodeUnits
-from data_prep.tokenizers import Tokenizer
-from data_prep.units import Unit, plan_units
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.manifest import TOKENIZER_DIRECTORY, token_dtype
-from zerolm.origins import MAX_INPUTS
-from zerolm.shard_directory import PARTS, ShardDirectory
-from zerolm.shard_writer import DEFAULT_SHARD_TOKENS
+from data_prep.tasks.progress import Progress, ProgressWatcher
+from data_prep.tokenize import manifests as shard_manifests
+from data_prep.tokenize import parts, resume
+from data_prep.tokenize.assemble import BackgroundAssembly, Entry, run_assembly
+from data_prep.tokenize.encode_documents import HELD_OUT_HASH, DocumentEncoder
+from data_prep.tokenize.encode_units import ENCODED_DIRECTORY, PART_SECONDS, EncodeUnits
+from data_prep.tokenizer import encoders
+from data_prep.tokenizer.encoder_choice import EncoderChoice, choose_backend
+from data_prep.tokenizer.load import Tokenizer
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.shards.directory import PARTS, ShardDirectory
+from zerolm.shards.manifest import TOKENIZER_DIRECTORY, token_dtype
+from zerolm.shards.origins import MAX_INPUTS
+from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What decides the shards, beside the inputs and the tokenizer; and which encoder is asked."""
+    """Options of a tokenization, in addition to its inputs and tokenizer.
+
+    Attributes:
+        rules: how documents are read.
+        encoder: a backend, or "auto" for the fastest one that is equal to the reference.
+        val_fraction: share of the documents for the second output; None for a single output.
+        shard_tokens: maximum size of a shard.
+        unit_bytes: size of a unit of the input; None to derive it from the size of the input.
+        part_seconds: of work in a part.
+    """
 
     rules: InputRules = field(default_factory=InputRules)
     encoder: str = "auto"
@@ -56,12 +65,19 @@ class TokenizeOptions:
 
 @dataclass
 class Summary:
-    """What was done."""
+    """The result of a tokenization.
+
+    Attributes:
+        manifests: of the outputs.
+        records: of the units.
+        input_lines: messages about skipped and bad input.
+        notes: why faster encoders were not used.
+    """
 
     manifests: list[dict[str, Any]]
-    records: list[Record]  # of the units
-    input_lines: list[str]  # what was skipped, and what was bad
-    notes: tuple[str, ...]  # why which encoders were not used
+    records: list[Record]
+    input_lines: list[str]
+    notes: tuple[str, ...]
     seconds: float
 
 
@@ -73,15 +89,15 @@ def run_tokenization(
     executor: Executor,
     provenance: dict[str, Any],
 ) -> Summary:
-    """Write shards of all documents of the inputs, or go on with that.
+    """Write shards of all documents of the inputs, or resume an interrupted run.
 
     Args:
-        outputs: for training documents, and for those held out if there is a `val_fraction`.
+        outputs: for training documents and, if there is a `val_fraction`, for held-out documents.
         provenance: further keys of the manifests.
 
     Raises:
-        ConfigError: an output that cannot be written, or input that cannot be read.
-        ZerolmError: a worker died, a disk is full, or only a part of the outputs is published.
+        ConfigError: an output cannot be written, or input cannot be read.
+        ZerolmError: a worker died, a disk is full, or only some of the outputs were published.
     """
     if len(inputs) > MAX_INPUTS:
         raise ConfigError(
@@ -89,17 +105,17 @@ def run_tokenization(
         )
     directories: list[ShardDirectory] = []
     sizes = [each.size_bytes for each in inputs]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
-    progress = Progress("tokenize", total)
+    total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+    progress = Progress("tokenize", total_bytes)
     run = _Run(inputs, tokenizer, options, directories, progress)
-    kept = f"{ENCODED}/*/*.json"  # what is worth going on from: any part
+    keep_parts = True
     try:
         for output in outputs:
             directories.append(ShardDirectory(output))
         records = run.encode(executor)
-        kept = ""
+        keep_parts = False
         shard_manifests.refuse_empty(outputs, records)
-        kept = f"{ENCODED}/*/*.json"
+        keep_parts = True
         shards = run.assemble(executor, records)
         manifests = run.publish(records, shards, provenance)
     except OSError as error:
@@ -108,14 +124,14 @@ def run_tokenization(
         ) from error
     finally:
         progress.close()
-        run.leave(kept)
+        run.close(keep_parts)
     tally = Tally.from_records([record["tally"] for record in records])
     lines = summary_lines(inputs, tally, options.rules)
     return Summary(manifests, records, lines, run.choice.notes, progress.seconds)
 
 
 class _Run:
-    """One go at a tokenization; `directories` are claimed before the first method is called."""
+    """The steps of a tokenization; `directories` are filled before the first step."""
 
     def __init__(
         self,
@@ -127,19 +143,18 @@ class _Run:
     ):
         self.inputs, self.tokenizer, self.options = tuple(inputs), tokenizer, options
         self.directories, self.progress = directories, progress
-        self.entry: dict[str, Any] = {}
-        self.choice = Choice("", "")
-        self.made: dict[tuple[Path, int], dict[str, Any]] = {}  # entries of shards, made ahead
+        self.settings = resume.parts_settings(
+            options.rules, options.val_fraction, tokenizer.fingerprint
+        )
+        self.token_bytes = token_dtype(tokenizer.vocab_size).itemsize
+        self.tokenizer_entry: dict[str, Any] = {}
+        self.choice = EncoderChoice("", "")
+        self.assembled: dict[tuple[Path, int], Entry] = {}  # in the background
 
     @property
     def parts(self) -> Path:
-        """The directory of what is kept until the manifests are there."""
+        """The directory of the parts, which exists until the manifests are published."""
         return self.directories[0].directory / PARTS
-
-    @property
-    def token_bytes(self) -> int:
-        """Of an id in parts and shards."""
-        return token_dtype(self.tokenizer.vocab_size).itemsize
 
     def encode(self, executor: Executor) -> list[Record]:
         """Run the first phase, and return its records.
@@ -147,55 +162,47 @@ class _Run:
         Raises:
             ConfigError: input that cannot be read.
         """
-        tokenization_state.begin(
-            self.directories,
-            self.inputs,
-            tokenization_state.settings(
-                self.options.rules, self.options.val_fraction, self.tokenizer.fingerprint
-            ),
-        )
-        for claim in self.directories:
-            copy = claim.directory / TOKENIZER_DIRECTORY
+        resume.resume_or_clear(self.directories, self.inputs, self.settings)
+        for output in self.directories:
+            copy = output.directory / TOKENIZER_DIRECTORY
             shutil.rmtree(copy, ignore_errors=True)
-            self.entry = self.tokenizer.write_copy(copy)
+            self.tokenizer_entry = self.tokenizer.write_copy(copy)
         copy = self.directories[0].directory / TOKENIZER_DIRECTORY
         self.choice = choose_backend(
             copy, self.options.encoder, input_bytes=self.progress.total_bytes
         )
         phase = self._encode_phase(copy)
-        keep_whole(phase, lambda task, record: parts.are_whole(self.parts, record))
+        resume.discard_damaged(
+            phase, lambda task, record: parts.is_record_intact(self.parts, record)
+        )
         if isinstance(executor, LocalExecutor):
             records = self._run_locally(phase, executor)
         else:
-            with Watch(self.progress, phase.records, phase.labels):
+            with ProgressWatcher(self.progress, phase.records, phase.labels):
                 records = run_phase(phase, executor)
         tally = Tally.from_records([record["tally"] for record in records])
-        if tally.bad and self.options.rules.on_bad_input == "fail":  # an earlier run has skipped it
-            raise ConfigError(describe(self.inputs, tally.examples, self.options.rules))
+        # Parts of an earlier run may have skipped bad input that this run must refuse.
+        if tally.bad and self.options.rules.on_bad_input == "fail":
+            raise ConfigError(describe_problems(self.inputs, tally.examples, self.options.rules))
         check_bad_fraction(self.inputs, tally, self.options.rules)
         return records
 
     def _encode_phase(self, copy: Path) -> Phase:
         units = plan_units(self.inputs, self.options.unit_bytes)
-        settings = tokenization_state.settings(
-            self.options.rules, self.options.val_fraction, self.tokenizer.fingerprint
-        )
-        prints = [
-            tokenization_state.unit_fingerprint(settings, self.inputs, each) for each in units
-        ]
+        fingerprints = [resume.unit_fingerprint(self.settings, self.inputs, unit) for unit in units]
         phase = Phase(
             name="tokenize.encode",
             directory=self.parts,
             num_tasks=len(units),
             run=lambda task: {},
-            inputs=fingerprint(prints),
+            inputs=fingerprint(fingerprints),
             labels=[self._label(unit) for unit in units],
             sync=False,
         )
         job = EncodeUnits(
             self.parts,
             self.inputs,
-            tuple(zip(units, prints, strict=True)),
+            tuple(zip(units, fingerprints, strict=True)),
             self.options.rules,
             partial(encoders.load_encoder, copy, self.choice),
             DocumentEncoder(
@@ -206,110 +213,102 @@ class _Run:
         )
         return replace(phase, run=job)
 
-    def _label(self, unit: Unit) -> str:
-        name = self.inputs[unit.pieces[0].input].name
-        return name + (f" and {len(unit.pieces) - 1} more" if len(unit.pieces) > 1 else "")
+    def _label(self, unit: WorkUnit) -> str:
+        name = self.inputs[unit.ranges[0].input].name
+        return name + (f" and {len(unit.ranges) - 1} more" if len(unit.ranges) > 1 else "")
 
     def _run_locally(self, phase: Phase, executor: LocalExecutor) -> list[Record]:
-        """Run the first phase in processes of this machine, and assemble shards meanwhile."""
-        before = completed(phase)
+        """Run the first phase in processes of this machine, while threads assemble shards."""
+        before = valid_records(phase)
         assert isinstance(phase.run, EncodeUnits)
         if None in before:
             phase.run.load()
-        ahead = AssembleAhead(
-            [claim.directory.absolute() for claim in self.directories],
-            self.parts,
-            self.options.shard_tokens,
-            self.token_bytes,
+        assembly = BackgroundAssembly(
+            self._output_directories(), self.parts, self.options.shard_tokens, self.token_bytes
         )
-        watch = Watch(self.progress, phase.records, phase.labels, is_started=False)
+        watch = ProgressWatcher(self.progress, phase.records, phase.labels, is_started=False)
 
-        def start() -> None:
+        def on_start() -> None:
             watch.start()
-            ahead.start()
+            assembly.start()
             for record in before:
                 if record is not None:
-                    ahead.add(record)
+                    assembly.add(record)
 
-        def take(phase: Phase, record: Record) -> None:
-            ahead.add(record)
+        def on_record(phase: Phase, record: Record) -> None:
+            assembly.add(record)
             if executor.on_record is not None:
                 executor.on_record(phase, record)
 
-        with watch, ahead:
-            records = run_phase(phase, replace(executor, on_start=start, on_record=take))
-            self.made = ahead.finish()
+        with watch, assembly:
+            records = run_phase(phase, replace(executor, on_start=on_start, on_record=on_record))
+            self.assembled = assembly.finish()
         return records
 
-    def assemble(self, executor: Executor, records: Sequence[Record]) -> list[list[dict[str, Any]]]:
-        """Run the second phase, and return the manifests' entries of the shards of each output."""
+    def assemble(self, executor: Executor, records: Sequence[Record]) -> list[list[Entry]]:
+        """Run the second phase, and return the manifest entries of the shards of each output."""
         return run_assembly(
-            [claim.directory.absolute() for claim in self.directories],
+            self._output_directories(),
             self.parts,
             records,
             self.options.shard_tokens,
             self.token_bytes,
-            self.made,
+            self.assembled,
             executor,
         )
 
+    def _output_directories(self) -> list[Path]:
+        return [output.directory.absolute() for output in self.directories]
+
     def publish(
-        self,
-        records: Sequence[Record],
-        shards: Sequence[list[dict[str, Any]]],
-        provenance: dict[str, Any],
+        self, records: Sequence[Record], shards: Sequence[list[Entry]], provenance: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Write the manifests, which makes the outputs data, and return them.
+        """Write and return the manifests, which publishes the outputs.
 
         Raises:
-            ZerolmError: only a part of the outputs could be published.
+            ZerolmError: only some of the outputs could be published.
         """
-        keys = shard_manifests.source_keys(self.inputs, records, self.options.rules)
-        keys["encoder"] = shard_manifests.encoder_key(records, self.choice.record())
-        text_bytes = sums(records, "text_bytes", len(self.directories))
+        keys = shard_manifests.input_keys(self.inputs, records, self.options.rules)
+        keys["encoder"] = shard_manifests.encoder_entry(records, self.choice.record())
+        text_bytes = shard_manifests.split_totals(records, "text_bytes", len(self.directories))
         manifests = []
-        for split, claim in enumerate(self.directories):
-            listed = shard_manifests.write_inputs(claim.directory, self.inputs)
-            manifest = shard_manifests.manifest(
+        for split, output in enumerate(self.directories):
+            input_files = shard_manifests.write_input_list(output.directory, self.inputs)
+            manifest = shard_manifests.build_manifest(
                 self.tokenizer.vocab_size,
                 self.tokenizer.eos_id,
-                self.entry,
+                self.tokenizer_entry,
                 shards[split],
                 text_bytes[split],
                 **keys,
-                input_files=listed,
+                input_files=input_files,
                 **provenance,
             )
             if self.options.val_fraction is not None:
                 manifest["split"] = {
                     "part": ("training", "validation")[split],
                     "val_fraction": self.options.val_fraction,
-                    "hash": shard_manifests.HELD_OUT_HASH,
+                    "hash": HELD_OUT_HASH,
                 }
             manifests.append(manifest)
         shard_manifests.publish_all(self.directories[::-1], manifests[::-1])
         return manifests
 
-    def leave(self, pattern: str) -> None:
-        """Unless all is published, keep what a later run can go on from, or remove everything.
+    def close(self, keep_parts: bool) -> None:
+        """Release outputs that were not published: keep their parts for a later run, or remove all.
 
         Args:
-            pattern: of files below `parts` that are worth it; none if it is empty.
+            keep_parts: whether parts, if there are any, are kept.
         """
-        open_ones = [claim for claim in self.directories if claim.held]
-        kept = bool(open_ones and pattern and any(self.parts.glob(pattern)))
-        for claim in open_ones:
-            if kept:
-                claim.leave()
-            else:
-                claim.remove()
-        if kept:
-            say(
-                f"{self.directories[0].directory}: nothing is published. What is encoded is kept: "
-                f"the same command goes on from there."
-            )
-
-
-def say(line: str) -> None:
-    """Tell people, on standard error."""
-    print(line, file=sys.stderr, flush=True)
+        unpublished = [output for output in self.directories if output.is_locked]
+        has_parts = unpublished and any(self.parts.glob(f"{ENCODED_DIRECTORY}/*/*.json"))
+        if not (keep_parts and has_parts):
+            for output in unpublished:
+                output.remove()
+            return
+        for output in unpublished:
+            output.release()
+        resume.log(
+            f"{self.directories[0].directory}: nothing is published. The encoded parts are kept, "
+            f"and the same command resumes from them."
+        )

@@ -1,6 +1,6 @@
-"""One shard out of slices of parts: copied in blocks, and hashed on the way.
+"""Writes a shard from slices of parts: copies ids in blocks, and hashes them on the way.
 
-Knows nothing of which slices make a shard; data_prep/assemble.py does.
+Independent of which slices make up a shard; `data_prep.tokenize.shard_plan` decides that.
 """
 
 import contextlib
@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.parts import DOCUMENT, Slice
-from zerolm.block_sums import SUMS_SUFFIX, BlockSums
-from zerolm.files import temporary_name
+from data_prep.tokenize.parts import DOCUMENT_DTYPE
+from data_prep.tokenize.shard_plan import Slice
+from zerolm.common.files import temporary_path
+from zerolm.shards.checksums import CHECKSUMS_SUFFIX, BlockChecksums
 
-BLOCK_BYTES = 1 << 19  # copied at a time: it is still in the processor's cache when it is hashed
-SYNCED_BYTES = 1 << 25  # written to disk together
+BLOCK_BYTES = 1 << 19  # copied at a time; a block is hashed while it is in the CPU cache
+SYNC_BYTES = 1 << 25  # written between two syncs
 
 
 def write_shard(
     directory: Path, number: int, slices: Iterable[Slice], token_bytes: int
 ) -> dict[str, Any]:
-    """Write the files of a shard, and return its entry of the manifest."""
+    """Write the files of a shard, and return its entry for the manifest."""
     stem = directory / f"shard-{number:05d}"
-    sums = BlockSums()
+    checksums = BlockChecksums()
     documents: list[np.ndarray] = []
-
     buffer = memoryview(bytearray(BLOCK_BYTES))
 
     def blocks() -> Iterator[memoryview]:
@@ -35,7 +35,7 @@ def write_shard(
             documents.append(_read_documents(each))
             yield from _token_blocks(each, token_bytes, buffer)
 
-    size, sha256 = _write(stem.with_suffix(".bin"), blocks(), sums.update)
+    size, sha256 = _write(stem.with_suffix(".bin"), blocks(), checksums.update)
     rows = np.concatenate(documents)
     entry: dict[str, Any] = {
         "file": f"{stem.name}.bin",
@@ -48,7 +48,7 @@ def write_shard(
     for key, suffix, content in (
         ("index", ".idx", ends.tobytes()),
         ("origins", ".org", rows["origin"].astype("<u8").tobytes()),
-        ("sums", SUMS_SUFFIX, sums.content()),
+        ("sums", CHECKSUMS_SUFFIX, checksums.content()),
     ):
         size, sha256 = _write(stem.with_suffix(suffix), iter([content]))
         entry[key] = stem.name + suffix
@@ -60,47 +60,47 @@ def write_shard(
 def _read_documents(each: Slice) -> np.ndarray:
     return np.fromfile(
         f"{each.part}.docs",
-        DOCUMENT,
+        DOCUMENT_DTYPE,
         count=each.last_document - each.first_document,
-        offset=each.first_document * DOCUMENT.itemsize,
+        offset=each.first_document * DOCUMENT_DTYPE.itemsize,
     )
 
 
 def _token_blocks(each: Slice, token_bytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the ids of a slice in blocks, each valid until the next one is asked for."""
-    left = (each.last_token - each.first_token) * token_bytes
+    """Yield the ids of a slice in blocks; each is valid until the next one is requested."""
+    bytes_left = (each.last_token - each.first_token) * token_bytes
     with open(f"{each.part}.ids", "rb", buffering=0) as file:
         file.seek(each.first_token * token_bytes)
-        while left:
-            count = file.readinto(buffer[: min(left, len(buffer))])
+        while bytes_left:
+            count = file.readinto(buffer[: min(bytes_left, len(buffer))])
             if not count:
-                raise EOFError(f"{each.part}.ids ends {left} bytes too early")
-            left -= count
+                raise EOFError(f"{each.part}.ids ends {bytes_left} bytes too early")
+            bytes_left -= count
             yield buffer[:count]
 
 
 def _write(
     path: Path,
     blocks: Iterator[Any],
-    also: Callable[[Any], object] | None = None,
+    on_block: Callable[[Any], object] | None = None,
 ) -> tuple[int, str]:
     """Write a file under a temporary name and rename it; return its size and SHA-256.
 
-    Large ones are synced here, on the way, where others go on meanwhile, and all of them before the
-    manifest is published.
+    Large files are synced while they are written, in parallel with other work. All files are synced
+    once more before the manifest is published.
     """
     digest = hashlib.sha256()
     size = synced = 0
-    temporary = temporary_name(path)
+    temporary = temporary_path(path)
     try:
         with open(temporary, "wb", buffering=0) as file:
             for block in blocks:
                 _write_all(file, block)
                 digest.update(block)
                 size += len(block)
-                if also is not None:
-                    also(block)
-                if size - synced >= SYNCED_BYTES:
+                if on_block is not None:
+                    on_block(block)
+                if size - synced >= SYNC_BYTES:
                     os.fdatasync(file.fileno())
                     synced = size
             if synced:

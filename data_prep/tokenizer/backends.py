@@ -1,13 +1,13 @@
-"""Encoding backends: six libraries behind one call, each made from a tokenizer's copy.
+"""Encoding libraries ("backends") behind one call, each loaded from a tokenizer's saved copy.
 
-`open_backend(name, directory)` is the only place that knows how a library is loaded and called.
-What it returns encodes texts as ordinary text: no special tokens are added, those spelled out in
-the text are not looked for (a document that spells out the EOS token does not end there), nothing
-is truncated or padded. It uses the calling thread, or one thread that the calling one waits for.
-Whether two backends give the same ids is not known here; `data_prep/equality.py` finds out.
+`open_backend(name, directory)` is the only place that knows how each library is loaded and called.
+The function it returns encodes texts as ordinary text: no special tokens are added, special tokens
+spelled out in a text are encoded as text (a document that spells the EOS token does not end there),
+and nothing is truncated or padded. It runs in the calling thread, or in one thread that the caller
+waits for. Whether two backends give the same ids is checked in `data_prep.tokenizer.equivalence`.
 
-gigatoken and fastokens are young: optional (`pip install zerolm[fast-tokenizers]`) and never the
-only way.
+gigatoken and fastokens are young, so they are optional (`pip install zerolm[fast-tokenizers]`) and
+there is always another backend.
 """
 
 import hashlib
@@ -22,28 +22,36 @@ from typing import Any
 import numpy as np
 import orjson
 
-from data_prep.tokenizer_files import byte_of_character, without_special_tokens
-from zerolm.errors import ConfigError
-from zerolm.tokenizer_copy import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
+from data_prep.tokenizer.vocabulary import (
+    added_tokens,
+    byte_level_alphabet,
+    read_without_special_tokens,
+)
+from zerolm.common.errors import ConfigError
+from zerolm.shards.tokenizer import (
+    TIKTOKEN_FILE,
+    TIKTOKEN_RANKS,
+    load_auto_tokenizer,
+    read_tiktoken,
+)
 
 # Fastest first, as measured on one core (benchmarks/results/tokenize_speed.md).
 FAST_BACKENDS = ("gigatoken", "fastokens", "tiktoken")
 BACKENDS = (*FAST_BACKENDS, "tokenizers", "transformers")
-ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: what decides its ids
+ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: they determine the ids
 EXTRAS = {"gigatoken": "fast-tokenizers", "fastokens": "fast-tokenizers", "tiktoken": "tiktoken"}
 
 # (token ids of all texts (N,) uint32, where each text ends (D,) int64)
 Ids = tuple[np.ndarray, np.ndarray]
 Encode = Callable[[Sequence[str]], Ids]
 
-# A panic of Rust is no `Exception`, so a library's failure is whatever it raises but for these.
-NOT_FAILURES = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
+# A Rust panic is not an `Exception`, so all errors count as the library's failure except these.
+NOT_BACKEND_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
 
-# What GPT-2 splits at, which the byte-level pre-tokenizer of `tokenizers` has built in.
+# GPT-2's split pattern, which is built into the byte-level pre-tokenizer of `tokenizers`.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
-
-# gigatoken has patterns to split at by name only.
+# gigatoken selects its split patterns by name only.
 GIGATOKEN_SCHEMES = {
     "gpt2": "gpt2",
     "r50k_base": "gpt2",
@@ -54,8 +62,8 @@ GIGATOKEN_SCHEMES = {
 }
 
 
-class BackendRefused(Exception):
-    """A backend is not installed, or does not take this tokenizer; the message says why."""
+class BackendUnavailable(Exception):
+    """A backend is not installed or does not support this tokenizer; the message says why."""
 
 
 class BackendFailed(Exception):
@@ -63,14 +71,14 @@ class BackendFailed(Exception):
 
 
 def reference_backend(directory: Path) -> str:
-    """Return the backend whose ids are by definition those of a tokenizer's copy."""
+    """Return the backend whose ids are correct by definition for a tokenizer's saved copy."""
     if (directory / TIKTOKEN_FILE).is_file():
         return "tiktoken"
     return "tokenizers" if (directory / "tokenizer.json").is_file() else "transformers"
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a backend's package, None when it is not installed."""
+    """Return the version of a backend's package, None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -78,85 +86,85 @@ def installed_version(name: str) -> str | None:
 
 
 def open_backend(name: str, directory: Path) -> Encode:
-    """Load a backend for a tokenizer's copy; once in a process, as long as the copy is the same.
+    """Load a backend for a tokenizer's saved copy; cached per process until the copy changes.
 
-    What it returns raises `BackendFailed` for texts that it cannot encode.
+    The returned function raises `BackendFailed` for texts that it cannot encode.
 
     Raises:
-        BackendRefused: it is not installed, or does not take this tokenizer.
+        BackendUnavailable: the backend is not installed or does not support this tokenizer.
         ConfigError: the copy itself cannot be loaded.
     """
     if installed_version(name) is None:
         extra = EXTRAS.get(name, name)
-        raise BackendRefused(f"is not installed (pip install 'zerolm[{extra}]')")
-    copy = [directory / file for file in ID_FILES]
-    states = [each.stat() for each in copy if each.is_file()]
-    return _open(name, directory, tuple((each.st_mtime_ns, each.st_size) for each in states))
+        raise BackendUnavailable(f"is not installed (pip install 'zerolm[{extra}]')")
+    paths = [directory / file for file in ID_FILES]
+    stats = [path.stat() for path in paths if path.is_file()]
+    return _open(name, directory, tuple((each.st_mtime_ns, each.st_size) for each in stats))
 
 
 @lru_cache(maxsize=4)
 def _open(name: str, directory: Path, _: tuple[tuple[int, int], ...]) -> Encode:
     if name == reference_backend(directory):
-        return _guarded(_REFERENCES[name](directory))
+        return _raise_backend_failed(_REFERENCES[name](directory))
     if name == "transformers":
-        return _guarded(_transformers(directory))
+        return _raise_backend_failed(_open_transformers(directory))
     try:
-        return _guarded(_FAST[name](directory))
-    except (BackendRefused, ConfigError):
+        return _raise_backend_failed(_FAST[name](directory))
+    except (BackendUnavailable, ConfigError):
         raise
     except KeyError as error:
-        raise BackendRefused(f"does not take this kind of tokenizer (no {error})") from error
+        raise BackendUnavailable(f"does not support this kind of tokenizer (no {error})") from error
     except BaseException as error:
-        if isinstance(error, NOT_FAILURES):
+        if isinstance(error, NOT_BACKEND_ERRORS):
             raise
-        raise BackendRefused(f"does not take this tokenizer ({_plainly(error)})") from error
+        raise BackendUnavailable(f"does not support this tokenizer ({_one_line(error)})") from error
 
 
-def _guarded(encode: Encode) -> Encode:
-    def guarded(texts: Sequence[str]) -> Ids:
+def _raise_backend_failed(encode: Encode) -> Encode:
+    def encode_or_raise(texts: Sequence[str]) -> Ids:
         try:
             return encode(texts)
         except BaseException as error:
-            if isinstance(error, NOT_FAILURES):
+            if isinstance(error, NOT_BACKEND_ERRORS):
                 raise
-            raise BackendFailed(_plainly(error)) from error
+            raise BackendFailed(_one_line(error)) from error
 
-    return guarded
+    return encode_or_raise
 
 
-def _plainly(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(f"{error}".split())[:200] or type(error).__name__
 
 
 def flatten(lists: Sequence[Any]) -> Ids:
-    """Put the ids of documents one after another."""
+    """Concatenate the ids of documents."""
     ends = np.cumsum([len(ids) for ids in lists], dtype=np.int64)
     if not len(lists) or not ends[-1]:
         return np.empty(0, np.uint32), ends
     return np.concatenate([np.asarray(ids, np.uint32) for ids in lists]), ends
 
 
-def library_tokenizer(path: Path) -> Any:
-    """Return what the library `tokenizers` makes of a tokenizer.json.
+def load_tokenizer_json(path: Path) -> Any:
+    """Load a tokenizer.json with the library `tokenizers`.
 
-    The last one is kept, for another file with the same content: a copy.
+    The last one is cached by content, so that a copy of the same file need not be loaded again.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
     content = path.read_bytes()
     digest = hashlib.sha256(content).digest()
-    if digest not in _LAST:
-        _LAST.clear()
-        _LAST[digest] = tokenizers.Tokenizer.from_buffer(content)
-    return _LAST[digest]
+    if digest not in _last_loaded:
+        _last_loaded.clear()
+        _last_loaded[digest] = tokenizers.Tokenizer.from_buffer(content)
+    return _last_loaded[digest]
 
 
-_LAST: dict[bytes, Any] = {}
+_last_loaded: dict[bytes, Any] = {}
 
 
-def _tokenizers(directory: Path) -> Encode:
-    backend = library_tokenizer(directory / "tokenizer.json")
+def _open_tokenizers(directory: Path) -> Encode:
+    backend = load_tokenizer_json(directory / "tokenizer.json")
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -168,18 +176,18 @@ def _tokenizers(directory: Path) -> Encode:
     return encode
 
 
-def _tiktoken(directory: Path) -> Encode:
-    return _run_tiktoken(read_encoding(directory))
+def _open_tiktoken(directory: Path) -> Encode:
+    return _encode_with_tiktoken(read_tiktoken(directory))
 
 
-def _run_tiktoken(encoding: Any) -> Encode:
+def _encode_with_tiktoken(encoding: Any) -> Encode:
     return lambda texts: flatten(
         [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
     )
 
 
-def _transformers(directory: Path) -> Encode:
-    tokenizer = auto_tokenizer(str(directory), local=True)
+def _open_transformers(directory: Path) -> Encode:
+    tokenizer = load_auto_tokenizer(str(directory), local=True)
 
     def encode(texts: Sequence[str]) -> Ids:
         return flatten(
@@ -192,7 +200,7 @@ def _transformers(directory: Path) -> Encode:
     return encode
 
 
-def _gigatoken(directory: Path) -> Encode:
+def _open_gigatoken(directory: Path) -> Encode:
     from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json
 
     if (directory / TIKTOKEN_FILE).is_file():
@@ -200,13 +208,13 @@ def _gigatoken(directory: Path) -> Encode:
         scheme = GIGATOKEN_SCHEMES[name]
         backend: Any = BPETokenizer.from_tiktoken(directory / TIKTOKEN_RANKS, scheme, {})
     else:
-        backend = load_hf_json(orjson.dumps(without_special_tokens(directory)))
-    # One document a call: the arrays that a batch returns cost 0.5 s of imports in each worker.
+        backend = load_hf_json(orjson.dumps(read_without_special_tokens(directory)))
+    # One document per call: the arrays that a batch returns cost 0.5 s of imports in each worker.
     return lambda texts: flatten([backend.encode(text) for text in texts])
 
 
-def _fastokens(directory: Path) -> Encode:
-    # Its flat output runs on a pool of threads, one a core unless this is set before the first use.
+def _open_fastokens(directory: Path) -> Encode:
+    # The flat output uses a thread pool, one thread per core unless this is set before first use.
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     import fastokens
 
@@ -216,7 +224,7 @@ def _fastokens(directory: Path) -> Encode:
             str(directory / TIKTOKEN_RANKS), pattern=pattern, special_tokens={}
         )
     else:
-        content = orjson.dumps(without_special_tokens(directory))
+        content = orjson.dumps(read_without_special_tokens(directory))
         backend = fastokens.Tokenizer.from_json_str(content.decode())
     backend.no_truncation()
     backend.no_padding()
@@ -229,21 +237,20 @@ def _fastokens(directory: Path) -> Encode:
     return encode
 
 
-def _tiktoken_of_json(directory: Path) -> Encode:
-    """Run byte-level BPE of a tokenizer.json by tiktoken, whose ranks are the order of merges."""
-    content = without_special_tokens(directory)
+def _open_tiktoken_of_json(directory: Path) -> Encode:
+    """Run the byte-level BPE of a tokenizer.json with tiktoken, whose ranks are the merge order."""
+    content = read_without_special_tokens(directory)
     if content["normalizer"] is not None or content["added_tokens"]:
-        raise BackendRefused("has no normalizers and no added tokens that are not special")
+        raise BackendUnavailable("supports no normalizers and no added tokens that are not special")
     model = content["model"]
     if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
-        raise BackendRefused("takes byte-level BPE only")
+        raise BackendUnavailable("supports byte-level BPE only")
     if model.get("ignore_merges") or model.get("continuing_subword_prefix"):
-        raise BackendRefused("has no prefixes of inner subwords and no words that skip merging")
+        raise BackendUnavailable("supports no subword prefixes and no words that skip merging")
     import tiktoken
 
-    byte_of = byte_of_character()
-    special = {each["content"] for each in json.loads(
-        (directory / "tokenizer.json").read_bytes())["added_tokens"]}  # fmt: skip
+    byte_of = byte_level_alphabet()
+    special = set(added_tokens(directory))
     try:
         ranks = {
             bytes(byte_of[character] for character in token): rank
@@ -251,12 +258,12 @@ def _tiktoken_of_json(directory: Path) -> Encode:
             if token not in special
         }
     except KeyError as error:
-        raise BackendRefused("takes byte-level BPE only") from error
+        raise BackendUnavailable("supports byte-level BPE only") from error
     encoding = tiktoken.Encoding(
         "copy", pat_str=_split_pattern(content["pre_tokenizer"]), mergeable_ranks=ranks,
         special_tokens={},
     )  # fmt: skip
-    return _run_tiktoken(encoding)
+    return _encode_with_tiktoken(encoding)
 
 
 def _split_pattern(pre_tokenizer: dict[str, Any]) -> str:
@@ -271,16 +278,16 @@ def _split_pattern(pre_tokenizer: dict[str, Any]) -> str:
             first = steps[0]
             if first["behavior"] == "Isolated" and not first["invert"]:
                 return first["pattern"]["Regex"]
-    raise BackendRefused("takes one pattern to split at, and no prefix space")
+    raise BackendUnavailable("supports a single split pattern only, and no prefix space")
 
 
 _REFERENCES: dict[str, Callable[[Path], Encode]] = {
-    "tokenizers": _tokenizers,
-    "tiktoken": _tiktoken,
-    "transformers": _transformers,
+    "tokenizers": _open_tokenizers,
+    "tiktoken": _open_tiktoken,
+    "transformers": _open_transformers,
 }
 _FAST: dict[str, Callable[[Path], Encode]] = {
-    "gigatoken": _gigatoken,
-    "fastokens": _fastokens,
-    "tiktoken": _tiktoken_of_json,
+    "gigatoken": _open_gigatoken,
+    "fastokens": _open_fastokens,
+    "tiktoken": _open_tiktoken_of_json,
 }

@@ -1,7 +1,7 @@
-"""Which backend encodes: the fastest that is proven to give the reference's ids.
+"""Chooses the backend that encodes: the fastest one that gives the reference's ids.
 
-`choose_backend` runs once, in the process that starts the others. A proof takes seconds and is kept
-(data_prep/equality.py makes it).
+`choose_backend` runs once, in the process that starts the workers. Its equivalence check takes
+seconds (`data_prep.tokenizer.equivalence`), so results are cached in the user's cache directory.
 """
 
 import dataclasses
@@ -15,39 +15,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.backends import (
+from data_prep.tokenizer.backends import (
     BACKENDS,
     FAST_BACKENDS,
     ID_FILES,
     BackendFailed,
-    BackendRefused,
+    BackendUnavailable,
     installed_version,
     open_backend,
     reference_backend,
 )
-from data_prep.equality import PROOF_VERSION, Proof, prove
-from data_prep.tokenizer_files import special_tokens, spellings
-from zerolm.errors import ConfigError, did_you_mean
-from zerolm.files import write_json
+from data_prep.tokenizer.equivalence import CHECK_VERSION, EquivalenceResult, check_equivalence
+from data_prep.tokenizer.vocabulary import added_tokens, token_texts
+from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.files import write_json
 
-# Below this, encoding by `tokenizers` takes less time than the proof: 4.3 CPU seconds, in which
-# that encodes 10 MB (a vocabulary of 32,000, 2 cores of an Intel Xeon, 2026-11-21, `zerolm, first
-# run` of `python -m benchmarks.tokenize_speed`).
-PROOF_BYTES = 10 << 20
+# For smaller inputs, encoding with `tokenizers` takes less time than the check, which takes 4.3 CPU
+# seconds; `tokenizers` encodes 10 MB in that time (vocabulary of 32,000, 2 cores of an Intel Xeon,
+# 2026-11-21, `zerolm, first run` of `python -m benchmarks.tokenize_speed`).
+MIN_CHECKED_INPUT_BYTES = 10 << 20
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which backend encodes; picklable and small, made once and sent to the workers."""
+class EncoderChoice:
+    """The backend that encodes; small and picklable, made once and sent to the workers.
 
-    backend: str  # one of backends.BACKENDS
-    reference: str  # the backend whose ids are right by definition
+    Attributes:
+        backend: one of `backends.BACKENDS`.
+        reference: the backend whose ids are correct by definition.
+        version: of the backend's package.
+        proven: ranges [start, stop) of the code points for which the backend was found to be equal
+            to the reference; texts with other code points need the reference.
+        notes: for the user, why faster backends are not used.
+    """
+
+    backend: str
+    reference: str
     version: str | None = None
-    proven: tuple[tuple[int, int], ...] = ()  # ranges [start, stop) of code points
-    notes: tuple[str, ...] = ()  # for people: why others are not used
+    proven: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Return the entry of a manifest."""
+        """Return the entry for the manifest."""
         return {
             "backend": self.backend,
             "version": self.version,
@@ -58,15 +67,15 @@ class Choice:
 
 def choose_backend(
     directory: Path, backend: str = "auto", input_bytes: int | None = None
-) -> Choice:
-    """Choose the backend for a tokenizer's copy; seconds, where equality has to be proven first.
+) -> EncoderChoice:
+    """Choose the backend for a tokenizer's saved copy; takes seconds if a check is not cached.
 
     Args:
-        backend: one of `backends.BACKENDS`, or "auto" for the fastest that is proven.
-        input_bytes: of what is to be encoded; a proof that costs more than it saves is left out.
+        backend: one of `backends.BACKENDS`, or "auto" for the fastest that passes the check.
+        input_bytes: size of the input; a check that would cost more than it saves is skipped.
 
     Raises:
-        ConfigError: a backend asked for by name that cannot be used.
+        ConfigError: the backend was requested by name and cannot be used.
     """
     reference = reference_backend(directory)
     if backend not in ("auto", *BACKENDS):
@@ -77,61 +86,65 @@ def choose_backend(
     names: tuple[str, ...] = (backend,)
     if backend == "auto":
         names = FAST_BACKENDS if reference != "transformers" else ()
-    small = backend == "auto" and input_bytes is not None and input_bytes < PROOF_BYTES
+    small = backend == "auto" and input_bytes is not None and input_bytes < MIN_CHECKED_INPUT_BYTES
     notes = []
     for name in names:
         if name == reference:
             break
         try:
-            proof = _proof(directory, name, reference, only_known=small)
-        except (BackendRefused, BackendFailed) as refusal:
-            notes.append(f"{name} {refusal}")
+            result = _equivalence(directory, name, reference, only_cached=small)
+        except (BackendUnavailable, BackendFailed) as error:
+            notes.append(f"{name} {error}")
             continue
-        if proof is None:  # and the input is too small to make one
+        if result is None:
             continue
-        if proof.refused:
-            notes.append(f"{name} {proof.refused}")
+        if result.refused:
+            notes.append(f"{name} {result.refused}")
         else:
-            return Choice(name, reference, installed_version(name), proof.proven, tuple(notes))
+            version = installed_version(name)
+            return EncoderChoice(name, reference, version, result.proven, tuple(notes))
     if backend not in ("auto", reference):
         raise ConfigError(
             f"--encoder {backend}: cannot be used for this tokenizer: {notes[0]}. "
             f"Use --encoder auto or --encoder {reference}."
         )
-    return Choice(reference, reference, installed_version(reference), (), tuple(notes))
+    return EncoderChoice(reference, reference, installed_version(reference), (), tuple(notes))
 
 
-def _proof(directory: Path, name: str, reference: str, only_known: bool) -> Proof | None:
-    """Return the proof for a backend: a known one, or a new one unless `only_known`."""
-    path = _cache_directory() / f"{_key(directory, name, reference)}.json"
-    known = _read_proof(path)
-    if known is None and only_known:
+def _equivalence(
+    directory: Path, name: str, reference: str, only_cached: bool
+) -> EquivalenceResult | None:
+    """Return the result of a backend's check; None if it is not cached and `only_cached`."""
+    path = _cache_directory() / f"{_cache_key(directory, name, reference)}.json"
+    cached = _read_cached(path)
+    if cached is None and only_cached:
         return None
-    candidate = open_backend(name, directory)  # also where it is known: it has to be there
-    if known is not None:
-        return known
-    texts = dict.fromkeys([*special_tokens(directory), *spellings(directory).values()])
-    proof = prove(open_backend(reference, directory), candidate, [*filter(None, texts)])
-    with suppress(OSError):  # a home that cannot be written: the next run proves it again
+    candidate = open_backend(name, directory)  # even if the result is cached, to see that it loads
+    if cached is not None:
+        return cached
+    texts = dict.fromkeys([*added_tokens(directory), *token_texts(directory).values()])
+    expected = open_backend(reference, directory)
+    result = check_equivalence(expected, candidate, [*filter(None, texts)])
+    with suppress(OSError):  # the home directory is not writable: the next run checks again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dataclasses.asdict(proof))
-    return proof
+        write_json(path, dataclasses.asdict(result))
+    return result
 
 
-def _read_proof(path: Path) -> Proof | None:
+def _read_cached(path: Path) -> EquivalenceResult | None:
     try:
         content = json.loads(path.read_bytes())
         proven = tuple((int(start), int(stop)) for start, stop in content.pop("proven"))
-        return Proof(proven=proven, **content)
-    except (OSError, ValueError, KeyError, TypeError):  # none, or another version's
+        return EquivalenceResult(proven=proven, **content)
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or written by another version
         return None
 
 
-def _key(directory: Path, name: str, reference: str) -> str:
-    """Return a digest of everything that a proof depends on."""
+def _cache_key(directory: Path, name: str, reference: str) -> str:
+    """Return a digest of everything that the result of a check depends on."""
     digest = hashlib.sha256()
     for part in (
-        f"proof {PROOF_VERSION}, Unicode {unicodedata.unidata_version}, {platform.machine()}",
+        f"proof {CHECK_VERSION}, Unicode {unicodedata.unidata_version}, {platform.machine()}",
         *(f"{each} {installed_version(each)}" for each in (name, reference)),
     ):
         digest.update(part.encode() + b"\n")

@@ -1,134 +1,161 @@
-"""Does one encoder give the ids of another? A proof by trial, and the code points it holds for.
+"""Checks by trial whether one encoder gives the ids of another, and for which code points.
 
-Every likely code point is tried in contexts, every pair of ASCII characters, the vocabulary's own
-spellings, and random texts of many kinds. A difference that a code point above ASCII explains
-takes that code point out of the proven set; any other difference refuses the encoder. What the
-proof rests on is in `data_prep/fuzz_texts.py`. Knows nothing of which encoders there are.
+Both encode every likely code point in several contexts, every pair of ASCII characters, the tokens
+of the vocabulary, and random texts of many kinds (`data_prep.tokenizer.fuzz_texts`). A code point
+above ASCII that causes a difference is excluded from the proven code points; any other difference
+refuses the encoder. Independent of which encoders exist.
 """
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from data_prep import fuzz_texts
-from data_prep.backends import Encode
+from data_prep.tokenizer import fuzz_texts
+from data_prep.tokenizer.backends import Encode
 
-PROOF_VERSION = 1  # of the texts and rules; a proof of another version is made anew
-RANDOM_TEXTS = 5000  # about 1 MB
-MAX_VOCABULARY = 20_000  # spellings tried
-MAX_ROUNDS = 6  # of random texts, until one finds nothing
-MAX_EXCLUDED = 0.5  # of the code points: with fewer left, hardly any document would be proven
-MAX_MINIMIZED = 40  # differing texts that are minimized, each by some hundred trials
-PACKED = 16  # code points a text in the sweep: calls have a price of their own
+CHECK_VERSION = 1  # of the texts and rules; a cached result of another version is not used
+RANDOM_TEXTS = 5000  # per round, about 1 MB
+MAX_VOCABULARY_TEXTS = 20_000
+MAX_ROUNDS = 6  # of random texts; the check ends at the first round without a difference
+MAX_EXCLUDED = 0.5  # share of the code points; beyond it few documents could use the encoder
+MAX_MINIMIZED = 40  # differing texts per round that are minimized, each in some hundred trials
+CODE_POINTS_PER_TEXT = 16  # tried together, since each call has a fixed cost
 CHUNK_CHARACTERS = 1 << 15
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What trying out two encoders showed."""
+class EquivalenceResult:
+    """The result of comparing two encoders; a cache file has these fields.
 
-    refused: str | None  # why the encoder must not be used; None where it is equal
-    proven: tuple[tuple[int, int], ...] = ()  # ranges [start, stop) of code points
-    num_excluded: int = 0  # code points that were tried and made a difference
+    Attributes:
+        refused: why the encoder must not be used, None if it is equal.
+        proven: ranges [start, stop) of the code points for which no difference was found.
+        num_excluded: code points that were tried and made a difference.
+    """
+
+    refused: str | None
+    proven: tuple[tuple[int, int], ...] = ()
+    num_excluded: int = 0
     num_texts: int = 0
     num_bytes: int = 0
 
 
-def prove(reference: Encode, candidate: Encode, vocabulary: Sequence[str], seed: int = 0) -> Proof:
-    """Compare an encoder with the reference; some MB of text, seconds on one core.
+def check_equivalence(
+    reference: Encode, candidate: Encode, vocabulary: Sequence[str], seed: int = 0
+) -> EquivalenceResult:
+    """Compare an encoder with the reference on some MB of text; takes seconds on one core.
 
     Args:
-        vocabulary: spellings of tokens, special ones included.
+        vocabulary: the texts of tokens, including special ones.
         seed: of the random texts.
     """
-    trial = _Trial(reference, candidate)
-    different = trial.differing(fuzz_texts.of_ascii())
+    comparison = _Comparison(reference, candidate)
+    different = comparison.differing(fuzz_texts.ascii_texts())
     if different:
-        return trial.refuse(different[0])
-    tried = fuzz_texts.code_points()
+        return comparison.refuse(different[0])
+    tried = fuzz_texts.likely_code_points()
     excluded: set[int] = set()
-    for packed in trial.differing(_packed(tried)):
-        inside = sorted(set(map(ord, packed)) - set(range(128)))
-        culprits = trial.differing(fuzz_texts.in_contexts(number) for number in inside)
-        numbers = {number for number in inside if fuzz_texts.in_contexts(number) in culprits}
-        if not numbers and not _explain(trial, packed, excluded):
-            return trial.refuse(packed)
-        excluded |= numbers
-        if len(excluded) > MAX_EXCLUDED * len(tried):
-            return trial.refuse(packed)
-    step = max(1, len(vocabulary) // MAX_VOCABULARY)
-    spellings = list(fuzz_texts.of_vocabulary(vocabulary[::step]))
+    refusal = _try_code_points(comparison, tried, excluded)
+    if refusal is not None:
+        return refusal
+    step = max(1, len(vocabulary) // MAX_VOCABULARY_TEXTS)
+    vocabulary_texts = list(fuzz_texts.vocabulary_texts(vocabulary[::step]))
     for number in range(MAX_ROUNDS):
         allowed = [each for each in tried if each not in excluded]
-        texts = [*fuzz_texts.at_random(seed + number, allowed, RANDOM_TEXTS)]
-        texts += [text for text in spellings if excluded.isdisjoint(map(ord, text))]
-        different = trial.differing(texts)
+        texts = [*fuzz_texts.random_texts(seed + number, allowed, RANDOM_TEXTS)]
+        texts += [text for text in vocabulary_texts if excluded.isdisjoint(map(ord, text))]
+        different = comparison.differing(texts)
         if not different:
-            return Proof(
+            return EquivalenceResult(
                 None,
                 _ranges([*range(128), *allowed]),
                 len(excluded),
-                trial.num_texts,
-                trial.num_bytes,
+                comparison.num_texts,
+                comparison.num_bytes,
             )
         for text in different[:MAX_MINIMIZED]:
-            if excluded.isdisjoint(map(ord, text)) and not _explain(trial, text, excluded):
-                return trial.refuse(text)
-    return trial.refuse(different[0])
+            if excluded.isdisjoint(map(ord, text)) and not _exclude(comparison, text, excluded):
+                return comparison.refuse(text)
+    return comparison.refuse(different[0])
 
 
-class _Trial:
-    """The two encoders, and how much was tried."""
+def _try_code_points(
+    comparison: "_Comparison", tried: Sequence[int], excluded: set[int]
+) -> EquivalenceResult | None:
+    """Add code points that make a difference to `excluded`; return a refusal if that is not enough.
+
+    Each code point is tried in a text with others, and alone if that text differs.
+    """
+    for packed in comparison.differing(_packed(tried)):
+        inside = sorted(set(map(ord, packed)) - set(range(128)))
+        alone = comparison.differing(fuzz_texts.code_point_text(number) for number in inside)
+        numbers = {number for number in inside if fuzz_texts.code_point_text(number) in alone}
+        if not numbers and not _exclude(comparison, packed, excluded):
+            return comparison.refuse(packed)
+        excluded |= numbers
+        if len(excluded) > MAX_EXCLUDED * len(tried):
+            return comparison.refuse(packed)
+    return None
+
+
+class _Comparison:
+    """The two encoders, and the amount of text that they were compared on."""
 
     def __init__(self, reference: Encode, candidate: Encode):
         self.reference, self.candidate = reference, candidate
         self.num_texts = self.num_bytes = 0
+        self._candidate_lock = threading.Lock()
 
     def differing(self, texts: Iterable[str]) -> list[str]:
-        """Return the texts whose ids are not the same."""
+        """Return the texts whose ids differ."""
         different: list[str] = []
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for found, num_texts, num_bytes in pool.map(self._differing, _chunks(texts)):
-                different += found
+            for differing, num_texts, num_bytes in pool.map(self._differing, _chunks(texts)):
+                different += differing
                 self.num_texts += num_texts
                 self.num_bytes += num_bytes
         return different
 
     def _differing(self, texts: list[str]) -> tuple[list[str], int, int]:
+        """Return the texts whose ids differ, and the number of texts and bytes tried."""
         size = sum(len(text.encode()) for text in texts)
-        right_ids, right_ends = self.reference(texts)
+        expected_ids, expected_ends = self.reference(texts)
         try:
-            ids, ends = self.candidate(texts)
-        except Exception:  # a text that it does not take is a difference; find out which
+            with self._candidate_lock:  # gigatoken raises "Already borrowed" in a second thread
+                ids, ends = self.candidate(texts)
+        except Exception:  # a text that the candidate cannot encode is a difference; find which one
             if len(texts) > 1:
                 return [each for text in texts for each in self._differing([text])[0]], 1, size
             return texts, 1, size
-        if np.array_equal(ids, right_ids) and np.array_equal(ends, right_ends):
+        if np.array_equal(ids, expected_ids) and np.array_equal(ends, expected_ends):
             return [], len(texts), size
-        different, start, right_start = [], 0, 0
-        for text, end, right_end in zip(texts, ends.tolist(), right_ends.tolist(), strict=True):
-            if not np.array_equal(ids[start:end], right_ids[right_start:right_end]):
+        different, start, expected_start = [], 0, 0
+        for text, end, expected_end in zip(
+            texts, ends.tolist(), expected_ends.tolist(), strict=True
+        ):
+            if not np.array_equal(ids[start:end], expected_ids[expected_start:expected_end]):
                 different.append(text)
-            start, right_start = end, right_end
+            start, expected_start = end, expected_end
         return different, len(texts), size
 
-    def refuse(self, text: str) -> Proof:
-        """Say for which text the ids differ."""
+    def refuse(self, text: str) -> EquivalenceResult:
+        """Return a refusal that shows a shortest text for which the ids differ."""
         text = self.minimize(text)
-        sides = []
+        outcomes = []
         for encode in (self.candidate, self.reference):
             try:
-                sides.append(str(encode([text])[0][:6].tolist()))
+                outcomes.append(str(encode([text])[0][:6].tolist()))
             except Exception as error:
-                sides.append(type(error.__cause__ or error).__name__)
-        reason = f"gives {sides[0]} for {text[:40]!r} instead of {sides[1]}"
-        return Proof(reason, (), 0, self.num_texts, self.num_bytes)
+                outcomes.append(type(error.__cause__ or error).__name__)
+        reason = f"gives {outcomes[0]} for {text[:40]!r} instead of {outcomes[1]}"
+        return EquivalenceResult(reason, (), 0, self.num_texts, self.num_bytes)
 
     def minimize(self, text: str) -> str:
-        """Return a short part of a text (characters left out) for which the ids still differ."""
+        """Remove characters from a text as long as its ids still differ."""
         size = max(1, len(text) // 2)
         while True:
             start = 0
@@ -143,16 +170,17 @@ class _Trial:
             size = max(1, size // 2)
 
 
-def _explain(trial: _Trial, text: str, excluded: set[int]) -> bool:
-    """Exclude the code points above ASCII that a difference needs; say whether there are any."""
-    numbers = {number for number in map(ord, trial.minimize(text)) if number >= 128}
+def _exclude(comparison: _Comparison, text: str, excluded: set[int]) -> bool:
+    """Exclude the code points above ASCII that a difference needs; return whether it needs any."""
+    numbers = {number for number in map(ord, comparison.minimize(text)) if number >= 128}
     excluded |= numbers
     return bool(numbers)
 
 
 def _packed(numbers: Sequence[int]) -> Iterator[str]:
-    for start in range(0, len(numbers), PACKED):
-        yield "".join(map(fuzz_texts.in_contexts, numbers[start : start + PACKED]))
+    for start in range(0, len(numbers), CODE_POINTS_PER_TEXT):
+        together = numbers[start : start + CODE_POINTS_PER_TEXT]
+        yield "".join(map(fuzz_texts.code_point_text, together))
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:

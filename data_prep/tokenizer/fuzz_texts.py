@@ -1,8 +1,8 @@
-"""Texts that tell tokenizers apart: what two encoders must agree on before one replaces the other.
+"""Test texts on which two encoders must agree before one may replace the other.
 
-Pure: a seed and a set of code points give the same texts. What is here comes from where encoders
-were seen to differ: rare and unassigned code points, case folding after apostrophes, runs of white
-space, digits, normalization, special tokens spelled out. Knows nothing of encoders.
+The texts cover where encoders were found to differ: rare and unassigned code points, case folding
+after apostrophes, runs of white space, digits, normalization, and special tokens spelled out. The
+same seed and code points give the same texts. Independent of encoders.
 """
 
 import itertools
@@ -10,8 +10,8 @@ import random
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# Beside what this Python's Unicode tables know: private use, and where new emoji appear.
-FURTHER_CODE_POINTS = (range(0xE000, 0xF900), range(0x1F000, 0x1FB00))
+# In addition to those assigned in this Python's Unicode tables: private use, and new emoji.
+EXTRA_CODE_POINTS = (range(0xE000, 0xF900), range(0x1F000, 0x1FB00))
 PLAIN_LETTERS = (range(0x3400, 0xA000), range(0xAC00, 0xD7A4), range(0x20000, 0x323B0))
 SPACES = (
     " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2009\u200a\u200b\u2028\u2029\u202f"
@@ -73,27 +73,27 @@ SENTENCES = (
 Make = Callable[[random.Random, Sequence[int]], str]
 
 
-def code_points() -> list[int]:
-    """Return the code points above ASCII that text is likely to have: assigned, not surrogates."""
-    listed = {number for numbers in FURTHER_CODE_POINTS for number in numbers}
-    listed.update(
+def likely_code_points() -> list[int]:
+    """Return the code points above ASCII that texts are likely to have: assigned, no surrogates."""
+    likely = {number for numbers in EXTRA_CODE_POINTS for number in numbers}
+    likely.update(
         number
         for number in range(0x80, 0x110000)
         if unicodedata.category(chr(number)) not in ("Cn", "Co", "Cs")
     )
-    return sorted(listed)
+    return sorted(likely)
 
 
-def in_contexts(number: int) -> str:
-    """Return a code point beside letters, digits, spaces, apostrophes, marks, and itself."""
+def code_point_text(number: int) -> str:
+    """Return a text with a code point next to letters, digits, spaces, apostrophes, and marks."""
     one = chr(number)
-    if any(number in plain for plain in PLAIN_LETTERS):  # 100,000, which differ in nothing
+    if any(number in plain for plain in PLAIN_LETTERS):  # 100,000 letters of the same properties
         return f"a{one} {one}1"
-    # The last marks are of combining classes 230, 240 and 1: normalizing moves them past others.
+    # The marks have combining classes 230, 240 and 1, so normalization reorders them.
     return f"a{one}b {one} '{one}'s{one} 1{one}2{one}{one}\n{one}A.{one}\u0301\u0345{one}\u0334"
 
 
-def of_ascii() -> Iterator[str]:
+def ascii_texts() -> Iterator[str]:
     """Yield pairs of ASCII characters, contractions, runs of white space, digits, and code."""
     for first in map(chr, range(128)):
         yield "".join(
@@ -114,22 +114,22 @@ def of_ascii() -> Iterator[str]:
     yield from ("", "don't", "DON'T", *CODE)
 
 
-def of_vocabulary(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the spellings of tokens alone, as words and inside of words; special ones too."""
+def vocabulary_texts(tokens: Iterable[str]) -> Iterator[str]:
+    """Yield a text for each token with the token as a word, repeated, and inside of words."""
     for token in tokens:
         yield f"{token} {token}{token}x{token}\n{token.upper()} {token[:-1]} "
 
 
-def at_random(seed: int, allowed: Sequence[int], num_texts: int) -> Iterator[str]:
-    """Yield texts of many kinds whose code points above ASCII are all of `allowed`."""
+def random_texts(seed: int, allowed: Sequence[int], num_texts: int) -> Iterator[str]:
+    """Yield texts of many kinds whose code points above ASCII are all in `allowed`."""
     rng = random.Random(seed)
-    every = set(allowed)
+    allowed_set = set(allowed)
     for number in range(num_texts):
         pieces = [_KINDS[number % len(_KINDS)](rng, allowed)]
         pieces += [rng.choice(_KINDS)(rng, allowed) for _ in range(rng.randrange(3))]
         joint = rng.choice(("", " ", "\n", "\n\n", ". "))
         text = joint.join(pieces)
-        yield "".join([one for one in text if one < "\x80" or ord(one) in every])
+        yield "".join([one for one in text if one < "\x80" or ord(one) in allowed_set])
 
 
 def _script(rng: random.Random, allowed: Sequence[int]) -> str:

@@ -1,9 +1,9 @@
-"""Tokenizers: load any of three kinds, and keep a copy beside the ids.
+"""Loads a tokenizer, and saves a copy of it beside the token shards.
 
-The kinds are Hugging Face directories, Hugging Face hub ids, and `tiktoken:<encoding>`. A copy has
-`tokenizer.json` (run by the Rust library `tokenizers` alone), or `tiktoken.json` with its ranks, or
-whatever `transformers` saves of a tokenizer that exists in Python only. Ids are always made by the
-copy (data_prep/backends.py), so it cannot disagree with them. Knows nothing of documents.
+A tokenizer is a Hugging Face directory, a Hugging Face hub id, or `tiktoken:<encoding>`. The saved
+copy is `tokenizer.json` (run by the Rust library `tokenizers`), `tiktoken.json` with its ranks, or
+whatever transformers saves for a tokenizer implemented in Python. Documents are always encoded with
+the saved copy, so that shards and copy cannot disagree. Independent of documents.
 """
 
 import base64
@@ -15,15 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.backends import library_tokenizer
-from zerolm.errors import ConfigError
-from zerolm.files import sha256_file, write_json
-from zerolm.tokenizer_copy import TIKTOKEN_FILE, TIKTOKEN_RANKS, auto_tokenizer, read_encoding
+from data_prep.tokenizer.backends import load_tokenizer_json
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file, write_json
+from zerolm.shards.tokenizer import (
+    TIKTOKEN_FILE,
+    TIKTOKEN_RANKS,
+    load_auto_tokenizer,
+    read_tiktoken,
+)
 
-EOS_TOKEN = "<|endoftext|>"  # of tiktoken's encodings
+TIKTOKEN_EOS = "<|endoftext|>"
 TIKTOKEN_PREFIX = "tiktoken:"
 
-# Keys of tokenizer_config.json that cannot change an id. With any other key, transformers is asked.
+# Keys of tokenizer_config.json that cannot change an id. With any other key transformers loads it.
 _SPECIAL_TOKEN_KEYS = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _INERT_KEYS = {
     "backend",
@@ -35,21 +40,29 @@ _INERT_KEYS = {
 }
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _PLAIN_FILES = {"tokenizer.json", "tokenizer_config.json"}
-_MAX_PLAIN_VOCAB = 100_000  # above it transformers looks for a pattern of Mistral's to correct
+_MAX_PLAIN_VOCAB = 100_000  # above this size transformers may patch Mistral's split pattern
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What tokenizing needs to know of a tokenizer."""
+    """The properties of a tokenizer that tokenization needs.
+
+    Attributes:
+        name: the value of --tokenizer.
+        vocab_size: every id is below it; `len()` of a transformers tokenizer, or more if its ids
+            have gaps.
+        fingerprint: hex SHA-256 of everything that determines the ids.
+        save: writes the copy into an existing directory.
+    """
 
     name: str
-    vocab_size: int  # every id is below it; len() of a transformers tokenizer
+    vocab_size: int
     eos_id: int
-    fingerprint: str  # hex SHA-256 of what decides the ids
-    save: Callable[[Path], object]  # writes the copy into an existing directory
+    fingerprint: str
+    save: Callable[[Path], object]
 
     def write_copy(self, directory: Path) -> dict[str, Any]:
-        """Write the copy to a new directory and return the manifest's entry for it."""
+        """Write the copy to a new directory and return its entry for the manifest."""
         directory.mkdir()
         self.save(directory)
         files = [
@@ -68,27 +81,27 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer directory, hub id or `tiktoken:<encoding>`.
 
     Raises:
-        ConfigError: it does not exist, cannot be loaded, or has no EOS token.
+        ConfigError: the tokenizer does not exist, cannot be loaded, or has no EOS token.
     """
     if name.startswith(TIKTOKEN_PREFIX):
         return _describe_tiktoken(name, _get_encoding(name))
     directory = Path(name)
     if directory.is_dir():
         if (directory / TIKTOKEN_FILE).is_file():
-            return _describe_tiktoken(name, read_encoding(directory))
-        return _load_plain(directory) or _load_with_transformers(name, local=True)
+            return _describe_tiktoken(name, read_tiktoken(directory))
+        return _load_without_transformers(directory) or _load_with_transformers(name, local=True)
     if directory.exists():
-        raise ConfigError(f"--tokenizer {name}: is a file. Give the directory that holds it.")
+        raise ConfigError(f"--tokenizer {name}: is a file. Give its directory.")
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ConfigError(f"--tokenizer {name}: no such directory. Check the path.")
     return _load_with_transformers(name, local=False)
 
 
-def _load_plain(directory: Path) -> Tokenizer | None:
-    """Load a directory without transformers, whose import costs 2 s; None when it is needed.
+def _load_without_transformers(directory: Path) -> Tokenizer | None:
+    """Load a directory without transformers, whose import takes 2 s; None if it is needed.
 
-    That is only done where transformers would run tokenizer.json as it stands: a class without code
-    of its own, no key that adds or changes tokens, and no further file.
+    It is not needed if transformers would run tokenizer.json unchanged: a tokenizer class without
+    its own code, no configuration key that adds or changes tokens, and no further files.
     """
     config_path, backend_path = directory / "tokenizer_config.json", directory / "tokenizer.json"
     if not (config_path.is_file() and backend_path.is_file()):
@@ -107,12 +120,12 @@ def _load_plain(directory: Path) -> Tokenizer | None:
             isinstance(token, str) and special.get(token, {}).get("special") for token in named
         )
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # transformers says what is wrong
+        return None  # transformers reports the problem
     if not known or "eos_token" not in config:
         return None
     try:
-        backend = library_tokenizer(backend_path)
-    except Exception:  # the library raises bare Exception; transformers says what is wrong
+        backend = load_tokenizer_json(backend_path)
+    except Exception:  # the library raises bare Exception; transformers reports the problem
         return None
     eos_id = backend.token_to_id(config["eos_token"])
     if eos_id is None or backend.get_vocab_size() > _MAX_PLAIN_VOCAB:
@@ -127,11 +140,11 @@ def _load_plain(directory: Path) -> Tokenizer | None:
 
 
 def _load_with_transformers(name: str, local: bool) -> Tokenizer:
-    tokenizer = auto_tokenizer(name, local)
+    tokenizer = load_auto_tokenizer(name, local)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"--tokenizer {name}: has no EOS token, which has to end every document. Set "
-            f"eos_token in its tokenizer_config.json."
+            f"--tokenizer {name}: has no EOS token, which must end every document. Set eos_token "
+            f"in its tokenizer_config.json."
         )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -139,12 +152,12 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
             name, backend, tokenizer.eos_token_id, len(tokenizer), tokenizer.save_pretrained
         )
     vocab = tokenizer.get_vocab()
-    what = [type(tokenizer).__name__, sorted(vocab.items()), tokenizer.eos_token_id]
+    definition = [type(tokenizer).__name__, sorted(vocab.items()), tokenizer.eos_token_id]
     return Tokenizer(
         name,
         max(len(tokenizer), max(vocab.values()) + 1),
         tokenizer.eos_token_id,
-        _fingerprint(what),
+        _fingerprint(definition),
         tokenizer.save_pretrained,
     )
 
@@ -153,16 +166,17 @@ def _describe_backend(
     name: str, backend: Any, eos_id: int, length: int, save: Callable[[Path], object]
 ) -> Tokenizer:
     content = json.loads(backend.to_str())
-    what = [content[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
-    vocab = content["model"]["vocab"]  # a list of pairs, in the order of their ids, of Unigram
+    keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+    definition = [*(content[key] for key in keys), eos_id]
+    vocab = content["model"]["vocab"]  # for Unigram a list of (token, score) in the order of ids
     largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab) - 1
     largest = max([largest, *(token["id"] for token in content["added_tokens"])])
-    # Where a vocabulary has holes, its largest id is beyond its length.
-    return Tokenizer(name, max(length, largest + 1), eos_id, _fingerprint([*what, eos_id]), save)
+    # If the ids have gaps, the largest id exceeds the length.
+    return Tokenizer(name, max(length, largest + 1), eos_id, _fingerprint(definition), save)
 
 
-def _fingerprint(what: Any) -> str:
-    canonical = json.dumps(what, sort_keys=True, separators=(",", ":"))
+def _fingerprint(definition: Any) -> str:
+    canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -176,7 +190,7 @@ def _get_encoding(name: str) -> Any:
     encoding = name.removeprefix(TIKTOKEN_PREFIX)
     try:
         return tiktoken.get_encoding(encoding)
-    except Exception as error:  # unknown names raise ValueError, downloads what requests raises
+    except Exception as error:  # ValueError for unknown names, any error of requests for downloads
         known = ", ".join(tiktoken.list_encoding_names())
         raise ConfigError(
             f"--tokenizer {name}: cannot be loaded ({type(error).__name__}: "
@@ -185,13 +199,13 @@ def _get_encoding(name: str) -> Any:
 
 
 def _describe_tiktoken(name: str, encoding: Any) -> Tokenizer:
-    if EOS_TOKEN not in encoding._special_tokens:
+    if TIKTOKEN_EOS not in encoding._special_tokens:
         raise ConfigError(
-            f"--tokenizer {name}: has no {EOS_TOKEN} token, which has to end every document. "
+            f"--tokenizer {name}: has no {TIKTOKEN_EOS} token, which must end every document. "
             f"Choose another encoding."
         )
     ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
-    what = [encoding._pat_str, ranks, sorted(encoding._special_tokens.items())]
+    definition = [encoding._pat_str, ranks, sorted(encoding._special_tokens.items())]
 
     def save(directory: Path) -> None:
         lines = [
@@ -199,8 +213,11 @@ def _describe_tiktoken(name: str, encoding: Any) -> Tokenizer:
             for token, rank in encoding._mergeable_ranks.items()
         ]
         (directory / TIKTOKEN_RANKS).write_bytes(b"".join(lines))
-        special = dict(encoding._special_tokens)
-        content = {"name": encoding.name, "pat_str": encoding._pat_str, "special_tokens": special}
+        content = {
+            "name": encoding.name,
+            "pat_str": encoding._pat_str,
+            "special_tokens": dict(encoding._special_tokens),
+        }
         write_json(directory / TIKTOKEN_FILE, content)
 
-    return Tokenizer(name, encoding.n_vocab, encoding.eot_token, _fingerprint(what), save)
+    return Tokenizer(name, encoding.n_vocab, encoding.eot_token, _fingerprint(definition), save)

@@ -1,6 +1,6 @@
-"""What a tokenizer makes of texts: bytes per token, vocabulary use, tokens per word by script.
+"""Measures a tokenizer on texts: bytes per token, used ids, and tokens per word by script.
 
-Pure: an encoder and texts give numbers; nothing here reads files or knows of the command line.
+Reads no files. Independent of the command line and of encoders.
 """
 
 import html
@@ -12,26 +12,29 @@ from typing import Any
 
 import numpy as np
 
-LONGEST_SHOWN = 20
-WORDS_OF_A_SCRIPT = 5000  # enough for two digits
-FEWEST_WORDS = 20  # of a script, to be reported
+MAX_SHOWN_TOKENS = 20
+MAX_WORDS_PER_SCRIPT = 5000  # distinct words; enough for two significant digits
+MIN_WORDS = 20  # of a script; with fewer it is not reported
 BATCH_TEXTS = 64
-# Scripts that leave no spaces between words: there a character counts as a word.
+# Scripts without spaces between words: each character counts as a word.
 UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"}
 _WORD = re.compile(r"[^\W\d_]+")
 
-# texts to (ids of all, where each text's ids end), and what else an encoder knows
+# texts -> (concatenated ids, end of each text's ids, ...)
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, ...]]
 
 
-def measure(
-    encode: Encode, vocab_size: int, spellings: Mapping[int, str], sources: Mapping[str, list[str]]
+def measure_tokenizer(
+    encode: Encode,
+    vocab_size: int,
+    token_texts: Mapping[int, str],
+    sources: Mapping[str, list[str]],
 ) -> dict[str, Any]:
     """Return the report on a tokenizer.
 
     Args:
-        spellings: {id: token as text}; the ids of special tokens left out.
-        sources: {source: its documents}.
+        token_texts: {id: text} without special tokens.
+        sources: {source: documents}.
     """
     counts = np.zeros(vocab_size, np.int64)
     by_source = {}
@@ -48,9 +51,9 @@ def measure(
             "tokens": tokens,
             "bytes_per_token": round(num_bytes / tokens, 4) if tokens else None,
         }
-    ids_of_text = sorted(spellings)
+    ids_of_text = sorted(token_texts)
     used = [number for number in ids_of_text if counts[number]]
-    longest = sorted(ids_of_text, key=lambda number: (-len(spellings[number].encode()), number))
+    longest = sorted(ids_of_text, key=lambda number: (-len(token_texts[number].encode()), number))
     return {
         "vocab_size": vocab_size,
         "sources": by_source,
@@ -59,49 +62,50 @@ def measure(
         "ids_used": len(used),
         "ids_unused": [number for number in ids_of_text if not counts[number]][:1000],
         "longest_tokens": [
-            {"id": number, "token": spellings[number], "count": int(counts[number])}
-            for number in longest[:LONGEST_SHOWN]
+            {"id": number, "token": token_texts[number], "count": int(counts[number])}
+            for number in longest[:MAX_SHOWN_TOKENS]
         ],
         "tokens_per_word": fertility(encode, sources),
     }
 
 
 def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Return {script: words, tokens per word}, each word encoded behind a space.
+    """Return the number of words and the tokens per word, by script.
 
-    Scripts that leave no spaces between words count each character as a word, without the space.
+    Words are encoded with a leading space. In scripts without spaces between words, each character
+    counts as a word and is encoded without a space.
     """
     words: dict[str, Counter[str]] = defaultdict(Counter)
     for texts in sources.values():
         for text in texts:
             for word in _WORD.findall(text):
                 script = script_of(word[0])
-                found = words[script]
+                counts = words[script]
                 for part in word if script in UNSPACED else (word,):
-                    if part in found or len(found) < WORDS_OF_A_SCRIPT:
-                        found[part] += 1
+                    if part in counts or len(counts) < MAX_WORDS_PER_SCRIPT:
+                        counts[part] += 1
     result = {}
-    for script, found in sorted(words.items(), key=lambda item: -item[1].total()):
-        if found.total() < FEWEST_WORDS:
+    for script, counts in sorted(words.items(), key=lambda item: -item[1].total()):
+        if counts.total() < MIN_WORDS:
             continue
         space = "" if script in UNSPACED else " "
-        ends = encode([space + word for word in found])[1]
+        ends = encode([space + word for word in counts])[1]
         lengths = np.diff(ends, prepend=0)
-        tokens = int((lengths * np.fromiter(found.values(), np.int64)).sum())
+        tokens = int((lengths * np.fromiter(counts.values(), np.int64)).sum())
         result[script.lower()] = {
-            "words": found.total(),
-            "tokens_per_word": round(tokens / found.total(), 3),
+            "words": counts.total(),
+            "tokens_per_word": round(tokens / counts.total(), 3),
         }
     return result
 
 
 def script_of(character: str) -> str:
-    """Return the first word of a character's Unicode name, which is its script where it has one."""
+    """Return the first word of a character's Unicode name, which for letters is the script."""
     return unicodedata.name(character, "UNKNOWN").split()[0].split("-")[0]
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return what is printed of a report."""
+    """Return the lines to print for a report."""
     lines = [
         f"bytes/token {each['bytes_per_token'] or 0:.3f}  {name} ({each['documents']:,} documents,"
         f" {each['bytes'] / 1e6:,.1f} MB)"
@@ -109,7 +113,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     ]
     text_ids = report["ids_of_text"]
     lines.append(
-        f"used        {report['ids_used']:,} of {text_ids:,} ids of text "
+        f"used        {report['ids_used']:,} of {text_ids:,} text ids "
         f"({report['ids_used'] / max(1, text_ids):.1%})"
     )
     shown = ", ".join(repr(each["token"][:40]) for each in report["longest_tokens"][:5])
@@ -120,7 +124,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_rows(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return a table of several reports: a header, and a row for each figure."""
+    """Return a table that compares reports: a header row, then one row per figure."""
     columns = list(reports.values())
     rows = [["", *reports], ["vocabulary", *(f"{each['vocab_size']:,}" for each in columns)]]
     rows.append(["bytes/token", *(f"{each['bytes_per_token']:.3f}" for each in columns)])
@@ -138,8 +142,8 @@ def comparison_rows(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]
     return rows
 
 
-def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for people."""
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as aligned text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -150,8 +154,8 @@ def as_text(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def as_html(rows: Sequence[Sequence[str]]) -> str:
-    """Return a page of its own with the table."""
+def format_html(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as a self-contained HTML page."""
     body = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )

@@ -1,8 +1,8 @@
-"""A sample of documents by a hash of their text: the same whatever the order and the files.
+"""Samples documents by a hash of their text, independently of their order and files.
 
-Of each source the documents with the smallest hashes are kept, up to its share of the bytes. So
-memory is bounded by the sample, copies of a document are in it together, and a larger sample holds
-a smaller one.
+For each source the sample keeps the documents with the smallest hashes, up to the source's share of
+the bytes. So memory is bounded by the size of the sample, copies of a document are kept together,
+and a larger sample contains a smaller one.
 """
 
 import hashlib
@@ -10,9 +10,9 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from data_prep.bad_input import Tally, check_bad_fraction
-from data_prep.documents import InputRules
-from data_prep.units import plan_units, read_batches
+from data_prep.read.bad_input import Tally, check_bad_fraction
+from data_prep.read.documents import InputRules
+from data_prep.read.work_units import plan_units, read_batches
 
 
 class Sample:
@@ -20,12 +20,12 @@ class Sample:
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
-        self.num_documents = self.num_bytes = 0  # that came in
+        self.num_documents = self.num_bytes = 0  # of all documents added
         self.kept_bytes = 0
         self._heap: list[tuple[int, int, str]] = []  # (-hash, bytes, text): largest hash first
 
     def add(self, text: str) -> None:
-        """Take a document in, and let go of what is too much."""
+        """Add a document, and drop those with the largest hashes beyond the limit."""
         utf8 = text.encode()
         self.num_documents += 1
         self.num_bytes += len(utf8)
@@ -44,15 +44,15 @@ class Sample:
 
 
 def source_names(inputs: Sequence[Any]) -> list[str]:
-    """Return the sources: what each --input named."""
+    """Return the names of the sources: the different values of --input."""
     return list(dict.fromkeys(each.argument for each in inputs))
 
 
 def make_samples(inputs: Sequence[Any], sample_bytes: int) -> dict[str, Sample]:
-    """Return an empty sample for each source; they share the bytes as the sizes of their files."""
+    """Return an empty sample per source; they divide the bytes in proportion to file sizes."""
     names = source_names(inputs)
     sizes = {name: [each.size_bytes for each in inputs if each.argument == name] for name in names}
-    if any(None in each for each in sizes.values()):  # of the hub: nobody knows
+    if any(None in each for each in sizes.values()):  # a hub data set: its size is unknown
         return {name: Sample(sample_bytes // len(names)) for name in names}
     total = max(1, sum(map(sum, sizes.values())))
     return {name: Sample(sample_bytes * sum(sizes[name]) // total) for name in names}
@@ -67,10 +67,10 @@ def read_texts(
     """Yield (source, text) of every document in reading order.
 
     Args:
-        advance: told of bytes read and of documents.
+        advance: called with the numbers of input bytes and documents read.
 
     Raises:
-        ConfigError: bad input, as `rules` have it.
+        ConfigError: bad input that `rules` do not allow.
     """
     for unit in plan_units(inputs):
         for batch in read_batches(inputs, unit, rules, tally):
@@ -79,8 +79,8 @@ def read_texts(
     check_bad_fraction(inputs, tally, rules)
 
 
-def through(samples: dict[str, Sample], texts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield texts on, and take each into the sample of its source."""
+def add_to_samples(samples: dict[str, Sample], texts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Add each (source, text) to the sample of its source, and yield the text."""
     for source, text in texts:
         samples[source].add(text)
         yield text

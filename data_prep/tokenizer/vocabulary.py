@@ -1,6 +1,6 @@
-"""What a tokenizer's copy says of its tokens: their texts, and which of them are special.
+"""Reads a saved tokenizer's vocabulary: the text of each token, and which tokens are special.
 
-Reads the files alone, without the libraries that encode by them.
+Reads the files only, without the libraries that encode with them.
 """
 
 import json
@@ -9,24 +9,24 @@ from typing import Any
 
 import orjson
 
-from zerolm.tokenizer_copy import TIKTOKEN_FILE, read_encoding
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, read_tiktoken
 
 
-def spellings(directory: Path) -> dict[int, str]:
-    """Return {id: text} of a copy's tokens but for special ones; bytes of no character left out."""
+def token_texts(directory: Path) -> dict[int, str]:
+    """Return {id: text} of all tokens except special ones; bytes that are not UTF-8 are dropped."""
     if (directory / TIKTOKEN_FILE).is_file():
-        ranks = read_encoding(directory)._mergeable_ranks
+        ranks = read_tiktoken(directory)._mergeable_ranks
         return {rank: token.decode("utf-8", "ignore") for token, rank in ranks.items()}
     if not (directory / "tokenizer.json").is_file():
         return {}
     content = json.loads((directory / "tokenizer.json").read_bytes())
     vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):  # of Unigram: pairs of token and score
+    if isinstance(vocab, list):  # a Unigram model: pairs of token and score
         vocab = {token: number for number, (token, _) in enumerate(vocab)}
     special = {each["id"] for each in content["added_tokens"] if each["special"]}
     texts = {number: token for token, number in vocab.items() if number not in special}
     if "ByteLevel" in json.dumps(content["pre_tokenizer"]):
-        byte_of = byte_of_character()
+        byte_of = byte_level_alphabet()
         return {
             number: bytes(byte_of.get(one, 32) for one in token).decode("utf-8", "ignore")
             for number, token in texts.items()
@@ -34,28 +34,31 @@ def spellings(directory: Path) -> dict[int, str]:
     return texts
 
 
-def special_tokens(directory: Path) -> list[str]:
-    """Return the tokens of a copy that stand beside its vocabulary of text."""
+def added_tokens(directory: Path) -> list[str]:
+    """Return the tokens that were added to the model's own vocabulary, special or not."""
     if (directory / TIKTOKEN_FILE).is_file():
-        return list(read_encoding(directory)._special_tokens)
+        return list(read_tiktoken(directory)._special_tokens)
     if not (directory / "tokenizer.json").is_file():
         return []
     content = json.loads((directory / "tokenizer.json").read_bytes())
     return [each["content"] for each in content["added_tokens"]]
 
 
-def without_special_tokens(directory: Path) -> dict[str, Any]:
-    """Return tokenizer.json without what must not be found in text: there, they are text."""
+def read_without_special_tokens(directory: Path) -> dict[str, Any]:
+    """Return tokenizer.json without special tokens, so that their spelling in a text stays text."""
     content = orjson.loads((directory / "tokenizer.json").read_bytes())
     content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
     content["truncation"] = content["padding"] = content["post_processor"] = None
     return content
 
 
-def byte_of_character() -> dict[str, int]:
-    """Return GPT-2's alphabet of bytes (Radford et al. 2019, `bytes_to_unicode` of encoder.py)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the byte that each character of byte-level BPE represents.
+
+    Source: Radford et al. 2019, `bytes_to_unicode` of GPT-2's encoder.py.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
         chr(256 + number): byte for number, byte in enumerate(others)
     }

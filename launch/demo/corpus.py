@@ -1,10 +1,10 @@
-"""Write the corpus of launch/demo.sh: the text that every Python installation carries.
+"""Write the corpus of launch/demo.sh: text that comes with every Python installation.
 
-    python -m launch.demo_corpus OUTPUT
+    python -m launch.demo.corpus OUTPUT
 
-writes OUTPUT/code.jsonl (the standard library's sources without their docstrings, a file a
-document) and OUTPUT/prose.jsonl (those docstrings, and the topics of Python's manual that `help()`
-shows), so that no sentence is in both. Standard library only; knows nothing of zerolm.
+writes two sources that share no sentence. OUTPUT/code.jsonl has the standard library's source files
+without their docstrings, one document per file. OUTPUT/prose.jsonl has those docstrings, and the
+topics of Python's manual that `help()` shows.
 """
 
 import argparse
@@ -20,16 +20,16 @@ MIN_DOCUMENT_CHARACTERS = 200  # an empty __init__.py teaches nothing
 
 
 def source_files() -> list[Path]:
-    """Return the standard library's own .py files, sorted; packages that pip put there are not."""
+    """Return the .py files of the standard library, sorted, without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    foreign = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+    excluded = {"site-packages", "dist-packages", "__pycache__", "pydoc_data"}
     return sorted(
-        path for path in root.rglob("*.py") if foreign.isdisjoint(path.relative_to(root).parts)
+        path for path in root.rglob("*.py") if excluded.isdisjoint(path.relative_to(root).parts)
     )
 
 
 def read_source(path: Path) -> str | None:
-    """Return a file's text in the encoding it declares; None for one that is broken on purpose."""
+    """Return a file's text, decoded as it declares; None for a test file that cannot be decoded."""
     try:
         with tokenize.open(path) as file:
             return file.read()
@@ -38,23 +38,23 @@ def read_source(path: Path) -> str | None:
 
 
 def split_docstrings(source: str) -> tuple[str, list[str]]:
-    """Return the source without its docstrings, and the docstrings in the order of the file.
+    """Return (source without docstrings, the docstrings in file order).
 
-    A source that this Python cannot parse keeps them.
+    A source that this Python version cannot parse is returned unchanged, with no docstrings.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "invalid escape sequence" in tests of just that
+            warnings.simplefilter("ignore")  # invalid escape sequences in Python's own tests
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source, []
-    found = sorted(docstring_statements(tree), key=lambda statement: statement.lineno)
-    lines: list[str | None] = list(source.split("\n"))  # splitlines() would cut at form feeds too
+    statements = sorted(docstring_statements(tree), key=lambda statement: statement.lineno)
+    lines: list[str | None] = list(source.split("\n"))  # splitlines() also splits at form feeds
     docstrings = []
-    for statement in found:
+    for statement in statements:
         first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
         if (lines[first] or "")[: statement.col_offset].strip():
-            continue  # `def f(): "..."` in one line
+            continue  # `def f(): "..."` on one line stays
         docstrings.append(ast.literal_eval(statement.value))
         lines[first:last] = [""] + [None] * (last - first - 1)
     return "\n".join(line for line in lines if line is not None), docstrings
@@ -73,7 +73,7 @@ def manual_topics() -> Iterator[tuple[str, str]]:
     """Yield the name and text of each topic of Python's manual that `help()` shows."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some Linux distributions package it apart
+    except ImportError:  # a separate package in some Linux distributions
         return
     yield from sorted(topics.items())
 
@@ -91,7 +91,7 @@ def write_corpus(output: Path) -> None:
 
         def write(source: str, name: str, text: str) -> None:
             if len(text) >= MIN_DOCUMENT_CHARACTERS:
-                text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate
+                text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates
                 files[source].write(json.dumps({"name": name, "text": text}) + "\n")
                 num_documents[source] += 1
 
@@ -111,9 +111,11 @@ def write_corpus(output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.demo_corpus", description="Write the corpus of launch/demo.sh."
+        prog="python -m launch.demo.corpus", description="Write the corpus of launch/demo.sh."
     )
-    parser.add_argument("output", type=Path, help="directory that gets code.jsonl and prose.jsonl")
+    parser.add_argument(
+        "output", type=Path, help="directory to write code.jsonl and prose.jsonl to"
+    )
     write_corpus(parser.parse_args().output)
 
 

@@ -1,8 +1,6 @@
-"""Print how the run of launch/demo.sh went; exit 1 if it did not learn.
+"""Print the first and last losses of the run of launch/demo.sh; exit 1 if it did not learn.
 
-    python -m launch.demo_summary RUN
-
-Reads `metrics.jsonl` alone. Standard library only; knows nothing of zerolm.
+python -m launch.demo.summary RUN
 """
 
 import argparse
@@ -10,38 +8,42 @@ import json
 import sys
 from pathlib import Path
 
-LEAST_FALL_NATS = 3.0
-GREATEST_GAP_NATS = 0.5  # between the validation loss and the training loss
-LAST_STEPS = 10  # one batch is a noisy sample
+from zerolm.common.run_files import RunFiles
+
+MIN_FALL_NATS = 3.0
+MAX_GAP_NATS = 0.5  # between the validation loss and the training loss
+LAST_STEPS = 10  # averaged: the loss of a single batch is noisy
 
 
 def summary(metrics: Path) -> tuple[str, bool]:
-    """Return what to print, and whether the run learned what it should."""
+    """Return (text to print, whether the run learned)."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     train = [row["train/loss"] for row in rows if "train/loss" in row]
-    held_out = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    validation = [row["eval/loss"] for row in rows if "eval/loss" in row]
     last = sum(train[-LAST_STEPS:]) / len(train[-LAST_STEPS:])
     lines = [
         f"steps         {rows[-1]['step']}, {rows[-1]['tokens']:,} tokens",
         f"train/loss    {train[0]:.3f} at first, {last:.3f} in the last {LAST_STEPS} steps",
-        f"eval/loss     {held_out[-1]:.3f}",
+        f"eval/loss     {validation[-1]:.3f}",
     ]
-    fall, gap = train[0] - last, abs(held_out[-1] - last)
-    learned = fall >= LEAST_FALL_NATS and gap <= GREATEST_GAP_NATS
+    fall, gap = train[0] - last, abs(validation[-1] - last)
+    learned = fall >= MIN_FALL_NATS and gap <= MAX_GAP_NATS
     if not learned:
         lines.append(
-            f"train/loss should fall by {LEAST_FALL_NATS} nats (fell by {fall:.3f}), and eval/loss "
-            f"be within {GREATEST_GAP_NATS} of it (is {gap:.3f} away): something is wrong."
+            f"The run did not learn: train/loss must fall by {MIN_FALL_NATS} nats (it fell by "
+            f"{fall:.3f}), and eval/loss must differ by at most {MAX_GAP_NATS} (it differs by "
+            f"{gap:.3f})."
         )
     return "\n".join(lines), learned
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.demo_summary", description="Print how the demo's run went."
+        prog="python -m launch.demo.summary",
+        description="Print the losses of the demo's run; exit 1 if it did not learn.",
     )
-    parser.add_argument("run_dir", type=Path)
-    text, learned = summary(parser.parse_args().run_dir / "metrics.jsonl")
+    parser.add_argument("run_dir", type=Path, help="run directory of the demo")
+    text, learned = summary(RunFiles(parser.parse_args().run_dir).metrics)
     print(text)
     sys.exit(0 if learned else 1)
 

@@ -1,6 +1,6 @@
-"""One rank of the doctor's all-reduce: is the sum over all hosts right, and how fast is it?
+"""One rank of the doctor's all-reduce, which checks the sum over all hosts and measures the speed.
 
-python -m launch.all_reduce --rank 0 --local_rank 0 --world 2 --address node1 --port 29501
+python -m launch.doctor.all_reduce --rank 0 --local_rank 0 --world 2 --address node1 --port 29501
 """
 
 import argparse
@@ -14,7 +14,7 @@ ROUNDS = 5
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.all_reduce", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m launch.doctor.all_reduce", description=__doc__)
     for name in ("rank", "local_rank", "world", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--address", required=True)
@@ -29,9 +29,15 @@ def measure(
 ) -> dict[str, float | bool | int]:
     """Sum known integers over all ranks. Every rank must call.
 
+    Args:
+        rank, local_rank, world: as torch.distributed defines them; `world` is the world size.
+        port, address: where rank 0 listens.
+        seconds: time limit of each collective.
+
     Returns:
-        correct, and bytes_per_second over each rank's link: `2 (n - 1) / n` times the bytes of the
-        tensor, as NCCL's tests count ("bus bandwidth").
+        `rank`; `correct`: whether every sum was; `bytes`: size of the tensor; `bytes_per_second`:
+        median bandwidth of a rank's link, counted as in NCCL's tests ("bus bandwidth"):
+        `2 (n - 1) / n` times the size of the tensor, per all-reduce.
     """
     import torch
 
@@ -45,21 +51,21 @@ def measure(
     )  # fmt: skip
     size = GPU_BYTES if gpu else CPU_BYTES
     pattern = torch.arange(size // 4, dtype=torch.int32, device=device) % 1021
-    correct, took = True, []
-    for _ in range(1 + ROUNDS):  # the first one sets up connections
+    correct, durations = True, []
+    for _ in range(1 + ROUNDS):  # the first round sets up connections
         values = pattern * (rank + 1)
         torch.distributed.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         torch.distributed.all_reduce(values)
         if gpu:
             torch.cuda.synchronize()
-        took.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - start)
         correct = correct and torch.equal(values, pattern * (world * (world + 1) // 2))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     sent = size * 2 * (world - 1) / world
-    best = sorted(took[1:])[ROUNDS // 2]
-    return {"rank": rank, "correct": correct, "bytes_per_second": sent / best, "bytes": size}
+    median = sorted(durations[1:])[ROUNDS // 2]
+    return {"rank": rank, "correct": correct, "bytes_per_second": sent / median, "bytes": size}
 
 
 if __name__ == "__main__":

@@ -1,309 +1,248 @@
-"""What the doctor concludes: facts of all hosts in, a line for each thing that is wrong out. Pure.
+"""Compare the facts of all hosts, and return a finding for each thing that is wrong.
 
-A host differs when it is not like most of them, or like the first where there is no majority.
+A host is at fault where it differs from most hosts, or from the first host if there is no majority.
+No side effects.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from zerolm.resources import shared_memory_problem
-from zerolm.values import shown_bytes
+from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, from_problem, merge_hosts
+from launch.doctor.requirements import Requirements
+from zerolm.common.values import shown_bytes
+from zerolm.preflight.host import shared_memory_problem
 
-OK, NOTE, RED = "ok", "note", "RED"
-ALL = "all"
 PACKAGES = ("python", "torch", "deepspeed", "transformers", "zerolm")
-SKEW_SECONDS = 5.0  # heartbeats and stale locks are judged by the clocks of several hosts
-SLOW_BYTES_PER_SECOND = 20e6
-SLOW_FROM_BYTES = 8 << 20  # a smaller sample says nothing about a disk
-Facts = Mapping[str, Any]
+MAX_SKEW_SECONDS = 5.0  # the ages of heartbeats and locks are read with the clocks of other hosts
+MIN_BYTES_PER_SECOND = 20e6
+MIN_SAMPLE_BYTES = 8 << 20  # reading less does not measure a disk
+MAX_NAMES = 3
+Facts = Mapping[str, Mapping[str, Any]]  # {host: what its collector returned}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table.
+def run_checks(facts: Facts, required: Requirements) -> list[Finding]:
+    """Return the findings of every check, in the order of `CHECKS`."""
+    findings: list[Finding] = []
+    for check in CHECKS:
+        found = check(facts, required)
+        findings += found if any(finding.state != OK for finding in found) else found[:1]
+    return findings
 
-    Attributes:
-        check: what was looked at.
-        host: `all`, or the one that it is about.
-        state: OK, NOTE or RED.
-        what: the fact.
-        fix: what to do about it.
+
+def outliers(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return (the value of most hosts, the hosts with another value).
+
+    If two values are equally frequent, the one that comes first counts as that of most hosts.
     """
-
-    check: str
-    host: str
-    state: str
-    what: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the run asks of the hosts.
-
-    Attributes:
-        slots: {host: ranks on it}.
-        checkpoint_bytes: of one checkpoint; None: not known.
-        operators: DeepSpeed's operators that the profile uses, for each kind of device.
-        deep: whether every shard was checked.
-    """
-
-    slots: Mapping[str, int]
-    checkpoint_bytes: int | None
-    operators: Callable[[str], Sequence[str]]
-    deep: bool
-
-
-def odd_ones(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return (the value of most hosts, those with another); the first host's where two tie."""
     counts = Counter(repr(value) for value in values.values())
-    most = counts.most_common(1)[0][1]
-    usual = next(value for value in values.values() if counts[repr(value)] == most)
+    largest = counts.most_common(1)[0][1]
+    usual = next(value for value in values.values() if counts[repr(value)] == largest)
     return usual, [host for host, value in values.items() if value != usual]
 
 
-def compare(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
-    """Return the findings of every check, those of one check together."""
-    findings: list[Finding] = []
-    for check in CHECKS:
-        found = check(facts, run)
-        findings += found if any(one.state != OK for one in found) else found[:1]
-    return findings
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 # -------------------------------------------------------------------------------------------------
 # The checks, in the order of the table
 
 
-def _settings(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _settings(facts: Facts, required: Requirements) -> list[Finding]:
     red = [
         Finding("settings", host, RED, problem)
         for host, fact in facts.items() for problem in fact["problems"]
     ]  # fmt: skip
-    return _once(red) or [Finding("settings", ALL, OK, "can be read")]
+    return merge_hosts(red) or [Finding("settings", ALL, OK, "can be read")]
 
 
-def _versions(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _versions(facts: Facts, required: Requirements) -> list[Finding]:
     found = []
     for package in PACKAGES:
-        usual, odd = odd_ones({host: fact["versions"].get(package) for host, fact in facts.items()})
+        usual, odd = outliers({host: fact["versions"].get(package) for host, fact in facts.items()})
         for host in odd:
             here = facts[host]["versions"].get(package, "none")
             fix = f"install {package} {usual} there" if package != "python" else f"use {usual}"
             found.append(
                 Finding("versions", host, RED, f"{package} {here}, the others have {usual}", fix)
             )
-    shown = next(iter(facts.values()))["versions"]
-    text = ", ".join(f"{name} {shown[name]}" for name in PACKAGES if name in shown)
+    first = next(iter(facts.values()))["versions"]
+    text = ", ".join(f"{name} {first[name]}" for name in PACKAGES if name in first)
     return found or [Finding("versions", ALL, OK, text)]
 
 
-def _code(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _code(facts: Facts, required: Requirements) -> list[Finding]:
     found = []
-    usual, odd = odd_ones({host: fact["code"] for host, fact in facts.items()})
+    usual, odd = outliers({host: fact["code"] for host, fact in facts.items()})
     for host in odd:
         there = facts[host]["code"]
         names = sorted(name for name in {*usual, *there} if usual.get(name) != there.get(name))
-        found.append(
-            Finding("code", host, RED, f"{_some(names)} differ from the others'", "copy them there")
-        )
-    usual, odd = odd_ones({host: fact["configs"] for host, fact in facts.items()})
+        text = f"{_some(names)} differ from the other hosts'"
+        found.append(Finding("code", host, RED, text, "copy them there"))
+    usual, odd = outliers({host: fact["configs"] for host, fact in facts.items()})
     for host in odd:
         there = facts[host]["configs"]
         names = sorted(name for name in usual if usual[name] != there.get(name))
-        what = "is not there" if None in (there.get(name) for name in names) else "differs"
-        found.append(Finding("configs", host, RED, f"{_some(names)} {what}", "copy it there"))
+        text = "is not there" if None in (there.get(name) for name in names) else "differs"
+        found.append(Finding("configs", host, RED, f"{_some(names)} {text}", "copy it there"))
     commit = next(iter(facts.values()))["commit"] or "not a git checkout"
     return found or [Finding("code", ALL, OK, f"the same, {commit}")]
 
 
-def _data(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
-    found = _once([
+def _data(facts: Facts, required: Requirements) -> list[Finding]:
+    found = merge_hosts([
         Finding("data", host, RED, problem)
         for host, fact in facts.items() for problem in fact["data"]["problems"]
     ])  # fmt: skip
-    named = sorted({path for fact in facts.values() for path in fact["data"]["sources"]})
-    for path in named:
-        here = {
+    paths = sorted({path for fact in facts.values() for path in fact["data"]["sources"]})
+    for path in paths:
+        sources = {
             host: fact["data"]["sources"][path]
             for host, fact in facts.items() if path in fact["data"]["sources"]
         }  # fmt: skip
-        fix = f"copy it again; python -m data_prep verify {path} tells whose is right"
-        _, odd = odd_ones({host: source["fingerprint"] for host, source in here.items()})
+        fix = f"find the damaged copy with python -m data_prep verify {path}, and replace it"
+        _, odd = outliers({host: source["fingerprint"] for host, source in sources.items()})
         for host in odd:
-            text = f"{path}: other data than the others have, by its manifest"
+            text = f"{path}: its manifest differs from the other hosts'"
             found.append(Finding("data", host, RED, text, fix))
-        same = {host: source["shards"] for host, source in here.items() if host not in odd}
-        usual, odd = odd_ones(same)
+        shards = {host: source["shards"] for host, source in sources.items() if host not in odd}
+        usual, odd = outliers(shards)
         for host in odd:
-            names = [name for name in usual if usual[name] != same[host].get(name)]
-            text = f"{path}: {_some(names)}: other bytes than the others have"
+            names = [name for name in usual if usual[name] != shards[host].get(name)]
+            text = f"{path}: {_some(names)}: contents differ from the other hosts'"
             found.append(Finding("data", host, RED, text, fix))
-    if not named:
-        return found or [Finding("data", ALL, NOTE, "none was named", "add --data behind the --")]
-    how = "every checksum" if run.deep else "manifests and samples; --deep reads everything"
-    return found or [Finding("data", ALL, OK, f"the same, {len(named)} source(s) ({how})")]
+    if not paths:
+        return found or [Finding("data", ALL, NOTE, "none given", "add --data after the --")]
+    how = "every checksum" if required.deep else "manifests and samples; --deep reads everything"
+    return found or [Finding("data", ALL, OK, f"the same, {len(paths)} source(s) ({how})")]
 
 
-def _devices(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _devices(facts: Facts, required: Requirements) -> list[Finding]:
     found = []
-    kind, odd = odd_ones({host: fact["devices"]["kind"] for host, fact in facts.items()})
+    kind, odd = outliers({host: fact["devices"]["kind"] for host, fact in facts.items()})
     for host in odd:
         text = f"{facts[host]['devices']['kind']}, the others have {kind}"
-        found.append(Finding("devices", host, RED, text, "mend its driver, or leave it out"))
+        found.append(Finding("devices", host, RED, text, "repair its driver, or leave it out"))
     for host, fact in facts.items():
-        count, slots = fact["devices"]["count"], run.slots[host]
-        what = "core" if fact["devices"]["kind"] == "cpu" else "device"
+        count, slots = fact["devices"]["count"], required.slots[host]
+        unit = "core" if fact["devices"]["kind"] == "cpu" else "device"
         if count < slots:
-            fix = f"write slots={count}, or find out why it does not see the others (nvidia-smi)"
-            text = f"{count} {what}(s), its slots are {slots}"
+            fix = f"write slots={count}, or find out why the others are not visible (nvidia-smi)"
+            text = f"{count} {unit}(s), the hostfile has slots={slots}"
             found.append(Finding("devices", host, RED, text, fix))
         for busy in fact["devices"]["busy"]:
-            fix = "end what uses it (nvidia-smi), or leave the host out"
+            fix = "end the process that uses it (nvidia-smi), or leave the host out"
             found.append(Finding("devices", host, RED, busy, fix))
-    total = sum(run.slots[host] for host in facts)
+    total = sum(required.slots[host] for host in facts)
     return found or [Finding("devices", ALL, OK, f"{total} x {kind}, free")]
 
 
-def _clock(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _clock(facts: Facts, required: Requirements) -> list[Finding]:
     offsets = {host: fact["clock"] for host, fact in facts.items()}
-    usual = sorted(offset for offset, _ in offsets.values())[(len(offsets) - 1) // 2]
+    median = sorted(offset for offset, _ in offsets.values())[(len(offsets) - 1) // 2]
     found = [
-        Finding("clock", host, RED, f"{offset - usual:+.1f} s off the others", "start chrony there")
-        for host, (offset, uncertain) in offsets.items()
-        if abs(offset - usual) - uncertain > SKEW_SECONDS
+        Finding("clock", host, RED, f"{offset - median:+.1f} s off the others", "run chrony there")
+        for host, (offset, uncertainty) in offsets.items()
+        if abs(offset - median) - uncertainty > MAX_SKEW_SECONDS
     ]  # fmt: skip
-    spread = max(abs(offset - usual) for offset, _ in offsets.values())
+    spread = max(abs(offset - median) for offset, _ in offsets.values())
     return found or [Finding("clock", ALL, OK, f"within {spread:.2f} s")]
 
 
-def _disk(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _disk(facts: Facts, required: Requirements) -> list[Finding]:
     found, free = [], []
+    size = required.checkpoint_bytes or 0
     for host, fact in facts.items():
         disk = fact["disk"]
         if not disk:
-            return [Finding("disk", ALL, NOTE, "no --run_dir was named", "add it behind the --")]
+            return [Finding("disk", ALL, NOTE, "no --run_dir given", "add it after the --")]
         if disk["problem"]:
             found.append(Finding("disk", host, RED, disk["problem"]))
-            continue
-        if disk["free"] >= 0:
+        elif disk["free"] >= 0:
             free.append(disk["free"])
-            wanted = disk["checkpoints"] * (run.checkpoint_bytes or 0)
-            if disk["free"] < wanted:
+            needed = disk["checkpoints"] * size
+            if disk["free"] < needed:
                 text = f"{shown_bytes(disk['free'])} free, {disk['checkpoints']} checkpoint(s) need"
                 fix = "free some, choose another --run_dir, or lower --checkpoint_keep"
-                found.append(Finding("disk", host, RED, f"{text} {shown_bytes(wanted)}", fix))
-    size = (
-        f", a checkpoint needs {shown_bytes(run.checkpoint_bytes)}" if run.checkpoint_bytes else ""
-    )
-    least = shown_bytes(min(free)) if free else "unknown"
-    return found or [Finding("disk", ALL, OK, f"{least} free{size}")]
+                found.append(Finding("disk", host, RED, f"{text} {shown_bytes(needed)}", fix))
+    smallest = shown_bytes(min(free)) if free else "unknown"
+    need = f", a checkpoint needs {shown_bytes(size)}" if size else ""
+    return found or [Finding("disk", ALL, OK, f"{smallest} free{need}")]
 
 
-def _shared_memory(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
-    found, least = [], []
+def _shared_memory(facts: Facts, required: Requirements) -> list[Finding]:
+    found, free = [], []
     for host, fact in facts.items():
         if fact["shared_memory"] is None:
-            found.append(Finding("/dev/shm", host, RED, "there is none", "mount a tmpfs there"))
+            found.append(Finding("/dev/shm", host, RED, "does not exist", "mount a tmpfs there"))
             continue
-        free, _ = fact["shared_memory"]
-        least.append(free)
-        problem = shared_memory_problem(free, run.slots[host])
+        free.append(fact["shared_memory"][0])
+        problem = shared_memory_problem(free[-1], required.slots[host])
         if problem:
-            found.append(_split("/dev/shm", host, problem))
-    return found or [Finding("/dev/shm", ALL, OK, f"{shown_bytes(min(least))} free")]
+            found.append(from_problem("/dev/shm", host, problem))
+    return found or [Finding("/dev/shm", ALL, OK, f"{shown_bytes(min(free))} free")]
 
 
-def _port(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _port(facts: Facts, required: Requirements) -> list[Finding]:
     host, fact = next(iter(facts.items()))
     if fact["port"]:
-        return [_split("port", host, fact["port"])]
+        return [from_problem("port", host, fact["port"])]
     return [Finding("port", host, OK, "rank 0 can listen")]
 
 
-def _locks(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _locks(facts: Facts, required: Requirements) -> list[Finding]:
     found = []
     for host, fact in facts.items():
         stale, fresh = fact["locks"]
         for lock in stale:
-            text = f"{lock}: left by a build that was killed, every rank would wait for it"
+            text = f"{lock}: left by a build that was killed; every rank would wait for it"
             found.append(Finding("build locks", host, RED, text, f"rm {lock}"))
         for lock in fresh:
             text = f"{lock}: an operator is being built now"
-            found.append(Finding("build locks", host, NOTE, text, "wait, or delete it if not"))
-    return _once(found) or [Finding("build locks", ALL, OK, "none")]
+            fix = "wait, or delete the lock if there is no build"
+            found.append(Finding("build locks", host, NOTE, text, fix))
+    return merge_hosts(found) or [Finding("build locks", ALL, OK, "none")]
 
 
-def _operators(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _operators(facts: Facts, required: Requirements) -> list[Finding]:
     found, names = [], []
     for host, fact in facts.items():
-        names = list(run.operators(fact["devices"]["kind"]))
-        absent = [name for name in names if name not in fact["operators"]["built"]]
+        names = list(required.operators(fact["devices"]["kind"]))
+        not_built = [name for name in names if name not in fact["operators"]["built"]]
         missing = fact["operators"]["missing"]
-        if absent and missing:
-            text = f"{', '.join(absent)}: not built, and to build it {' and '.join(missing)} lacks"
+        text = f"{', '.join(not_built)}: not built"
+        if not_built and missing:
+            text += f", and building needs {' and '.join(missing)}"
             found.append(Finding("operators", host, RED, text, "install it"))
-        elif absent:
-            text = f"{', '.join(absent)}: not built, the first start takes minutes more"
-            found.append(Finding("operators", host, NOTE, text, "start once on one host before"))
-    said = ", ".join(names) + " built" if names else "none are needed"
-    return found or [Finding("operators", ALL, OK, said)]
+        elif not_built:
+            text += ", the first start takes some minutes longer"
+            fix = "start the run on one host first"
+            found.append(Finding("operators", host, NOTE, text, fix))
+    text = ", ".join(names) + " built" if names else "none needed"
+    return found or [Finding("operators", ALL, OK, text)]
 
 
-def _storage(facts: Mapping[str, Facts], run: Run) -> list[Finding]:
+def _storage(facts: Facts, required: Requirements) -> list[Finding]:
     found, rates = [], []
     for host, fact in facts.items():
-        entries = fact["data"]["sources"].values()
-        size, seconds = (sum(entry[key] for entry in entries) for key in ("bytes", "seconds"))
-        if size < SLOW_FROM_BYTES:
+        samples = fact["data"]["sources"].values()
+        size, seconds = (sum(sample[key] for sample in samples) for key in ("bytes", "seconds"))
+        if size < MIN_SAMPLE_BYTES:
             continue
         rates.append(size / max(seconds, 1e-9))
-        if rates[-1] < SLOW_BYTES_PER_SECOND:
+        if rates[-1] < MIN_BYTES_PER_SECOND:
             text = f"shards are read at {shown_bytes(rates[-1])}/s"
-            fix = "copy them to a local disk, or find out who else uses the storage"
+            fix = "copy them to a local disk, or find out what else uses the storage"
             found.append(Finding("storage", host, RED, text, fix))
-    least = f"{shown_bytes(min(rates))}/s at least" if rates else "too little data to tell"
-    return found or [Finding("storage", ALL, OK, f"shards are read at {least}" if rates else least)]
+    text = "too little data to measure the speed of reading"
+    if rates:
+        text = f"shards are read at {shown_bytes(min(rates))}/s or faster"
+    return found or [Finding("storage", ALL, OK, text)]
 
 
-CHECKS: tuple[Callable[[Mapping[str, Facts], Run], list[Finding]], ...] = (
+CHECKS: tuple[Callable[[Facts, Requirements], list[Finding]], ...] = (
     _settings, _versions, _code, _data, _devices, _clock, _disk, _shared_memory, _port, _locks,
     _operators, _storage,
 )  # fmt: skip
-
-
-def _once(findings: Sequence[Finding]) -> list[Finding]:
-    """Say once for all hosts what a shared file system shows on each."""
-    hosts: dict[tuple[str, ...], list[Finding]] = {}
-    for one in findings:
-        hosts.setdefault((one.check, one.state, one.what, one.fix), []).append(one)
-    return [
-        same[0] if len(same) == 1
-        else Finding(same[0].check, ", ".join(one.host for one in same), *key[1:])
-        for key, same in hosts.items()
-    ]  # fmt: skip
-
-
-def _split(check: str, host: str, problem: str) -> Finding:
-    """Return a red line from `what is wrong. What to do about it.`"""
-    what, _, fix = problem.rstrip(".").partition(". ")
-    return Finding(check, host, RED, what, fix[:1].lower() + fix[1:])
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def table(findings: Sequence[Finding], color: bool) -> str:
-    """Return the findings as lines, aligned; what is red stands out in a terminal."""
-    wide = [max(len(getattr(one, name)) for one in findings) for name in ("check", "host", "state")]
-    lines = []
-    for one in findings:
-        head = f"{one.check:<{wide[0]}}  {one.host:<{wide[1]}}  {one.state:<{wide[2]}}  "
-        fix = f"  Fix: {one.fix}." if one.fix else ""
-        line = f"{head}{one.what}.{fix}" if fix else f"{head}{one.what}"
-        lines.append(f"\033[31m{line}\033[0m" if color and one.state == RED else line)
-    return "\n".join(lines)

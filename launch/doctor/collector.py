@@ -1,8 +1,7 @@
-"""The doctor's part on each host: answers questions about this machine, a JSON line for each.
+"""The doctor's process on each host: answers requests about this machine, one JSON line each.
 
-It runs over ssh where a rank would run, in the same directory, with the same interpreter and the
-environment that DeepSpeed would hand on. It looks, and writes nothing but the token that shows
-whether the hosts share the run directory.
+It is started over ssh in the directory, with the interpreter and with the environment of a rank. It
+writes nothing except the file that shows whether the hosts share the run directory.
 """
 
 import contextlib
@@ -18,28 +17,29 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from zerolm import machine, resources
-from zerolm.errors import ConfigError
-from zerolm.flags import parse_settings
-from zerolm.provenance import git_commit, versions
-from zerolm.settings import Settings
-from zerolm.shards import Source, verify
-from zerolm.sources import open_sources
+from zerolm.common import machine
+from zerolm.common.errors import ConfigError
+from zerolm.common.provenance import git_commit, versions
+from zerolm.common.shipped import ROOT, find_config
+from zerolm.config.flags import parse_settings
+from zerolm.config.settings import Settings
+from zerolm.data.sources import open_sources
+from zerolm.preflight import host
+from zerolm.shards.reader import Source, verify
 
-ROOT = Path(__file__).parent.parent
-MARK = "@zerolm "  # before each answer: a login shell may print lines of its own
-CODE = ("pretrain.py", "zerolm/*.py", "launch/*.py")
+MARK = "@zerolm "  # at the start of each answer: a login shell may print other lines
+CODE_PATTERNS = ("pretrain.py", "zerolm/**/*.py", "launch/**/*.py")
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES = 64, 1 << 20
-BUSY_SHARE = 0.05  # of a device's memory, in use by somebody else
+BUSY_SHARE = 0.05  # share of a device's memory above which another process uses it
 COMMAND_SECONDS = 20.0
 
 
-def serve(questions: TextIO, answers: TextIO) -> None:
-    """Answer each line until there are no more. An error of ours is an answer too."""
-    for line in questions:
-        question = json.loads(line)
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answer each line of `requests` until they end. An exception is sent as an answer, too."""
+    for line in requests:
+        request = json.loads(line)
         try:
-            answer = {"answer": ANSWERS[question.pop("ask")](**question)}
+            answer = {"answer": ANSWERS[request.pop("ask")](**request)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(MARK + json.dumps(answer) + "\n")
@@ -47,19 +47,19 @@ def serve(questions: TextIO, answers: TextIO) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# The facts
+# Facts about this host
 
 
 def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
-    """Return what the doctor compares. What could not be found out is in `problems`.
+    """Return the facts that the doctor compares. `problems` has the errors found on the way.
 
     Args:
-        flags: of pretrain.py; empty: nothing is asked about a run.
+        flags: flags of pretrain.py; empty: only facts that do not depend on a run.
         deep: read every byte of the shards and check it against their manifests.
-        port: on which rank 0 would listen.
+        port: port on which rank 0 would listen.
     """
     settings, problems = parse_settings(flags)
-    device = devices(problems)
+    found_devices = devices(problems)
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -67,10 +67,10 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
         "code": {str(path.relative_to(ROOT)): _sha256(path) for path in _code_files()},
         "configs": _configs(settings),
         "data": data(settings, deep),
-        "devices": device,
+        "devices": found_devices,
         "disk": disk(settings),
-        "shared_memory": resources.shared_memory(),
-        "port": resources.port_problem(port),
+        "shared_memory": host.shared_memory(),
+        "port": host.port_problem(port),
         "locks": [[str(lock) for lock in locks] for locks in machine.build_locks(os.environ)],
         "operators": operators(),
         "addresses": addresses(),
@@ -80,22 +80,21 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
 
 
 def devices(problems: list[str]) -> dict[str, Any]:
-    """Return {kind, count, busy: a line for each device that somebody else uses}."""
-    import deepspeed.accelerator  # also shows whether it can be imported at all
+    """Return {kind, count, busy: one line for each device that another process uses}."""
+    import deepspeed.accelerator  # on every host: also checks that it can be imported
 
-    found = machine.local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
-    if not found.is_gpu:
+    device = machine.local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
+    if not device.is_gpu:
         return {"kind": "cpu", "count": len(os.sched_getaffinity(0)), "busy": []}
     count = deepspeed.accelerator.get_accelerator().device_count()
-    return {"kind": found.kind, "count": count, "busy": _busy_devices()}
+    return {"kind": device.kind, "count": count, "busy": _busy_devices()}
 
 
 def _busy_devices() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader"]
-    said = _output(query + ["--id=" + os.environ["CUDA_VISIBLE_DEVICES"]]
-                   if os.environ.get("CUDA_VISIBLE_DEVICES") else query)  # fmt: skip
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     busy = []
-    for line in said.splitlines():
+    for line in _output(query + ([f"--id={visible}"] if visible else [])).splitlines():
         with contextlib.suppress(ValueError):
             index, used, total = line.replace("MiB", "").split(",")
             if int(used) > BUSY_SHARE * int(total):
@@ -104,16 +103,16 @@ def _busy_devices() -> list[str]:
 
 
 def data(settings: Settings, deep: bool) -> dict[str, Any]:
-    """Return what the sources are like from here, and what is wrong with them.
+    """Return {problems, sources: {directory: fingerprint, sample checksums, size and read time}}.
 
-    Of each shard there is a checksum over blocks of it; the time of reading them, from the storage
-    and not from memory, gives the speed.
+    The sample of a source is read from the storage, not from the page cache, so that its time
+    measures the speed of the storage.
     """
     problems: list[str] = []
     opened = open_sources(settings, problems)
     found: dict[str, Any] = {"problems": problems, "sources": {}}
     for source in [*opened.training, *opened.validation]:
-        shards, size, seconds = sample_of(source)
+        shards, size, seconds = read_sample(source)
         entry = {"fingerprint": source.fingerprint, "shards": shards, "bytes": size}
         found["sources"][str(source.directory)] = {**entry, "seconds": seconds}
         if deep:
@@ -124,12 +123,12 @@ def data(settings: Settings, deep: bool) -> dict[str, Any]:
     return found
 
 
-def sample_of(source: Source) -> tuple[dict[str, str], int, float]:
-    """Return (checksum of blocks of each shard, bytes read in all, seconds of reading them).
+def read_sample(source: Source) -> tuple[dict[str, str], int, float]:
+    """Return ({shard: checksum of its sampled blocks}, bytes read, seconds spent reading).
 
-    Blocks stand at equal distances over all shards, and one at least at the start of each.
+    The blocks are evenly spaced over all shards, with at least one at the start of each shard.
     """
-    shards, found = source.manifest["shards"], {}
+    shards, checksums = source.manifest["shards"], {}
     total = sum(shard["size_bytes"] for shard in shards)
     step = max(SAMPLE_BLOCK_BYTES, total // SAMPLE_BLOCKS)
     size, seconds = 0, 0.0
@@ -140,30 +139,30 @@ def sample_of(source: Source) -> tuple[dict[str, str], int, float]:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while position < shard["size_bytes"]:
             end = min(position + SAMPLE_BLOCK_BYTES, shard["size_bytes"])
-            began = time.perf_counter()
-            block = source.files.bytes_of(shard["file"], position, end)
-            seconds += time.perf_counter() - began
+            start = time.perf_counter()
+            block = source.files.read_bytes(shard["file"], position, end)
+            seconds += time.perf_counter() - start
             digest.update(block)
             size += len(block)
             position += step
-        found[shard["file"]] = digest.hexdigest()[:16]
-    return found, size, seconds
+        checksums[shard["file"]] = digest.hexdigest()[:16]
+    return checksums, size, seconds
 
 
 def disk(settings: Settings) -> dict[str, Any]:
-    """Return how the run directory is seen from here; empty without one."""
+    """Return {problem, free bytes, room for checkpoints} of the run directory; {} without one."""
     if settings.run_dir is None:
         return {}
-    free, checkpoints = resources.checkpoint_room(settings.run_dir, 1, settings.checkpoint_keep)
+    free, checkpoints = host.checkpoint_room(settings.run_dir, 1, settings.checkpoint_keep)
     return {
-        "problem": machine.unwritable(settings.run_dir),
+        "problem": machine.write_problem(settings.run_dir),
         "free": free,
         "checkpoints": checkpoints,
     }
 
 
 def operators() -> dict[str, Any]:
-    """Return {built: DeepSpeed's operators that are, missing: what building others needs}."""
+    """Return {built: DeepSpeed's compiled operators, missing: what is needed to compile others}."""
     from deepspeed.git_version_info import installed_ops
 
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
@@ -178,17 +177,17 @@ def operators() -> dict[str, Any]:
 
 
 def addresses() -> list[str]:
-    """Return the addresses of this host, as DeepSpeed asks for them."""
+    """Return the addresses of this host, read as DeepSpeed reads them."""
     return _output(["hostname", "-I"]).split()
 
 
 def _configs(settings: Settings) -> dict[str, str | None]:
-    named = (settings.model_config, settings.deepspeed_config, settings.settings)
-    return {path: _sha256(Path(path)) for path in named if path is not None}
+    paths = (settings.model_config, settings.deepspeed_config, settings.settings)
+    return {path: _sha256(find_config(path)) for path in paths if path is not None}
 
 
 def _code_files() -> list[Path]:
-    return sorted(path for pattern in CODE for path in ROOT.glob(pattern))
+    return sorted(path for pattern in CODE_PATTERNS for path in ROOT.glob(pattern))
 
 
 def _sha256(path: Path) -> str | None:
@@ -204,22 +203,23 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _output(words: list[str]) -> str:
+def _output(command: list[str]) -> str:
+    """Return the standard output of a command; empty if it fails."""
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""
 
 
 # -------------------------------------------------------------------------------------------------
-# What all hosts do together
+# Checks in which all hosts take part
 
 
 def token(run_dir: str, name: str, do: str) -> bool:
-    """Write, see or remove a file of the run directory, or of its nearest parent that exists."""
+    """Write, see or remove a file in the run directory, or in its nearest existing parent."""
     path = Path(run_dir).absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -234,29 +234,36 @@ def token(run_dir: str, name: str, do: str) -> bool:
 def all_reduce(
     ranks: int, first: int, world: int, address: str, port: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Run this host's ranks of an all-reduce over all hosts; return what each of them says."""
-    words = [sys.executable, "-m", "launch.all_reduce", "--world", str(world)]
-    words += ["--address", address, "--port", str(port), "--seconds", str(seconds)]
+    """Run this host's ranks of an all-reduce over all hosts; return the result of each rank.
+
+    Args:
+        ranks, first: number of ranks on this host, and the global rank of its first one.
+        world: world size.
+        address, port: where rank 0 listens.
+        seconds: time limit.
+    """
+    command = [sys.executable, "-m", "launch.doctor.all_reduce", "--world", str(world)]
+    command += ["--address", address, "--port", str(port), "--seconds", str(seconds)]
     workers = [
         subprocess.Popen(
-            [*words, "--rank", str(first + local), "--local_rank", str(local)],
+            [*command, "--rank", str(first + local), "--local_rank", str(local)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for local in range(ranks)
     ]  # fmt: skip
     deadline = time.monotonic() + seconds
-    said: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for worker in workers:
         try:
             out, errors = worker.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            said.append(json.loads(out.splitlines()[-1]))
+            results.append(json.loads(out.splitlines()[-1]))
         except (ValueError, IndexError):
-            said.append({"error": (errors.strip() or "it said nothing").splitlines()[-1]})
+            results.append({"error": (errors.strip() or "no output").splitlines()[-1]})
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.communicate()
-            said.append({"error": f"no end in {seconds:.0f} s"})
-    return said
+            results.append({"error": f"not finished after {seconds:.0f} s"})
+    return results
 
 
 ANSWERS: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""A conversation with the doctor's collector on one host, over one ssh connection.
+"""A session with the doctor's collector on one host, over one ssh connection.
 
-What the collector shall have in its environment goes over its standard input, so that no value
-stands on a command line, here or there.
+The environment of the collector is sent over its standard input, so that no value is visible on a
+command line of either host.
 """
 
 import json
@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.collector import MARK
-from launch.forwarded import forwarded_environment
-from launch.hosts import Host, shell_words
+from launch.command.environment import forwarded_environment
+from launch.doctor.collector import MARK
+from launch.supervise.hosts import Host, remote_command
 
-# Reads one line and not a byte more: what follows is for the program that takes its place.
-START = (
+# Reads the first line only, byte by byte: what follows is for the program that replaces this one.
+BOOTSTRAP = (
     "import json, os, sys; line = b''\n"
     "while not line.endswith(b'\\n'): line += os.read(0, 1) or sys.exit('no standard input')\n"
     "os.environ.update(json.loads(line))\n"
@@ -29,40 +29,40 @@ START = (
 
 
 class HostError(Exception):
-    """What a host does not answer, or answers with an error. One line."""
+    """A host did not answer, or answered with an error. The message is one line."""
 
 
 class Session:
-    """An open conversation; `close` ends it. Not to be shared between threads."""
+    """An open session; `close` ends it. Must not be shared between threads."""
 
     def __init__(self, host: Host, ssh_port: str | None):
         self.host = host
         here, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
-        command = f"cd {here} && exec {python} -c {shlex.quote(START)}"
+        command = f"cd {here} && exec {python} -c {shlex.quote(BOOTSTRAP)}"
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            shell_words(host, command, ssh_port), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            remote_command(host, command, ssh_port), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.errors, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._write(json.dumps(forwarded_environment()))
 
-    def ask(self, seconds: float, ask: str, /, **question: Any) -> Any:
-        """Ask one question and return its answer.
+    def ask(self, seconds: float, name: str, /, **arguments: Any) -> Any:
+        """Call one of the collector's `ANSWERS` and return its result.
 
         Raises:
-            HostError: there is none in time, or it is an error.
+            HostError: there is no answer in `seconds`, or it is an error.
         """
-        self._write(json.dumps({"ask": ask, **question}))
+        self._write(json.dumps({"ask": name, **arguments}))
         deadline = time.monotonic() + seconds
         while True:
             try:
                 line = self.lines.get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
-                raise HostError(f"no answer in {seconds:.0f} s ({ask})") from None
+                raise HostError(f"no answer in {seconds:.0f} s ({name})") from None
             if line is None:
-                raise HostError(self._ending())
+                raise HostError(self._exit_message())
             if line.startswith(MARK):
                 answer = json.loads(line[len(MARK) :])
                 if "error" in answer:
@@ -70,18 +70,18 @@ class Session:
                 return answer["answer"]
 
     def clock_offset(self, seconds: float) -> tuple[float, float]:
-        """Return (how far its clock is ahead of this host's, uncertainty), in seconds."""
+        """Return (how far the host's clock is ahead of this one's, uncertainty), in seconds."""
         best = (0.0, float("inf"))
         for _ in range(3):
             before = time.time()
-            there = self.ask(seconds, "clock")
+            remote = self.ask(seconds, "clock")
             after = time.time()
-            best = min(best, (there - (before + after) / 2, (after - before) / 2),
-                       key=lambda pair: pair[1])  # fmt: skip
+            measured = (remote - (before + after) / 2, (after - before) / 2)
+            best = min(best, measured, key=lambda pair: pair[1])
         return best
 
     def close(self) -> None:
-        """End the collector: it sees the end of its questions, and ssh goes with it."""
+        """Close the collector's standard input, which ends it and the ssh connection."""
         try:
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -100,7 +100,7 @@ class Session:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # it has ended: the next answer says how
+            pass  # the collector has ended: the next `ask` reports how
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -108,8 +108,8 @@ class Session:
             self.lines.put(line)
         self.lines.put(None)
 
-    def _ending(self) -> str:
+    def _exit_message(self) -> str:
         code = self.process.wait()
         self.errors.seek(0)
-        said = self.errors.read().strip().splitlines()
-        return f"exit code {code}" + (f": {said[-1]}" if said else "")
+        output = self.errors.read().strip().splitlines()
+        return f"exit code {code}" + (f": {output[-1]}" if output else "")

@@ -8,16 +8,14 @@ a few steps here (probing). Heavy imports stay inside the functions: `--help` is
 import argparse
 import json
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch.flag_types import count, duration
-from zerolm.errors import ConfigError
-from zerolm.values import parse_number
+from zerolm.common.command_line import count, duration, number, size_bytes
+from zerolm.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launch.estimate import Assumptions
-    from launch.hardware import Hardware
+    from launch.plan.estimate import Assumptions
+    from launch.plan.hardware import Hardware
 
 # Flags that mean what they mean to pretrain.py, and are read by the same code.
 SETTINGS = {
@@ -41,15 +39,12 @@ FIGURES = {
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its flags."""
-    words = commands.add_parser(
-        "plan",
-        help="memory, time and price of a run, before it starts",
-        description="Say what a run needs on each device, how long it takes and what it costs, "
-        "from its three files. No GPU is needed, and no weights are allocated.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say what a run needs on each device, how long it takes and what it costs, "
+        "from its three files. No GPU is needed, and no weights are allocated."
     )
-    group = words.add_argument_group("the run, as for pretrain.py")
+    group = parser.add_argument_group("the run, as for pretrain.py")
     for name, (shows, text) in SETTINGS.items():
         group.add_argument(f"--{name}", metavar=shows, help=text)
     group.add_argument(
@@ -60,33 +55,37 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--no-async_checkpoint", dest="synchronous", action="store_true",
         help="training waits for each checkpoint",
     )  # fmt: skip
-    group = words.add_argument_group("the devices")
+    group = parser.add_argument_group("the devices")
     group.add_argument(
         "--hardware", metavar="NAME|FILE",
-        help="H100, A100-80GB, ... of launch/hardware.json, or a file of that form (default: H100)",
+        help="H100, A100-80GB, ... of launch/plan/hardware.json, or a file like it (default: H100)",
     )  # fmt: skip
     group.add_argument("--devices", metavar="N", type=count, default=8, help="(default: 8)")
     group.add_argument(
         "--devices_per_node", metavar="N", type=count, default=8, help="(default: 8)"
     )
     for name, (shows, text) in FIGURES.items():
-        group.add_argument(f"--{name}", metavar=shows, type=_number, help=f"{text}, if not theirs")
-    group = words.add_argument_group("what is assumed")
+        read = size_bytes if shows == "BYTES" else number
+        group.add_argument(f"--{name}", metavar=shows, type=read, help=f"{text}, if not theirs")
+    group = parser.add_argument_group("what is assumed")
     group.add_argument(
-        "--mfu", metavar="X", type=_number, help="share of the peak, instead of our model of time"
+        "--mfu", metavar="X", type=number, help="share of the peak, instead of our model of time"
     )
     group.add_argument(
-        "--failures_per_device_hour", metavar="X", type=_number,
+        "--failures_per_device_hour", metavar="X", type=number,
         help="interruptions (default: Llama 3's, 466 in 54 days on 16,384 devices)",
     )  # fmt: skip
     group.add_argument(
-        "--restart_seconds", metavar="X", type=_number, help="until training goes on (default: 600)"
+        "--restart_seconds",
+        metavar="DURATION",
+        type=duration,
+        help="until training goes on (default: 600)",
     )
     group.add_argument(
-        "--storage_bandwidth", metavar="BYTES", type=_number,
+        "--storage_bandwidth", metavar="BYTES", type=size_bytes,
         help="per second, of the checkpoints' storage (default: 2e9)",
     )  # fmt: skip
-    group = words.add_argument_group("other questions")
+    group = parser.add_argument_group("other questions")
     group.add_argument(
         "--search", action="store_true", help="which profile is fastest, and why not the others"
     )
@@ -115,7 +114,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(arguments: argparse.Namespace, command: Sequence[str] = ()) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Answer what the flags ask for; the return value is the exit code.
 
     Raises:
@@ -143,38 +142,48 @@ def run(arguments: argparse.Namespace, command: Sequence[str] = ()) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from launch.estimate import estimate, to_json
+    from launch.plan.estimate import estimate, to_json
 
     found = estimate(_subject(arguments), assumptions(arguments), arguments.mfu)
     if arguments.json:
         print(json.dumps(to_json(found), indent=2))
     else:
-        from launch.plan_text import as_text
+        from launch.plan.text import as_text
 
+        _print_notices(arguments)
         print(as_text(found, arguments.mfu))
     return 0
 
 
+def _print_notices(arguments: argparse.Namespace) -> None:
+    """Print which config files are those that come with zerolm."""
+    from zerolm.common.shipped import shipped_notice
+
+    for name in (arguments.model_config, arguments.deepspeed_config or DEFAULT_DS_CONFIG):
+        if notice := shipped_notice(name):
+            print(f"note: {notice}")
+
+
 def _subject(arguments: argparse.Namespace) -> Any:
-    from launch.subject import Model, resolve_subject
-    from zerolm.ds_config import load_ds_config
-    from zerolm.ds_schema import schema_problems
+    from launch.plan.subject import resolve_subject
+    from zerolm.ds_config.profile import Profile
+    from zerolm.ds_config.schema import schema_problems
+    from zerolm.model.model import Model
 
     settings = settings_of(arguments)
-    name = settings.deepspeed_config or DEFAULT_DS_CONFIG
-    raw = load_ds_config(name)
-    problems = schema_problems(raw, name)
+    profile = Profile.read(settings.deepspeed_config or DEFAULT_DS_CONFIG)
+    problems = schema_problems(profile)
     if problems:
         raise ConfigError(problems)
-    model = Model.load(arguments.model_config)
+    model, hardware = Model.load(arguments.model_config), hardware_of(arguments)
     return resolve_subject(
-        model, raw, name, settings, hardware_of(arguments), arguments.devices, per_node(arguments)
+        model, profile, settings, hardware, arguments.devices, per_node(arguments)
     )
 
 
 def settings_of(arguments: argparse.Namespace) -> Any:
     """Read the flags that pretrain.py has too, with its own rules."""
-    from zerolm.flags import parse_settings
+    from zerolm.config.flags import parse_settings
 
     words = []
     for name in SETTINGS:
@@ -190,7 +199,7 @@ def settings_of(arguments: argparse.Namespace) -> Any:
 
 
 def hardware_of(arguments: argparse.Namespace) -> "Hardware":
-    from launch import hardware
+    from launch.plan import hardware
 
     return hardware.load(arguments.hardware, {name: getattr(arguments, name) for name in FIGURES})
 
@@ -206,8 +215,8 @@ def per_node(arguments: argparse.Namespace) -> int:
 
 
 def assumptions(arguments: argparse.Namespace) -> "Assumptions":
-    from launch import hardware
-    from launch.estimate import Assumptions
+    from launch.plan import hardware
+    from launch.plan.estimate import Assumptions
 
     usual = hardware.assumed()
 
@@ -229,28 +238,27 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
 def _probe(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from launch import hardware, probing
-    from launch.estimate import estimate, to_json
-    from launch.plan_text import as_text
+    from launch.plan import hardware, probe
+    from launch.plan.estimate import estimate, to_json
+    from launch.plan.text import as_text
 
     subject = _subject(arguments)  # what is refused is refused before anything runs
     settings = settings_of(arguments)
     name = settings.deepspeed_config or DEFAULT_DS_CONFIG
-    ranks = arguments.probe_ranks or probing.local_ranks()
-    found = probing.probe(subject.model, settings, name, ranks, arguments.probe_timeout)
+    ranks = arguments.probe_ranks or probe.local_ranks()
+    found = probe.probe(subject.model, settings, name, ranks, arguments.probe_timeout)
     here = hardware.recognise(found.device)
     same = here is not None and here.name == subject.hardware.name
     mfu = arguments.mfu or (found.mfu if same else None)
     planned = estimate(subject, assumptions(arguments), mfu, found.memory_ratio)
-    days = subject.total_tokens / found.tokens_per_second / 86400
+    days = subject.settings.total_tokens / found.tokens_per_second / 86400
     if arguments.json:
         ratio = {"memory_ratio": found.memory_ratio, "mfu": found.mfu, "days_here": days}
         print(json.dumps({"probe": asdict(found) | ratio, "plan": to_json(planned)}, indent=2))
         return 0
-    print(probing.as_text(found))
-    print(
-        f"these {ranks} device(s) would train {subject.total_tokens:,} tokens in {days:,.3g} days"
-    )
+    print(probe.as_text(found))
+    tokens = f"{subject.settings.total_tokens:,} tokens"
+    print(f"these {ranks} device(s) would train {tokens} in {days:,.3g} days")
     time = f"its MFU, {mfu:.1%}" if mfu and same else "our model of time: other devices than here"
     print(f"\nPlan with {found.memory_ratio:.4f} x the predicted memory, and {time}\n")
     print(as_text(planned, mfu))
@@ -262,8 +270,8 @@ def _probe(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from launch import search
-    from launch.subject import Model
+    from launch.plan import search
+    from zerolm.model.model import Model
 
     model = Model.load(arguments.model_config)
     candidates = search.search(
@@ -282,9 +290,9 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.write:
         from pathlib import Path
 
-        from zerolm.files import write_json
+        from zerolm.common.files import write_json
 
-        write_json(Path(arguments.write), best.ds)
+        write_json(Path(arguments.write), best.profile.json)
         if not arguments.json:
             print(search.next_words(best, arguments.write))
     return 0
@@ -295,7 +303,7 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _published() -> int:
-    from launch import published
+    from launch.plan import published
 
     print(published.document())
     return 0
@@ -304,7 +312,7 @@ def _published() -> int:
 def _budget(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from launch import scaling
+    from launch.plan import scaling
 
     flops, said = scaling.flops_of(
         arguments.budget, hardware_of(arguments), arguments.devices, arguments.mfu
@@ -315,14 +323,3 @@ def _budget(arguments: argparse.Namespace) -> int:
     else:
         print(f"{said}{scaling.as_text(flops, found)}")
     return 0
-
-
-def _number(text: str) -> float:
-    """Read a positive number, also as 3e9, 3B or 500M."""
-    try:
-        value = float(parse_number(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be positive. Give a larger number.")
-    return value

@@ -3,12 +3,14 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.reliability import Interruptions, interruptions
-from launch.step_time import StepTime, step_time
-from launch.subject import Subject
-from zerolm import defaults, ds_config, memory, parallel
-from zerolm.activations import Activations
-from zerolm.flops import head_flops_per_token, recomputed_flops_per_token
+from launch.plan.reliability import Interruptions, interruptions
+from launch.plan.step_time import StepTime, step_time
+from launch.plan.subject import Subject
+from zerolm.config import defaults
+from zerolm.model.activation_memory import Activations
+from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
+from zerolm.plan import memory
+from zerolm.plan.rank_share import config_of_rank
 
 UINT16_TOKENS = 1 << 16  # a larger vocabulary takes four bytes a token (docs/formats.md)
 
@@ -92,12 +94,12 @@ def estimate(
     """
     step = step_time(subject, mfu)
     settings, hardware, model = subject.settings, subject.hardware, subject.model
-    steps = -(-subject.total_tokens // subject.batch_tokens)
+    steps = -(-subject.settings.total_tokens // subject.settings.batch_tokens)
     run_seconds = steps * step.seconds
-    rate = subject.batch_tokens / step.seconds
-    peak = hardware.peak(ds_config.compute_precision(subject.ds))
+    rate = subject.settings.batch_tokens / step.seconds
+    peak = hardware.peak(subject.profile.compute_precision)
     assert peak is not None
-    size = memory.checkpoint_bytes(model.shapes, subject.ds)
+    size = memory.checkpoint_bytes(model.shapes, subject.profile)
     write = size / assumed.storage_write_bytes_per_second
     copy = size / subject.devices / hardware.host_link
     stall = copy if settings.async_checkpoint else copy + write
@@ -114,11 +116,11 @@ def estimate(
     price = hardware.price_per_hour
     again = 0.0
     if settings.gradient_checkpointing is True:  # selective repeats no matrix product
-        again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
+        again = recomputed_flops_per_token(model.config, model.shapes, subject.settings.seq_len)
     if settings.loss_chunk_tokens:
         again += head_flops_per_token(model.config, model.shapes)
     each = own_activations(subject)
-    micro = subject.micro_batch_size
+    micro = subject.settings.micro_batch_size
     width = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4
     return Estimate(
         subject=subject,
@@ -148,11 +150,11 @@ def estimate(
 def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
     """Return the bytes of one device, and of its share of its host, times a measured ratio."""
     model, hardware, settings = subject.model, subject.hardware, subject.settings
-    states = memory.model_states(model.shapes, subject.ds, subject.devices)
-    buckets, gathered = memory.buffer_bytes(subject.held[0], subject.ds)
+    states = memory.model_states(model.shapes, subject.profile, subject.devices)
+    buckets, gathered = memory.buffer_bytes(subject.shapes_of_rank[0], subject.profile)
     each = own_activations(subject)
-    peak = each.peak(settings.gradient_checkpointing, subject.micro_batch_size)
-    loss = min(each.loss_bytes(subject.micro_batch_size), peak)
+    peak = each.peak(settings.gradient_checkpointing, subject.settings.micro_batch_size)
+    loss = min(each.loss_bytes(subject.settings.micro_batch_size), peak)
     held = {
         "weights": states.weights,
         "gradients": states.gradients,
@@ -175,11 +177,11 @@ def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
 def own_activations(subject: Subject) -> Activations:
     """Return what a device keeps of a sequence for its backward pass: all, or its part."""
     return memory.activations_of(
-        parallel.part_of(subject.model.config, subject.layout),
-        subject.own_tokens,
-        subject.precision,
+        config_of_rank(subject.model.config, subject.layout),
+        subject.rank_tokens,
+        subject.profile.precision,
         eager=subject.settings.attn_implementation == "eager",
-        chunk_tokens=subject.settings.loss_chunk_tokens or 0,
+        chunk_tokens=subject.settings.loss_chunk_tokens,
     )
 
 
@@ -193,19 +195,19 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "devices": subject.devices,
         "tensor_parallel": subject.layout.tensor,
         "sequence_parallel": subject.layout.sequence,
-        "zero_stage": subject.stage,
-        "offload": list(subject.offload),
-        "precision": subject.precision,
+        "zero_stage": subject.profile.zero_stage,
+        "offload": list(subject.profile.offloads.values()),
+        "precision": subject.profile.precision,
         "parameters": subject.model.num_parameters,
         "active_parameters": subject.model.num_active_parameters,
         "flops_per_token": subject.flops_per_token,
         "attention_flops_per_token": subject.attention_flops,
         "hardware_flops_per_token": found.hardware_flops_per_token,
-        "total_flops": subject.flops_per_token * subject.total_tokens,
-        "total_tokens": subject.total_tokens,
-        "seq_len": subject.seq_len,
-        "batch_tokens": subject.batch_tokens,
-        "micro_batch_size": subject.micro_batch_size,
+        "total_flops": subject.flops_per_token * subject.settings.total_tokens,
+        "total_tokens": subject.settings.total_tokens,
+        "seq_len": subject.settings.seq_len,
+        "batch_tokens": subject.settings.batch_tokens,
+        "micro_batch_size": subject.settings.micro_batch_size,
         "accumulation": subject.accumulation,
         "gradient_checkpointing": settings.gradient_checkpointing,
         "memory": {**asdict(found.memory), "used": found.memory.used, "fits": found.memory.fits},

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import ConfigError, did_you_mean
-from zerolm.values import read_json
+from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.values import read_json
 
 FILE = Path(__file__).with_name("hardware.json")
 
@@ -82,7 +82,7 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
     if key is None:
         raise ConfigError(
             f"command line: --hardware: {wanted}, no such device.{did_you_mean(wanted, devices)} "
-            f"Known are {', '.join(devices)}; or give a file like launch/hardware.json."
+            f"Known are {', '.join(devices)}; or give a file like launch/plan/hardware.json."
         )
     given: dict[str, Any] = {name: value for name, value in changed.items() if value is not None}
     return dataclasses.replace(devices[key], **given)
@@ -94,7 +94,7 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
     Raises:
         ConfigError: a key is missing, unknown or not a number.
     """
-    values = read_json(path, "a file like launch/hardware.json")
+    values = read_json(path, "a file like launch/plan/hardware.json")
     fields = [field.name for field in dataclasses.fields(Hardware) if field.name != "name"]
     texts = {"match", "price_date", "price_source", "source"}
     devices: dict[str, Hardware] = {}
@@ -124,7 +124,7 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
         if not any(f"devices.{name}." in problem for problem in problems):
             devices[name] = Hardware(name=name, **known)
     if not devices and not problems:
-        problems.append(f"{path}: devices: missing. Write it like launch/hardware.json.")
+        problems.append(f"{path}: devices: missing. Write it like launch/plan/hardware.json.")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return devices
@@ -132,7 +132,7 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
 
 def assumed() -> dict[str, Any]:
     """Return the figures that belong to no device: failures, restarts, storage."""
-    return read_json(FILE, "launch/hardware.json")["assumed"]
+    return read_json(FILE, "launch/plan/hardware.json")["assumed"]
 
 
 def recognise(device_name: str) -> Hardware | None:

@@ -1,7 +1,7 @@
 """`plan --probe`: three real steps of the real profile on this machine, beside what was predicted.
 
 pretrain.py runs under the `deepspeed` launcher on tokens made up for it, counts what each rank
-keeps (zerolm/live_memory.py) and times its steps. Its directory is removed afterwards.
+keeps (zerolm/train/evidence.py) and times its steps. Its directory is removed afterwards.
 """
 
 import json
@@ -15,16 +15,19 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import hardware
-from launch.subject import Model
-from zerolm import ds_config, memory, processes
-from zerolm.errors import ConfigError
-from zerolm.parallel import held, layout_of, part_of
-from zerolm.recomputation import flag_words
-from zerolm.settings import Settings
-from zerolm.values import read_json, shown_bytes
+from launch.plan import hardware
+from zerolm.common import processes
+from zerolm.common.errors import ConfigError
+from zerolm.common.run_files import RunFiles
+from zerolm.common.shipped import SCRIPT
+from zerolm.common.values import read_json, shown_bytes
+from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.model.activation_checkpointing import flag_words
+from zerolm.model.model import Model
+from zerolm.plan import memory
+from zerolm.plan.rank_share import config_of_rank, shapes_of_rank
 
-SCRIPT = Path(__file__).parent.parent / "pretrain.py"
 STEPS = 3
 MARK = "ZEROLM_PROBE"
 STATES = ("weights", "gradients", "optimizer", "master")
@@ -109,7 +112,7 @@ def _words(
     """Return pretrain.py's flags for three steps of two micro-batches, and write their tokens."""
     seq_len = settings.seq_len or 128
     micro = settings.micro_batch_size or 1
-    batch = 2 * micro * layout_of(ds_config.load_ds_config(ds_path), ranks).replicas * seq_len
+    batch = 2 * micro * Profile.read(ds_path).layout(ranks).replicas * seq_len
     _write_tokens(directory / "shards", model, (STEPS + 2) * batch)
     (directory / "counts").mkdir()
     words = ["--data", str(directory / "shards"), "--run_dir", str(directory / "run")]
@@ -125,7 +128,7 @@ def _write_tokens(directory: Path, model: Model, count: int) -> None:
     """Write documents of uniformly random tokens: what they are changes neither memory nor time."""
     import numpy as np
 
-    from zerolm.shard_writer import ShardWriter
+    from zerolm.shards.writer import ShardWriter
 
     vocabulary = model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
@@ -158,8 +161,8 @@ def _launch(words: list[str], ranks: int, directory: Path, timeout_seconds: floa
     except subprocess.TimeoutExpired:
         said, code = "", None
     finally:
-        for pid in processes.marked(f"{MARK}={mark}"):  # also what outlived its launcher
-            processes.send(pid, signal.SIGKILL, f"{MARK}={mark}")
+        for pid in processes.marked_pids(f"{MARK}={mark}"):  # also what outlived its launcher
+            processes.signal_marked(pid, signal.SIGKILL, f"{MARK}={mark}")
         process.wait()
     if code is None:
         raise ConfigError(
@@ -172,29 +175,27 @@ def _launch(words: list[str], ranks: int, directory: Path, timeout_seconds: floa
 
 
 def _measured(model: Model, directory: Path, ranks: int) -> Probe:
-    run = directory / "run"
-    record = read_json(run / "run.json", "the record of the probe's run")
-    ds, settings = record["ds_config"], record["settings"]
+    files = RunFiles(directory / "run")
+    record = read_json(files.record, "the record of the probe's run")
+    profile, settings = Profile.parse(record["ds_config"]), record["settings"]
     counts = [json.loads(path.read_text()) for path in (directory / "counts").glob("rank-*.json")]
     counted = max(counts, key=lambda one: sum(one[name] for name in STATES))
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in files.metrics.read_text().splitlines()]
     seconds = [row["throughput/step_seconds"] for row in rows if "throughput/step_seconds" in row]
     peaks = [row["memory/peak_bytes"] for row in rows if row.get("memory/peak_bytes")]
-    states = memory.model_states(model.shapes, ds, ranks)
-    shapes, _ = held(model.shapes, ds, ranks)
-    precision, again = ds_config.precision(ds), settings["gradient_checkpointing"]
-    layout = layout_of(ds, ranks)
+    states, layout = memory.model_states(model.shapes, profile, ranks), profile.layout(ranks)
+    shapes, _ = shapes_of_rank(model.shapes, layout)
     kept = memory.activation_bytes(
-        part_of(model.config, layout),
+        config_of_rank(model.config, layout),
         settings["seq_len"] // layout.sequence,
-        precision,
-        again,
+        profile.precision,
+        settings["gradient_checkpointing"],
         settings["micro_batch_size"],
         settings.get("loss_chunk_tokens") or 0,
     )
-    files = (path for path in (run / "checkpoints").rglob("*") if path.is_file())
+    checkpoints = (path for path in files.checkpoints.rglob("*") if path.is_file())
     device = _device_name()
-    from zerolm.flops import flops_per_token
+    from zerolm.model.flops import flops_per_token
 
     return Probe(
         ranks=ranks,
@@ -203,13 +204,13 @@ def _measured(model: Model, directory: Path, ranks: int) -> Probe:
             name: getattr(states, name) + getattr(states, f"host_{name}") for name in STATES
         },
         peak_bytes=int(max(peaks)) if peaks and device != "cpu" else None,
-        predicted_peak_bytes=states.device + sum(memory.buffer_bytes(shapes, ds)) + kept,
+        predicted_peak_bytes=states.device + sum(memory.buffer_bytes(shapes, profile)) + kept,
         activation_bytes=kept,
         step_seconds=min(seconds),
         batch_tokens=settings["batch_tokens"],
         flops_per_token=flops_per_token(model.config, model.shapes, settings["seq_len"]),
-        checkpoint_bytes=sum(path.stat().st_size for path in files),
-        predicted_checkpoint_bytes=memory.checkpoint_bytes(model.shapes, ds),
+        checkpoint_bytes=sum(path.stat().st_size for path in checkpoints),
+        predicted_checkpoint_bytes=memory.checkpoint_bytes(model.shapes, profile),
         device=device,
     )
 

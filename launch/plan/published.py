@@ -9,13 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch import hardware
-from launch.search import profile
-from launch.step_time import step_time
-from launch.subject import Model, resolve_subject
-from zerolm.flops import flops_per_token
-from zerolm.settings import Settings
-from zerolm.values import read_json
+from launch.plan import hardware
+from launch.plan.search import profile_of
+from launch.plan.step_time import step_time
+from launch.plan.subject import resolve_subject
+from zerolm.common.values import read_json
+from zerolm.config.settings import Settings
+from zerolm.model.flops import flops_per_token
+from zerolm.model.model import Model
 
 FILE = Path(__file__).with_name("published_runs.json")
 FUSED_KEPT_BYTES = 34  # a token, layer and hidden unit
@@ -63,7 +64,7 @@ def runs() -> list[Row]:
     """
     devices = hardware.devices_of(hardware.FILE)
     rows = []
-    for entry in read_json(FILE, "launch/published_runs.json")["runs"]:
+    for entry in read_json(FILE, "launch/plan/published_runs.json")["runs"]:
         if "config" in entry:
             model = _model(entry["config"], entry["name"])
             parameters = model.num_parameters
@@ -95,7 +96,7 @@ def runs() -> list[Row]:
 def benchmarks() -> list[Row]:
     """Predict tokens per second and device of the benchmarks, as for a run of ours with ZeRO-3."""
     devices = hardware.devices_of(hardware.FILE)
-    values = read_json(FILE, "launch/published_runs.json")["benchmarks"]
+    values = read_json(FILE, "launch/plan/published_runs.json")["benchmarks"]
     models = {name: _model(config, name) for name, config in values["models"].items()}
     rows = []
     for entry in values["rows"]:
@@ -110,8 +111,8 @@ def benchmarks() -> list[Row]:
             explicit=frozenset({"batch_tokens", "micro_batch_size"}),
         )
         model = models[entry["model"]]
-        ds = profile(3, "none", device)
-        subject = resolve_subject(model, ds, "zero3", settings, device, count, min(8, count))
+        profile = profile_of(3, "none", device)
+        subject = resolve_subject(model, profile, settings, device, count, min(8, count))
         # What their fused kernels keep: Korthikanti et al. 2022, equation 2, without dropout.
         kept = FUSED_KEPT_BYTES * model.config.d_model * model.config.n_layers
         rate = batch / step_time(subject, kept_bytes=kept).seconds / count
@@ -140,13 +141,13 @@ def _model(values: Mapping[str, Any], name: str) -> Model:
 
 def document() -> str:
     """Return docs/published_runs.md."""
-    values = read_json(FILE, "launch/published_runs.json")
+    values = read_json(FILE, "launch/plan/published_runs.json")
     lines = [
         "# Published runs",
         "",
         f"What `python -m launch plan` predicts of runs that others published, by "
         f"`python -m launch plan --published > docs/published_runs.md`, from "
-        f"launch/published_runs.json ({values['date']}).",
+        f"launch/plan/published_runs.json ({values['date']}).",
         "",
         *_benchmarks_section(benchmarks(), values["benchmarks"]),
         "",
@@ -165,9 +166,10 @@ def _benchmarks_section(rows: list[Row], values: Mapping[str, Any]) -> list[str]
         "",
         f"{values['source']}: [{values['url']}]({values['url']}). Predicted as a run with "
         f"ds_configs/zero3.json. Fitted to them are the share of its peak that a device attains "
-        f"(`attained` in launch/hardware.json: "
+        f"(`attained` in launch/plan/hardware.json: "
         + ", ".join(f"{key} {one.attained:g}" for key, one in _fitted().items())
-        + "), the cost of recomputation and that of element-wise kernels (launch/step_time.py). A "
+        + "), the cost of recomputation and that of element-wise kernels "
+        "(launch/plan/step_time.py). A "
         "Hugging Face model keeps and moves more than their fused kernels, which the plan of one "
         "takes into account.",
         "",

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from launch.hardware import Hardware
-from zerolm.errors import ConfigError
-from zerolm.values import CONVERTERS, parse_number
+from launch.plan.hardware import Hardware
+from zerolm.common.errors import ConfigError
+from zerolm.common.values import parse_number
+from zerolm.config.flags import CONVERTERS
 
 
 @dataclass(frozen=True)

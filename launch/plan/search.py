@@ -4,24 +4,24 @@ Only what pretrain.py accepts is tried. Tensor and sequence parallelism are not:
 not been measured.
 """
 
-import copy
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from launch.estimate import Assumptions, Estimate, estimate
-from launch.hardware import Hardware
-from launch.subject import Model, Subject, resolve_subject, with_sizes
-from zerolm import defaults
-from zerolm.ds_config import load_ds_config
-from zerolm.errors import ConfigError
-from zerolm.recomputation import SELECTIVE, Recompute, flag_words, title
-from zerolm.settings import Settings
-from zerolm.values import shown_bytes
+from launch.plan.estimate import Assumptions, Estimate, estimate
+from launch.plan.hardware import Hardware
+from launch.plan.subject import Subject, resolve_subject
+from zerolm.common.errors import ConfigError, Findings
+from zerolm.common.shipped import DS_CONFIGS
+from zerolm.common.values import shown_bytes
+from zerolm.config import defaults
+from zerolm.config.settings import SELECTIVE, Recompute, Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.model.activation_checkpointing import flag_words, title
+from zerolm.model.model import Model
+from zerolm.plan.resolve import resolve_settings
 
-PROFILES = Path(__file__).parent.parent / "ds_configs"
 CPU = {"device": "cpu", "pin_memory": True}
 OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "both")}
 INDIFFERENT = 0.02  # a smaller difference in time is less than the model of time can tell
@@ -39,12 +39,11 @@ class Candidate:
     """One profile with the micro-batch that is fastest with it.
 
     Attributes:
-        ds: DeepSpeed's JSON, with "auto" left in it.
+        profile: as written, with "auto" in it; its name is the candidate's.
         rejected: why it cannot be used, None when it can.
     """
 
-    name: str
-    ds: dict[str, Any]
+    profile: Profile
     checkpointing: Recompute
     found: Estimate | None
     rejected: str | None
@@ -76,16 +75,30 @@ def search(
             f"{settings.where('deepspeed_config')}: {settings.deepspeed_config}, but --search "
             f"chooses it. Remove one of them."
         )
-    settings, _, _ = with_sizes(settings, model, devices)
+    sized = resolve_settings(
+        settings,
+        model,
+        Profile.parse({}),
+        Findings([]),  # the candidates report them
+        world_size=devices,
+        memory_bytes=None,
+        round_batch=True,
+    )
+    settings = dataclasses.replace(
+        settings,
+        seq_len=sized.seq_len,
+        batch_tokens=sized.batch_tokens,
+        total_tokens=sized.total_tokens,
+    )
     place = (hardware, devices, devices_per_node)
     candidates = []
     for stage, offloads in OFFLOADS.items():
         for offload in offloads:
-            ds = profile(stage, offload, hardware)
+            profile = profile_of(stage, offload, hardware)
             given = settings.gradient_checkpointing
             for again in (given,) if given else LEVELS:
                 wanted = dataclasses.replace(settings, gradient_checkpointing=again)
-                candidates.append(_best(model, wanted, ds, place, assumed, _name(stage, offload)))
+                candidates.append(_best(model, wanted, profile, place, assumed))
     return sorted(candidates, key=_rank)
 
 
@@ -95,16 +108,16 @@ def _rank(one: Candidate) -> tuple[bool, float, int, int]:
         return True, 0.0, LEVELS.index(one.checkpointing), 0
     subject = one.found.subject
     steps = round(math.log(one.step_seconds) / math.log(1 + INDIFFERENT))
-    return False, steps, LEVELS.index(one.checkpointing), subject.stage
+    return False, steps, LEVELS.index(one.checkpointing), subject.profile.zero_stage
 
 
-def profile(stage: int, offload: str, hardware: Hardware) -> dict[str, Any]:
-    """Return the shipped DeepSpeed JSON of a stage, with the offload and the device's precision.
+def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
+    """Return the shipped profile of a stage, with the offload and the device's precision.
 
     Args:
         offload: `none`, `optimizer`, or `both` optimizer and weights.
     """
-    ds = copy.deepcopy(load_ds_config(PROFILES / f"zero{stage}.json"))
+    ds = Profile.read(DS_CONFIGS / f"zero{stage}.json").json
     if offload != "none":
         ds["zero_optimization"]["offload_optimizer"] = dict(CPU)
     if offload == "both":
@@ -112,7 +125,7 @@ def profile(stage: int, offload: str, hardware: Hardware) -> dict[str, Any]:
     if hardware.bf16 is None:
         del ds["bf16"]
         ds["fp16"] = {"enabled": True}
-    return ds
+    return Profile.parse(ds, _name(stage, offload))
 
 
 def _name(stage: int, offload: str) -> str:
@@ -123,10 +136,9 @@ def _name(stage: int, offload: str) -> str:
 def _best(
     model: Model,
     settings: Settings,
-    ds: dict[str, Any],
+    profile: Profile,
     place: tuple[Hardware, int, int],
     assumed: Assumptions,
-    name: str,
 ) -> Candidate:
     """Return the fastest micro-batch of a profile that fits, or why none does."""
     assert settings.batch_tokens and settings.seq_len
@@ -141,9 +153,9 @@ def _best(
             explicit=settings.explicit | {"batch_tokens", "micro_batch_size"},
         )
         try:
-            subject: Subject = resolve_subject(model, ds, name, wanted, *place)
+            subject: Subject = resolve_subject(model, profile, wanted, *place)
         except ConfigError as error:
-            return Candidate(name, ds, settings.gradient_checkpointing, None, str(error))
+            return Candidate(profile, settings.gradient_checkpointing, None, str(error))
         found = estimate(subject, assumed)
         smallest = smallest or found
         if not found.memory.fits:
@@ -153,13 +165,13 @@ def _best(
             best = found
     assert smallest is not None
     rejected = None if best else why_not(smallest)
-    return Candidate(name, ds, settings.gradient_checkpointing, best or smallest, rejected)
+    return Candidate(profile, settings.gradient_checkpointing, best or smallest, rejected)
 
 
 def why_not(found: Estimate) -> str:
     """Say what does not fit, and what takes most of it."""
     memory = found.memory
-    micro = found.subject.micro_batch_size
+    micro = found.subject.settings.micro_batch_size
     reasons = []
     over = memory.used + memory.margin - memory.capacity
     if over > 0:
@@ -191,12 +203,12 @@ def as_text(candidates: list[Candidate]) -> str:
     for one in candidates:
         if one.rejected is not None or one.found is None:
             again = title(one.checkpointing)
-            rejected.append(f"rejected  {one.name}{again and f', {again}'}: {one.rejected}")
+            rejected.append(f"rejected  {one.profile.name}{again and f', {again}'}: {one.rejected}")
             continue
         found = one.found
         lines.append(
-            f"{one.name:<42} {AGAIN[one.checkpointing]:>9} "
-            f"{found.subject.micro_batch_size:>5} {shown_bytes(found.memory.used):>9} "
+            f"{one.profile.name:<42} {AGAIN[one.checkpointing]:>9} "
+            f"{found.subject.settings.micro_batch_size:>5} {shown_bytes(found.memory.used):>9} "
             f"{found.step.seconds:>8.3g} {found.mfu:>6.1%} {found.tokens_per_second:>11,.0f} "
             f"{found.days:>8.3g}  {found.step.bound}"
         )
@@ -208,22 +220,23 @@ def as_text(candidates: list[Candidate]) -> str:
 def next_words(best: Candidate, path: str) -> str:
     """Say how to run what was written."""
     assert best.found is not None
-    words = f"--deepspeed_config {path} --micro_batch_size {best.found.subject.micro_batch_size} "
-    words += f"--batch_tokens {best.found.subject.batch_tokens}"
-    words = " ".join([words, *flag_words(best.checkpointing)])
-    return f"wrote {path}; for pretrain.py: {words}"
+    settings = best.found.subject.settings
+    flags = f"--deepspeed_config {path} --micro_batch_size {settings.micro_batch_size} "
+    flags += f"--batch_tokens {settings.batch_tokens}"
+    flags = " ".join([flags, *flag_words(best.checkpointing)])
+    return f"wrote {path}; for pretrain.py: {flags}"
 
 
 def to_json(candidates: list[Candidate]) -> list[dict[str, Any]]:
     """Return the table for `--json`."""
-    from launch.estimate import to_json as figures
+    from launch.plan.estimate import to_json as figures
 
     return [
         {
-            "profile": one.name,
+            "profile": one.profile.name,
             "gradient_checkpointing": one.checkpointing,
             "rejected": one.rejected,
-            "ds_config": one.ds,
+            "ds_config": one.profile.json,
             "figures": None if one.found is None else figures(one.found),
         }
         for one in candidates

@@ -6,14 +6,15 @@ docs/published_runs.md, which `python -m launch plan --published` computes.
 
 from dataclasses import dataclass
 
-from launch.subject import Subject
-from zerolm import ds_config, memory, parallel
-from zerolm.architecture import num_parameters
-from zerolm.flops import (
+from launch.plan.subject import Subject
+from zerolm.model.architecture import num_parameters
+from zerolm.model.flops import (
     BACKWARD_AND_FORWARD,
     head_flops_per_token,
     recomputed_flops_per_token,
 )
+from zerolm.plan import memory
+from zerolm.plan.rank_share import config_of_rank
 
 # Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).
 COLLECTIVE_EFFICIENCY = 0.8
@@ -77,9 +78,9 @@ def step_time(
         kept_bytes: of activations that the layers keep of a token; None traces the model.
     """
     hardware = subject.hardware
-    peak = hardware.peak(ds_config.compute_precision(subject.ds))
+    peak = hardware.peak(subject.profile.compute_precision)
     assert peak is not None
-    tokens = subject.batch_tokens / subject.devices
+    tokens = subject.settings.batch_tokens / subject.devices
     flops = subject.flops_per_token
     if mfu is not None:
         return StepTime(tokens * flops / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -87,7 +88,7 @@ def step_time(
     if subject.settings.gradient_checkpointing:
         if subject.settings.gradient_checkpointing is True:  # selective repeats no product
             model = subject.model
-            again = recomputed_flops_per_token(model.config, model.shapes, subject.seq_len)
+            again = recomputed_flops_per_token(model.config, model.shapes, subject.settings.seq_len)
             flops += again * RECOMPUTATION_COST
         moved *= 1 + RECOMPUTATION_COST / BACKWARD_AND_FORWARD
     if subject.settings.loss_chunk_tokens:
@@ -95,15 +96,14 @@ def step_time(
     compute = tokens * flops / (peak * hardware.attained)
     elementwise = tokens * moved * PASSES / hardware.memory_bandwidth
     each, once = _exchanged(subject)
-    shapes, ranks = subject.held
-    share = num_parameters(shapes) / (ranks if subject.stage else 1)
+    shapes, ranks = subject.shapes_of_rank
+    share = num_parameters(shapes) / (ranks if subject.profile.zero_stage else 1)
     offload = _offload(subject, share)
     optimizer = 0.0 if offload else ADAM_BYTES * share / hardware.memory_bandwidth
     bandwidth = bus_bandwidth(subject)
     each, once = each / bandwidth * subject.accumulation, once / bandwidth
-    zero = ds_config.block(subject.ds, "zero_optimization")
-    exposed = each
-    if zero.get("overlap_comm", subject.stage == 3):
+    exposed, overlap = each, subject.profile.overlap_comm
+    if subject.profile.zero_stage == 3 if overlap is None else overlap:
         hidden = min(each, compute + elementwise)
         exposed = each - hidden + CONTENTION * hidden
     once += within_replica(subject)
@@ -112,12 +112,12 @@ def step_time(
 
 def _kept_bytes(subject: Subject) -> float:
     kept = memory.activations_of(
-        parallel.part_of(subject.model.config, subject.layout),
-        subject.own_tokens,
-        subject.precision,
+        config_of_rank(subject.model.config, subject.layout),
+        subject.rank_tokens,
+        subject.profile.precision,
         eager=subject.settings.attn_implementation == "eager",
     )
-    return (kept.layers + kept.outside) * subject.layout.tensor / subject.own_tokens
+    return (kept.layers + kept.outside) * subject.layout.tensor / subject.rank_tokens
 
 
 def bus_bandwidth(subject: Subject) -> float:
@@ -145,7 +145,7 @@ def within_replica(subject: Subject) -> float:
     size = layout.replica_size
     if size == 1:
         return 0.0
-    value = 4 if subject.precision == "fp32" else 2
+    value = subject.profile.weight_bytes
     layers, other = text.num_hidden_layers, (size - 1) / size
     again = 2 if subject.settings.gradient_checkpointing else 1
     if layout.tensor > 1:
@@ -155,7 +155,7 @@ def within_replica(subject: Subject) -> float:
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = 2 * text.num_attention_heads + 2 * text.num_key_value_heads
         widths = layers * (again + 1) * heads * head
-    moved = subject.micro_batch_size * subject.own_tokens * value * other * widths
+    moved = subject.settings.micro_batch_size * subject.rank_tokens * value * other * widths
     hardware = subject.hardware
     bandwidth = hardware.intra_node
     if size > subject.devices_per_node:
@@ -169,13 +169,13 @@ def _exchanged(subject: Subject) -> tuple[float, float]:
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: a reduce-scatter and an
     all-gather move all values once each; ZeRO-3 gathers the weights in both passes.
     """
-    shapes, ranks = subject.held
+    shapes, ranks = subject.shapes_of_rank
     part = num_parameters(shapes) * (ranks - 1) / ranks
-    weights = part * (4 if subject.precision == "fp32" else 2)
-    gradients = part * memory.communication_bytes(subject.ds)
-    if subject.stage == 3:
+    weights = part * subject.profile.weight_bytes
+    gradients = part * subject.profile.communication_bytes
+    if subject.profile.zero_stage == 3:
         return 2 * weights + gradients, 0.0
-    if subject.stage == 2:
+    if subject.profile.zero_stage == 2:
         return gradients, weights
     return 0.0, gradients + weights
 
@@ -186,11 +186,10 @@ def _offload(subject: Subject, share: float) -> float:
     Source: Ren et al. 2021 (arXiv 2101.06840), section 4, for what is moved.
     """
     hardware = subject.hardware
-    optimizer, weights = subject.offload
-    if optimizer == "none":
+    if subject.profile.optimizer_offload == "none":
         return 0.0
-    value = 4 if subject.precision == "fp32" else 2
-    moved = share * (memory.gradient_bytes(subject.ds) * subject.accumulation + value)
-    if weights != "none":
+    value = subject.profile.weight_bytes
+    moved = share * (subject.profile.gradient_bytes * subject.accumulation + value)
+    if subject.profile.param_offload != "none":
         moved += share * value * 2 * subject.accumulation
     return moved / hardware.host_link + ADAM_BYTES * share / hardware.host_bandwidth

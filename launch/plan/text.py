@@ -1,9 +1,9 @@
 """A plan as it is printed: a line for each figure."""
 
-from launch.estimate import Estimate
-from launch.step_time import LARGEST_ERROR, TYPICAL_ERROR, WHOLE_RUNS
-from zerolm import recomputation
-from zerolm.values import shown_bytes
+from launch.plan.estimate import Estimate
+from launch.plan.step_time import LARGEST_ERROR, TYPICAL_ERROR, WHOLE_RUNS
+from zerolm.common.values import shown_bytes
+from zerolm.model import activation_checkpointing
 
 
 def as_text(found: Estimate, mfu: float | None) -> str:
@@ -24,21 +24,22 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
         active = f", {model.num_active_parameters:,} of them active for a token"
     flops = f"{subject.flops_per_token:.4g}: {dense:.4g} of matrices, {subject.attention_flops:.4g}"
     flops += " of attention" + (f", and {recomputed:.4g} computed again" if recomputed else "")
-    optimizer, weights = subject.offload
+    optimizer, weights = subject.profile.offloads.values()
     offload = f", optimizer on {optimizer}" if optimizer != "none" else ""
     offload += f", weights on {weights}" if weights != "none" else ""
-    again = recomputation.title(settings.gradient_checkpointing)
+    again = activation_checkpointing.title(settings.gradient_checkpointing)
     form = subject.layout.describe()
     whose = "replicas" if form else "devices"
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),
-        ("FLOPs of the run", f"{subject.flops_per_token * subject.total_tokens:.4g}"),
-        ("tokens", f"{subject.total_tokens:,}, "
-         f"{subject.total_tokens / model.num_parameters:.3g} per parameter"),
-        ("batch", f"{subject.batch_tokens:,} tokens = {subject.accumulation} x micro-batch "
-         f"{subject.micro_batch_size} x {subject.layout.replicas} {whose} x {subject.seq_len:,}"),
-        ("profile", f"ZeRO-{subject.stage}, {subject.precision}{offload}{again and f', {again}'}"),
+        ("FLOPs of the run", f"{subject.flops_per_token * settings.total_tokens:.4g}"),
+        ("tokens", f"{settings.total_tokens:,}, "
+         f"{settings.total_tokens / model.num_parameters:.3g} per parameter"),
+        ("batch", f"{settings.batch_tokens:,} tokens = {subject.accumulation} x micro-batch "
+         f"{settings.micro_batch_size} x {subject.layout.replicas} {whose} x {settings.seq_len:,}"),
+        ("profile", f"ZeRO-{subject.profile.zero_stage}, {subject.profile.precision}{offload}"
+         f"{again and f', {again}'}"),
         ("devices", f"{subject.devices} x {subject.hardware.name} on {subject.num_nodes} host(s)"
          f"{form and f', {form}'}"),
     ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Start this node's part of a run, where a scheduler starts one task on each: Slurm, Kubernetes,
-SkyPilot.
+"""`python -m launch node`: start this node's ranks of a run under Slurm, Kubernetes or SkyPilot.
 
-The node's number comes from the scheduler. DeepSpeed's launcher answers a signal by killing ranks,
-so signals are passed on to the ranks here, which save and stop; under a supervisor it does that.
+The scheduler starts this command once on each node and gives the node's rank. DeepSpeed's launcher
+kills the ranks on a signal, so this process forwards signals to the ranks, which save and stop.
+Under a supervisor, the supervisor does that.
 """
 
 import argparse
@@ -16,100 +16,116 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.attempt import POLL_SECONDS, VARIABLE, Attempt
-from launch.command_words import flags_of, settings_of
-from launch.flag_types import count, count_from_zero
-from zerolm.errors import EXIT_BUG, EXIT_STOPPED, ConfigError
+from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
+from launch.command.train import run_command
+from launch.supervise.attempt import POLL_SECONDS, Attempt
+from zerolm.common import processes
+from zerolm.common.command_line import count, count_from_zero
+from zerolm.common.errors import EXIT_BUG, EXIT_STOPPED, ConfigError
+from zerolm.common.shipped import SCRIPT
 
-ROOT = Path(__file__).parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-# Where Slurm, an indexed Job of Kubernetes, and SkyPilot say which node this is.
+# The node's rank, as set by Slurm, by an indexed Kubernetes Job, and by SkyPilot.
 RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    words = commands.add_parser(
-        "node",
-        usage="python -m launch node --nodes N --devices_per_node D --master_addr A -- pretrain.py "
-        "...",
-        help="start this node's part of a run, where a scheduler starts one task on each node",
-        description="What the files of `python -m launch render` start on each node. The number of "
-        "this node is that of Slurm, of an indexed Kubernetes Job, or of SkyPilot.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --nodes N --devices_per_node D --master_addr A -- pretrain.py ..."
+    parser.description = (
+        "Start this node's ranks of a run. The files of `python -m launch render` run this command "
+        "once on each node. The node's rank is read from the variables that Slurm, an indexed "
+        "Kubernetes Job or SkyPilot set."
     )
-    words.add_argument("--nodes", type=count, required=True, metavar="N", help="of the run")
-    words.add_argument(
+    parser.add_argument(
+        "--nodes", type=count, required=True, metavar="N", help="number of nodes of the run"
+    )
+    parser.add_argument(
         "--node_rank", type=count_from_zero, metavar="R",
-        help=f"number of this node (default: {', '.join(RANK_VARIABLES)})",
+        help=f"rank of this node, from 0 (default: from {', '.join(RANK_VARIABLES)})",
     )  # fmt: skip
-    words.add_argument(
-        "--devices_per_node", type=count, required=True, metavar="D", help="ranks on each node"
+    parser.add_argument(
+        "--devices_per_node",
+        type=count,
+        required=True,
+        metavar="D",
+        help="number of ranks on each node",
     )
-    words.add_argument(
-        "--master_addr", required=True, metavar="ADDRESS", help="of node 0, as all nodes know it"
+    parser.add_argument(
+        "--master_addr",
+        required=True,
+        metavar="ADDRESS",
+        help="address of node 0, as seen from all nodes",
     )
-    words.add_argument(
-        "--master_port", type=count, default=29500, metavar="PORT", help="(default: %(default)s)"
+    parser.add_argument(
+        "--master_port",
+        type=count,
+        default=29500,
+        metavar="PORT",
+        help="port on which rank 0 listens (default: %(default)s)",
     )
 
 
-def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Run this node's ranks to their end; return the exit code of the run."""
-    flags = flags_of(command)
-    run_dir = Path(settings_of(flags).run_dir or "")
-    node_rank = rank_of_node(arguments.node_rank, arguments.nodes, os.environ)
+def run(arguments: argparse.Namespace) -> int:
+    """Run this node's ranks until they end; return the exit code of the run."""
+    flags = pretrain_flags(run_command(arguments))
+    run_dir = Path(parse_pretrain_flags(flags).run_dir or "")
+    rank = node_rank(arguments.node_rank, arguments.nodes, os.environ)
     with tempfile.TemporaryDirectory() as directory:
-        hostfile = Path(directory) / "hosts"
+        hostfile = Path(directory) / "hostfile"
         slots = f"slots={arguments.devices_per_node}"
         hostfile.write_text("".join(f"node-{n} {slots}\n" for n in range(arguments.nodes)))
-        words = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh"]
-        words += ["--hostfile", str(hostfile), "--num_nodes", str(arguments.nodes)]
-        words += ["--node_rank", str(node_rank), "--master_addr", arguments.master_addr]
-        words += ["--master_port", str(arguments.master_port), str(ROOT / "pretrain.py"), *flags]
-        if VARIABLE in os.environ:
-            return subprocess.run(words, check=False).returncode
-        return _attempt(words, run_dir)
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh"]
+        command += ["--hostfile", str(hostfile), "--num_nodes", str(arguments.nodes)]
+        command += ["--node_rank", str(rank), "--master_addr", arguments.master_addr]
+        command += ["--master_port", str(arguments.master_port), str(SCRIPT), *flags]
+        if processes.SUPERVISOR in os.environ:
+            return subprocess.run(command, check=False).returncode
+        return _run_ranks(command, run_dir)
 
 
-def rank_of_node(given: int | None, nodes: int, environment: Mapping[str, str]) -> int:
-    """Return the number of this node.
+def node_rank(given: int | None, nodes: int, environment: Mapping[str, str]) -> int:
+    """Return the rank of this node, from the flag or else from the scheduler's variable.
 
     Raises:
-        ConfigError: nobody says it, or there are not so many nodes.
+        ConfigError: neither is set, or the rank is not below the number of nodes.
     """
-    found = {name: environment[name] for name in RANK_VARIABLES if name in environment}
-    where, value = ("--node_rank", str(given)) if given is not None else ("", "")
-    if given is None:
-        if not found:
-            raise ConfigError(
-                f"command line: --node_rank is missing, and none of {', '.join(RANK_VARIABLES)} is "
-                f"set. Give it: 0 on the first node, 1 on the next."
-            )
-        where, value = next(iter(found.items()))
+    candidates = {name: environment[name] for name in RANK_VARIABLES if name in environment}
+    if given is not None:
+        candidates = {"--node_rank": str(given)}
+    if not candidates:
+        raise ConfigError(
+            f"command line: --node_rank is missing, and none of {', '.join(RANK_VARIABLES)} is "
+            f"set. Give it: 0 on the first node, 1 on the next."
+        )
+    source, value = next(iter(candidates.items()))
     if not value.isdigit() or int(value) >= nodes:
         raise ConfigError(
-            f"{where}: {value}, must be a number below --nodes {nodes}. Correct one of them."
+            f"{source}: {value}, must be a number below --nodes {nodes}. Correct one of them."
         )
     return int(value)
 
 
-def _attempt(words: Sequence[str], run_dir: Path) -> int:
+def _run_ranks(command: Sequence[str], run_dir: Path) -> int:
     signals: list[int] = []
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: signals.append(number))
-    attempt, passed_on = Attempt(words, secrets.token_hex(8), run_dir), 0
+    attempt, num_forwarded = Attempt(command, secrets.token_hex(8), run_dir), 0
     while attempt.running():
-        if len(signals) > passed_on:
-            passed_on += 1
-            name = signal.Signals(signals[0]).name
-            print(f"node: {name}: asking the ranks to save and stop", file=sys.stderr, flush=True)
-            if not attempt.ask_to_stop(signals[0]):  # no rank that could save anything
+        if len(signals) > num_forwarded:
+            num_forwarded += 1
+            _log(f"{signal.Signals(signals[0]).name}: asking the ranks to save and stop")
+            if not attempt.request_stop(signals[0]):  # there is no rank yet that could save
                 attempt.kill()
                 attempt.finish()
                 return EXIT_STOPPED
         time.sleep(POLL_SECONDS)
-    ending = attempt.finish()
-    for reason in ending.reasons:
-        print(f"node: {reason}", file=sys.stderr, flush=True)
-    if ending.code == EXIT_BUG and signals:
-        print("node: asked to stop, but failed before it had saved", file=sys.stderr, flush=True)
-    return ending.code
+    outcome = attempt.finish()
+    for reason in outcome.reasons:
+        _log(reason)
+    if outcome.exit_code == EXIT_BUG and signals:
+        _log("stop requested, but the run failed before it had saved")
+    return outcome.exit_code
+
+
+def _log(message: str) -> None:
+    print(f"node: {message}", file=sys.stderr, flush=True)

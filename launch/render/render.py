@@ -1,7 +1,7 @@
-"""A run as a file for a scheduler: the flags of `python -m launch render`, checked.
+"""`python -m launch render`: write a run as a file for a scheduler, after checking its flags.
 
-Secrets are named, never written: their values come from the scheduler. Nothing is looked at on this
-machine; `pretrain.py --check` and `python -m launch doctor` do that.
+The file contains the names of secrets, never their values, which the scheduler supplies. Nothing is
+checked on this machine; `pretrain.py --check` and `python -m launch doctor` do that.
 """
 
 import argparse
@@ -10,98 +10,117 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.command_words import flags_of, settings_of
-from launch.flag_types import count, duration
-from launch.forwarded import looks_secret
-from launch.templates import TEMPLATES, Job
-from zerolm.errors import ConfigError
+from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
+from launch.command.environment import is_secret_name
+from launch.command.train import run_command
+from launch.render.templates import TEMPLATES, Job
+from zerolm.common.command_line import count, duration
+from zerolm.common.errors import ConfigError
 
-START = {
+START_COMMANDS = {
     "slurm": "sbatch",
     "kubernetes": "kubectl apply -f",
     "trainjob": "kubectl apply -f",
     "skypilot": "sky jobs launch",
 }
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-DNS_LABEL_LENGTH = 40  # 63 in all, with what JobSet adds to it for the name of a pod
+SBATCH_OPTION = re.compile(r"--?[A-Za-z][\w-]*([= ][^\n]*)?")
+MAX_NAME_LENGTH = 40  # a pod's name has at most 63 characters, and JobSet appends to the job's
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    words = commands.add_parser(
-        "render",
-        usage="python -m launch render slurm|kubernetes|trainjob|skypilot --nodes N "
-        "--devices_per_node D [flags] -- pretrain.py's flags",
-        help="write a run as a file for Slurm, Kubernetes or SkyPilot",
-        description="Write a run as a file for a scheduler. Exit code 75 of the run, saved and "
-        "stopped, makes each of them start it again, 2 and 76 do not on Kubernetes.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "%(prog)s slurm|kubernetes|trainjob|skypilot --nodes N "
+        "--devices_per_node D [flags] -- pretrain.py's flags"
     )
-    words.add_argument(
-        "kind", choices=tuple(TEMPLATES), help="kubernetes: a JobSet; trainjob: Kubeflow's"
+    parser.description = (
+        "Write a run as a file for a scheduler. Every scheduler restarts a run that ends with exit "
+        "code 75 (saved and stopped); Kubernetes does not restart one that ends with 2 or 76."
     )
-    words.add_argument("--nodes", type=count, required=True, metavar="N", help="nodes of the run")
-    words.add_argument(
-        "--devices_per_node", type=count, required=True, metavar="D", help="ranks on each"
+    parser.add_argument(
+        "kind", choices=tuple(TEMPLATES),
+        help="format of the file; kubernetes is a JobSet, trainjob a TrainJob of Kubeflow",
+    )  # fmt: skip
+    _add_run_flags(parser)
+    _add_scheduler_flags(parser)
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes", type=count, required=True, metavar="N", help="number of nodes of the run"
     )
-    words.add_argument("--output", metavar="FILE", help="write it there (default: print it)")
-    words.add_argument("--settings", metavar="FILE", help="settings or run.json of the run")
-    words.add_argument("--name", help="of the job (default: the last part of --run_dir)")
-    words.add_argument(
+    parser.add_argument(
+        "--devices_per_node", type=count, required=True, metavar="D",
+        help="number of ranks on each node",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="FILE", help="file to write (default: print it)")
+    parser.add_argument("--settings", metavar="FILE", help="settings file or run.json of the run")
+    parser.add_argument("--name", help="name of the job (default: last part of --run_dir)")
+    parser.add_argument(
         "--time", type=duration, default=86400.0, metavar="DURATION",
-        help="slurm: longest time of one start (default: 1d)",
+        help="slurm: time limit of one start (default: 1d)",
     )  # fmt: skip
-    words.add_argument(
+    parser.add_argument(
         "--save_time", type=duration, default=600.0, metavar="DURATION",
-        help="how long before its end a start is asked to save and stop (default: 10m)",
+        help="time before the limit at which the run is asked to save and stop (default: 10m)",
     )  # fmt: skip
-    words.add_argument(
+    parser.add_argument(
         "--max_restarts", type=count, default=20, metavar="N",
-        help="kubernetes, skypilot: after failures (default: %(default)s)",
+        help="kubernetes, skypilot: maximum number of restarts after failures "
+        "(default: %(default)s)",
     )  # fmt: skip
-    words.add_argument(
+    parser.add_argument(
         "--directory", metavar="DIR", default=str(Path.cwd()),
-        help="of this project on every node (default: the current one)",
+        help="absolute path of this project on every node (default: the current directory)",
     )  # fmt: skip
-    words.add_argument(
+    parser.add_argument(
         "--python", metavar="PYTHON", default=".venv/bin/python",
-        help="there (default: %(default)s)",
+        help="Python interpreter on the nodes (default: %(default)s)",
     )  # fmt: skip
-    words.add_argument(
-        "--master_port", type=count, default=29500, metavar="PORT", help="(default: %(default)s)"
-    )
-    words.add_argument(
+    parser.add_argument(
+        "--master_port", type=count, default=29500, metavar="PORT",
+        help="port on which rank 0 listens (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE",
-        help="variable of the run's environment, repeated; NAME alone in --secret for secrets",
+        help="environment variable of the run, repeatable; for secrets use --secret",
     )  # fmt: skip
-    words.add_argument(
+    parser.add_argument(
         "--secret", action="append", default=[], metavar="NAME",
-        help="variable whose value only the scheduler knows, repeated: WANDB_API_KEY, say",
+        help="environment variable whose value the scheduler supplies, such as WANDB_API_KEY, "
+        "repeatable",
     )  # fmt: skip
-    words.add_argument(
+
+
+def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--secret_name", default="zerolm", metavar="NAME",
-        help="kubernetes: the Secret that holds them (default: %(default)s)",
+        help="kubernetes: Secret that holds the values (default: %(default)s)",
     )  # fmt: skip
-    words.add_argument("--image", help="kubernetes, skypilot: the container's image")
-    words.add_argument(
+    parser.add_argument("--image", help="kubernetes, skypilot: container image")
+    parser.add_argument(
         "--volume", metavar="NAME",
         help="kubernetes, skypilot: volume (claim) that all nodes share",
     )  # fmt: skip
-    words.add_argument(
-        "--mount_path", metavar="DIR", help="where it is mounted (default: --directory)"
+    parser.add_argument(
+        "--mount_path", metavar="DIR", help="mount point of --volume (default: --directory)"
     )
-    words.add_argument(
+    parser.add_argument(
         "--device_resource", default="nvidia.com/gpu", metavar="NAME",
-        help="kubernetes: what the cluster calls a device (default: %(default)s)",
+        help="kubernetes: the cluster's resource name of a device (default: %(default)s)",
     )  # fmt: skip
-    words.add_argument("--accelerator", metavar="NAME", help="skypilot: such as H100")
-    words.add_argument(
+    parser.add_argument(
+        "--accelerator", metavar="NAME", help="skypilot: type of device, such as H100"
+    )
+    parser.add_argument(
         "--slurm", action="append", default=[], metavar="OPTION",
-        help="slurm: one more #SBATCH option, repeated: --slurm=--partition=gpu",
+        help="slurm: additional #SBATCH option, repeatable: --slurm=--partition=gpu",
     )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Write the file, or print it."""
-    text = TEMPLATES[arguments.kind](job_of(arguments, command))
+def run(arguments: argparse.Namespace) -> int:
+    """Write or print the file."""
+    text = TEMPLATES[arguments.kind](job_from(arguments, run_command(arguments)))
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
@@ -109,73 +128,90 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         Path(arguments.output).write_text(text)
     except OSError as error:
         raise ConfigError(f"--output {arguments.output}: {error}. Name another file.") from None
-    print(f"{arguments.output}: start it with: {START[arguments.kind]} {arguments.output}")
+    print(f"{arguments.output}: start it with: {START_COMMANDS[arguments.kind]} {arguments.output}")
     return 0
 
 
-def job_of(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
-    """Return what the file is to say.
+def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
+    """Return the contents of the file.
 
     Raises:
-        ConfigError: every flag that cannot be right, pretrain.py's among them.
+        ConfigError: every invalid flag, those of pretrain.py included.
     """
-    problems: list[str] = []
-    flags = flags_of(command)
+    flags = pretrain_flags(command)
     if arguments.settings is not None:
         flags = ["--settings", arguments.settings, *flags]
+    problems: list[str] = []
     run_dir = "run"
     try:
-        run_dir = settings_of(flags).run_dir or run_dir
+        run_dir = parse_pretrain_flags(flags).run_dir or run_dir
     except ConfigError as error:
         problems += error.problems
     name = re.sub(r"[^a-z0-9]+", "-", (arguments.name or Path(run_dir).name).lower()).strip("-")
-    if not name or not name[0].isalpha() or len(name) > DNS_LABEL_LENGTH:
+    if not name or not name[0].isalpha() or len(name) > MAX_NAME_LENGTH:
         problems.append(
-            f"--name: {arguments.name or name}, must begin with a letter and have at most "
-            f"{DNS_LABEL_LENGTH} letters, digits and dashes. Give --name."
+            f"--name: {arguments.name or name}, must start with a letter and have at most "
+            f"{MAX_NAME_LENGTH} letters, digits and dashes. Give --name."
         )
-    environment: dict[str, str] = {}
-    for pair in arguments.env:
-        variable, equals, value = pair.partition("=")
-        if not equals or not VARIABLE_NAME.fullmatch(variable):
-            problems.append(f"--env: {variable}, must be NAME=VALUE. Correct it.")
-        elif looks_secret(variable):
-            problems.append(
-                f"--env: {variable}, looks like a secret, which a file must not hold. Write "
-                f"--secret {variable}, without its value."
-            )
-        environment[variable] = value
-    problems += [
-        f"--secret: {variable.partition('=')[0]}, must be the name of a variable alone. Leave its "
-        f"value to the scheduler."
-        for variable in arguments.secret
-        if not VARIABLE_NAME.fullmatch(variable)
-    ]
-    if not arguments.directory.startswith("/"):
-        problems.append(f"--directory: {arguments.directory}, must be absolute. Write it out.")
-    if arguments.kind in ("kubernetes", "trainjob") and not arguments.image:
-        problems.append("--image is missing, which Kubernetes starts. Name one with this Python.")
-    if arguments.kind == "skypilot" and not arguments.accelerator:
-        problems.append("--accelerator is missing, which SkyPilot looks for. Write H100, say.")
-    if arguments.kind == "slurm" and arguments.save_time >= arguments.time:
-        problems.append(
-            f"--save_time: {arguments.save_time:.0f}s, must be below --time "
-            f"{arguments.time:.0f}s. Shorten it."
-        )
-    problems += [
-        f"--slurm: {option!r}, must be one option of sbatch such as --partition=gpu. Correct it."
-        for option in arguments.slurm
-        if not re.fullmatch(r"--?[A-Za-z][\w-]*([= ][^\n]*)?", option)
-    ]
+    environment, environment_problems = _environment(arguments)
+    problems += environment_problems + _scheduler_problems(arguments)
     if problems:
         raise ConfigError(problems)
     return Job(
         name=name, nodes=arguments.nodes, devices=arguments.devices_per_node, flags=flags,
         directory=arguments.directory, python=arguments.python,
         master_port=arguments.master_port, environment=environment, secrets=arguments.secret,
-        time=arguments.time, save_seconds=arguments.save_time,
+        time_seconds=arguments.time, save_seconds=arguments.save_time,
         max_restarts=arguments.max_restarts, image=arguments.image, volume=arguments.volume,
         mount_path=arguments.mount_path or arguments.directory,
         secret_name=arguments.secret_name, device_resource=arguments.device_resource,
         accelerator=arguments.accelerator, slurm=arguments.slurm,
     )  # fmt: skip
+
+
+def _environment(arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Return (variables of --env, problems of --env and --secret)."""
+    environment: dict[str, str] = {}
+    problems = []
+    for pair in arguments.env:
+        variable, equals, value = pair.partition("=")
+        if not equals or not VARIABLE_NAME.fullmatch(variable):
+            problems.append(f"--env: {variable}, must be NAME=VALUE. Correct it.")
+        elif is_secret_name(variable):
+            problems.append(
+                f"--env: {variable}, seems to be a secret, which must not be in a file. Write "
+                f"--secret {variable}, without its value."
+            )
+        environment[variable] = value
+    problems += [
+        f"--secret: {variable.partition('=')[0]}, must be the name of a variable only. Leave its "
+        f"value to the scheduler."
+        for variable in arguments.secret
+        if not VARIABLE_NAME.fullmatch(variable)
+    ]
+    return environment, problems
+
+
+def _scheduler_problems(arguments: argparse.Namespace) -> list[str]:
+    problems = []
+    if not arguments.directory.startswith("/"):
+        problems.append(
+            f"--directory: {arguments.directory}, must be absolute. Write the whole path."
+        )
+    if arguments.kind in ("kubernetes", "trainjob") and not arguments.image:
+        problems.append(
+            "--image is missing, which Kubernetes needs. Name an image that has this Python."
+        )
+    if arguments.kind == "skypilot" and not arguments.accelerator:
+        problems.append("--accelerator is missing, which SkyPilot needs. Write H100, for example.")
+    if arguments.kind == "slurm" and arguments.save_time >= arguments.time:
+        problems.append(
+            f"--save_time: {arguments.save_time:.0f}s, must be below --time "
+            f"{arguments.time:.0f}s. Shorten it."
+        )
+    problems += [
+        f"--slurm: {option!r}, must be one sbatch option such as --partition=gpu. Correct it."
+        for option in arguments.slurm
+        if not SBATCH_OPTION.fullmatch(option)
+    ]
+    return problems

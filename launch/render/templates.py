@@ -1,28 +1,33 @@
-"""The files that a scheduler starts a run from: they start `python -m launch node` on each node,
-with the same words for pretrain.py, and start again what ends with exit code 75.
+"""Scheduler files as text, made from a `Job`: Slurm, Kubernetes JobSet and TrainJob, SkyPilot.
 
-Pure: text from a `Job`. launch/render.py reads the flags.
+Each file starts `python -m launch node` on every node with the same flags of pretrain.py, and
+restarts a run that ends with exit code 75. No side effects.
 """
 
 import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from zerolm.errors import EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
+from zerolm.common.errors import EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all four files say.
+    """What all four files express.
 
     Attributes:
-        flags: of pretrain.py.
-        directory: of this project on the nodes, the same on each.
-        python: relative to it, or a name.
-        environment: variables with their values.
-        secrets: names of variables whose values the scheduler keeps.
-        time, save_seconds: longest time of a start, and how long before its end it is asked to
-            save and stop.
+        nodes, devices: number of nodes, and of ranks on each.
+        flags: flags of pretrain.py.
+        directory: path of this project on the nodes, the same on each.
+        python: interpreter: a path relative to `directory`, or a program's name.
+        environment: {variable: value}.
+        secrets: names of variables whose values the scheduler supplies.
+        time_seconds: time limit of one start (Slurm).
+        save_seconds: time before that limit at which the run is asked to save and stop.
+        volume, mount_path: volume that all nodes share, and where it is mounted.
+        secret_name: Kubernetes Secret that holds the values of `secrets`.
+        device_resource: the cluster's resource name of a device (Kubernetes).
+        slurm: additional `#SBATCH` options.
     """
 
     name: str
@@ -34,7 +39,7 @@ class Job:
     master_port: int
     environment: dict[str, str]
     secrets: list[str]
-    time: float
+    time_seconds: float
     save_seconds: float
     max_restarts: int
     image: str | None
@@ -45,12 +50,18 @@ class Job:
     accelerator: str | None
     slurm: list[str]
 
-    def node_words(self, master: str) -> list[str]:
-        """Return the command that each node runs, without any quotes."""
-        words = [self.python, "-m", "launch", "node", "--nodes", str(self.nodes)]
-        words += ["--devices_per_node", str(self.devices), "--master_addr", master]
-        words += ["--master_port", str(self.master_port), "--", "pretrain.py"]
-        return words + self.flags
+    def node_command(self, master: str) -> list[str]:
+        """Return the argv that each node runs, not quoted for a shell."""
+        argv = [self.python, "-m", "launch", "node", "--nodes", str(self.nodes)]
+        argv += ["--devices_per_node", str(self.devices), "--master_addr", master]
+        argv += ["--master_port", str(self.master_port), "--", "pretrain.py"]
+        return argv + self.flags
+
+    def node_shell_command(self) -> str:
+        """Return the command that each node runs, for a shell whose `$master` is the address."""
+        argv = [shlex.quote(argument) for argument in self.node_command("MASTER")]
+        argv[argv.index("MASTER")] = '"$master"'
+        return " ".join(argv)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -58,12 +69,13 @@ class Job:
 
 
 def slurm_script(job: Job) -> str:
-    """Return an sbatch script: the supervisor on the first node, one task on each.
+    """Return an sbatch script: the supervisor on the first node, one task on each node.
 
-    `exec` makes the supervisor the process that gets `--signal`; it passes that on to the ranks of
-    its node, and all ranks save together. `--requeue` of it gives the job back to the queue.
+    Because of `exec` the supervisor is the process that receives `--signal`. It forwards the signal
+    to the ranks of its node, and all ranks save together. With `--requeue` the supervisor requeues
+    the job.
     """
-    minutes = int(job.time // 60)
+    minutes = int(job.time_seconds // 60)
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name={job.name}",
@@ -78,8 +90,8 @@ def slurm_script(job: Job) -> str:
         *(f"#SBATCH {option}" for option in job.slurm),
         "",
         "# The time is in minutes. USR1 comes before its end: the ranks save and stop with exit",
-        f"# code {EXIT_STOPPED}, and the job goes back to the queue. srun hands the environment on",
-        "# to every node, so no value stands on a command line.",
+        f"# code {EXIT_STOPPED}, and the job is requeued. srun forwards the environment to every",
+        "# node, so no value is on a command line.",
         "set -euo pipefail",
         f"cd {shlex.quote(job.directory)}",
     ]
@@ -87,14 +99,12 @@ def slurm_script(job: Job) -> str:
         lines.append(f': "${{{name}:?set it in the shell that calls sbatch}}"')
     for name, value in job.environment.items():
         lines.append(f"export {name}={shlex.quote(value)}")
-    words = [shlex.quote(word) for word in job.node_words("MASTER")]
-    words[words.index("MASTER")] = '"$master"'
     task = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     lines += [
         'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         f"exec {shlex.quote(job.python)} -m launch supervise --requeue -- \\",
         f"    {task} --kill-on-bad-exit=1 \\",
-        f"    {' '.join(words)}",
+        f"    {job.node_shell_command()}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -104,7 +114,7 @@ def slurm_script(job: Job) -> str:
 
 
 def environment_entries(job: Job) -> list[dict[str, Any]]:
-    """Return `env` of a container: values, and references to keys of a Secret."""
+    """Return a container's `env`: plain values, and references to keys of a Secret."""
     entries: list[dict[str, Any]] = [
         {"name": name, "value": value} for name, value in job.environment.items()
     ]
@@ -114,8 +124,8 @@ def environment_entries(job: Job) -> list[dict[str, Any]]:
     return entries
 
 
-def volumes_of(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return (volumes, volumeMounts): memory for NCCL and the loader's workers, and the claim."""
+def volumes_and_mounts(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return (volumes, volumeMounts): shared memory for NCCL and loader workers, and the claim."""
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if job.volume:
@@ -125,26 +135,26 @@ def volumes_of(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return volumes, mounts
 
 
-def kubernetes_words(job: Job) -> list[str]:
-    """Return the node's command. Kubernetes would expand `$(NAME)` in the user's words.
+def kubernetes_command(job: Job) -> list[str]:
+    """Return the argv of each node, escaped: Kubernetes would expand `$(NAME)` in it.
 
-    The address is the name that JobSet gives the first pod, under a TrainJob too.
+    The master's address is the name that JobSet gives the first pod, also in a TrainJob.
     """
-    words = job.node_words(f"{job.name}-node-0-0.{job.name}")
-    return [word.replace("$(", "$$(") for word in words]
+    argv = job.node_command(f"{job.name}-node-0-0.{job.name}")
+    return [argument.replace("$(", "$$(") for argument in argv]
 
 
 def jobset(job: Job) -> str:
-    """Return a JobSet (v1alpha2): one indexed Job, whose pods are the nodes.
+    """Return a JobSet (v1alpha2): one indexed Job whose pods are the nodes.
 
-    Any failure starts all pods again, but for those exit codes that a restart does not help.
+    Any failure restarts all pods, except for the exit codes after which a restart would not help.
     """
-    volumes, mounts = volumes_of(job)
+    volumes, mounts = volumes_and_mounts(job)
     container = {
         "name": "node",
         "image": job.image,
         "workingDir": job.directory,
-        "command": kubernetes_words(job),
+        "command": kubernetes_command(job),
         "env": environment_entries(job),
         "resources": {"limits": {job.device_resource: job.devices}},
         "volumeMounts": mounts,
@@ -155,17 +165,17 @@ def jobset(job: Job) -> str:
         "containers": [container],
         "volumes": volumes,
     }
-    hopeless = {"operator": "In", "values": [EXIT_REFUSED, EXIT_GAVE_UP]}
+    final_codes = {"operator": "In", "values": [EXIT_REFUSED, EXIT_GAVE_UP]}
     nodes = {
         "parallelism": job.nodes,
         "completions": job.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": hopeless}]},
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final_codes}]},
         "template": {"spec": pod},
     }
     rule = {
-        "name": "hopeless",
+        "name": "finalExitCode",
         "action": "FailJobSet",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
@@ -174,16 +184,16 @@ def jobset(job: Job) -> str:
         "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [rule]},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": nodes}}],
     }
-    about = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
-    return _yaml({**about, "metadata": {"name": job.name}, "spec": spec})
+    header = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+    return _yaml({**header, "metadata": {"name": job.name}, "spec": spec})
 
 
 def trainjob(job: Job) -> str:
     """Return a TrainJob (v1alpha1, Kubeflow Trainer 2.2 or newer) on the torch runtime.
 
-    How often it starts again is for the runtime's failure policy to say.
+    The number of restarts is set by the runtime's failure policy, not here.
     """
-    volumes, mounts = volumes_of(job)
+    volumes, mounts = volumes_and_mounts(job)
     pod = {
         "terminationGracePeriodSeconds": int(job.save_seconds),
         "volumes": volumes,
@@ -192,21 +202,21 @@ def trainjob(job: Job) -> str:
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"template": {"spec": {"replicatedJobs": [replicated]}}}
     # A TrainJob has no working directory of its own.
-    change = f'cd {shlex.quote(job.directory)} && exec "$@"'
+    change_directory = f'cd {shlex.quote(job.directory)} && exec "$@"'
     spec = {
         "runtimeRef": {"name": "torch-distributed", "kind": "ClusterTrainingRuntime"},
         "trainer": {
             "image": job.image,
             "numNodes": job.nodes,
-            "command": ["sh", "-c", change, "node"],
-            "args": kubernetes_words(job),
+            "command": ["sh", "-c", change_directory, "node"],
+            "args": kubernetes_command(job),
             "env": environment_entries(job),
             "resourcesPerNode": {"limits": {job.device_resource: job.devices}},
         },
         "runtimePatches": [{"manager": "zerolm.io/render", "trainingRuntimeSpec": patch}],
     }
-    about = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
-    return _yaml({**about, "metadata": {"name": job.name}, "spec": spec})
+    header = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+    return _yaml({**header, "metadata": {"name": job.name}, "spec": spec})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -214,14 +224,12 @@ def trainjob(job: Job) -> str:
 
 
 def skypilot_task(job: Job) -> str:
-    """Return a task for `sky jobs launch`, which starts it again elsewhere after a preemption."""
-    words = [shlex.quote(word) for word in job.node_words("MASTER")]
-    words[words.index("MASTER")] = '"$master"'
+    """Return a task for `sky jobs launch`, which restarts it elsewhere after a preemption."""
     run_lines = [
         "set -euo pipefail",
         f"cd {shlex.quote(job.directory)}",
         'master=$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)',
-        f"exec {' '.join(words)}",
+        f"exec {job.node_shell_command()}",
     ]
     recovery = {"max_restarts_on_errors": job.max_restarts, "recover_on_exit_codes": [EXIT_STOPPED]}
     resources: dict[str, Any] = {"accelerators": f"{job.accelerator}:{job.devices}"}
@@ -239,7 +247,7 @@ def skypilot_task(job: Job) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return YAML in the order given, with text of several lines as it is."""
+    """Return YAML that keeps the order of keys, with multi-line text as block literals."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

@@ -1,7 +1,6 @@
-"""The hosts of a run: read from a hostfile, checked over ssh, and written without the bad ones.
+"""The hosts of a run: read a hostfile, check each host over ssh, and leave out those that fail.
 
-DeepSpeed starts on the first `--num_nodes` hosts of the file: with more hosts in it than that, the
-rest are spares.
+DeepSpeed starts on the first `--num_nodes` hosts of a hostfile; further hosts are spares.
 """
 
 import os
@@ -14,42 +13,43 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.command_words import option, with_option
-from zerolm.errors import ConfigError
+from launch.command.deepspeed_command import launcher_option, with_launcher_option
+from zerolm.common.errors import ConfigError
+from zerolm.common.run_files import RunFiles
 
 CHECK_SECONDS = 60.0
-CHECKS_AT_ONCE = 64
+MAX_CONCURRENT_CHECKS = 64
 
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile."""
+    """One line of a hostfile: a name, and `slots=N`."""
 
     name: str
     slots: str
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read `name slots=N` lines.
+    """Read a hostfile's `name slots=N` lines.
 
     Raises:
-        ConfigError: the file cannot be read, or each line that is not one.
+        ConfigError: the file cannot be read or names no host, or every line that is malformed.
     """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). Name your hosts in it.") from None
+        raise ConfigError(f"{path}: cannot be read ({error}). List your hosts in it.") from None
     hosts, problems = [], []
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
-        if not words:
+        fields = line.partition("#")[0].split()
+        if not fields:
             continue
-        if len(words) != 2 or not words[1].startswith("slots="):
+        if len(fields) != 2 or not fields[1].startswith("slots="):
             problems.append(f"{path}: line {number}: {line!r}, is not `name slots=N`. Correct it.")
         else:
-            hosts.append(Host(*words))
+            hosts.append(Host(*fields))
     if not hosts and not problems:
-        problems.append(f"{path}: names no host. Write a line `name slots=N` for each.")
+        problems.append(f"{path}: lists no host. Write a line `name slots=N` for each host.")
     if problems:
         raise ConfigError(problems)
     return hosts
@@ -60,96 +60,99 @@ def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
 
 
 def default_check() -> str:
-    """Return the command that tells whether a host can take part: this Python and torch are there.
+    """Return a shell command that fails on a host where torch or deepspeed cannot be imported.
 
-    It runs in the directory and with the interpreter of this process, which DeepSpeed needs too.
+    It uses the directory and interpreter of this process, as DeepSpeed will.
     """
-    here, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
-    return f"cd {here} && {python} -c 'import torch, deepspeed'"
+    directory, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
+    return f"cd {directory} && {python} -c 'import torch, deepspeed'"
 
 
-def shell_words(host: Host, command: str, ssh_port: str | None = None) -> list[str]:
-    """Return the words that run a command in the shell of a host, over ssh unless it is this one.
+def remote_command(host: Host, command: str, ssh_port: str | None = None) -> list[str]:
+    """Return the argv that runs a shell command on a host: over ssh, unless it is this host.
 
-    ssh gets the options that pdsh would give it, and never asks for anything.
+    ssh gets the same extra options as from pdsh, and never prompts.
     """
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return ["sh", "-c", command]
     port = ["-p", ssh_port] if ssh_port else []
-    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    quiet = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-    return ["ssh", *quiet, *port, *more, host.name, command]
+    pdsh_options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    no_prompt = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    return ["ssh", *no_prompt, *port, *pdsh_options, host.name, command]
 
 
-def problem_of(host: Host, command: str, ssh_port: str | None = None) -> str | None:
-    """Run a check on a host; return what is wrong with it, or None.
+def host_problem(host: Host, command: str, ssh_port: str | None = None) -> str | None:
+    """Run a check on a host; return why it failed, None if it passed.
 
     Args:
-        command: for the shell of the host; it fails by its exit code.
+        command: for the shell of the host; a nonzero exit code is a failure.
     """
     try:
-        done = subprocess.run(
-            shell_words(host, command, ssh_port), stdin=subprocess.DEVNULL, capture_output=True,
+        check = subprocess.run(
+            remote_command(host, command, ssh_port), stdin=subprocess.DEVNULL, capture_output=True,
             text=True, errors="replace", timeout=CHECK_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no answer in {CHECK_SECONDS:.0f} s"
     except OSError as error:
         return str(error)
-    if done.returncode == 0:
+    if check.returncode == 0:
         return None
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return f"exit code {done.returncode}" + (f": {said[-1]}" if said else "")
+    output = (check.stderr.strip() or check.stdout.strip()).splitlines()
+    return f"exit code {check.returncode}" + (f": {output[-1]}" if output else "")
 
 
 def check_hosts(
     hosts: Sequence[Host], command: str, ssh_port: str | None = None
 ) -> tuple[list[Host], dict[str, str]]:
-    """Check all hosts at once; return the good ones in order, and {name: problem} of the others."""
-    with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
-        problems = list(pool.map(lambda host: problem_of(host, command, ssh_port), hosts))
+    """Check hosts concurrently; return (hosts that passed, in order; {name: problem} of others)."""
+    with ThreadPoolExecutor(MAX_CONCURRENT_CHECKS) as pool:
+        problems = list(pool.map(lambda host: host_problem(host, command, ssh_port), hosts))
     pairs = list(zip(hosts, problems, strict=True))
-    good = [host for host, problem in pairs if problem is None]
-    return good, {host.name: problem for host, problem in pairs if problem is not None}
+    passed = [host for host, problem in pairs if problem is None]
+    return passed, {host.name: problem for host, problem in pairs if problem is not None}
 
 
-def renewed(
+def without_failing_hosts(
     command: list[str],
     run_dir: Path,
     min_hosts: int | None,
     host_check: str | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[str]:
-    """Return a command with a hostfile of the hosts that are well; as it is without a hostfile.
+    """Return the command with a hostfile of the hosts that pass a check.
+
+    A command without a hostfile is returned unchanged.
 
     Args:
-        min_hosts: fewest to start on; None: as many as the command asks for.
+        min_hosts: minimum number of hosts to start on; None: as many as the command asks for.
         host_check: command for the shell of each host; None: `default_check`.
 
     Raises:
-        ConfigError: fewer hosts are well than that.
+        ConfigError: fewer hosts than that pass.
     """
-    given = option(command, "--hostfile") or option(command, "-H")
-    if given is None:
+    hostfile = launcher_option(command, "--hostfile") or launcher_option(command, "-H")
+    if hostfile is None:
         return command
-    hosts = read_hostfile(Path(given))
-    needed = int(option(command, "--num_nodes") or len(hosts))
-    port = option(command, "--ssh_port")
-    good, bad = check_hosts(hosts, host_check or default_check(), port)
-    for name, problem in bad.items():
-        say(f"{given}: {name} is left out: {problem}")
-    minimum = min_hosts or needed
-    if len(good) < minimum:
+    hosts = read_hostfile(Path(hostfile))
+    requested = int(launcher_option(command, "--num_nodes") or len(hosts))
+    ssh_port = launcher_option(command, "--ssh_port")
+    passed, failed = check_hosts(hosts, host_check or default_check(), ssh_port)
+    for name, problem in failed.items():
+        log(f"{hostfile}: {name} is left out: {problem}")
+    minimum = min_hosts or requested
+    if len(passed) < minimum:
         raise ConfigError(
-            f"{given}: {len(good)} of {len(hosts)} hosts pass the check, the run needs {minimum}. "
-            f"Mend the others, add spares, or lower --min_hosts."
+            f"{hostfile}: {len(passed)} of {len(hosts)} hosts pass the check, the run needs "
+            f"{minimum}. Repair the others, add spares, or lower --min_hosts."
         )
-    used = good[:needed]
-    say(f"hosts: {', '.join(host.name for host in used)}")
-    write_hostfile(run_dir / "hosts", good)
+    used = passed[:requested]
+    log(f"hosts: {', '.join(host.name for host in used)}")
+    written = RunFiles(run_dir).hostfile
+    write_hostfile(written, passed)
     for name in ("--hostfile", "-H"):
-        command = with_option(command, name, str(run_dir / "hosts"))
-    command = with_option(command, "--num_nodes", str(len(used)))
-    if option(command, "--master_addr") in bad:
-        command = with_option(command, "--master_addr", used[0].name)
+        command = with_launcher_option(command, name, str(written))
+    command = with_launcher_option(command, "--num_nodes", str(len(used)))
+    if launcher_option(command, "--master_addr") in failed:
+        command = with_launcher_option(command, "--master_addr", used[0].name)
     return command

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from small_corpus import TEXTS
 
-from data_prep.tokenizer_training import Recipe, train_tokenizer
+from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from tests.data_prep.small_corpus import TEXTS
 
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory) -> Path:
     """A byte-level BPE of 300 ids."""
     directory = tmp_path_factory.mktemp("tokenizer") / "bpe"
-    train_tokenizer(TEXTS * 2, Recipe(300), directory, progress=False)
+    train_bpe(TEXTS * 2, BpeOptions(300), directory, progress=False)
     return directory

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests import ROOT
+
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n" * 3,
     "def f(x):\n    return x + 1\n",

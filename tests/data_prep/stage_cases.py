@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from near_copies import write_documents
-
-from data_prep.stage_counts import merge_counts
-from data_prep.stage_files import publish_stage, read_records, read_stage, stage_file
-from zerolm.files import sha256_file
+from data_prep.read.stage_files import publish_stage, read_records, read_stage, stage_file
+from data_prep.stages.counts import merge_counts
+from tests.data_prep.dedup.near_copies import write_documents
+from zerolm.common.files import sha256_file
 
 
 def write_stage(directory: Path, texts: list[str], per_file: int) -> Path:
@@ -20,7 +19,7 @@ def write_stage(directory: Path, texts: list[str], per_file: int) -> Path:
         entries.append({"file": path.name, "size_bytes": size, "sha256": sha256_file(path)})
     publish_stage(
         directory, "clean", entries, inputs="0", text_field="text", counts=merge_counts([]),
-        options={}, before={},
+        options={}, provenance={},
     )  # fmt: skip
     return directory
 

@@ -1,4 +1,4 @@
-"""What the end-to-end tests train, and on what: one tiny Llama, one corpus."""
+"""The model and data of the end-to-end tests: a tiny Llama and a small corpus."""
 
 from pathlib import Path
 

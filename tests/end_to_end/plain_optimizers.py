@@ -1,4 +1,4 @@
-"""Muon and Lion in plain PyTorch, from their papers, on whole parameters."""
+"""Muon and Lion in plain PyTorch, from their papers, on unsharded parameters."""
 
 import math
 
@@ -8,34 +8,49 @@ PRECISION = torch.float64  # of the Newton-Schulz iteration
 
 
 def muon(ratio: float = 1.0, tables: tuple[str, ...] = ("embed", "lm_head")):
-    """Return what makes Muon for matrices, with torch's AdamW for the rest.
+    """Return a function that creates Muon for matrices, with torch's AdamW for other parameters.
 
     Args:
-        ratio: learning rate of the matrices in units of the others'.
-        tables: parts of the names of matrices that are not Muon's.
+        ratio: learning rate of the matrices, divided by that of the other parameters.
+        tables: substrings of the names of matrices that AdamW trains.
     """
 
-    def of(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.Optimizer:
+    def create(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.Optimizer:
         matrices = {
             name: master
             for name, master in masters.items()
             if master.ndim >= 2 and not any(table in name for table in tables)
         }
         rest = {name: master for name, master in masters.items() if name not in matrices}
-        tall = [master for master in rest.values() if master.ndim >= 2]
-        flat = [master for master in rest.values() if master.ndim < 2]
+        table_weights = [master for master in rest.values() if master.ndim >= 2]
+        vectors = [master for master in rest.values() if master.ndim < 2]
         groups = [
             {"params": list(matrices.values()), "ratio": ratio, "decay": weight_decay},
-            {"params": tall, "decay": weight_decay},
-            {"params": flat, "decay": 0.0},
+            {"params": table_weights, "decay": weight_decay},
+            {"params": vectors, "decay": 0.0},
         ]
         return Muon([group for group in groups if group["params"]])
 
-    return of
+    return create
+
+
+def rmsprop(ratio: float):
+    """Return a function that creates torch's RMSprop, at `ratio` times the learning rate."""
+
+    def create(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.Optimizer:
+        matrices = [master for master in masters.values() if master.ndim >= 2]
+        vectors = [master for master in masters.values() if master.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay, "ratio": ratio},
+            {"params": vectors, "weight_decay": 0.0, "ratio": ratio},
+        ]
+        return torch.optim.RMSprop(groups, alpha=0.95, eps=1e-6)
+
+    return create
 
 
 class Muon(torch.optim.Optimizer):
-    """Jordan et al. 2024; the first group's parameters are matrices, or stacks of them."""
+    """Muon (Jordan et al. 2024). The first group's parameters are matrices, or stacks of them."""
 
     def __init__(self, groups):
         super().__init__(groups, {"lr": 0.0})
@@ -64,7 +79,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return nearly U V^T of U S V^T, by five steps of the quintic Newton-Schulz iteration."""
+    """Return approximately U V^T for U S V^T: five steps of the quintic Newton-Schulz iteration."""
     rows, columns = matrix.shape
     x = matrix.T if rows > columns else matrix
     x = (x / (x.norm() + 1e-7)).to(PRECISION)
@@ -76,7 +91,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2."""
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
 
     def __init__(self, groups):
         super().__init__(groups, {"lr": 0.0})

@@ -1,7 +1,7 @@
-"""The reference: a pretraining loop in plain PyTorch and transformers, on one process.
+"""The reference: a pretraining loop in plain PyTorch and transformers, in one process.
 
-It shares no code with the launcher but the order of the data, which has references of its own. The
-weights are drawn as docs/initialization.md says, the learning rate is the textbook cosine.
+It shares only the order of the data with zerolm, which is tested against references of its own.
+Weights are initialized as docs/initialization.md specifies; the learning rate is the cosine.
 """
 
 import hashlib
@@ -16,22 +16,23 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm.order import Order
+from zerolm.data.order import Order
 
 
 @dataclass
 class Step:
-    """What a step of the reference was.
+    """The figures of one step of the reference.
 
     Attributes:
-        loss, grad_norm: mean over the batch; 2-norm before clipping.
-        chunk_gradients: squared norm of the gradient of the mean loss of each chunk of sequences,
-            by the number of sequences in a chunk.
-        param_norms, update_ratios: after the step, of each block, and "" for all.
-        auxiliary: weighted router loss, mean over the chunks of sequences.
-        routed: (chunks, layers, experts) how many tokens each expert was given.
-        entropies: (layers,) mean entropy of what the router gives a token.
-        clipped_to: what the gradient was clipped to.
+        loss: mean over the batch.
+        grad_norm: 2-norm before clipping.
+        chunk_gradients: {sequences in a chunk: squared norm of the gradient of each chunk's mean
+            loss}.
+        param_norms, update_ratios: {block: value after the step}; "" is the whole model.
+        auxiliary: weighted router loss, averaged over the chunks of sequences.
+        routed: (chunks, layers, experts) number of tokens routed to each expert.
+        entropies: (layers,) mean entropy of the router's distribution for a token.
+        clipped_to: norm that the gradient was clipped to.
     """
 
     loss: float
@@ -45,27 +46,25 @@ class Step:
     clipped_to: float = math.inf
 
 
+# Of a Llama with two layers: {block: substring of the names of its parameters}.
 BLOCKS = {
-    "embed_tokens": "embed_tokens",
-    "layers.0": ".0.",
-    "layers.1": ".1.",
-    "norm": "model.norm",
-}
-BLOCKS |= {"lm_head": "lm_head"}  # of a Llama of two layers: the block, and what its names contain
+    "embed_tokens": "embed_tokens", "layers.0": ".0.", "layers.1": ".1.", "norm": "model.norm",
+    "lm_head": "lm_head",
+}  # fmt: skip
 
 
 def norms_by_block(names: list[str], tensors: list[torch.Tensor]) -> dict[str, float]:
     squares = [tensor.double().square().sum().item() for tensor in tensors]
-    found = {"": math.sqrt(sum(squares))}
+    norms = {"": math.sqrt(sum(squares))}
     for block, part in BLOCKS.items():
-        own = [square for name, square in zip(names, squares, strict=True) if part in name]
-        if own:
-            found[block] = math.sqrt(sum(own))
-    return found
+        of_block = [square for name, square in zip(names, squares, strict=True) if part in name]
+        if of_block:
+            norms[block] = math.sqrt(sum(of_block))
+    return norms
 
 
 def chunk_gradients(gradients: list[list[torch.Tensor]], sequences: int) -> dict[int, list[float]]:
-    """Return the squared norms of gradients of chunks, of pairs of them, and so on."""
+    """Return {sequences in a chunk: squared gradient norms}: of chunks, of pairs of chunks, ..."""
     found = {}
     while len(gradients) > 1:
         found[sequences] = [
@@ -79,7 +78,7 @@ def chunk_gradients(gradients: list[list[torch.Tensor]], sequences: int) -> dict
 
 
 def noise_scales(curve: list[Step], sequences: int, batch: int, seq_len: int) -> list[float | None]:
-    """Return B_simple in tokens at each step: McCandlish et al. 2018, appendix A.1, smoothed."""
+    """Return the smoothed B_simple of each step, in tokens (McCandlish et al. 2018, app. A.1)."""
     small_size, big_size = sequences * seq_len, batch * seq_len
     found: list[float | None] = []
     signals: list[float] = []
@@ -137,7 +136,7 @@ def adamw(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.
 
 
 def tokens_by_expert(outputs: Any, top_k: int) -> np.ndarray:
-    """Return (layers, experts) tokens that chose an expert, by sorting what its router gave."""
+    """Return (layers, experts) numbers of tokens routed to an expert, by sorting the logits."""
     found = []
     for logits in outputs.router_logits:
         best = np.argsort(-logits.detach().float().numpy(), axis=1)[:, :top_k]
@@ -151,7 +150,7 @@ def router_entropies(outputs: Any) -> np.ndarray:
 
 
 class ZClip:
-    """Algorithm 1 of arXiv 2504.02507, on the list of all norms: nothing else is remembered."""
+    """Algorithm 1 of arXiv 2504.02507, recomputed from all norms at each step."""
 
     def __init__(self, threshold: float):
         self.threshold, self.norms = threshold, []
@@ -170,7 +169,7 @@ class ZClip:
 
 
 def cosine(tokens: int, total: int, warmup: int, peak: float, minimum: float) -> float:
-    """Return the learning rate after so many tokens."""
+    """Return the learning rate after `tokens` tokens."""
     if tokens < warmup:
         return peak * tokens / warmup
     progress = (tokens - warmup) / (total - warmup)
@@ -179,7 +178,7 @@ def cosine(tokens: int, total: int, warmup: int, peak: float, minimum: float) ->
 
 @dataclass
 class Batch:
-    """The gradient of the mean loss of a batch, gathered chunk by chunk of its sequences."""
+    """The gradient of the mean loss of a batch, accumulated over chunks of its sequences."""
 
     gradients: list[torch.Tensor]
     of_chunks: list[list[torch.Tensor]] = field(default_factory=list)
@@ -189,7 +188,7 @@ class Batch:
     entropies: list[np.ndarray] = field(default_factory=list)
 
     def add(self, model: torch.nn.Module, config: dict, text: np.ndarray, share: float) -> None:
-        """Go forward and backward on a chunk, which is this share of the batch."""
+        """Run forward and backward on a chunk that is `share` of the batch."""
         batch = torch.from_numpy(text)
         outputs = model(input_ids=batch[:, :-1], use_cache=False)
         loss = torch.nn.functional.cross_entropy(
@@ -209,7 +208,7 @@ class Batch:
             parameter.grad = None
 
     def routing(self) -> dict[str, Any]:
-        """Return what a `Step` says of the experts."""
+        """Return the fields of a `Step` about experts."""
         return {
             "auxiliary": sum(self.auxiliary) / max(1, len(self.auxiliary)),
             "routed": np.array(self.routed),
@@ -223,18 +222,18 @@ def clip(
     clipping: float,
     zclip: ZClip | None,
 ) -> tuple[float, float]:
-    """Hand the masters their clipped gradients; return the norm before, and the bound."""
+    """Set the clipped gradients of the masters; return (norm before clipping, bound)."""
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient
-    whole = [gradient.double().square().sum() for gradient in gradients]
-    bound = min(clipping or math.inf, zclip(sum(whole).sqrt().item()) if zclip else math.inf)
+    squares = [gradient.double().square().sum() for gradient in gradients]
+    bound = min(clipping or math.inf, zclip(sum(squares).sqrt().item()) if zclip else math.inf)
     return torch.nn.utils.clip_grad_norm_(masters, bound).item(), bound
 
 
 def update(
     model: torch.nn.Module, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Take the step; return the norms of the weights after it, and of what it changed."""
+    """Take a step; return the norms of the weights after it, and of their changes."""
     names = [name for name, _ in model.named_parameters()]
     before = [master.clone() for master in masters]
     optimizer.step()
@@ -263,12 +262,13 @@ def train(
     optimizer_of: Callable[[dict[str, torch.Tensor], float], Any] = adamw,
     adaptive_clip: float = 0.0,
 ) -> list[Step]:
-    """Return what each step was. `bf16`: bf16 weights beside float32 masters.
+    """Train, and return the figures of each step.
 
     Args:
-        optimizer_of: makes it from the masters by name and the weight decay; a group's `ratio` is
-            its learning rate in units of the schedule's.
-        adaptive_clip: threshold of ZClip, 0: none.
+        bf16: train bf16 weights with float32 master weights.
+        optimizer_of: creates the optimizer from {name: master} and the weight decay; the `ratio` of
+            a group multiplies the learning rate of the schedule.
+        adaptive_clip: threshold of ZClip; 0 turns it off.
     """
     model = initial_model(config, seed)
     if bf16:

@@ -1,4 +1,4 @@
-"""The recipe that the end-to-end tests share: one tiny Llama, one corpus, and what to vary."""
+"""The recipe that the end-to-end tests share, and the parts of it that a test may vary."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ PEAK, MINIMUM = 3e-3, 3e-4
 def recipe(
     llama: Path, corpus: Path, run_dir: Path, profile: Path, steps: int, micro: int
 ) -> list[object]:
-    """Return the arguments of a run: accumulation 2 on two ranks with `micro` 2."""
+    """Return pretrain.py's flags; on two ranks with `micro` 2 they give 2 accumulation steps."""
     return [
         "--deepspeed_config", profile, "--model_config", llama, "--data", corpus,
         "--run_dir", run_dir, "--seq_len", SEQ_LEN, "--batch_tokens", STEP_TOKENS,
@@ -23,7 +23,7 @@ def recipe(
 
 
 def profile(path: Path, stage: int, bf16: bool) -> Path:
-    """Write a ds config that says what a test is about, and leaves the rest to the run."""
+    """Write a DeepSpeed config with only the given settings; the run chooses the others."""
     return write_json(
         path,
         {

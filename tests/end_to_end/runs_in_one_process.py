@@ -1,13 +1,13 @@
-"""One rank that trains several runs in one process: what a launch each would take minutes for.
+"""Train several runs one after another in one process per rank: much faster than a launch each.
 
-    RANK=0 WORLD_SIZE=2 ... python several_runs.py JOBS.json
+    RANK=0 WORLD_SIZE=2 ... python runs_in_one_process.py JOBS.json
 
-Each job has the arguments of pretrain.py (`words`), and may have the step at which it saves and
-stops (`until`), a directory to write all weights to after each step (`weights`), and whether Muon's
-Newton-Schulz iteration is to run in float32 (`exact`): DeepSpeed's does where the machine does not
-multiply in fp16, else in that. The engines, steps, metrics and checkpoints are those of
-pretrain.py; what it does around them (signals, watchdog, trackers) is left out. What was refused,
-or went wrong, is printed.
+A job has these keys. `flags`: of pretrain.py. `until` (optional): step at which it saves and stops.
+`weights` (optional): directory for all weights after each step. `exact` (optional): run Muon's
+Newton-Schulz iteration in float32; DeepSpeed uses fp16 on machines that multiply in it.
+
+Engines, steps, metrics and checkpoints are those of pretrain.py. Signals, watchdog and trackers are
+left out.
 """
 
 import json
@@ -24,7 +24,7 @@ SECONDS = 1200
 
 
 def launch(jobs: list[dict], directory: Path, world_size: int = 2, **more: str) -> str:
-    """Train jobs one after another on so many ranks, and return what they printed."""
+    """Train jobs one after another on `world_size` ranks; return their output."""
     path = directory / "jobs.json"
     path.write_text(json.dumps(jobs, default=str))
     return run_workers(world_size, Path(__file__), path, timeout=SECONDS, **more)
@@ -34,24 +34,26 @@ def write_weights(engine, path: Path) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
     parameters = engine.module.named_parameters()
-    weights = {name: safe_get_full_fp32_param(one) for name, one in parameters}
+    weights = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters}
     if int(os.environ["RANK"]) == 0:
         torch.save({name: weight.detach().clone() for name, weight in weights.items()}, path)
 
 
-def train(words: list[str], until: int, device, weights: str = "") -> None:
+def train(flags: list[str], until: int, device, weights: str = "") -> None:
     import pretrain
-    from zerolm import distributed, preflight, stability
-    from zerolm.run import Run
+    from zerolm.distributed import collectives
+    from zerolm.preflight import check
+    from zerolm.train import stability
+    from zerolm.train.run import Run
 
-    # The port is taken: by the process group of all these runs.
-    own = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
-    plan = preflight.check(words, own)
+    # The check would find the port in use, by the process group of all these runs.
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
+    plan = check.check(flags, environment)
     rank = int(os.environ["RANK"])
     if rank == 0:
         Path(plan.settings.run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
-    distributed.barrier()
-    say = partial(distributed.say, rank)
+    collectives.barrier()
+    say = partial(collectives.print_rank0, rank)
     say(plan.summary())
     engine = pretrain.build_engine(plan, device, say)
     run = Run(plan, engine, device, stability.StopRequest(None))
@@ -68,27 +70,27 @@ def train(words: list[str], until: int, device, weights: str = "") -> None:
     run.finish_checkpoint()
     run.journal.log.close()
     batches.close()
-    distributed.barrier()
+    collectives.barrier()
     engine.destroy()
 
 
 def main(path: str) -> None:
     from deepspeed.runtime.zero.muon import original_muon
 
-    from zerolm import distributed
+    from zerolm.distributed import process_group
 
-    _, _, device = distributed.start()
+    _, _, device = process_group.init()
     as_shipped, exact = original_muon.ns_compute_dtype, False
     for job in json.loads(Path(path).read_text()):
-        print("job", *job["words"], flush=True)
+        print("job", *job["flags"], flush=True)
         if job.get("exact", False) != exact:
             exact = not exact
             original_muon.ns_compute_dtype = (lambda method: torch.float32) if exact else as_shipped
-            torch.compiler.reset()  # it has compiled the other precision
-        words = [str(word) for word in job["words"]]
-        train(words, job.get("until", 0), device, job.get("weights", ""))
-    distributed.stop()
-    distributed.leave(0)
+            torch.compiler.reset()  # the iteration was compiled for the other precision
+        flags = [str(flag) for flag in job["flags"]]
+        train(flags, job.get("until", 0), device, job.get("weights", ""))
+    process_group.destroy()
+    process_group.exit_process(0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints under kills, full disks and damage; an uninterrupted run is the oracle."""
+"""Checkpoints under kills, full disks and damage, compared with an uninterrupted run."""
 
 import json
 import os
@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from oracle import differences, digest
-from recipe import profile, recipe
 
+from tests.end_to_end.recipe import profile, recipe
+from tests.end_to_end.run_digest import differences, digest
 from tests.launching import ROOT, environment, run_ranks
-from zerolm.faults import POINTS
+from zerolm.common.faults import POINTS
 
 STEPS, SAVE = 24, 6
 
 
-def words(llama, corpus, run_dir: Path, stage: int = 2) -> list[object]:
+def run_flags(llama, corpus, run_dir: Path, stage: int = 2) -> list[object]:
     json_file = profile(run_dir.parent / f"zero{stage}.json", stage, bf16=True)
     arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     return [*arguments, "--checkpoint_interval", SAVE, "--wandb", "off"]
@@ -47,19 +47,19 @@ STAGES = [
 
 
 @pytest.fixture(scope="module", params=STAGES)
-def whole(request, tmp_path_factory, llama, corpus):
-    """A run that nothing interrupted: (stage, its directory, its digest)."""
-    base = tmp_path_factory.mktemp("whole")
-    done = run(words(llama, corpus, base / "run", request.param), base / "ledger")
+def uninterrupted(request, tmp_path_factory, llama, corpus):
+    """An uninterrupted run: (stage, its directory, its digest)."""
+    base = tmp_path_factory.mktemp("uninterrupted")
+    done = run(run_flags(llama, corpus, base / "run", request.param), base / "ledger")
     assert done.returncode == 0, done.stdout[-4000:]
     return request.param, base / "run", digest(base / "run", base / "ledger")
 
 
-def test_a_kill_anywhere_in_a_save_leaves_a_whole_checkpoint(
-    tmp_path, llama, corpus, whole
+def test_a_kill_during_a_save_leaves_a_complete_checkpoint(
+    tmp_path, llama, corpus, uninterrupted
 ) -> None:
-    """A rank that is slow and then dies; the publisher before the rename; in a removal."""
-    stage, _, oracle = whole
+    """Kill a slow rank, rank 0 before the rename, and rank 0 while it removes an old checkpoint."""
+    stage, _, reference = uninterrupted
     run_dir, marks = tmp_path / "run", tmp_path / "marks"
     marks.mkdir()
     faults = [
@@ -68,7 +68,7 @@ def test_a_kill_anywhere_in_a_save_leaves_a_whole_checkpoint(
         "checkpoint.rename:0:12:kill",
         "checkpoint.rotated:0:18:kill",
     ]
-    arguments = [*words(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
+    arguments = [*run_flags(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
     for newest in ([], [6], [18]):
         killed = run(arguments, tmp_path / "ledger", FAULT=",".join(faults), FAULT_ONCE=str(marks))
         assert killed.returncode not in (0, 2, 75, 76), killed.stdout[-4000:]
@@ -76,36 +76,36 @@ def test_a_kill_anywhere_in_a_save_leaves_a_whole_checkpoint(
     done = run(arguments, tmp_path / "ledger", FAULT=",".join(faults), FAULT_ONCE=str(marks))
     assert done.returncode == 0, done.stdout[-4000:]
     assert "resume" in done.stdout and not list(run_dir.glob("checkpoints/.tmp-*"))
-    assert differences(digest(run_dir, tmp_path / "ledger"), oracle) == []
+    assert differences(digest(run_dir, tmp_path / "ledger"), reference) == []
 
 
-PUBLISHER = ("manifest", "rename", "pointer", "rotate", "rotated")  # on rank 0 alone
+PUBLISHER = ("manifest", "rename", "pointer", "rotate", "rotated")  # on rank 0 only
 EVERY_POINT = [point for point in POINTS if point.startswith("checkpoint.")]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_kill_at_every_point_inside_a_save_ends_in_every_bit(
-    tmp_path, llama, corpus, whole, rank
+def test_a_run_killed_at_every_point_of_a_save_equals_an_uninterrupted_one(
+    tmp_path, llama, corpus, uninterrupted, rank
 ) -> None:
-    """One run that is killed at each point in turn, at any save, once."""
-    stage, _, oracle = whole
+    """One run, killed once at each point in turn."""
+    stage, _, reference = uninterrupted
     run_dir, marks = tmp_path / "run", tmp_path / "marks"
     marks.mkdir()
-    arguments = [*words(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
+    arguments = [*run_flags(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
     for point in EVERY_POINT:
         if rank == 1 and point.endswith(PUBLISHER):
             continue
-        struck = {"FAULT": f"{point}:{rank}:*:kill", "FAULT_ONCE": str(marks)}
-        killed = run(arguments, tmp_path / "ledger", **struck)
+        fault = {"FAULT": f"{point}:{rank}:*:kill", "FAULT_ONCE": str(marks)}
+        killed = run(arguments, tmp_path / "ledger", **fault)
         assert killed.returncode not in (0, 2, 75, 76), killed.stdout[-4000:]
         for directory in run_dir.glob("checkpoints/step-*"):
             assert (directory / "MANIFEST.json").is_file()
     done = run(arguments, tmp_path / "ledger")
     assert done.returncode == 0, done.stdout[-4000:]
     assert not list(run_dir.glob("checkpoints/.tmp-*"))
-    assert differences(digest(run_dir, tmp_path / "ledger"), oracle) == []
+    assert differences(digest(run_dir, tmp_path / "ledger"), reference) == []
 
 
 class Bomb:
@@ -118,11 +118,11 @@ class Bomb:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_damage_is_named_and_the_newest_whole_checkpoint_is_used(
-    tmp_path, llama, corpus, whole
+def test_damage_is_reported_and_the_newest_complete_checkpoint_is_used(
+    tmp_path, llama, corpus, uninterrupted
 ) -> None:
-    stage, source, oracle = whole
-    run_dir, mark = tmp_path / "run", tmp_path / "bomb_went_off"
+    stage, source, reference = uninterrupted
+    run_dir, mark = tmp_path / "run", tmp_path / "command_was_run"
     shutil.copytree(source, run_dir)
     flipped = next((run_dir / "checkpoints" / "step-00000024").glob("*rank_1*optim_states.pt"))
     content = bytearray(flipped.read_bytes())
@@ -130,10 +130,10 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_is_used(
     flipped.write_bytes(content)
     malicious = next((run_dir / "checkpoints" / "step-00000018").glob("*model_states.pt"))
     malicious.write_bytes(pickle.dumps(Bomb(mark)))
-    arguments = words(llama, corpus, run_dir, stage)
+    arguments = run_flags(llama, corpus, run_dir, stage)
     again = run(arguments, tmp_path / "ledger")
     assert again.returncode == 0, again.stdout[-4000:]
-    assert not mark.exists(), "what the manifest does not vouch for was unpickled"
+    assert not mark.exists(), "a file that does not match the manifest was unpickled"
     for victim in (flipped, malicious):
         assert str(victim) in again.stdout
     assert "SHA-256" in again.stdout and "step 12" in again.stdout
@@ -141,11 +141,11 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_is_used(
         "damaged-step-00000024", "damaged-step-00000018",
     ]  # fmt: skip
     ours = digest(run_dir, tmp_path / "ledger")
-    oracle = {**oracle, "ledger": {k: v for k, v in oracle["ledger"].items() if k > 12}}
-    assert differences(ours, oracle) == []
+    reference = {**reference, "ledger": {k: v for k, v in reference["ledger"].items() if k > 12}}
+    assert differences(ours, reference) == []
 
 
-DAMAGES = {
+DAMAGE = {
     "flipped": lambda path: path.write_bytes(_flip(path.read_bytes())),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-9]),
     "empty": lambda path: path.write_bytes(b""),
@@ -158,17 +158,17 @@ def _flip(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
 
 
-LOOK = """
+FIND_NEWEST = """
 import json, sys
 from pathlib import Path
 import torch
-from zerolm.checkpoint import newest_whole
-from zerolm.errors import ConfigError
-place = "file://" + sys.argv[1]
-torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+from zerolm.checkpoint import load
+from zerolm.common.errors import ConfigError
+address = "file://" + sys.argv[1]
+torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
 for run_dir in sys.argv[2:]:
     try:
-        found, damage = newest_whole(Path(run_dir), 0, 1)
+        found, damage = load.newest_whole(Path(run_dir), 0, 1)
         lines = [line for each in damage for line in each.problems]
         print(json.dumps([found.directory.name, lines]))
     except ConfigError as error:
@@ -176,41 +176,43 @@ for run_dir in sys.argv[2:]:
 """
 
 
-def test_every_damage_to_every_kind_of_file_is_found(tmp_path, whole) -> None:
-    _, source, _ = whole
+def test_every_kind_of_damage_to_every_file_is_found(tmp_path, uninterrupted) -> None:
+    _, source, _ = uninterrupted
     newest = source / "checkpoints" / "step-00000024"
     runs, victims = [], []
     for file in sorted(path.name for path in newest.iterdir()):
-        for damage, act in DAMAGES.items():
-            if file == "MANIFEST.json" and damage == "missing":
-                continue  # then it does not exist for us, which is no damage
-            runs.append(tmp_path / f"{file}-{damage}")
+        for name, damage in DAMAGE.items():
+            if file == "MANIFEST.json" and name == "missing":
+                continue  # without a manifest it is not a checkpoint
+            runs.append(tmp_path / f"{file}-{name}")
             shutil.copytree(source / "checkpoints", runs[-1] / "checkpoints")
             victims.append(runs[-1] / "checkpoints" / newest.name / file)
-            act(victims[-1])
-    lost = tmp_path / "everything"
-    shutil.copytree(source / "checkpoints", lost / "checkpoints")
-    for path in lost.glob("checkpoints/step-*/*.pt"):
-        DAMAGES["flipped"](path)
-    before = sorted(lost.rglob("*"))
-    found = subprocess.run(
-        [sys.executable, "-c", LOOK, tmp_path / "group", *runs, lost],
+            damage(victims[-1])
+    all_damaged = tmp_path / "all-damaged"
+    shutil.copytree(source / "checkpoints", all_damaged / "checkpoints")
+    for path in all_damaged.glob("checkpoints/step-*/*.pt"):
+        DAMAGE["flipped"](path)
+    before = sorted(all_damaged.rglob("*"))
+    result = subprocess.run(
+        [sys.executable, "-c", FIND_NEWEST, tmp_path / "group", *runs, all_damaged],
         env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
-    *reports, last = map(json.loads, found.stdout.splitlines())
+    *reports, last = map(json.loads, result.stdout.splitlines())
     assert len(reports) == len(victims) >= 15
     for victim, (used, problems) in zip(victims, reports, strict=True):
         assert used == "step-00000018" and len(problems) == 1, victim
         assert str(victim) in problems[0]
     assert last[0] is None and "Nothing was deleted" in last[1][-1]
-    assert sorted(lost.rglob("*")) == before
+    assert sorted(all_damaged.rglob("*")) == before
 
 
-def test_a_failed_save_is_said_and_training_goes_on(tmp_path, llama, corpus, whole) -> None:
-    stage, _, oracle = whole
+def test_a_failed_save_is_reported_and_training_continues(
+    tmp_path, llama, corpus, uninterrupted
+) -> None:
+    stage, _, reference = uninterrupted
     run_dir = tmp_path / "run"
     done = run(
-        words(llama, corpus, run_dir, stage), tmp_path / "ledger",
+        run_flags(llama, corpus, run_dir, stage), tmp_path / "ledger",
         FAULT="checkpoint.write:1:6:enospc,checkpoint.rename:0:12:eio",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
@@ -219,17 +221,17 @@ def test_a_failed_save_is_said_and_training_goes_on(tmp_path, llama, corpus, who
     assert "rank 1: [Errno 28] No space left on device" in failed[0]["error"]
     assert "rank 0: [Errno 5] Input/output error" in failed[1]["error"]
     assert published(run_dir) == [18, 24] and not list(run_dir.glob("checkpoints/.tmp-*"))
-    assert differences(digest(run_dir, tmp_path / "ledger"), oracle) == []
+    assert differences(digest(run_dir, tmp_path / "ledger"), reference) == []
 
 
 @pytest.mark.soak
-def test_a_run_ends_when_saves_go_on_failing(tmp_path, llama, corpus) -> None:
-    """A limit on the size of files: the real error of a real system call."""
+def test_a_run_ends_after_several_failed_saves(tmp_path, llama, corpus) -> None:
+    """With a limit on file sizes, for the error of a real system call."""
     run_dir = tmp_path / "run"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
     try:
-        ended = run_ranks(2, *words(llama, corpus, run_dir), "--checkpoint_failures", 2)
+        ended = run_ranks(2, *run_flags(llama, corpus, run_dir), "--checkpoint_failures", 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout, ended.stdout[-4000:]
@@ -239,7 +241,7 @@ def test_a_run_ends_when_saves_go_on_failing(tmp_path, llama, corpus) -> None:
 
 
 @pytest.mark.soak
-def test_a_full_disk_says_what_it_needs_and_has(tmp_path, llama, corpus) -> None:
+def test_a_full_disk_is_reported_with_needed_and_free_space(tmp_path, llama, corpus) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -248,7 +250,7 @@ def test_a_full_disk_says_what_it_needs_and_has(tmp_path, llama, corpus) -> None
     if mounted.returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        arguments = words(llama, corpus, disk / "run")
+        arguments = run_flags(llama, corpus, disk / "run")
         ended = run_ranks(2, *arguments, "--checkpoint_failures", 1)
         assert ended.returncode == 1 and "Traceback" not in ended.stdout, ended.stdout[-4000:]
         (failed,) = events(disk / "run", "checkpoint_failed")

@@ -1,11 +1,11 @@
-"""The loss in chunks of tokens: the curve of a run that has all logits at once, on every stage."""
+"""The chunked loss gives the curve of the unchunked one, at every ZeRO stage."""
 
 import json
 
 import numpy as np
 import pytest
-from recipe import profile, recipe
 
+from tests.end_to_end.recipe import profile, recipe
 from tests.launching import LLAMA, VOCABULARY, rows, run_ranks, write_json
 
 STEPS = 20
@@ -32,13 +32,13 @@ CASES = [  # model, stage, precision, gradient checkpointing
     ("mixtral", 2, "fp32", False),
     ("mixtral", 3, "bf16", True),
 ]
-# Float32 sums in another order; and in 16 bits a weight's gradient that is rounded once a chunk.
+# float32: sums in another order. 16 bits: a weight's gradient is rounded once per chunk.
 TOLERANCES = {"fp32": (1e-6, 1e-5), "bf16": (1e-3, 1e-2), "autocast": (1e-3, 1e-2)}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "stage", "precision", "checkpointing"), CASES)
-def test_chunks_change_the_curve_by_rounding_alone(
+def test_chunks_change_the_curve_by_rounding_only(
     tmp_path, corpus, held_out, name, stage, precision, checkpointing
 ) -> None:
     ds = profile(tmp_path / "ds.json", stage, precision == "bf16")
@@ -47,12 +47,12 @@ def test_chunks_change_the_curve_by_rounding_alone(
         ds = write_json(ds, json.loads(ds.read_text()) | autocast)
     model = write_json(tmp_path / "model.json", MODELS[name])
     found = []
-    for chunk in (0, 24):  # of 64 tokens: a last chunk that is not whole
+    for chunk in (0, 24):  # of 64 tokens: the last chunk is smaller
         run = tmp_path / f"run-{chunk}"
-        words = [*recipe(model, corpus, run, ds, STEPS, micro=2), "--val_data", held_out]
-        words += ["--eval_interval", STEPS, "--loss_chunk_tokens", chunk, "--wandb", "off"]
-        words += ["--gradient_checkpointing"] if checkpointing else []
-        done = run_ranks(2, *words)
+        flags = [*recipe(model, corpus, run, ds, STEPS, micro=2), "--val_data", held_out]
+        flags += ["--eval_interval", STEPS, "--loss_chunk_tokens", chunk, "--wandb", "off"]
+        flags += ["--gradient_checkpointing"] if checkpointing else []
+        done = run_ranks(2, *flags)
         assert done.returncode == 0, done.stdout[-4000:]
         keys = ("train/loss", "train/grad_norm", "eval/loss")
         found.append([np.array(list(rows(run, key).values())) for key in keys])

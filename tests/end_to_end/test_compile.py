@@ -1,17 +1,27 @@
-"""--compile: the curve of plain PyTorch, and checkpoints that runs without it go on from."""
+"""--compile: the curve of plain PyTorch, and checkpoints from which a run without it resumes."""
 
 import json
 
 import numpy as np
-import plain_pytorch
 import pytest
-from recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS, profile, recipe
 
+from tests.end_to_end import plain_pytorch
+from tests.end_to_end.recipe import (
+    BATCH,
+    CLIPPING,
+    MINIMUM,
+    PEAK,
+    SEED,
+    SEQ_LEN,
+    STEP_TOKENS,
+    profile,
+    recipe,
+)
 from tests.launching import LLAMA, rows, run_ranks
 
 STEPS = 20
 WARMUP_TOKENS = 4 * STEP_TOKENS
-# bf16: the compiler does not round between operations that it fuses, so its numbers are others
+# bf16: the compiler does not round between the operations that it fuses
 TOLERANCES = {False: 1e-5, True: 5e-3}
 CASES = [(3, False), (2, False), (2, True), (3, True)]
 
@@ -23,17 +33,17 @@ CASES = [(3, False), (2, False), (2, True), (3, True)]
 def test_compiled_blocks_give_the_curve_of_plain_pytorch(
     tmp_path, corpus, held_out, llama, stage, bf16
 ) -> None:
-    """The first half compiled, the second half without, from the checkpoint between them."""
+    """The first half runs compiled; the second half resumes from its checkpoint, not compiled."""
     expected = plain_pytorch.train(
         LLAMA, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
         steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING,
         bf16=bf16,
     )  # fmt: skip
     json_file = profile(tmp_path / "ds.json", stage, bf16)
-    words = recipe(llama, corpus, tmp_path / "run", json_file, STEPS, BATCH // 4)
-    words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
-    words += ["--val_data", held_out, "--eval_interval", STEPS, "--eval_tokens", 512]
-    done = run_ranks(2, *words, "--compile", "--checkpoint_interval", STEPS // 2, timeout=500)
+    flags = recipe(llama, corpus, tmp_path / "run", json_file, STEPS, BATCH // 4)
+    flags += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    flags += ["--val_data", held_out, "--eval_interval", STEPS, "--eval_tokens", 512]
+    done = run_ranks(2, *flags, "--compile", "--checkpoint_interval", STEPS // 2, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "compile: 2 blocks (LlamaDecoderLayer)" in done.stdout
     assert "in pieces" not in done.stdout, "one graph, also under ZeRO-3"
@@ -46,7 +56,7 @@ def test_compiled_blocks_give_the_curve_of_plain_pytorch(
     newest = tmp_path / "run/checkpoints" / f"step-{STEPS:08d}"
     for damage in newest.iterdir():
         damage.unlink() if damage.is_file() else None
-    again = run_ranks(2, *words, timeout=500)
+    again = run_ranks(2, *flags, timeout=500)
     assert again.returncode == 0, again.stdout[-4000:]
     assert (
         f"step {STEPS // 2}" in again.stdout and "to the bit as when it was saved" in again.stdout

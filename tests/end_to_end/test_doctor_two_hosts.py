@@ -1,6 +1,6 @@
-"""The doctor over two hosts: green when they are well, and each planted fault named with its fix.
+"""The doctor on two hosts: no red line without a fault, and one with its fix for each fault.
 
-The faults are real: what is mounted, listens or is cut on one host is not so on the other.
+The faults are real: a mount, a listening process or a network link of one host only.
 """
 
 import os
@@ -12,8 +12,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from two_hosts import Hosts, missing, two_hosts
 
+from tests.end_to_end.two_hosts import Hosts, missing, two_hosts
 from tests.launching import ROOT, free_port, write_shards
 
 REASON = missing()
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 SECONDS = 240
 
 
-def doctor(hosts: Hosts, run: list[str], *words: object) -> tuple[int, list[str]]:
+def doctor(hosts: Hosts, run: list[str], *flags: object) -> tuple[int, list[str]]:
     """Run the doctor on node1 over both hosts; return its exit code and the lines of its table."""
     log = hosts.directory / "doctor.log"
     command = [sys.executable, "-m", "launch", "doctor", "--hostfile", hosts.directory / "hostfile"]
-    process = hosts.start_command(log, [*map(str, [*command, *words]), "--", *run], timeout=SECONDS)
+    process = hosts.start_command(log, [*map(str, [*command, *flags]), "--", *run], timeout=SECONDS)
     try:
         code = process.wait(SECONDS + 30)
     finally:
@@ -34,8 +34,8 @@ def doctor(hosts: Hosts, run: list[str], *words: object) -> tuple[int, list[str]
     return code, log.read_text().splitlines()
 
 
-def the_line(lines: list[str], check: str, host: str, *parts: str) -> None:
-    """Assert that exactly one red line is about this check of this host, and says all this."""
+def assert_red_line(lines: list[str], check: str, host: str, *parts: str) -> None:
+    """Assert that exactly one red line is about this check of this host, with all of `parts`."""
     found = [
         line for line in lines
         if line.startswith(f"{check} ") and host in line.split("RED")[0] and " RED " in line
@@ -46,7 +46,7 @@ def the_line(lines: list[str], check: str, host: str, *parts: str) -> None:
 
 
 def fake_version(directory: Path, package: str, version: str) -> str:
-    """Return a command that shows another version of an installed package."""
+    """Return a shell command that changes the visible version of an installed package."""
     (real,) = [
         file for file in distribution(package).files or []
         if file.name == "METADATA" and ".dist-info" in str(file)
@@ -59,7 +59,7 @@ def fake_version(directory: Path, package: str, version: str) -> str:
 
 
 def damaged_shard(directory: Path, corpus: Path) -> str:
-    """Return a command that shows a shard of the same size with one other byte."""
+    """Return a shell command that changes one byte of a shard."""
     target = corpus / "shard-00000.bin"
     content = bytearray(target.read_bytes())
     content[len(content) // 2] ^= 1
@@ -68,7 +68,7 @@ def damaged_shard(directory: Path, corpus: Path) -> str:
 
 
 def stale_lock(directory: Path) -> str:
-    """Return a command that shows an extensions directory with the lock of a killed build."""
+    """Return a shell command that mounts an extensions directory with a stale lock."""
     lock = directory / "extensions" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.write_text("")
@@ -77,7 +77,7 @@ def stale_lock(directory: Path) -> str:
 
 
 def listener(port: int) -> str:
-    """Return a command that leaves a process listening on a port."""
+    """Return a shell command that leaves a process listening on a port."""
     code = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(3600)"
     return f"{sys.executable} -c {shlex.quote(code)} >/dev/null 2>&1 &"
 
@@ -90,56 +90,60 @@ def run_dir(tmp_path) -> Path:
 
 @pytest.fixture
 def run(tmp_path, llama, corpus, run_dir) -> list[str]:
-    """The flags of a run with a corpus of its own, which a fault may cover."""
-    words = ["--deepspeed_config", ROOT / "ds_configs/zero2.json", "--model_config", llama]
+    """Return the flags of a run with a corpus of its own, which a fault may replace."""
+    flags = ["--deepspeed_config", ROOT / "ds_configs/zero2.json", "--model_config", llama]
     own = write_shards(tmp_path / "own", 40)
-    return [*map(str, [*words, "--data", own, "--data", corpus, "--run_dir", run_dir])]
+    return [*map(str, [*flags, "--data", own, "--data", corpus, "--run_dir", run_dir])]
 
 
-def test_hosts_that_are_well_are_green_until_one_is_down(tmp_path, run, run_dir) -> None:
+def test_hosts_without_faults_have_no_red_line_until_one_is_down(tmp_path, run, run_dir) -> None:
     with two_hosts(tmp_path) as hosts:
         code, lines = doctor(hosts, run, "--num_nodes", 2, "--deep")
-        assert code == 0 and lines[-1] == "all hosts are well", lines
+        assert code == 0 and lines[-1] == "all hosts are ready", lines
         assert "2 host(s) answer" in lines[0]
         (sums,) = [line for line in lines if line.startswith("all-reduce")]
         assert "2 ranks, 16 MiB: correct" in sums
         assert any("shared" in line for line in lines if line.startswith("run_dir"))
-        assert not list(run_dir.iterdir())  # nothing stays behind
+        assert not list(run_dir.iterdir())  # nothing is left behind
 
         hosts.set_link("node2", up=False)
         code, lines = doctor(hosts, run, "--num_nodes", 3, "--timeout", "60s")
         assert code == 2
-        the_line(lines, "reachable", "node2", "exit code 255", "ssh -o BatchMode=yes node2 true")
-        the_line(lines, "hosts", "all", "3 nodes were asked for", "gives 2")
+        assert_red_line(
+            lines, "reachable", "node2", "exit code 255", "ssh -o BatchMode=yes node2 true"
+        )
+        assert_red_line(lines, "hosts", "all", "the run needs 3 nodes", "gives 2")
 
 
-def test_each_planted_fault_is_named_with_its_host_and_its_fix(tmp_path, run, run_dir) -> None:
+def test_each_fault_is_named_with_its_host_and_its_fix(tmp_path, run, run_dir) -> None:
     own, port = Path(run[run.index("--data") + 1]), free_port()
-    planted = [
+    faults = [
         fake_version(tmp_path, "transformers", "5.0.1"),
         damaged_shard(tmp_path, own),
         f"mount -t tmpfs -o size=64k none {run_dir}",
         stale_lock(tmp_path),
     ]
-    with two_hosts(tmp_path, {"node1": listener(port), "node2": " && ".join(planted)}) as hosts:
+    with two_hosts(tmp_path, {"node1": listener(port), "node2": " && ".join(faults)}) as hosts:
         (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=100\n")
         code, lines = doctor(hosts, run, "--master_port", port)
         assert code == 2
-        the_line(lines, "versions", "node2", "transformers 5.0.1", "install transformers")
-        the_line(lines, "data", "node2", f"{own}: shard-00000.bin: other bytes", "data_prep verify")
-        the_line(lines, "disk", "node2", "64 KiB free", "checkpoint(s) need", "--run_dir")
-        the_line(lines, "run_dir", "node2", "does not see what node1 writes")
-        the_line(lines, "build locks", "node2", "cpu_adam/lock", "rm ")
-        the_line(lines, "port", "node1", f"port {port}: in use by process", "--master_port")
-        the_line(lines, "devices", "node2", "its slots are 100", "slots=")
+        assert_red_line(lines, "versions", "node2", "transformers 5.0.1", "install transformers")
+        assert_red_line(
+            lines, "data", "node2", f"{own}: shard-00000.bin: contents differ", "data_prep verify"
+        )
+        assert_red_line(lines, "disk", "node2", "64 KiB free", "checkpoint(s) need", "--run_dir")
+        assert_red_line(lines, "run_dir", "node2", "does not see what node1 writes")
+        assert_red_line(lines, "build locks", "node2", "cpu_adam/lock", "rm ")
+        assert_red_line(lines, "port", "node1", f"port {port}: in use by process", "--master_port")
+        assert_red_line(lines, "devices", "node2", "the hostfile has slots=100", "slots=")
         assert any(line.startswith("all-reduce") and "correct" in line for line in lines)
 
 
-def test_a_secret_that_ssh_would_show_is_named_and_its_value_is_not(tmp_path) -> None:
+def test_a_secret_that_ssh_would_show_is_named_without_its_value(tmp_path) -> None:
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\nWANDB_API_KEY=secret-value\n")
     done = subprocess.run(
         [sys.executable, "-m", "launch", "doctor"], cwd=tmp_path, capture_output=True, text=True,
         timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 2 and "secret-value" not in done.stdout + done.stderr
-    assert f"{tmp_path / '.deepspeed_env'}: WANDB_API_KEY would stand on" in done.stdout
+    assert f"{tmp_path / '.deepspeed_env'}: WANDB_API_KEY would be visible on" in done.stdout

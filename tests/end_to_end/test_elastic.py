@@ -1,6 +1,6 @@
-"""A run goes on with other ranks, another ZeRO stage or another offload, as if nothing had been.
+"""A run resumes on another world size, ZeRO stage or offload, with the same result.
 
-The oracle is a run that was never interrupted, on the topology of the first phase.
+The reference is an uninterrupted run on the topology of the first phase.
 """
 
 import hashlib
@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import newest_checkpoint
-from recipe import BATCH, STEP_TOKENS, recipe
 
+from tests.end_to_end.recipe import BATCH, STEP_TOKENS, recipe
+from tests.end_to_end.run_digest import newest_checkpoint
 from tests.launching import LLAMA, rows, run_ranks, write_json
-from zerolm import ledger
-from zerolm.checkpoint_directory import digest_of
+from zerolm.checkpoint.directory import digest_of
+from zerolm.train import evidence
 
 STEPS = 16
-PUBLISHED = ["--no-async_checkpoint"]  # each is there before the next step, however slow the disk
-HOPS = (4, 8, 12)  # the steps after which the topology changes
-# What a loss may differ by from the oracle's, of it. Sums over ranks are in another order: float32
-# rounds them by 1e-7, and bf16 weights take each step to a neighbour now and then.
-RELATIVE = {"fp32": 1e-6, "bf16": 1e-4}
+SYNCHRONOUS = ["--no-async_checkpoint"]  # each is published before the next step starts
+CHANGES = (4, 8, 12)  # steps after which the topology changes
+# Relative tolerance of a loss. Sums over ranks are in another order: float32 rounds them by 1e-7,
+# and now and then a bf16 weight is rounded to its neighbour.
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-4}
 
 
 def profile(path: Path, stage: int, precision: str, offload: str = "none") -> Path:
@@ -42,22 +42,22 @@ def profile(path: Path, stage: int, precision: str, offload: str = "none") -> Pa
     )
 
 
-def words(model, corpus, run_dir, json_file, *more: object) -> list[object]:
+def run_flags(model, corpus, run_dir, json_file, *more: object) -> list[object]:
     arguments = recipe(model, corpus, run_dir, json_file, STEPS, micro=2)
-    return [*arguments, "--wandb", "off", "--checkpoint_keep", 9, *PUBLISHED, *more]
+    return [*arguments, "--wandb", "off", "--checkpoint_keep", 9, *SYNCHRONOUS, *more]
 
 
 def run(base: Path, name: str, ranks: int, arguments, *, fault: str = ""):
-    """Run a phase with a ledger of its own; `fault` ends it."""
-    seen = base / f"ledger-{name}"
-    seen.mkdir()
+    """Run a phase with a ledger of its own, until `fault` if there is one."""
+    ledger = base / f"ledger-{name}"
+    ledger.mkdir()
     more = {"FAULT": fault} if fault else {}
-    return run_ranks(ranks, *arguments, ZEROLM_LEDGER=str(seen), **more)
+    return run_ranks(ranks, *arguments, ZEROLM_LEDGER=str(ledger), **more)
 
 
-def merged_ledger(base: Path, first: int, last: int, name: str) -> list[list[int]]:
+def trained_sequences(base: Path, first: int, last: int, name: str) -> list[list[int]]:
     """Return the sequences of each step of a phase."""
-    steps = ledger.read(base / f"ledger-{name}")
+    steps = evidence.read_sequences(base / f"ledger-{name}")
     return [steps[step] for step in range(first, last + 1)]
 
 
@@ -68,67 +68,68 @@ def events(run_dir: Path, kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def tied_llama(tmp_path_factory) -> Path:
-    """With tied embeddings, and a vocabulary that no number of ranks here divides."""
+    """A Llama with tied embeddings, and a vocabulary size that no world size here divides."""
     config = {**LLAMA, "tie_word_embeddings": True, "vocab_size": 515}
     return write_json(tmp_path_factory.mktemp("tied") / "llama.json", config)
 
 
-# (ranks, stage, offload) of each phase; each but the last is killed two steps behind its save.
+# (ranks, stage, offload) of each phase; all but the last are killed two steps after a save.
 CHAIN = [(2, 2, "none"), (4, 3, "none"), (1, 2, "none"), (2, 3, "cpu")]
 
 
 @pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
 def chain(request, tmp_path_factory, llama, tied_llama, corpus):
-    """A run over four topologies and its oracle: (base, precision)."""
+    """A run over four topologies, and an uninterrupted one: (directory of both, precision)."""
     precision = request.param
     base = tmp_path_factory.mktemp(f"chain-{precision}")
     model = tied_llama if precision == "fp32" else llama
     ranks, stage, offload = CHAIN[0]
-    whole = words(
-        model, corpus, base / "whole", profile(base / "whole.json", stage, precision, offload),
-        "--checkpoint_interval", STEPS,
+    flags = run_flags(
+        model, corpus, base / "reference",
+        profile(base / "reference.json", stage, precision, offload), "--checkpoint_interval", STEPS,
     )  # fmt: skip
-    done = run(base, "whole", ranks, whole)
+    done = run(base, "reference", ranks, flags)
     assert done.returncode == 0, done.stdout[-4000:]
     for number, (ranks, stage, offload) in enumerate(CHAIN):
         json_file = profile(base / f"{number}.json", stage, precision, offload)
-        arguments = words(
+        arguments = run_flags(
             model, corpus, base / "run", json_file, "--checkpoint_interval", 4,
             "--micro_batch_size", 2 if ranks < 4 else 1,
         )  # fmt: skip
-        fault = f"step.begin:0:{HOPS[number] + 3}:kill" if number < len(HOPS) else ""
+        fault = f"step.begin:0:{CHANGES[number] + 3}:kill" if number < len(CHANGES) else ""
         ended = run(base, str(number), ranks, arguments, fault=fault)
         assert (ended.returncode == 0) == (not fault), ended.stdout[-4000:]
         (base / f"log-{number}").write_text(ended.stdout)
     return base, precision
 
 
-def test_each_sequence_is_seen_exactly_once(chain) -> None:
+def test_each_sequence_is_trained_on_exactly_once(chain) -> None:
     base, _ = chain
-    edges = [0, *HOPS, STEPS]
+    edges = [0, *CHANGES, STEPS]
     steps: list[list[int]] = []
     for number in range(len(edges) - 1):
-        steps += merged_ledger(base, edges[number] + 1, edges[number + 1], str(number))
+        steps += trained_sequences(base, edges[number] + 1, edges[number + 1], str(number))
     assert sorted(id for step in steps for id in step) == list(range(STEPS * BATCH))
-    assert steps == merged_ledger(base, 1, STEPS, "whole")
+    assert steps == trained_sequences(base, 1, STEPS, "reference")
 
 
-def test_losses_are_those_of_the_oracle(chain) -> None:
+def test_losses_equal_those_of_an_uninterrupted_run(chain) -> None:
     base, precision = chain
-    ours, oracle = rows(base / "run", "train/loss"), rows(base / "whole", "train/loss")
-    assert list(ours) == list(oracle) == list(range(1, STEPS + 1))
-    until = HOPS[0] + 1  # the first step after a hop has the weights of the checkpoint
+    ours, reference = rows(base / "run", "train/loss"), rows(base / "reference", "train/loss")
+    assert list(ours) == list(reference) == list(range(1, STEPS + 1))
+    until = CHANGES[0] + 1  # the first step after a resume has the weights of the checkpoint
     early = {step: loss for step, loss in ours.items() if step < until}
-    assert early == {step: loss for step, loss in oracle.items() if step < until}
+    assert early == {step: loss for step, loss in reference.items() if step < until}
     for step, loss in ours.items():
-        assert loss == pytest.approx(oracle[step], rel=RELATIVE[precision]), step
-    assert rows(base / "run", "train/learning_rate") == rows(base / "whole", "train/learning_rate")
+        assert loss == pytest.approx(reference[step], rel=TOLERANCE[precision]), step
+    rates = (rows(base / name, "train/learning_rate") for name in ("run", "reference"))
+    assert next(rates) == next(rates)
 
 
-def test_every_hop_is_said_and_the_probe_agrees(chain) -> None:
+def test_every_change_is_logged_and_the_probe_agrees(chain) -> None:
     base, _ = chain
     resumes = events(base / "run", "resume")
-    assert [event["step"] for event in resumes] == list(HOPS)
+    assert [event["step"] for event in resumes] == list(CHANGES)
     for number, event in enumerate(resumes, start=1):
         before, after = CHAIN[number - 1], CHAIN[number]
         log = (base / f"log-{number}").read_text()
@@ -140,17 +141,17 @@ def test_every_hop_is_said_and_the_probe_agrees(chain) -> None:
         assert "probe loss: " in log and "as when it was saved" in log
 
 
-def test_the_last_checkpoint_is_an_ordinary_one(chain) -> None:
-    """The masters that a third program reads from it are near the oracle's."""
+def test_deepspeeds_own_tool_reads_the_last_checkpoint(chain) -> None:
+    """Its master weights are close to those of the uninterrupted run."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     base, _ = chain
-    ours, oracle = (
+    ours, reference = (
         get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-        for path in (newest_checkpoint(base / "run"), newest_checkpoint(base / "whole"))
+        for path in (newest_checkpoint(base / "run"), newest_checkpoint(base / "reference"))
     )
-    assert set(ours) == set(oracle)
-    for name, weight in oracle.items():
+    assert set(ours) == set(reference)
+    for name, weight in reference.items():
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=2e-3)
 
 
@@ -162,10 +163,10 @@ class Malicious:
         return os.mkdir, (str(self.mark),)
 
 
-def test_what_is_not_the_checkpoint_is_refused_and_runs_nothing(
+def test_a_changed_checkpoint_is_refused_and_runs_no_code(
     chain, tmp_path, llama, tied_llama, corpus
 ) -> None:
-    """A malicious pickle with a wrong hash; then with the right one; then weights gone wrong."""
+    """Weights that are wrong after loading; a malicious pickle with a wrong, and a forged hash."""
     base, precision = chain
     model = tied_llama if precision == "fp32" else llama
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
@@ -176,7 +177,7 @@ def test_what_is_not_the_checkpoint_is_refused_and_runs_nothing(
             shutil.rmtree(path)
     assert last.name == "step-00000016"
     only = run_dir / "checkpoints" / "step-00000012"
-    arguments = words(model, corpus, run_dir, profile(tmp_path / "ds.json", 2, precision))
+    arguments = run_flags(model, corpus, run_dir, profile(tmp_path / "ds.json", 2, precision))
 
     wrong = run_ranks(1, *arguments, FAULT="resume.probe:0:*:x10")
     assert wrong.returncode == 2, wrong.stdout[-3000:]
@@ -202,14 +203,16 @@ def test_what_is_not_the_checkpoint_is_refused_and_runs_nothing(
     assert not mark.exists()
 
 
-def test_changed_settings_go_on_only_when_accepted(chain, tmp_path, llama, tied_llama, corpus):
+def test_a_run_with_changed_settings_resumes_only_if_they_are_accepted(
+    chain, tmp_path, llama, tied_llama, corpus
+):
     base, precision = chain
     model = tied_llama if precision == "fp32" else llama
     run_dir = tmp_path / "run"
     shutil.copytree(base / "run", run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-00000016")
     json_file = profile(tmp_path / "ds.json", 2, precision)
-    changed = words(model, corpus, run_dir, json_file, "--seed", 12, "--seq_len", 16)
+    changed = run_flags(model, corpus, run_dir, json_file, "--seed", 12, "--seq_len", 16)
     refused = run_ranks(1, *changed)
     assert refused.returncode == 2, refused.stdout[-3000:]
     for line in ("settings.seed: 11 -> 12", "settings.seq_len: 32 -> 16"):
@@ -217,13 +220,13 @@ def test_changed_settings_go_on_only_when_accepted(chain, tmp_path, llama, tied_
     assert "--accept_changes" in refused.stdout
     assert events(run_dir, "done"), "nothing was written"
 
-    seen = tmp_path / "ledger"
-    seen.mkdir()
-    accepted = run_ranks(1, *changed, "--accept_changes", ZEROLM_LEDGER=str(seen))
+    ledger = tmp_path / "ledger"
+    ledger.mkdir()
+    accepted = run_ranks(1, *changed, "--accept_changes", ZEROLM_LEDGER=str(ledger))
     assert accepted.returncode == 0, accepted.stdout[-3000:]
     (event,) = events(run_dir, "changed")
     assert event["changes"] == {"settings.seed": [11, 12], "settings.seq_len": [32, 16]}
-    sequences = sorted(id for step in ledger.read(seen).values() for id in step)
+    sequences = sorted(id for step in evidence.read_sequences(ledger).values() for id in step)
     position = 12 * BATCH * 32 // 16  # the same number of tokens
     assert sequences == list(range(position, STEPS * STEP_TOKENS // 16))
     assert "accept_changes" not in json.loads((run_dir / "run.json").read_text())["settings"]

@@ -1,17 +1,17 @@
-"""HellaSwag, lm-eval's tasks and samples in the loop: right, and beside training."""
+"""HellaSwag, lm-eval's tasks and samples during training: correct, and without effect on it."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from recipe import BATCH, profile, recipe
 
+from tests.end_to_end.recipe import BATCH, profile, recipe
 from tests.launching import LLAMA, rows, run_ranks, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
 
 STEPS, ITEMS, POSITIONS, NEW_TOKENS = 4, 200, 96, 12
-SEQ_LEN = 64  # below the positions: no text may have more tokens at once
+SEQ_LEN = 64  # below POSITIONS: no text may have more tokens
 STEP_TOKENS = BATCH * SEQ_LEN
 PROMPTS = ("The class statement", "An exception is", "", "x = [1,")
 GENERATING = """\
@@ -42,13 +42,13 @@ process_results: !function broken.process_results
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """A directory with shards, a model's config, items, prompts and tasks."""
+    """Return a directory with shards, a model config, items, prompts and tasks."""
     base = tmp_path_factory.mktemp("texts")
     write_text_shards(base / "shards", write_tokenizer(base / "tokenizer"))
     model = LLAMA | {
         "vocab_size": VOCABULARY,
         "max_position_embeddings": POSITIONS,
-        "initializer_range": 0.1,  # else it says the same of everything
+        "initializer_range": 0.1,  # with less, it predicts the same for every text
     }
     write_json(base / "model.json", model)
     data = write_items(base / "items.jsonl", ITEMS)
@@ -66,26 +66,26 @@ def train(
     texts: Path, run_dir: Path, stage: int, num_ranks: int, evaluated: bool,
     form: dict | None = None, **more: str,
 ):  # fmt: skip
-    """Train four steps, with evaluations after each or with none; lm-eval's tasks with ZeRO-3.
+    """Train four steps, with evaluations after each or none; lm-eval's tasks with ZeRO-3 only.
 
     Args:
-        form: of parallelism, in the ds config.
+        form: additional keys of the DeepSpeed config: a form of parallelism.
     """
     json_file = profile(run_dir.with_suffix(".json"), stage, bf16=False)
     write_json(json_file, {**json.loads(json_file.read_text()), **(form or {})})
-    words = recipe(texts / "model.json", texts / "shards", run_dir, json_file, STEPS, micro=2)
-    words += ["--wandb", "off", "--checkpoint_interval", 2, "--seq_len", SEQ_LEN]
-    words += ["--batch_tokens", STEP_TOKENS, "--total_tokens", STEPS * STEP_TOKENS]
+    flags = recipe(texts / "model.json", texts / "shards", run_dir, json_file, STEPS, micro=2)
+    flags += ["--wandb", "off", "--checkpoint_interval", 2, "--seq_len", SEQ_LEN]
+    flags += ["--batch_tokens", STEP_TOKENS, "--total_tokens", STEPS * STEP_TOKENS]
     if evaluated:
-        words += [
+        flags += [
             "--hellaswag", texts / "items.jsonl", "--downstream_interval", 1,
             "--prompts", texts / "prompts.jsonl", "--sample_interval", STEP_TOKENS,
             "--sample_length", NEW_TOKENS, "--temperature", 0 if stage == 3 else 0.9,
         ]  # fmt: skip
     if evaluated and stage == 3:
-        words += ["--eval_tasks", "broken,local_hellaswag", "--eval_tasks", "local_generation"]
-        words += ["--eval_task_path", texts / "tasks", "--eval_task_items", 30]
-    return run_ranks(num_ranks, *words, **more)
+        flags += ["--eval_tasks", "broken,local_hellaswag", "--eval_tasks", "local_generation"]
+        flags += ["--eval_task_path", texts / "tasks", "--eval_task_items", 30]
+    return run_ranks(num_ranks, *flags, **more)
 
 
 def samples(run_dir: Path) -> list[dict]:
@@ -100,8 +100,8 @@ def events(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def by_lm_eval(texts: Path, run_dir: Path, names: tuple[str, ...]):
-    """Export the last checkpoint, and run lm-eval's own model on it."""
+def evaluate_with_lm_eval(texts: Path, run_dir: Path, names: tuple[str, ...]):
+    """Export the last checkpoint, and evaluate it with lm-eval's own model class."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -118,7 +118,7 @@ def by_lm_eval(texts: Path, run_dir: Path, names: tuple[str, ...]):
 
 
 def assert_equal_to_lm_eval(run_dir: Path, found) -> float:
-    """Compare the last HellaSwag of a run item by item; return the largest difference."""
+    """Compare the last HellaSwag result of a run, by item; return the largest difference."""
     theirs = sorted(found["samples"]["local_hellaswag"], key=lambda sample: sample["doc_id"])
     ours = outcomes(run_dir)
     assert len(theirs) == len(ours["outcomes"]) == ITEMS == ours["items"]
@@ -139,7 +139,7 @@ def assert_equal_to_lm_eval(run_dir: Path, found) -> float:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_what_is_measured_is_right_and_changes_nothing(tmp_path, texts, stage) -> None:
+def test_evaluations_are_correct_and_do_not_change_training(tmp_path, texts, stage) -> None:
     plain, run_dir = tmp_path / "plain", tmp_path / "evaluated"
     done = train(texts, plain, stage, 2, evaluated=False)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -155,7 +155,7 @@ def test_what_is_measured_is_right_and_changes_nothing(tmp_path, texts, stage) -
     assert 'sample=0 prompt="The class statement" text=' in done.stdout
     if stage == 2:
         return
-    exported, found = by_lm_eval(texts, run_dir, ("local_hellaswag", "local_generation"))
+    exported, found = evaluate_with_lm_eval(texts, run_dir, ("local_hellaswag", "local_generation"))
     assert_equal_to_lm_eval(run_dir, found)
     first = outcomes(run_dir)["outcomes"][:30]
     expected = sum(each["prediction"] == each["label"] for each in first) / 30
@@ -168,7 +168,7 @@ def test_what_is_measured_is_right_and_changes_nothing(tmp_path, texts, stage) -
     assert all(each["evaluation"] == "broken" for each in failed)
     assert all("broken on purpose" in each["error"] for each in failed)
 
-    # Where the likeliest token is taken, transformers writes the same.
+    # With greedy sampling, transformers generates the same text.
     assert [each["text"] for each in written[-len(PROMPTS) :]] == greedy(exported)
 
 
@@ -195,7 +195,7 @@ def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
         done = train(texts, run_dir, stage, num_ranks, evaluated=True)
         assert done.returncode == 0, done.stdout[-4000:]
         worst = assert_equal_to_lm_eval(
-            run_dir, by_lm_eval(texts, run_dir, ("local_hellaswag",))[1]
+            run_dir, evaluate_with_lm_eval(texts, run_dir, ("local_hellaswag",))[1]
         )
         found[stage, num_ranks] = outcomes(run_dir)
         acc, acc_norm = (found[stage, num_ranks][key] for key in ("acc", "acc_norm"))
@@ -214,10 +214,10 @@ def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [2, 3])
-def test_cut_sequences_are_measured_as_whole_ones(tmp_path, texts, stage) -> None:
-    """HellaSwag item by item, lm-eval's tasks, samples: the figures of the run without."""
+def test_sequence_parallel_evaluations_equal_those_without(tmp_path, texts, stage) -> None:
+    """HellaSwag by item, lm-eval's tasks and samples."""
     found = {}
-    for name, form in (("plain", None), ("cut", {"sequence_parallel_size": 2})):
+    for name, form in (("plain", None), ("parallel", {"sequence_parallel_size": 2})):
         run_dir = tmp_path / name
         done = train(texts, run_dir, stage, 2, evaluated=True, form=form)
         assert done.returncode == 0, done.stdout[-4000:]
@@ -227,23 +227,25 @@ def test_cut_sequences_are_measured_as_whole_ones(tmp_path, texts, stage) -> Non
         assert set(figures["eval/hellaswag/acc"]) == set(range(1, STEPS + 1))
         assert stage == 2 or "eval/local_generation/exact_match" in figures
         found[name] = outcomes(run_dir)["outcomes"], figures, samples(run_dir)
-    (ours, figures, written), (theirs, *expected) = found["cut"], found["plain"]
+    (ours, figures, written), (theirs, *expected) = found["parallel"], found["plain"]
     assert [figures, written] == expected
     worst = 0.0
     for one, two in zip(ours, theirs, strict=True):
         pairs = zip(one["log_likelihoods"], two["log_likelihoods"], strict=True)
         worst = max(worst, *(abs(mine - other) for mine, other in pairs))
         assert one["prediction"] == two["prediction"]
-    print(f"ZeRO-{stage}, sequences cut: {worst:.2e} from the run without")
+    print(f"ZeRO-{stage}, sequence parallel: {worst:.2e} from the run without")
     assert worst < 1e-3
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_kill_around_an_evaluation_loses_and_doubles_nothing(tmp_path, texts, stage) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert train(texts, whole, stage, 2, evaluated=True).returncode == 0
-    # Before it, and in the middle of it: what is noted as begun is tried once more.
+def test_a_kill_before_or_during_an_evaluation_neither_loses_nor_repeats_results(
+    tmp_path, texts, stage
+) -> None:
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    assert train(texts, uninterrupted, stage, 2, evaluated=True).returncode == 0
+    # Once before it, and once during it: an evaluation that has started is tried once more.
     fault = {"FAULT": "evaluation.begin:1:2:kill,evaluation.measure:0:3:kill"}
     fault["FAULT_ONCE"] = str(tmp_path)
     for _ in range(2):
@@ -251,14 +253,14 @@ def test_a_kill_around_an_evaluation_loses_and_doubles_nothing(tmp_path, texts, 
     done = train(texts, killed, stage, 2, evaluated=True, **fault)
     assert done.returncode == 0, done.stdout[-4000:]
     assert sum(each["event"] == "resume" for each in events(killed)) == 2
-    assert samples(killed) == samples(whole)
+    assert samples(killed) == samples(uninterrupted)
     for key in ("train/loss", "eval/hellaswag/acc", "eval/hellaswag/acc_norm"):
-        assert rows(killed, key) == rows(whole, key), key
-    assert outcomes(killed) == outcomes(whole)
+        assert rows(killed, key) == rows(uninterrupted, key), key
+    assert outcomes(killed) == outcomes(uninterrupted)
 
 
 @pytest.mark.soak
-def test_an_evaluation_that_ends_a_run_is_tried_once_more(tmp_path, texts) -> None:
+def test_an_evaluation_that_crashes_a_run_is_retried_once(tmp_path, texts) -> None:
     run_dir, fault = tmp_path / "failing", {"FAULT": "evaluation.measure:1:2:raise"}
     ends = [train(texts, run_dir, 2, 2, evaluated=True, **fault) for _ in range(3)]
     assert [done.returncode == 0 for done in ends] == [False, False, True], ends[-1].stdout[-4000:]
@@ -270,7 +272,7 @@ def test_an_evaluation_that_ends_a_run_is_tried_once_more(tmp_path, texts) -> No
 
 
 @pytest.mark.soak
-def test_a_run_goes_on_without_a_tokenizer_prompts_and_items_that_are_gone(tmp_path, texts) -> None:
+def test_a_run_continues_without_a_deleted_tokenizer_and_items(tmp_path, texts) -> None:
     base = shutil.copytree(texts, tmp_path / "texts")
     run_dir, fault = tmp_path / "run", {"FAULT": "step.begin:0:4:kill"}
     assert train(base, run_dir, 2, 2, evaluated=True, **fault).returncode != 0
@@ -284,18 +286,18 @@ def test_a_run_goes_on_without_a_tokenizer_prompts_and_items_that_are_gone(tmp_p
 
 
 @pytest.mark.soak
-def test_a_task_that_takes_its_time_is_no_hang(tmp_path, texts) -> None:
+def test_a_slow_task_is_not_taken_for_a_hang(tmp_path, texts) -> None:
     base = shutil.copytree(texts, tmp_path / "texts")
     (base / "tasks" / "broken.py").write_text(
         "import time\n\ndef process_results(doc, results):\n"
         "    time.sleep(1)\n    return {'acc': 1}\n"
     )
     run_dir = tmp_path / "slow"
-    words = recipe(base / "model.json", base / "shards", run_dir,
+    flags = recipe(base / "model.json", base / "shards", run_dir,
                    profile(tmp_path / "ds.json", 3, bf16=False), 1, micro=2)  # fmt: skip
-    words += ["--seq_len", SEQ_LEN, "--batch_tokens", STEP_TOKENS, "--total_tokens", STEP_TOKENS]
-    words += ["--wandb", "off", "--eval_tasks", "broken", "--eval_task_path", base / "tasks"]
-    words += ["--eval_task_items", 30, "--hang_timeout", 12, "--downstream_interval", 1]
-    done = run_ranks(2, *words)
+    flags += ["--seq_len", SEQ_LEN, "--batch_tokens", STEP_TOKENS, "--total_tokens", STEP_TOKENS]
+    flags += ["--wandb", "off", "--eval_tasks", "broken", "--eval_task_path", base / "tasks"]
+    flags += ["--eval_task_items", 30, "--hang_timeout", 12, "--downstream_interval", 1]
+    done = run_ranks(2, *flags)
     assert done.returncode == 0, done.stdout[-4000:]
     assert rows(run_dir, "eval/broken/acc") == {1: 1.0}

@@ -1,4 +1,4 @@
-"""An exported model is the one that was trained: the logits of its engine, to the bit."""
+"""An exported model has the logits of the engine that trained it, bit for bit."""
 
 import json
 import subprocess
@@ -9,12 +9,12 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from huggingface_hub import ModelCard
-from recipe import STEP_TOKENS, profile, recipe
 from transformers import AutoModelForCausalLM
 
+from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
 from tests.launching import LLAMA, ROOT, VOCABULARY, environment, run_ranks, write_json
-from zerolm.errors import CheckpointError
-from zerolm.export import export
+from zerolm.common.errors import CheckpointError
+from zerolm.export.export import export
 
 SHARD_BYTES = 100_000
 SMALL = {
@@ -40,9 +40,9 @@ COMBINATIONS = [
 ]  # fmt: skip
 
 
-def zerolm(*words: object) -> subprocess.CompletedProcess[str]:
+def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "zerolm", *map(str, words)], cwd=ROOT, env=environment(),
+        [sys.executable, "-m", "zerolm", *map(str, arguments)], cwd=ROOT, env=environment(),
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
@@ -59,8 +59,8 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
     run_dir, out = tmp_path / "run", tmp_path / "model"
     config = write_json(tmp_path / "model.json", MODELS[model])
     json_file = profile(tmp_path / "ds.json", stage, precision == "bf16")
-    words = recipe(config, corpus, run_dir, json_file, steps=6, micro=2)
-    done = run_ranks(2, *words, "--wandb", "off")
+    flags = recipe(config, corpus, run_dir, json_file, steps=6, micro=2)
+    done = run_ranks(2, *flags, "--wandb", "off")
     assert done.returncode == 0, done.stdout[-4000:]
 
     exported = zerolm("export", run_dir, out, "--max_shard_size", SHARD_BYTES)
@@ -70,14 +70,14 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
     saved = json.loads((checkpoint / "MANIFEST.json").read_text())["probe"]["logits"]
     engine = torch.tensor(saved["values"])
     assert len(saved["input_ids"]) == 32 and engine.shape == (8, 16)
-    assert torch.equal(logits_of(out, saved), engine), "the engine's, in every bit"
+    assert torch.equal(logits_of(out, saved), engine), "not the engine's logits"
 
-    whole = zerolm("export", run_dir, tmp_path / "fp32", "--precision", "fp32")
-    assert whole.returncode == 0, whole.stderr
+    fp32 = zerolm("export", run_dir, tmp_path / "fp32", "--precision", "fp32")
+    assert fp32.returncode == 0, fp32.stderr
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").state_dict()
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     assert set(ours) == set(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "DeepSpeed's masters"
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 1 and (out / "model.safetensors.index.json").is_file()

@@ -1,14 +1,14 @@
-"""fp16 with a loss scale, on a CPU that has fp16: skipped steps, the curve, and a resume."""
+"""fp16 with a loss scale, on a CPU with fp16: skipped steps, the curve, and a resume."""
 
 import json
 import shutil
 
 import numpy as np
 import pytest
-from recipe import STEP_TOKENS, recipe
 
+from tests.end_to_end.recipe import STEP_TOKENS, recipe
 from tests.launching import rows, run_ranks, write_json
-from zerolm.ds_rules import cpu_has_fp16
+from zerolm.ds_config.rules import cpu_has_fp16
 
 STEPS, SAVED = 16, 12
 
@@ -16,17 +16,19 @@ STEPS, SAVED = 16, 12
 @pytest.mark.soak
 @pytest.mark.skipif(not cpu_has_fp16(), reason="this CPU has no fp16")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_loss_scale_skips_steps_and_outlives_a_restart(tmp_path, corpus, llama, stage) -> None:
-    """Skipped steps take neither tokens nor learning rate; a resumed run skips none again."""
+def test_the_loss_scale_skips_steps_and_is_restored_on_resume(
+    tmp_path, corpus, llama, stage
+) -> None:
+    """Skipped steps advance neither tokens nor the schedule; a resumed run skips none again."""
     config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
     plain = write_json(tmp_path / "fp32.json", config)
     scale = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
     half = write_json(tmp_path / "fp16.json", {**config, "fp16": scale})
 
     def run(name: str, json_file, *more: object) -> list[dict]:
-        words = recipe(llama, corpus, tmp_path / name, json_file, STEPS, micro=2)
-        words += ["--checkpoint_interval", SAVED, "--wandb", "off", *more]
-        done = run_ranks(2, *words, timeout=500)
+        flags = recipe(llama, corpus, tmp_path / name, json_file, STEPS, micro=2)
+        flags += ["--checkpoint_interval", SAVED, "--wandb", "off", *more]
+        done = run_ranks(2, *flags, timeout=500)
         assert done.returncode == 0, done.stdout[-4000:]
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return [row for row in map(json.loads, lines) if "train/loss" in row]

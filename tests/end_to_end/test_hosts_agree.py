@@ -1,12 +1,12 @@
-"""A run on two hosts through pdsh has the curve of one host; more hosts than there are, no run."""
+"""A run on two hosts through pdsh has the losses of one host; too few hosts are refused."""
 
 import sys
 import time
 
 import pytest
-from recipe import profile, recipe
-from two_hosts import missing, two_hosts
 
+from tests.end_to_end.recipe import profile, recipe
+from tests.end_to_end.two_hosts import missing, two_hosts
 from tests.launching import ROOT, free_port, launch, rows
 
 REASON = missing()
@@ -24,38 +24,38 @@ def test_two_hosts_have_the_losses_of_one(tmp_path, llama, corpus, stage) -> Non
     directory = tmp_path / "hosts"
     directory.mkdir()
     with two_hosts(directory) as hosts:
-        words = recipe(llama, corpus, two, json_file, STEPS, micro=2)
-        code = hosts.run(tmp_path / "log", *words, "--wandb", "off")
+        flags = recipe(llama, corpus, two, json_file, STEPS, micro=2)
+        code = hosts.run(tmp_path / "log", *flags, "--wandb", "off")
         assert code == 0 and not hosts.ranks(), (tmp_path / "log").read_text()[-4000:]
     for key in ("train/loss", "train/grad_norm"):
         ours, theirs = rows(two, key), rows(one, key)
         assert ours == theirs and sorted(ours) == list(range(1, STEPS + 1))
-    said = (tmp_path / "log").read_text()
-    assert "node1" in said and "node2" in said and f"done: {STEPS} steps" in said
+    output = (tmp_path / "log").read_text()
+    assert "node1" in output and "node2" in output and f"done: {STEPS} steps" in output
 
 
-def test_more_hosts_than_the_file_has_are_refused_and_nothing_is_left(
+def test_more_nodes_than_the_hostfile_has_are_refused_without_a_trace(
     tmp_path, llama, corpus
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     directory = tmp_path / "hosts"
     directory.mkdir()
     with two_hosts(directory) as hosts:
-        words = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh_check"]
-        words += ["--hostfile", str(directory / "hostfile"), "--num_nodes", "4"]
-        words += ["--master_addr", "node1", "--master_port", str(free_port())]
+        argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh_check"]
+        argv += ["--hostfile", str(directory / "hostfile"), "--num_nodes", "4"]
+        argv += ["--master_addr", "node1", "--master_port", str(free_port())]
         json_file = profile(tmp_path / "ds.json", 2, bf16=False)
         flags = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
-        began = time.monotonic()
-        words = hosts.on_node1([*words, str(ROOT / "pretrain.py"), *map(str, flags)])
-        process = hosts.start_command(log, words)
+        start = time.monotonic()
+        argv = hosts.on_node1([*argv, str(ROOT / "pretrain.py"), *map(str, flags)])
+        process = hosts.start_command(log, argv)
         try:
             code = process.wait(REFUSED_WITHIN_SECONDS)
-            print(f"refused after {time.monotonic() - began:.0f} s with exit code {code}")
+            print(f"refused after {time.monotonic() - start:.0f} s with exit code {code}")
             assert not hosts.ranks()
         finally:
             hosts.end(process)
-    said = log.read_text()
-    assert code == 2, said
-    assert "4 nodes were asked for, but the hostfile gives 2" in said
+    output = log.read_text()
+    assert code == 2, output
+    assert "4 nodes were asked for, but the hostfile gives 2" in output
     assert not run_dir.exists()

@@ -1,17 +1,23 @@
-"""Each optimizer under each ZeRO stage learns plain PyTorch's curve, and resumes to the bit."""
+"""Each optimizer at each ZeRO stage has plain PyTorch's curve, and resumes bit for bit."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import followed
 import numpy as np
-import plain_optimizers
-import plain_pytorch
 import pytest
-import several_runs
-import test_mixtures_of_experts as experts
-from recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS, recipe
 
+from tests.end_to_end import plain_optimizers, plain_pytorch, runs_in_one_process, step_comparison
+from tests.end_to_end import test_mixtures_of_experts as experts
+from tests.end_to_end.recipe import (
+    BATCH,
+    CLIPPING,
+    MINIMUM,
+    PEAK,
+    SEED,
+    SEQ_LEN,
+    STEP_TOKENS,
+    recipe,
+)
 from tests.launching import LLAMA, rows, write_json
 
 STEPS, STOP, MICRO = 20, 9, 2  # accumulation 2 on two ranks
@@ -20,11 +26,14 @@ MUON_RATE = 0.02
 
 
 class Case(NamedTuple):
-    """An optimizer under a profile, and how far its losses may be from plain PyTorch's.
+    """An optimizer with a profile, and the tolerance of its losses.
 
     Attributes:
-        exact: with Newton-Schulz in float32, as on machines that do not multiply in fp16.
-        by_step: compare each step too, from the weights that the run had.
+        tolerance: relative difference of losses from plain PyTorch's.
+        by_step: also compare each step, starting from the run's weights.
+        exact: run Newton-Schulz in float32, as on machines that do not multiply in fp16.
+        adaptive_clip: threshold of ZClip; 0: off.
+        steps, stop: steps of the run, and the step at which the interrupted run stops.
     """
 
     optimizer: dict[str, Any]
@@ -40,15 +49,17 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        kind = "ZClip" if self.adaptive_clip else self.optimizer["type"]
-        words = [kind, str(self.stage), "bf16" if self.bf16 else "fp32"]
-        more = [word for word in ("offload", "exact") if getattr(self, word)]
-        return "-".join([*words, *more])
+        kind = "ZClip" if self.adaptive_clip else self.optimizer["type"].rpartition(".")[2]
+        parts = [kind, str(self.stage), "bf16" if self.bf16 else "fp32"]
+        options = [name for name in ("offload", "exact") if getattr(self, name)]
+        return "-".join([*parts, *options])
 
     def reference(self):
-        return {"Muon": plain_optimizers.muon(MUON_RATE / PEAK), "Lion": plain_optimizers.lion}.get(
-            self.optimizer["type"], plain_pytorch.adamw
-        )
+        return {
+            "Muon": plain_optimizers.muon(MUON_RATE / PEAK),
+            "Lion": plain_optimizers.lion,
+            OWN["type"]: plain_optimizers.rmsprop(OWN["params"]["scale"]),
+        }.get(self.optimizer["type"], plain_pytorch.adamw)
 
     def profile(self, path: Path) -> Path:
         zero: dict[str, Any] = {"stage": self.stage, "reduce_scatter": self.stage != 3}
@@ -63,6 +74,7 @@ class Case(NamedTuple):
                 "communication_data_type": "fp32",
                 "gradient_clipping": self.clipping,
                 "optimizer": self.optimizer,
+                "zero_allow_untested_optimizer": True,
             },
         )
 
@@ -74,17 +86,19 @@ class Case(NamedTuple):
 ADAMW = {"type": "AdamW"}
 MUON = {"type": "Muon", "params": {"muon_lr": MUON_RATE}}
 LION = {"type": "Lion"}
-# What plain PyTorch itself differs by when only its rounding does: test_rounding.py. Newton-Schulz
-# in fp16 moves its losses by 3.0e-5; and a rounding of weights Lion's by 2.7e-4, where one value
-# in the fifth step goes the other way. By itself each step is exact.
+OWN = {"type": "tests.end_to_end.own_optimizer.ScaledGradient", "params": {"scale": 0.6}}
+# Changing only the rounding of plain PyTorch changes its own losses this much (test_rounding.py):
+# Newton-Schulz in fp16 by 3.0e-5; rounding the weights changes Lion's by 2.7e-4, because one value
+# in the fifth step has the other sign. Compared one at a time, steps are exact.
 FP16, SIGN, BF16 = 1e-4, 5e-4, 5e-3
-MATRICES = 2e-5  # Newton-Schulz in float32, whose small singular values grow 485 times
+MATRICES = 2e-5  # Newton-Schulz in float32, which multiplies small singular values by 485
 KEYS = ("train/loss", "train/grad_norm", "train/clip_norm", "train/param_norm")
-ZCLIP = {"adaptive_clip": 0.8, "steps": 44, "stop": 33}  # it begins after 25 steps
+ZCLIP = {"adaptive_clip": 0.8, "steps": 44, "stop": 33}  # ZClip starts after 25 steps
 SHORT = {"steps": 34, "stop": 29}
 EXACT = {"exact": True, "by_step": True}
 FAMILIES = {
-    "always": [Case(MUON, 3, **EXACT), Case(ADAMW, 2, **ZCLIP | SHORT)],
+    "always": [Case(MUON, 3, **EXACT), Case(ADAMW, 2, **ZCLIP | SHORT), Case(OWN, 3)],
+    "own": [Case(OWN, stage) for stage in (1, 2, 3)],
     "AdamW": [Case(ADAMW, stage, offload=True) for stage in (2, 3)],  # test_parity.py has the rest
     "Muon": [
         *(Case(MUON, stage, bf16, tolerance=BF16 if bf16 else FP16)
@@ -104,10 +118,10 @@ FAMILIES = {
 
 
 def arguments(case: Case, run_dir: Path, llama: Path, corpus: Path, json_file: Path) -> list[Any]:
-    words = recipe(llama, corpus, run_dir, json_file, case.steps, MICRO)
-    words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
-    words += ["--report_interval", 0, "--checkpoint_interval", 1000, "--spike_threshold", 0]
-    return [*words, "--adaptive_clip", case.adaptive_clip]
+    flags = recipe(llama, corpus, run_dir, json_file, case.steps, MICRO)
+    flags += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    flags += ["--report_interval", 0, "--checkpoint_interval", 1000, "--spike_threshold", 0]
+    return [*flags, "--adaptive_clip", case.adaptive_clip]
 
 
 @pytest.mark.timeout(1500)
@@ -115,39 +129,45 @@ def arguments(case: Case, run_dir: Path, llama: Path, corpus: Path, json_file: P
     "family",
     [pytest.param(name, marks=() if name == "always" else pytest.mark.soak) for name in FAMILIES],
 )
-def test_curves_equal_plain_pytorch_and_a_resume_is_exact(tmp_path, llama, corpus, family) -> None:
+def test_curves_equal_plain_pytorch_and_a_resumed_run_equals_an_uninterrupted_one(
+    tmp_path, llama, corpus, family
+) -> None:
     jobs, cases, wrong = [], FAMILIES[family], []
     for case in cases:
         json_file = case.profile(tmp_path / f"{case.name}.json")
-        whole, cut = (tmp_path / f"{case.name}-{how}" for how in ("whole", "cut"))
+        uninterrupted, resumed = (
+            tmp_path / f"{case.name}-{how}" for how in ("uninterrupted", "resumed")
+        )
         more: dict[str, Any] = {"exact": case.exact}
         if case.by_step:
             more["weights"] = tmp_path / f"{case.name}-weights"
             more["weights"].mkdir()
         if family != "always":
-            jobs.append({"words": arguments(case, whole, llama, corpus, json_file), **more})
+            jobs.append({"flags": arguments(case, uninterrupted, llama, corpus, json_file), **more})
         if not case.exact or family == "always":
-            first = {"words": arguments(case, cut, llama, corpus, json_file), **more}
+            first = {"flags": arguments(case, resumed, llama, corpus, json_file), **more}
             jobs += [{**first, "until": case.stop}, first]
-    if family == "always":  # in this launch: another would take as long again
+    if family == "always":  # in the same launch, to save the time of another
         jobs.append(experts.job(tmp_path, corpus, "mixtral", 3, False))
-    said = several_runs.launch(jobs, tmp_path)
+    output = runs_in_one_process.launch(jobs, tmp_path)
     if family == "always":
         curve = experts.plain_curve("mixtral", corpus)
         wrong += experts.differences(tmp_path / jobs[-1]["name"], curve, 1e-6)
     for case in cases:
-        whole, cut = (tmp_path / f"{case.name}-{how}" for how in ("whole", "cut"))
-        run_dir = cut if cut.exists() else whole
-        wrong += compared(case, run_dir, corpus)
+        uninterrupted, resumed = (
+            tmp_path / f"{case.name}-{how}" for how in ("uninterrupted", "resumed")
+        )
+        run_dir = resumed if resumed.exists() else uninterrupted
+        wrong += curve_problems(case, run_dir, corpus)
         if case.by_step:
             weights = tmp_path / f"{case.name}-weights"
-            wrong += compared_by_step(case, weights, run_dir, corpus)
-        for key in KEYS if whole.exists() and cut.exists() else ():
-            if rows(whole, key) != rows(cut, key):
+            wrong += step_problems(case, weights, run_dir, corpus)
+        for key in KEYS if uninterrupted.exists() and resumed.exists() else ():
+            if rows(uninterrupted, key) != rows(resumed, key):
                 wrong.append(f"{case.name}: {key} of the resumed run differs")
-    assert not wrong, "\n".join(wrong) + said[-3000:]
+    assert not wrong, "\n".join(wrong) + output[-3000:]
     if any(case.optimizer is MUON for case in cases):
-        assert "Muon: 14 tensors of matrices with 73,728 values; AdamW: the 7 others" in said
+        assert "Muon: 14 tensors of matrices with 73,728 values; AdamW: the 7 others" in output
 
 
 def plain_curve(case: Case, corpus: Path, optimizer_of: Any = None) -> list[plain_pytorch.Step]:
@@ -159,41 +179,46 @@ def plain_curve(case: Case, corpus: Path, optimizer_of: Any = None) -> list[plai
     )  # fmt: skip
 
 
-def compared_by_step(case: Case, weights: Path, run_dir: Path, corpus: Path) -> list[str]:
-    """Return what tells a run's steps from those of plain PyTorch that begin at its weights."""
-    each = followed.Followed(case.reference(), weights)
-    curve = plain_curve(case, corpus, each)
+def step_problems(case: Case, weights: Path, run_dir: Path, corpus: Path) -> list[str]:
+    """Return the differences of a run's steps from plain PyTorch's, started at its weights."""
+    follower = step_comparison.RunFollower(case.reference(), weights)
+    curve = plain_curve(case, corpus, follower)
     found = np.array(list(rows(run_dir, "train/loss").values()))
     loss = float(np.abs(found / np.array([step.loss for step in curve]) - 1).max())
-    most, signs, sure = (max(one) for one in list(zip(*each.steps, strict=True))[1:])
-    matrices = max(max(v for k, v in step.updates.items() if "_proj" in k) for step in each.steps)
+    steps = follower.steps
+    max_value = max(step.max_value for step in steps)
+    num_flips = max(step.num_sign_flips for step in steps)
+    num_certain = max(step.num_certain_flips for step in steps)
+    matrices = max(max(v for k, v in step.updates.items() if "_proj" in k) for step in steps)
     print(
         f"{case.name}: each step from the run's weights: losses at most {loss:.1e} from plain "
-        f"PyTorch, updates of matrices {matrices:.1e}, values {most:.1e}; {signs} other signs"
+        f"PyTorch, updates of matrices {matrices:.1e}, values {max_value:.1e}; signs {num_flips}"
     )
     if case.optimizer is LION:  # a value of about 1 is rounded to 1.2e-7
-        fine = most <= 1.2e-7 and not sure
+        equal = max_value <= 1.2e-7 and not num_certain
     else:
-        fine = matrices <= MATRICES
-    return [] if fine and loss <= 1e-6 else [f"{case.name}: its steps are not those: {each.steps}"]
+        equal = matrices <= MATRICES
+    return [] if equal and loss <= 1e-6 else [f"{case.name}: its steps differ: {steps}"]
 
 
-def compared(case: Case, run_dir: Path, corpus: Path) -> list[str]:
-    """Return what tells a run from plain PyTorch."""
+def curve_problems(case: Case, run_dir: Path, corpus: Path) -> list[str]:
+    """Return the differences of a run's curve from plain PyTorch's."""
     curve = plain_curve(case, corpus)
     expected = np.array([step.loss for step in curve])
     found = np.array(list(rows(run_dir, "train/loss").values()))
     assert len(found) == case.steps and expected[0] - expected[-1] > 0.1, case.name
-    most = float(np.abs(found / expected - 1).max())
-    print(f"{case.name}: losses at most {most:.1e} from plain PyTorch")
-    wrong = [f"{case.name}: losses {most:.1e} from plain PyTorch"] if most > case.tolerance else []
+    difference = float(np.abs(found / expected - 1).max())
+    print(f"{case.name}: losses at most {difference:.1e} from plain PyTorch")
+    wrong = []
+    if difference > case.tolerance:
+        wrong.append(f"{case.name}: losses {difference:.1e} from plain PyTorch")
     if case.adaptive_clip:
         bounds = {step: one.clipped_to for step, one in enumerate(curve, 1)
                   if np.isfinite(one.clipped_to)}  # fmt: skip
-        seen = rows(run_dir, "train/clip_norm")
+        logged = rows(run_dir, "train/clip_norm")
         assert min(bounds) > 25 and min(bounds) <= case.stop < max(bounds), bounds
-        off = max(abs(seen.get(step, 0.0) / bound - 1) for step, bound in bounds.items())
+        off = max(abs(logged.get(step, 0.0) / bound - 1) for step, bound in bounds.items())
         print(f"{case.name}: clipped in steps {list(bounds)}, bounds at most {off:.1e} away")
-        if list(seen) != list(bounds) or off > 20 * case.tolerance:
-            wrong.append(f"{case.name}: clipped to {seen}, plain PyTorch to {bounds}")
+        if list(logged) != list(bounds) or off > 20 * case.tolerance:
+            wrong.append(f"{case.name}: clipped to {logged}, plain PyTorch to {bounds}")
     return wrong

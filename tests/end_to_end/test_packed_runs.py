@@ -1,20 +1,20 @@
-"""Packed rows with a document mask: two ranks, killed and resumed, against each document alone."""
+"""Packed rows with a document mask train like separate documents, also after a kill and resume."""
 
 import json
 
 import numpy as np
-import plain_pytorch
 import pytest
 import torch
-from recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
 from torch.nn import functional
 
-from data_prep.pack import pack
+from data_prep.tokenize.pack import pack
+from tests.end_to_end import plain_pytorch
+from tests.end_to_end.recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
 from tests.launching import LLAMA, rows, run_ranks, write_shards
-from zerolm import ledger
-from zerolm.order import Order
-from zerolm.packing import PIECE
-from zerolm.shards import open_source
+from zerolm.data.order import Order
+from zerolm.data.packing import PIECE
+from zerolm.shards.reader import open_source
+from zerolm.train import evidence
 
 STEPS, SAVE, KILLED = 8, 3, 5
 
@@ -28,7 +28,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(shards):
-    """Train with plain PyTorch: every document of a row by itself, no mask, no padding."""
+    """Train with plain PyTorch on each document separately, without mask and padding."""
     tokens = plain_pytorch.read_tokens(shards)
     ends = np.fromfile(shards / f"packing-{SEQ_LEN}.rows", "<u8").astype(int).tolist()
     pieces = np.fromfile(shards / f"packing-{SEQ_LEN}.pieces", PIECE).tolist()
@@ -56,29 +56,29 @@ def reference(shards):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_a_killed_packed_run_learns_what_each_document_alone_teaches(
+def test_a_killed_packed_run_equals_training_on_separate_documents(
     tmp_path, llama, shards, reference, stage
 ) -> None:
-    run_dir, seen = tmp_path / "run", tmp_path / "ledger"
-    seen.mkdir()
+    run_dir, ledger = tmp_path / "run", tmp_path / "ledger"
+    ledger.mkdir()
     json_file = profile(tmp_path / "ds.json", stage, bf16=False)
-    words = recipe(llama, shards, run_dir, json_file, STEPS, micro=2)
-    words += ["--packing", "best_fit", "--document_mask", "--schedule", "constant"]
-    words += ["--warmup_tokens", 0, "--wandb", "off", "--checkpoint_interval", SAVE]
-    more = {"ZEROLM_LEDGER": str(seen)}
+    flags = recipe(llama, shards, run_dir, json_file, STEPS, micro=2)
+    flags += ["--packing", "best_fit", "--document_mask", "--schedule", "constant"]
+    flags += ["--warmup_tokens", 0, "--wandb", "off", "--checkpoint_interval", SAVE]
+    more = {"ZEROLM_LEDGER": str(ledger)}
     killed = run_ranks(
-        2, *words, "--no-async_checkpoint", FAULT=f"step.end:*:{KILLED}:kill", **more
+        2, *flags, "--no-async_checkpoint", FAULT=f"step.end:*:{KILLED}:kill", **more
     )
     assert killed.returncode != 0 and "documents are kept apart by sdpa" in killed.stdout
-    again = run_ranks(2, *words, **more)
+    again = run_ranks(2, *flags, **more)
     assert again.returncode == 0, again.stdout[-4000:]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "resume"] == [SAVE]
     losses, norms = reference
     np.testing.assert_allclose(list(rows(run_dir, "train/loss").values()), losses, rtol=2e-5)
     np.testing.assert_allclose(list(rows(run_dir, "train/grad_norm").values()), norms, rtol=2e-4)
-    taken = ledger.read(seen)
+    trained = evidence.read_sequences(ledger)
     for step in range(1, STEPS + 1):
         expected = list(range((step - 1) * BATCH, step * BATCH))
-        times = 2 if SAVE < step <= KILLED else 1  # before the kill, and again
-        assert sorted(taken[step]) in (sorted(expected * times), expected)
+        times = 2 if SAVE < step <= KILLED else 1  # steps before the kill were repeated
+        assert sorted(trained[step]) in (sorted(expected * times), expected)

@@ -1,26 +1,35 @@
-"""Tensor and sequence parallelism: the curve, the figures and the weights of a run without them.
+"""Tensor and sequence parallelism give the curve, metrics and weights of a run without them.
 
-Everything is compared with one process of plain PyTorch; what that has not (documents, dropout of
-parts) with a run of data parallelism.
+The reference is plain PyTorch in one process, or data parallelism for what that does not have:
+separate documents, and validation.
 """
 
 import json
 
 import numpy as np
-import oracle
-import plain_pytorch
 import pytest
 import torch
-from recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS, profile, recipe
-from test_export import zerolm
-from test_parity import agrees, check_health, check_noise
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.end_to_end import plain_pytorch, run_digest
+from tests.end_to_end.recipe import (
+    BATCH,
+    CLIPPING,
+    MINIMUM,
+    PEAK,
+    SEED,
+    SEQ_LEN,
+    STEP_TOKENS,
+    profile,
+    recipe,
+)
+from tests.end_to_end.test_export import zerolm
+from tests.end_to_end.test_parity import assert_equal_to_reference, check_health, check_noise
 from tests.launching import LLAMA, launch, rows, run_ranks, write_json
-from zerolm.train_step import seed_step
+from zerolm.train.step import seed_step
 
 STEPS, WARMUP_TOKENS = 20, 4 * STEP_TOKENS
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
@@ -63,13 +72,13 @@ RUNS = {
 CASES = [pytest.param(*RUNS[name], id=name, marks=pytest.mark.soak) for name in RUNS]
 
 
-def words_of(tmp_path, form, config, corpus, stage, bf16, micro, *more):
+def run_flags(tmp_path, form, config, corpus, stage, bf16, micro, *more):
     ds = json.loads(profile(tmp_path / "plain.json", stage, bf16).read_text())
     json_file = write_json(tmp_path / "ds.json", {**ds, **form})
     model = write_json(tmp_path / "model.json", config)
-    words = recipe(model, corpus, tmp_path / "run", json_file, STEPS, micro)
-    words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
-    return [*words, *more]
+    flags = recipe(model, corpus, tmp_path / "run", json_file, STEPS, micro)
+    flags += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    return [*flags, *more]
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +104,9 @@ def check_run(run_dir, curve, form, bf16) -> None:
     assert len(found) == STEPS
     print(f"train/loss: at most {np.abs(found / losses - 1).max():.1e} from plain PyTorch")
     np.testing.assert_allclose(found, losses, rtol=5e-3 if bf16 else 1e-5)
-    agrees(run_dir, "train/grad_norm", [step.grad_norm for step in curve], 5e-2 if bf16 else 1e-4)
+    assert_equal_to_reference(
+        run_dir, "train/grad_norm", [step.grad_norm for step in curve], 5e-2 if bf16 else 1e-4
+    )
     check_health(run_dir, curve, bf16)
     if form is TENSOR:
         check_noise(run_dir, curve, 2, bf16)
@@ -107,10 +118,10 @@ def check_run(run_dir, curve, form, bf16) -> None:
     assert tokens == {step: step * STEP_TOKENS for step in range(1, STEPS + 1)}
 
 
-def test_a_run_with_cut_matrices_is_the_run_without(tmp_path, corpus, reference) -> None:
-    """Its curve and figures, its first weights, and the model that it exports."""
-    words = words_of(tmp_path, TENSOR, LLAMA, corpus, 2, False, 2)
-    done = run_ranks(2, *words)
+def test_a_tensor_parallel_run_equals_plain_pytorch(tmp_path, corpus, reference) -> None:
+    """Its curve, its metrics, and the model that it exports."""
+    flags = run_flags(tmp_path, TENSOR, LLAMA, corpus, 2, False, 2)
+    done = run_ranks(2, *flags)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "2 x cpu, 1 data parallel x 2 tensor parallel" in done.stdout
     check_run(tmp_path / "run", reference(LLAMA, False), TENSOR, False)
@@ -127,7 +138,7 @@ def test_a_run_with_cut_matrices_is_the_run_without(tmp_path, corpus, reference)
 def test_curve_and_health_equal_plain_pytorch(
     tmp_path, corpus, reference, form, ranks, config, stage, bf16, more
 ) -> None:
-    done = run_ranks(ranks, *words_of(tmp_path, form, config, corpus, stage, bf16, 2, *more))
+    done = run_ranks(ranks, *run_flags(tmp_path, form, config, corpus, stage, bf16, 2, *more))
     assert done.returncode == 0, done.stdout[-4000:]
     check_run(tmp_path / "run", reference(config, bf16), form, bf16)
 
@@ -141,22 +152,24 @@ def test_curve_and_health_equal_plain_pytorch(
     ],
     ids=["tensor-1", "tensor-2", "sequence-1-fp32", "sequence-2", "sequence-3"],
 )  # fmt: skip
-def test_a_killed_run_goes_on_in_every_bit(tmp_path, corpus, form, stage, bf16) -> None:
-    """Also what attention drops. bf16 at stage 1 with sequences cut is refused."""
+def test_a_killed_parallel_run_equals_an_uninterrupted_one(
+    tmp_path, corpus, form, stage, bf16
+) -> None:
+    """Attention dropout included. bf16 at stage 1 with sequence parallelism is refused."""
     dropping = {**LLAMA, "attention_dropout": 0.1}
     found = {}
-    for name, more in (("whole", {}), ("killed", {"FAULT": "step.begin:1:14:kill"})):
+    for name, more in (("uninterrupted", {}), ("killed", {"FAULT": "step.begin:1:14:kill"})):
         (tmp_path / name).mkdir()
-        words = words_of(tmp_path / name, form, dropping, corpus, stage, bf16, 2)
-        words += ["--checkpoint_interval", 6]
-        done = launch(2, *words, **more)
+        flags = run_flags(tmp_path / name, form, dropping, corpus, stage, bf16, 2)
+        flags += ["--checkpoint_interval", 6]
+        done = launch(2, *flags, **more)
         if more:
             assert done.returncode != 0
-            done = run_ranks(2, *words)
+            done = run_ranks(2, *flags)
             assert "resume:" in done.stdout, done.stdout[-3000:]
         assert done.returncode == 0, done.stdout[-4000:]
-        found[name] = oracle.digest(tmp_path / name / "run")
-    assert oracle.differences(found["killed"], found["whole"]) == []
+        found[name] = run_digest.digest(tmp_path / name / "run")
+    assert run_digest.differences(found["killed"], found["uninterrupted"]) == []
 
 
 @pytest.mark.soak
@@ -167,20 +180,20 @@ def test_a_killed_run_goes_on_in_every_bit(tmp_path, corpus, form, stage, bf16) 
         (({}, 2, 2), (SEQUENCE, 2, 1)),
         ((SEQUENCE, 2, 3), ({}, 1, 2)),
     ],
-    ids=["cut-then-not", "not-then-cut", "cut-then-one-rank"],
+    ids=["parallel-then-not", "not-then-parallel", "parallel-then-one-rank"],
 )  # fmt: skip
-def test_sequences_may_be_cut_otherwise_when_a_run_goes_on(
+def test_sequence_parallelism_may_change_when_a_run_resumes(
     tmp_path, corpus, reference, first, then
 ) -> None:
-    """Checkpoints do not know of it: form, ranks and ZeRO stage of the one and the other part."""
+    """Checkpoints do not depend on it. A part is (form of parallelism, ranks, ZeRO stage)."""
     form, ranks, stage = first
-    words = words_of(tmp_path, form, LLAMA, corpus, stage, False, 2)
-    words += ["--checkpoint_interval", 5]  # step 10's waits for that of step 5
-    done = launch(ranks, *words, FAULT="step.begin:0:12:kill")
+    flags = run_flags(tmp_path, form, LLAMA, corpus, stage, False, 2)
+    flags += ["--checkpoint_interval", 5]  # the save of step 10 waits for that of step 5
+    done = launch(ranks, *flags, FAULT="step.begin:0:12:kill")
     assert done.returncode != 0
     form, ranks, stage = then
-    words = words_of(tmp_path, form, LLAMA, corpus, stage, False, 2)
-    done = run_ranks(ranks, *words, "--checkpoint_interval", 5)
+    flags = run_flags(tmp_path, form, LLAMA, corpus, stage, False, 2)
+    done = run_ranks(ranks, *flags, "--checkpoint_interval", 5)
     assert done.returncode == 0 and "resume:" in done.stdout, done.stdout[-4000:]
     losses = list(rows(tmp_path / "run", "train/loss").values())
     expected = [step.loss for step in reference(LLAMA, False)]
@@ -188,12 +201,12 @@ def test_sequences_may_be_cut_otherwise_when_a_run_goes_on(
 
 
 @pytest.mark.soak
-def test_cut_matrices_are_not_cut_anew(tmp_path, corpus) -> None:
-    words = words_of(tmp_path, TENSOR, LLAMA, corpus, 2, False, 2)
-    assert run_ranks(2, *words).returncode == 0
+def test_tensor_parallel_checkpoints_cannot_be_resharded(tmp_path, corpus) -> None:
+    flags = run_flags(tmp_path, TENSOR, LLAMA, corpus, 2, False, 2)
+    assert run_ranks(2, *flags).returncode == 0
     before = sorted((tmp_path / "run").rglob("*"))
     for form, ranks in (({}, 1), ({}, 2), (TENSOR, 4), (SEQUENCE, 2)):
-        done = run_ranks(ranks, *words_of(tmp_path, form, LLAMA, corpus, 2, False, 2))
+        done = run_ranks(ranks, *run_flags(tmp_path, form, LLAMA, corpus, 2, False, 2))
         assert done.returncode == 2, done.stdout[-3000:]
         assert "tensor_parallel.autotp_size: 2" in done.stdout
         assert "begin a run from its export" in done.stdout and "Traceback" not in done.stdout
@@ -201,37 +214,39 @@ def test_cut_matrices_are_not_cut_anew(tmp_path, corpus) -> None:
 
 
 @pytest.mark.soak
-def test_documents_and_validation_with_cut_matrices(tmp_path, corpus, held_out) -> None:
-    """Documents kept apart, weights computed again, validation: as in data parallelism."""
+def test_tensor_parallelism_with_documents_and_validation_equals_data_parallelism(
+    tmp_path, corpus, held_out
+) -> None:
+    """With a document mask, gradient checkpointing and validation."""
     more = ["--document_mask", *MORE, "--val_data", held_out, "--eval_interval", 10]
     found = {}
-    for name, form in (("plain", {}), ("cut", TENSOR)):
+    for name, form in (("plain", {}), ("parallel", TENSOR)):
         (tmp_path / name).mkdir()
-        words = words_of(tmp_path / name, form, LLAMA, corpus, 2, False, 2)
-        done = run_ranks(2, *words, *more)
+        flags = run_flags(tmp_path / name, form, LLAMA, corpus, 2, False, 2)
+        done = run_ranks(2, *flags, *more)
         assert done.returncode == 0, done.stdout[-4000:]
         found[name] = {
             key: np.array(list(rows(tmp_path / name / "run", key).values()))
             for key in ("train/loss", "train/grad_norm", "eval/loss", "train/param_norm")
         }
     for key, values in found["plain"].items():
-        np.testing.assert_allclose(found["cut"][key], values, rtol=1e-4, err_msg=key)
+        np.testing.assert_allclose(found["parallel"][key], values, rtol=1e-4, err_msg=key)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("form", "stage"), [(TENSOR, 1), (SEQUENCE, 3)], ids=["tensor", "sequence"]
 )
-def test_validation_and_export_are_those_of_the_run_without(
+def test_validation_and_export_equal_those_of_data_parallelism(
     tmp_path, corpus, held_out, form, stage
 ) -> None:
-    """Weights, and what transformers makes of them, which is what the run itself measured."""
+    """The exported weights, and their loss in transformers, which the run itself measured, too."""
     more = ["--val_data", held_out, "--eval_interval", 10]
     found, weights = {}, {}
-    for name, own in (("plain", {}), ("cut", form)):
+    for name, keys in (("plain", {}), ("parallel", form)):
         (tmp_path / name).mkdir()
-        words = words_of(tmp_path / name, own, LLAMA, corpus, stage, False, 2)
-        done = run_ranks(2, *words, *more)
+        flags = run_flags(tmp_path / name, keys, LLAMA, corpus, stage, False, 2)
+        done = run_ranks(2, *flags, *more)
         assert done.returncode == 0, done.stdout[-4000:]
         found[name] = list(rows(tmp_path / name / "run", "eval/loss").values())
         out = tmp_path / name / "model"
@@ -240,14 +255,14 @@ def test_validation_and_export_are_those_of_the_run_without(
         model = AutoModelForCausalLM.from_pretrained(out)
         weights[name] = model.state_dict()
         assert held_out_loss(model, held_out) == pytest.approx(found[name][-1], rel=1e-5)
-    np.testing.assert_allclose(found["cut"], found["plain"], rtol=1e-5)
-    assert list(weights["cut"]) == list(weights["plain"])
+    np.testing.assert_allclose(found["parallel"], found["plain"], rtol=1e-5)
+    assert list(weights["parallel"]) == list(weights["plain"])
     for name, value in weights["plain"].items():
-        assert torch.allclose(weights["cut"][name], value, rtol=1e-3, atol=1e-5), name
+        assert torch.allclose(weights["parallel"][name], value, rtol=1e-3, atol=1e-5), name
 
 
 def held_out_loss(model, held_out) -> float:
-    """Return the mean loss of transformers' model over all windows."""
+    """Return the mean loss of a transformers model over all windows."""
     tokens = plain_pytorch.read_tokens(held_out)
     starts = range(0, len(tokens) - SEQ_LEN, SEQ_LEN)
     batch = torch.from_numpy(np.stack([tokens[at : at + SEQ_LEN + 1] for at in starts]))
@@ -258,10 +273,10 @@ def held_out_loss(model, held_out) -> float:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("form", [TENSOR, SEQUENCE], ids=["tensor", "sequence"])
-def test_attention_drops_of_each_head_what_its_rank_draws(tmp_path, corpus, form) -> None:
-    """The reference draws for each half of the heads from a generator of its own."""
+def test_attention_dropout_of_a_head_is_drawn_by_its_rank(tmp_path, corpus, form) -> None:
+    """The reference draws the dropout of each half of the heads from its own generator."""
     dropping = {**LLAMA, "attention_dropout": 0.1}
-    done = run_ranks(2, *words_of(tmp_path, form, dropping, corpus, 2, False, 2))
+    done = run_ranks(2, *run_flags(tmp_path, form, dropping, corpus, 2, False, 2))
     assert done.returncode == 0, done.stdout[-4000:]
     register_two_ranks(calls_of_a_step=BATCH // 2 * LLAMA["num_hidden_layers"])
     config = {**dropping, "attn_implementation": "two_ranks"}
@@ -269,12 +284,14 @@ def test_attention_drops_of_each_head_what_its_rank_draws(tmp_path, corpus, form
         config, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
         steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING,
     )  # fmt: skip
-    agrees(tmp_path / "run", "train/loss", [step.loss for step in curve], 1e-5)
-    agrees(tmp_path / "run", "train/grad_norm", [step.grad_norm for step in curve], 1e-4)
+    assert_equal_to_reference(tmp_path / "run", "train/loss", [step.loss for step in curve], 1e-5)
+    assert_equal_to_reference(
+        tmp_path / "run", "train/grad_norm", [step.grad_norm for step in curve], 1e-4
+    )
 
 
 def register_two_ranks(calls_of_a_step: int) -> None:
-    """Make an attention that computes the heads of two ranks one after the other."""
+    """Register an attention that computes the heads of two ranks one after the other."""
     states, calls = [torch.get_rng_state()] * 2, 0
 
     def attend(module, query, key, value, attention_mask, **more):

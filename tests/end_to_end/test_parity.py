@@ -1,9 +1,10 @@
-"""One recipe, any profile, the same curve and the same health: against a loop in plain PyTorch."""
+"""One recipe, any profile: the same losses and health metrics as a loop in plain PyTorch."""
 
 import numpy as np
-import plain_pytorch
 import pytest
-from recipe import (
+
+from tests.end_to_end import plain_pytorch
+from tests.end_to_end.recipe import (
     BATCH,
     CLIPPING,
     MINIMUM,
@@ -14,7 +15,6 @@ from recipe import (
     profile,
     recipe,
 )
-
 from tests.launching import LLAMA, rows, run_ranks, write_json
 
 STEPS = 20
@@ -57,9 +57,9 @@ def test_curve_and_health_equal_plain_pytorch(
     json_file = profile(tmp_path / "ds.json", stage, bf16)
     llama = write_json(tmp_path / "llama.json", {**LLAMA, "tie_word_embeddings": tied})
     micro = BATCH // 2 // world_size  # accumulation 2
-    words = recipe(llama, corpus, run_dir, json_file, STEPS, micro)
-    words += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
-    done = run_ranks(world_size, *words)
+    flags = recipe(llama, corpus, run_dir, json_file, STEPS, micro)
+    flags += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
+    done = run_ranks(world_size, *flags)
     assert done.returncode == 0, done.stdout[-4000:]
     curve = reference(bf16, tied)
     losses = np.array([step.loss for step in curve])
@@ -67,23 +67,23 @@ def test_curve_and_health_equal_plain_pytorch(
     assert len(found) == STEPS
     assert losses[0] - losses[-1] > 0.1, "the reference itself must learn"
     np.testing.assert_allclose(found, losses, rtol=5e-3 if bf16 else 1e-5)
-    agrees(run_dir, "train/grad_norm", [step.grad_norm for step in curve], 5e-2 if bf16 else 1e-4)
+    assert_equal_to_reference(
+        run_dir, "train/grad_norm", [step.grad_norm for step in curve], 5e-2 if bf16 else 1e-4
+    )
     check_health(run_dir, curve, bf16)
     check_noise(run_dir, curve, micro, bf16)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_learned_is_the_same_in_every_bit_however_often_it_is_measured(
-    tmp_path, corpus, llama, stage
-) -> None:
+def test_the_log_interval_does_not_change_training(tmp_path, corpus, llama, stage) -> None:
     json_file = profile(tmp_path / "ds.json", stage, bf16=False)
     found = {}
     for interval in (1, 10):
         run_dir = tmp_path / str(interval)
-        words = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
-        words += ["--log_interval", interval, "--wandb", "off"]
-        done = run_ranks(2, *words)
+        flags = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
+        flags += ["--log_interval", interval, "--wandb", "off"]
+        done = run_ranks(2, *flags)
         assert done.returncode == 0, done.stdout[-4000:]
         found[interval] = [
             [rows(run_dir, f"train/{key}")[step] for step in (10, 20)]
@@ -93,26 +93,32 @@ def test_what_is_learned_is_the_same_in_every_bit_however_often_it_is_measured(
 
 
 def check_health(run_dir, curve: list[plain_pytorch.Step], bf16: bool) -> None:
-    """Compare norms, update ratios and clipping with those of the full model."""
+    """Compare norms, update ratios and clipping with those of the unsharded model."""
     assert ("lm_head" in curve[0].param_norms) == bool(rows(run_dir, "train/param_norm/lm_head"))
     for block in curve[0].param_norms:
         end = f"/{block}" if block else ""
         norms = [step.param_norms[block] for step in curve]
-        agrees(run_dir, f"train/param_norm{end}", norms, 1e-3 if bf16 else 1e-5)
+        assert_equal_to_reference(run_dir, f"train/param_norm{end}", norms, 1e-3 if bf16 else 1e-5)
         ratios = [step.update_ratios[block] for step in curve]
-        agrees(run_dir, f"train/update_ratio{end}", ratios, 1e-2 if bf16 else 1e-4)
+        assert_equal_to_reference(
+            run_dir, f"train/update_ratio{end}", ratios, 1e-2 if bf16 else 1e-4
+        )
     clipped = [step.grad_norm > CLIPPING for step in curve]
     assert list(rows(run_dir, "train/clipped_share").values()) == clipped
 
 
 def check_noise(run_dir, curve: list[plain_pytorch.Step], micro: int, bf16: bool) -> None:
-    """Compare the noise scale with that of the full model."""
+    """Compare the noise scale with that of the unsharded model."""
     expected = plain_pytorch.noise_scales(curve, micro, BATCH, SEQ_LEN)
-    assert sum(value is not None for value in expected) > STEPS / 2, "there is a noise scale"
-    agrees(run_dir, "train/noise_scale_tokens", expected, 5e-2 if bf16 else 2e-3)
+    assert sum(value is not None for value in expected) > STEPS / 2, (
+        "the reference must have a noise scale"
+    )
+    assert_equal_to_reference(run_dir, "train/noise_scale_tokens", expected, 5e-2 if bf16 else 2e-3)
 
 
-def agrees(run_dir, key: str, expected: list[float | None], tolerance: float) -> None:
+def assert_equal_to_reference(
+    run_dir, key: str, expected: list[float | None], tolerance: float
+) -> None:
     by_step = {number: value for number, value in enumerate(expected, 1) if value is not None}
     found = rows(run_dir, key)
     assert list(found) == list(by_step), key

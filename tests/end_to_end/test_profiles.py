@@ -1,19 +1,19 @@
-"""One command with another --deepspeed_config: the shipped profiles and two files of users."""
+"""The shipped profiles and two typical DeepSpeed configs of users give the same curve."""
 
 import json
 
 import numpy as np
 import pytest
-from recipe import PEAK, recipe
 
+from tests.end_to_end.recipe import PEAK, recipe
 from tests.launching import ROOT, launch, rows, write_json
-from zerolm.nvme import has_asynchronous_io
+from zerolm.ds_config.host import has_asynchronous_io
 
 STEPS = 12
 PROFILES = ROOT / "ds_configs"
-# A GPU's kernels, a disk with libaio, and another optimizer's curve (test_optimizers.py).
-ELSEWHERE = {"zeropp.json", "zero3_nvme.json", "zero1_muon.json"}
-SHIPPED = sorted({path.name for path in PROFILES.glob("zero*.json")} - ELSEWHERE)
+# Need GPU kernels, libaio, and another curve (Muon: test_optimizers.py).
+NOT_HERE = {"zeropp.json", "zero3_nvme.json", "zero1_muon.json"}
+SHIPPED = sorted({path.name for path in PROFILES.glob("zero*.json")} - NOT_HERE)
 ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
 USERS = {
     "user_zero3.json": {
@@ -53,7 +53,7 @@ USERS = {
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, llama, corpus) -> np.ndarray:
-    """The curve of the plainest profile: ZeRO-1 in fp32."""
+    """The curve of the simplest profile: ZeRO-1 in fp32."""
     base = tmp_path_factory.mktemp("expected")
     plain = write_json(
         base / "ds.json",
@@ -63,11 +63,11 @@ def expected(tmp_path_factory, llama, corpus) -> np.ndarray:
 
 
 def curve(run_dir, llama, corpus, json_file) -> np.ndarray:
-    words = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
-    words += ["--schedule", "constant", "--wandb", "off"]
-    if json_file.name != "user_scheduler.json":  # whose own scheduler says this
-        words += ["--warmup_tokens", 0]
-    done = launch(2, *words, timeout=500)
+    flags = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
+    flags += ["--schedule", "constant", "--wandb", "off"]
+    if json_file.name != "user_scheduler.json":  # its own scheduler sets the warmup
+        flags += ["--warmup_tokens", 0]
+    done = launch(2, *flags, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:]
     record = json.loads((run_dir / "run.json").read_text())
     assert record["ds_config"]["gradient_clipping"] == 1.0
@@ -78,7 +78,7 @@ def curve(run_dir, llama, corpus, json_file) -> np.ndarray:
 def test_a_second_partition_in_each_host_gives_the_same_curve(
     tmp_path, llama, corpus, expected
 ) -> None:
-    """hpZ, the part of zeropp.json that runs without a GPU's kernels."""
+    """hpZ, the part of zeropp.json that needs no GPU kernels."""
     config = json.loads((PROFILES / "zeropp.json").read_text())
     zero = config["zero_optimization"]
     del zero["zero_quantized_weights"], zero["zero_quantized_gradients"]
@@ -91,13 +91,13 @@ def test_a_second_partition_in_each_host_gives_the_same_curve(
 @pytest.mark.skipif(not has_asynchronous_io(), reason="needs libaio's headers")
 def test_offload_to_a_disk_gives_the_curve_of_offload_to_the_host(tmp_path, llama, corpus) -> None:
     found = {}
-    for name, words in (
+    for name, more in (
         ("zero3_offload", []),
         ("zero3_nvme", ["--nvme_path", tmp_path / "disk"]),
     ):
         json_file = PROFILES / f"{name}.json"
         arguments = recipe(llama, corpus, tmp_path / name, json_file, steps=3, micro=2)
-        done = launch(2, *arguments, *words, "--wandb", "off", timeout=500)
+        done = launch(2, *arguments, *more, "--wandb", "off", timeout=500)
         assert done.returncode == 0, done.stdout[-4000:]
         found[name] = list(rows(tmp_path / name, "train/loss").values())
     assert found["zero3_nvme"] == found["zero3_offload"]

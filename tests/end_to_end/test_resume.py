@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or finished goes on as if nothing had happened."""
+"""A killed run equals an uninterrupted one; a stopped run saves; both can be exported."""
 
 import json
 import random
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe import profile, recipe
 
+from tests.end_to_end.recipe import profile, recipe
 from tests.launching import (
     ROOT,
     command,
@@ -30,7 +30,7 @@ COMPARED = (
 )
 
 
-def words(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[object]:
+def run_flags(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[object]:
     arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     arguments += ["--val_data", held_out, "--eval_tokens", 640, "--eval_interval", VALIDATE]
     return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2]
@@ -77,41 +77,41 @@ def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
         pytest.param(True, 3, id="bf16-3", marks=pytest.mark.soak),
     ],
 )
-def test_a_killed_run_continues_in_every_bit(
+def test_a_killed_run_equals_an_uninterrupted_one(
     tmp_path, llama, corpus, held_out, stage, bf16
 ) -> None:
     json_file = profile(tmp_path / "ds.json", stage, bf16)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = launch(2, *words(llama, corpus, held_out, whole, json_file))
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    done = launch(2, *run_flags(llama, corpus, held_out, uninterrupted, json_file))
     assert done.returncode == 0, done.stdout[-4000:]
     step = random.randint(2 * SAVE, STEPS - 60)  # the second save waits for the first
     before = shared_memory()
-    process = start(2, tmp_path / "log", *words(llama, corpus, held_out, killed, json_file))
+    process = start(2, tmp_path / "log", *run_flags(llama, corpus, held_out, killed, json_file))
     try:
         wait_for_step(process, killed, step, seconds=120)
     finally:
         kill_session(process.pid)
         process.wait(timeout=30)
-    assert shared_memory() <= before, "even a killed run leaves nothing in /dev/shm"
+    assert shared_memory() <= before, "a killed run must leave nothing in /dev/shm"
     assert [event["event"] for event in events(killed)].count("done") == 0
-    again = launch(2, *words(llama, corpus, held_out, killed, json_file))
+    again = launch(2, *run_flags(llama, corpus, held_out, killed, json_file))
     assert again.returncode == 0, again.stdout[-4000:]
     assert [event["event"] for event in events(killed) if event["event"] == "resume"]
     for key in COMPARED:
-        expected = rows(whole, key)
+        expected = rows(uninterrupted, key)
         assert len(expected) == (STEPS // VALIDATE if key == "eval/loss" else STEPS)
         assert rows(killed, key) == expected, f"killed at step {step}: {key} differs"
-    noise = rows(whole, "train/noise_scale_tokens")
+    noise = rows(uninterrupted, "train/noise_scale_tokens")
     assert len(noise) > STEPS / 2 and rows(killed, "train/noise_scale_tokens") == noise
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, llama, corpus, held_out):
-    """A run that was asked to stop by SIGTERM to one rank, and its arguments."""
+    """A run that stopped because of a SIGTERM to one rank: (directory, flags, exit code, log)."""
     base = tmp_path_factory.mktemp("stopped")
     run_dir = base / "run"
     json_file = profile(base / "ds.json", 2, bf16=False)
-    arguments = words(llama, corpus, held_out, run_dir, json_file)
+    arguments = run_flags(llama, corpus, held_out, run_dir, json_file)
     process = start(2, base / "log", *arguments)
     try:
         wait_for_step(process, run_dir, 20, seconds=120)
@@ -158,10 +158,12 @@ def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> No
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
     state = torch.load(
         run_dir / "checkpoints" / pointer / "mp_rank_00_model_states.pt",
-        weights_only=False,  # our own file, verified by the export above
+        weights_only=False,  # our own file, which the export has verified
     )["module"]
     exported_state = model.state_dict()
     assert set(exported_state) == set(state)
     for name, value in state.items():
         assert torch.equal(exported_state[name], value), name
-    assert zerolm("export", run_dir, out).returncode == 2, "an existing directory is kept"
+    assert zerolm("export", run_dir, out).returncode == 2, (
+        "an existing directory must not be overwritten"
+    )

@@ -1,12 +1,12 @@
-"""Each shipped model config, made shallow and narrow, trains under ZeRO-2 and ZeRO-3."""
+"""Each shipped model config, reduced to two narrow layers, trains with ZeRO-2 and ZeRO-3."""
 
 import json
 import math
 
 import pytest
-import several_runs
-from recipe import profile, recipe
 
+from tests.end_to_end import runs_in_one_process
+from tests.end_to_end.recipe import profile, recipe
 from tests.launching import ROOT, VOCABULARY, rows, write_json
 
 SHIPPED = sorted((ROOT / "model_configs").glob("*.json"))
@@ -14,7 +14,7 @@ STEPS, LAYERS, HEAD = 3, 2, 16
 
 
 def reduced(config: dict) -> dict:
-    """Return a config of two layers and narrow heads; what makes its architecture stays."""
+    """Return the config with two layers and narrow heads, and otherwise the same architecture."""
     short = config["model_type"] == "gpt2"
     heads, width, depth = ("n_head", "n_embd", "n_layer") if short else (
         "num_attention_heads", "hidden_size", "num_hidden_layers"
@@ -47,14 +47,14 @@ def test_a_reduced_config_keeps_its_ratio_of_heads() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_three_steps(tmp_path, corpus, stage) -> None:
+def test_shipped_models_learn_in_three_steps(tmp_path, corpus, stage) -> None:
     jobs = []
     for file in SHIPPED:
         model = write_json(tmp_path / file.name, reduced(json.loads(file.read_text())))
         ds = profile(tmp_path / "ds.json", stage, bf16=True)
-        words = recipe(model, corpus, tmp_path / file.stem, ds, STEPS, micro=2)
-        jobs.append({"words": [*words, "--wandb", "off", "--report_interval", 0]})
-    said = several_runs.launch(jobs, tmp_path)
+        flags = recipe(model, corpus, tmp_path / file.stem, ds, STEPS, micro=2)
+        jobs.append({"flags": [*flags, "--wandb", "off", "--report_interval", 0]})
+    output = runs_in_one_process.launch(jobs, tmp_path)
     wrong = {}
     for file in SHIPPED:
         losses = list(rows(tmp_path / file.stem, "train/loss").values())
@@ -63,4 +63,4 @@ def test_three_steps(tmp_path, corpus, stage) -> None:
             abs(losses[0] - math.log(VOCABULARY)) > 0.5
         ):
             wrong[file.stem] = losses
-    assert not wrong, f"{wrong}\n{said[-4000:]}"
+    assert not wrong, f"{wrong}\n{output[-4000:]}"

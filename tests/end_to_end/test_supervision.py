@@ -1,4 +1,4 @@
-"""A run that nobody watches: killed, stopped, hung and asked to end, it goes on in every bit."""
+"""A run under the supervisor: after kills, stops and hangs it equals an uninterrupted run."""
 
 import os
 import random
@@ -8,17 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-import oracle
 import pytest
-from recipe import profile, recipe
 
+from tests.end_to_end import run_digest
+from tests.end_to_end.recipe import profile, recipe
 from tests.launching import ROOT, environment, launch
 from tests.supervised import Supervised
-from zerolm import processes
+from zerolm.common import processes
 
 STEPS, SAVE = 60, 6
-NAMED_SECONDS = 30
-SLOW = "step.begin:*:*:sleep=0.05"  # so that what is sent in a step does not come after the end
+REPORT_SECONDS = 30
+SLOW = "step.begin:*:*:sleep=0.05"  # so that a signal does not arrive after the end
 
 
 @pytest.fixture(scope="module")
@@ -26,102 +26,106 @@ def ds_json(tmp_path_factory) -> Path:
     return profile(tmp_path_factory.mktemp("profile") / "ds.json", 2, bf16=False)
 
 
-def words(llama: Path, corpus: Path, run_dir: Path, ds_json: Path) -> list[object]:
+def run_flags(llama: Path, corpus: Path, run_dir: Path, ds_json: Path) -> list[object]:
     arguments = recipe(llama, corpus, run_dir, ds_json, STEPS, micro=2)
     return [*arguments, "--checkpoint_interval", SAVE, "--wandb", "off"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, llama, corpus, ds_json) -> dict:
-    base = tmp_path_factory.mktemp("oracle")
+    base = tmp_path_factory.mktemp("uninterrupted")
     (base / "ledger").mkdir()
-    arguments = words(llama, corpus, base / "run", ds_json)
+    arguments = run_flags(llama, corpus, base / "run", ds_json)
     done = launch(2, *arguments, ZEROLM_LEDGER=str(base / "ledger"))
     assert done.returncode == 0, done.stdout[-4000:]
-    found = oracle.digest(base / "run", base / "ledger")
-    assert list(found["losses"]) == list(found["ledger"]) == list(range(1, STEPS + 1))
-    return found
+    digest = run_digest.digest(base / "run", base / "ledger")
+    assert list(digest["losses"]) == list(digest["ledger"]) == list(range(1, STEPS + 1))
+    return digest
 
 
 @pytest.fixture
-def place(tmp_path, llama, corpus, ds_json):
-    """A run directory, the arguments of its run, and a ledger."""
+def setup(tmp_path, llama, corpus, ds_json):
+    """Return (run directory, flags of the run, environment variables)."""
     (tmp_path / "ledger").mkdir()
     (tmp_path / "once").mkdir()
     run_dir = tmp_path / "run"
     variables = {"ZEROLM_LEDGER": str(tmp_path / "ledger"), "FAULT_ONCE": str(tmp_path / "once")}
-    return run_dir, words(llama, corpus, run_dir, ds_json), variables
+    return run_dir, run_flags(llama, corpus, run_dir, ds_json), variables
 
 
-def names(events: list[dict]) -> list[str]:
+def names_of(events: list[dict]) -> list[str]:
     return [event["event"] for event in events]
 
 
-def same(run_dir: Path, uninterrupted: dict) -> list[str]:
-    return oracle.differences(oracle.digest(run_dir, run_dir.parent / "ledger"), uninterrupted)
+def differences(run_dir: Path, uninterrupted: dict) -> list[str]:
+    return run_digest.differences(
+        run_digest.digest(run_dir, run_dir.parent / "ledger"), uninterrupted
+    )
 
 
-def test_killed_ranks_and_launchers_are_named_and_the_run_goes_on_in_every_bit(
-    place, uninterrupted
+def test_killed_ranks_and_launchers_are_reported_and_the_run_resumes_exactly(
+    setup, uninterrupted
 ) -> None:
-    run_dir, arguments, variables = place
-    victim, step = random.randrange(2), random.randrange(SAVE, STEPS - 25)
+    run_dir, arguments, variables = setup
+    victim = random.randrange(2)
+    # The save of step 12 waits for that of step 6, from which the run can then resume.
+    step = random.randrange(2 * SAVE + 1, STEPS - 25)
     variables |= {"FAULT": SLOW, "FAULT_ONCE": ""}
     with Supervised(run_dir, arguments, **variables) as run:
         run.wait_for_step(step)
         pid = run.heartbeats()[victim]["pid"]
-        run.hit(pid, signal.SIGKILL)
-        named = f"rank {victim} on {os.uname().nodename} (pid {pid})"
-        run.wait_for("not named", lambda: named in run.output(), NAMED_SECONDS)
-        run.wait_for("not resumed", lambda: "resume" in names(run.events()), 120)
+        run.send(pid, signal.SIGKILL)
+        report = f"rank {victim} on {os.uname().nodename} (pid {pid})"
+        run.wait_for("not reported", lambda: report in run.output(), REPORT_SECONDS)
+        run.wait_for("not resumed", lambda: "resume" in names_of(run.events()), 120)
         run.wait_for_step(step + 12)
         launcher = run.heartbeats()[0]["launcher_pid"]
-        run.hit(launcher, signal.SIGKILL)  # then `deepspeed` itself ends with 0
+        run.send(launcher, signal.SIGKILL)  # `deepspeed` itself then exits with 0
         assert run.wait(180) == 0, run.output()[-6000:]
         output = run.output()
-        assert processes.marked(run.mark) == []
+        assert processes.marked_pids(run.mark) == []
     lost = next(event for event in run.events() if event["event"] == "rank_lost")
     assert lost["ranks"][0]["rank"] == victim and abs(lost["step"] - step) <= 6, (step, lost)
-    report = next(line for line in output.splitlines() if line.startswith("supervise:   rank"))
-    assert named in report and "SIGKILL" in report and f"in step {lost['step']}" in report
-    assert "the launcher of" in output and names(run.events()).count("attempt_failed") == 2
-    assert same(run_dir, uninterrupted) == [], f"rank {victim} killed at step {step}"
+    line = next(line for line in output.splitlines() if line.startswith("supervise:   rank"))
+    assert report in line and "SIGKILL" in line and f"in step {lost['step']}" in line
+    assert "the node launcher on" in output and names_of(run.events()).count("attempt_failed") == 2
+    assert differences(run_dir, uninterrupted) == [], f"rank {victim} killed at step {step}"
 
 
 @pytest.mark.soak
-def test_a_request_to_stop_saves_once_and_the_run_goes_on_in_every_bit(
-    place, uninterrupted
-) -> None:
-    run_dir, arguments, variables = place
+def test_a_request_to_stop_saves_once_and_the_run_resumes_exactly(setup, uninterrupted) -> None:
+    run_dir, arguments, variables = setup
     newest, slowly = 0, {**variables, "FAULT": SLOW, "FAULT_ONCE": ""}
     for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGUSR2, "SIGUSR2")):
         with Supervised(run_dir, arguments, **slowly) as run:
             run.wait_for_step(newest + 4)
-            run.ask(number)
+            run.signal_supervisor(number)
             assert run.wait(120) == 75, run.output()[-4000:]
-            assert processes.marked(run.mark) == []
+            assert processes.marked_pids(run.mark) == []
         last = run.events()[-1]
         assert last["event"] == "stopped" and last["reason"] == name
         newest = saved(run_dir, last["step"])
-    # The same without a supervisor: the time limit, and SIGTERM to `deepspeed` alone.
+    # The same without a supervisor, with a time limit.
     limited = launch(2, *arguments, "--stop_after", "1s", **variables)
     assert limited.returncode == 75, limited.stdout[-4000:]
     assert "stopped on request (--stop_after)" in limited.stdout
     newest = saved(run_dir, newest + 1)
 
-    # A second Ctrl-C during the save, beside another run of the same user.
-    decoy = [sys.executable, "-c", "import time; time.sleep(600)", *map(str, arguments)]
-    other = subprocess.Popen(decoy, env={**os.environ, "ZEROLM_SUPERVISOR": "0123456789abcdef-1"})
+    # A second Ctrl-C during the save, while another job of the same user runs.
+    other_job = [sys.executable, "-c", "import time; time.sleep(600)", *map(str, arguments)]
+    other = subprocess.Popen(
+        other_job, env={**os.environ, "ZEROLM_SUPERVISOR": "0123456789abcdef-1"}
+    )
     slow = {**variables, "FAULT": "checkpoint.write:*:*:sleep=60", "FAULT_ONCE": ""}
     try:
         with Supervised(run_dir, [*arguments, "--checkpoint_interval", 1000], **slow) as run:
             run.wait_for_step(newest + 3)
-            run.ask(signal.SIGINT)
+            run.signal_supervisor(signal.SIGINT)
             run.wait_for("no save", lambda: "FAULT checkpoint.write" in run.output(), 60)
-            run.ask(signal.SIGINT)
+            run.signal_supervisor(signal.SIGINT)
             assert run.wait(30) == 130, run.output()[-4000:]
-            assert processes.marked(run.mark) == []
-        assert other.poll() is None, "another job is none of ours"
+            assert processes.marked_pids(run.mark) == []
+        assert other.poll() is None, "processes of another job must not be killed"
     finally:
         other.kill()
         other.wait()
@@ -133,11 +137,11 @@ def test_a_request_to_stop_saves_once_and_the_run_goes_on_in_every_bit(
 
     done = launch(2, *arguments, **variables)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert same(run_dir, uninterrupted) == []
+    assert differences(run_dir, uninterrupted) == []
 
 
 def saved(run_dir: Path, at_least: int) -> int:
-    """Return the step of the newest checkpoint, which the pointer names too."""
+    """Return the step of the checkpoint that the pointer names."""
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
     step = int(pointer.rpartition("-")[2])
     assert step >= at_least and (run_dir / "checkpoints" / pointer / "MANIFEST.json").exists()
@@ -145,50 +149,50 @@ def saved(run_dir: Path, at_least: int) -> int:
 
 
 @pytest.mark.soak
-def test_what_hangs_is_named_with_stacks_and_ended_by_the_deadline(place, uninterrupted) -> None:
-    run_dir, arguments, variables = place
+def test_a_hang_is_reported_with_stacks_and_ended(setup, uninterrupted) -> None:
+    run_dir, arguments, variables = setup
     faults = "step.begin:1:15:hang,step.begin:0:30:stop"
     arguments = [*arguments, "--hang_timeout", "10s", "--num_workers", 1]
     with Supervised(run_dir, arguments, FAULT=faults, **variables) as run:
-        run.wait_for("no hang", lambda: "hang" in names(run.events()), 180)
+        run.wait_for("no hang", lambda: "hang" in names_of(run.events()), 180)
         loop = next(event for event in run.events() if event["event"] == "hang")
         assert loop["step"] == 15 and loop["ranks"][0]["rank"] == 1, loop
         assert loop["ranks"][0]["sequences"] == [14 * 8, 8]
-        run.wait_for("no second", lambda: names(run.events()).count("hang") == 2, 180)
+        run.wait_for("no second", lambda: names_of(run.events()).count("hang") == 2, 180)
         stopped = [event for event in run.events() if event["event"] == "hang"][1]
         assert stopped["ranks"][0]["rank"] == 0 and "SIGSTOP" in stopped["ranks"][0]["reason"]
         # Then a loader worker dies.
-        run.wait_for("not resumed", lambda: names(run.events()).count("resume") == 2, 120)
+        run.wait_for("not resumed", lambda: names_of(run.events()).count("resume") == 2, 120)
         run.wait_for_step(31)
         rank = run.heartbeats()[1]["pid"]
         (worker,) = [child.pid for child in processes.children(rank)]
-        run.hit(worker, signal.SIGKILL)
+        run.send(worker, signal.SIGKILL)
         assert run.wait(180) == 0, run.output()[-6000:]
         output = run.output()
     lost = [event for event in run.events() if event["event"] == "rank_lost"]
     assert len(lost) == 1 and f"DataLoader worker (pid {worker})" in lost[0]["ended"], lost
-    for rank, words_of in ((0, "pretrain.py"), (1, "in _strike"), (1, "dataloader.py")):
+    for rank, frame in ((0, "pretrain.py"), (1, "in _strike"), (1, "dataloader.py")):
         stacks = (run_dir / "ranks" / f"rank-{rank:05d}.stacks.txt").read_text()
-        assert words_of in stacks, f"rank {rank}: {stacks[-3000:]}"
-    assert "in _strike" in output, "the stacks are shown, too"
-    assert same(run_dir, uninterrupted) == []
+        assert frame in stacks, f"rank {rank}: {stacks[-3000:]}"
+    assert "in _strike" in output, "the stacks must be printed, too"
+    assert differences(run_dir, uninterrupted) == []
 
 
 @pytest.mark.soak
-def test_the_same_crash_three_times_ends_in_a_diagnosis(place) -> None:
-    run_dir, arguments, _ = place
+def test_the_same_crash_three_times_ends_in_a_diagnosis(setup) -> None:
+    run_dir, arguments, _ = setup
     with Supervised(run_dir, arguments, FAULT="step.end:1:14:kill") as run:
         code = run.wait(240)
     output = run.output()
     assert code == 1 and "the run has failed 3 times in step 14" in output, output[-4000:]
     assert "sequences of that step: 104 to 111" in output
     assert "SIGKILL" in output and "the newest checkpoint is of step" in output
-    assert names(run.events()).count("start") + names(run.events()).count("resume") == 3
+    assert names_of(run.events()).count("start") + names_of(run.events()).count("resume") == 3
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_rank_killed_anywhere_is_named_and_the_run_goes_on_in_every_bit(
+def test_a_rank_killed_anywhere_is_reported_and_the_run_resumes_exactly(
     tmp_path_factory, llama, corpus, ds_json, uninterrupted
 ) -> None:
     for seed in range(20):
@@ -203,16 +207,19 @@ def test_a_rank_killed_anywhere_is_named_and_the_run_goes_on_in_every_bit(
             "ZEROLM_LEDGER": str(base / "ledger"),
         }  # fmt: skip
         with Supervised(
-            base / "run", words(llama, corpus, base / "run", ds_json), **variables
+            base / "run", run_flags(llama, corpus, base / "run", ds_json), **variables
         ) as run:
             run.wait_for("no fault", lambda run=run: "FAULT" in run.output(), 180)
-            struck = time.monotonic()
+            killed_at = time.monotonic()
             run.wait_for(
-                "not named",
+                "not reported",
                 lambda run=run, victim=victim: f"watchdog: rank {victim} on" in run.output(),
-                NAMED_SECONDS,
+                REPORT_SECONDS,
             )
-            took = time.monotonic() - struck
+            seconds = time.monotonic() - killed_at
             assert run.wait(180) == 0, run.output()[-6000:]
-        assert same(base / "run", uninterrupted) == [], variables["FAULT"]
-        print(f"seed {seed}: {variables['FAULT']}: named after {took:.1f} s, BIT", flush=True)
+        assert differences(base / "run", uninterrupted) == [], variables["FAULT"]
+        print(
+            f"seed {seed}: {variables['FAULT']}: reported after {seconds:.1f} s, bits equal",
+            flush=True,
+        )

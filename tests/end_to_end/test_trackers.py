@@ -1,4 +1,4 @@
-"""A run and its trackers: what they have after a kill and a resume; servers that do not work."""
+"""Trackers of a run: their rows after a kill and a resume, and servers that do not work."""
 
 import json
 import subprocess
@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe import profile, recipe
-from test_resume import events, start, wait_for_step
 
+from tests.end_to_end.recipe import profile, recipe
+from tests.end_to_end.test_resume import events, start, wait_for_step
 from tests.endpoints import WandbServer
 from tests.launching import ROOT, environment, free_port, kill_session, launch, session_members
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
@@ -17,7 +17,9 @@ from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
 STEPS, SAVE = 40, 8
 
 
-def words(llama, corpus, held_out, run_dir: Path, json_file: Path, *more: object) -> list[object]:
+def run_flags(
+    llama, corpus, held_out, run_dir: Path, json_file: Path, *more: object
+) -> list[object]:
     arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     arguments += ["--val_data", held_out, "--eval_tokens", 640, "--eval_interval", SAVE]
     return [*arguments, "--checkpoint_interval", SAVE, *more]
@@ -27,28 +29,28 @@ def words(llama, corpus, held_out, run_dir: Path, json_file: Path, *more: object
 def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
     tmp_path, llama, corpus, held_out
 ) -> None:
-    """Everything is killed at once, trackers too; what they have in the end is metrics.jsonl."""
+    """The run is killed with its trackers; in the end they have the rows of metrics.jsonl."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_dir = tmp_path / "run"
     json_file = profile(tmp_path / "ds.json", 2, False)
     more = ["--wandb", "offline", "--tensorboard", "--wandb_tags", "killed"]
-    arguments = words(llama, corpus, held_out, run_dir, json_file, *more)
-    slow = {"FAULT": "step.begin:*:*:sleep=0.3"}  # so that the kill comes before the end
+    arguments = run_flags(llama, corpus, held_out, run_dir, json_file, *more)
+    slow = {"FAULT": "step.begin:*:*:sleep=0.3"}  # so that the run is killed before its end
     process = start(2, tmp_path / "log", *arguments, **slow)
     try:
         wait_for_step(process, run_dir, SAVE + 3, seconds=180)
     finally:
         kill_session(process.pid)
         process.wait(timeout=30)
-    assert wandb_runs(run_dir), "there is a file of the killed start"
+    assert wandb_runs(run_dir), "the killed start must have left a file"
     done = launch(2, *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
     assert not session_members(process.pid)
 
     rows = own_rows(run_dir)
     assert sum("train/loss" in row for row in rows) == STEPS
-    assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 2, "each start has one"
+    assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 2, "one file for each start"
     ((_, records),) = wandb_runs(run_dir).items()
     assert wandb_rows(records) == rows
     print(f"{len(rows)} rows of metrics.jsonl and of W&B's file, after a SIGKILL and a resume")
@@ -73,7 +75,7 @@ def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
         keys = {"_step", "_timestamp", "_runtime"}
         arrived = [{key: row[key] for key in row if key not in keys} for row in server.history]
         print(f"{len(arrived)} rows that `wandb sync` has sent")
-        assert arrived == rows, "W&B's own tool sends each row once"
+        assert arrived == rows, "W&B's own tool must send each row once"
 
     accumulator = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0})
     accumulator.Reload()
@@ -86,20 +88,20 @@ def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["refuse", "hang", "500"])
-def test_a_run_whose_wandb_does_not_work_is_done_and_can_be_sent_later(
+def test_a_run_completes_without_wandb_and_can_be_sent_later(
     tmp_path, llama, corpus, held_out, mode
 ) -> None:
     run_dir = tmp_path / "run"
     json_file = profile(tmp_path / "ds.json", 2, False)
-    arguments = words(llama, corpus, held_out, run_dir, json_file, "--wandb", "online")
+    arguments = run_flags(llama, corpus, held_out, run_dir, json_file, "--wandb", "online")
     key = "1234567890" * 4
     with WandbServer(mode) as server:
         wandb = {**server.environment(), "WANDB_API_KEY": key}
         if mode == "refuse":
             wandb["WANDB_BASE_URL"] = f"http://127.0.0.1:{free_port()}"
-        began = time.monotonic()
+        start_time = time.monotonic()
         done = launch(1, *arguments, **wandb)
-        print(f"{mode}: exit code {done.returncode} after {time.monotonic() - began:.1f} s")
+        print(f"{mode}: exit code {done.returncode} after {time.monotonic() - start_time:.1f} s")
     assert done.returncode == 0, done.stdout[-4000:]
     rows = own_rows(run_dir)
     assert sum("train/loss" in row for row in rows) == STEPS

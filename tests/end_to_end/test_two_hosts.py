@@ -1,15 +1,15 @@
-"""Two hosts: the curve of one, and an end for both when the network between them is cut."""
+"""Two hosts: both end when the network is cut, and the restart equals a run on one host."""
 
 import json
 import time
 from pathlib import Path
 
-import oracle
 import pytest
-from recipe import profile, recipe
-from test_resume import wait_for_step
-from two_hosts import missing, two_hosts
 
+from tests.end_to_end import run_digest
+from tests.end_to_end.recipe import profile, recipe
+from tests.end_to_end.test_resume import wait_for_step
+from tests.end_to_end.two_hosts import missing, two_hosts
 from tests.launching import launch
 
 STEPS, SAVE = 30, 6
@@ -28,14 +28,14 @@ def hosts(tmp_path):
         yield both
 
 
-def words(llama, corpus, run_dir: Path, json_file: Path) -> list[object]:
+def run_flags(llama, corpus, run_dir: Path, json_file: Path) -> list[object]:
     arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     more = ["--checkpoint_interval", SAVE, "--hang_timeout", HANG_SECONDS, "--wandb", "off"]
     return [*arguments, *more]
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_a_cut_network_ends_both_hosts_and_the_restart_equals_one_host_in_every_bit(
+def test_a_cut_network_ends_both_hosts_and_the_restart_equals_one_host(
     tmp_path, llama, corpus, hosts, stage
 ) -> None:
     json_file, log = profile(tmp_path / "ds.json", stage, False), tmp_path / "log"
@@ -43,24 +43,24 @@ def test_a_cut_network_ends_both_hosts_and_the_restart_equals_one_host_in_every_
     ledgers = {run_dir: tmp_path / f"ledger-{run_dir.name}" for run_dir in (one, two)}
     for ledger in ledgers.values():
         ledger.mkdir()
-    done = launch(2, *words(llama, corpus, one, json_file), ZEROLM_LEDGER=str(ledgers[one]))
+    done = launch(2, *run_flags(llama, corpus, one, json_file), ZEROLM_LEDGER=str(ledgers[one]))
     assert done.returncode == 0, done.stdout[-4000:]
 
     arguments, variables = (
-        words(llama, corpus, two, json_file),
+        run_flags(llama, corpus, two, json_file),
         {"ZEROLM_LEDGER": str(ledgers[two])},
     )
-    slow = {**variables, "FAULT": "step.begin:*:*:sleep=0.5"}  # or it ends before the cut
+    slow = {**variables, "FAULT": "step.begin:*:*:sleep=0.5"}  # or the run would end before the cut
     process = hosts.start(log, *arguments, **slow)
     try:
         wait_for_step(process, two, SAVE + 3, seconds=180)
         hosts.set_link("node2", up=False)
-        began = time.monotonic()
+        start = time.monotonic()
         while hosts.ranks() or process.poll() is None:
-            late = time.monotonic() - began > END_SECONDS
-            assert not late, f"{hosts.ranks()} are still there:\n{log.read_text()[-4000:]}"
+            late = time.monotonic() - start > END_SECONDS
+            assert not late, f"{hosts.ranks()} are still running:\n{log.read_text()[-4000:]}"
             time.sleep(0.5)
-        print(f"ZeRO-{stage}: nothing is left {time.monotonic() - began:.1f} s after the cut")
+        print(f"ZeRO-{stage}: all ranks had ended {time.monotonic() - start:.1f} s after the cut")
     finally:
         hosts.end(process)
         hosts.set_link("node2", up=True)
@@ -73,5 +73,5 @@ def test_a_cut_network_ends_both_hosts_and_the_restart_equals_one_host_in_every_
     code = hosts.run(log, *arguments, **variables)
     assert code == 0 and not hosts.ranks(), log.read_text()[-4000:]
     assert f"resume: {two}" in log.read_text()
-    ours, expected = oracle.digest(two, ledgers[two]), oracle.digest(one, ledgers[one])
-    assert not oracle.differences(ours, expected)
+    ours, expected = run_digest.digest(two, ledgers[two]), run_digest.digest(one, ledgers[one])
+    assert not run_digest.differences(ours, expected)

@@ -1,4 +1,4 @@
-"""A run and its object store: lost disks, and endpoints that hang or answer 500."""
+"""A run with an object store: a lost disk, and endpoints that hang or answer 500."""
 
 import json
 import shutil
@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import oracle
 import pytest
-from recipe import profile, recipe
-from test_resume import start, wait_for_step
 
+from tests.end_to_end import run_digest
+from tests.end_to_end.recipe import profile, recipe
+from tests.end_to_end.test_resume import start, wait_for_step
 from tests.endpoints import (
     BUCKET,
     NO_S3,
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 STEPS, SAVE = 60, 10
 
 
-def words(llama, corpus, run_dir: Path, json_file: Path, *more: object) -> list[object]:
+def run_flags(llama, corpus, run_dir: Path, json_file: Path, *more: object) -> list[object]:
     arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2, *more]
 
@@ -41,7 +41,7 @@ def events(run_dir: Path, name: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, llama, corpus):
     base = tmp_path_factory.mktemp("uninterrupted")
-    arguments = words(llama, corpus, base / "run", profile(base / "ds.json", 2, False))
+    arguments = run_flags(llama, corpus, base / "run", profile(base / "ds.json", 2, False))
     (base / "ledger").mkdir()
     done = launch(2, *arguments, "--wandb", "off", ZEROLM_LEDGER=str(base / "ledger"))
     assert done.returncode == 0, done.stdout[-4000:]
@@ -49,17 +49,20 @@ def uninterrupted(tmp_path_factory, llama, corpus):
 
 
 @pytest.mark.soak
-def test_a_run_whose_disk_is_lost_goes_on_from_the_store_in_every_bit(
+def test_a_run_whose_disk_is_lost_resumes_from_the_store_bit_for_bit(
     tmp_path, llama, corpus, uninterrupted
 ) -> None:
     run_dir, ledger = tmp_path / "run", tmp_path / "ledger"
     ledger.mkdir()
     more = ["--upload_to", f"s3://{BUCKET}/first", "--upload_keep", 2, "--wandb", "off"]
-    arguments = words(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), *more)
+    arguments = run_flags(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), *more)
     with s3_server() as port, FaultyProxy(port) as proxy:
         proxy.fail_every = 10
         environment = {**s3_environment(proxy.port), "ZEROLM_LEDGER": str(ledger)}
-        slow = {**environment, "FAULT": "step.begin:*:*:sleep=0.3"}  # or it ends before its kill
+        slow = {
+            **environment,
+            "FAULT": "step.begin:*:*:sleep=0.3",
+        }  # or the run would end before the kill
         process = start(2, tmp_path / "log", *arguments, **slow)
         try:
             wait_for_step(process, run_dir, 1, seconds=120)
@@ -70,15 +73,15 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store_in_every_bit(
         finally:
             kill_session(process.pid)
             process.wait(timeout=30)
-        assert not events(run_dir, "done"), "the run was to be killed before its end"
+        assert not events(run_dir, "done"), "the run must be killed before its end"
         shutil.rmtree(run_dir)
         done = launch(2, *arguments, **environment)
         assert done.returncode == 0, done.stdout[-4000:]
     (restored,) = events(run_dir, "restored")
     assert restored["step"] >= SAVE and f"resume: {run_dir}" in done.stdout
-    ours = oracle.digest(run_dir, ledger)
-    assert not oracle.differences(
-        ours, oracle.digest(uninterrupted / "run", uninterrupted / "ledger")
+    ours = run_digest.digest(run_dir, ledger)
+    assert not run_digest.differences(
+        ours, run_digest.digest(uninterrupted / "run", uninterrupted / "ledger")
     )
     assert len(events(run_dir, "upload")) >= 1 and not events(run_dir, "upload_unfinished")
     output = done.stdout + (tmp_path / "log").read_text()
@@ -87,12 +90,12 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store_in_every_bit(
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
-def test_a_store_that_cannot_be_read_is_refused_and_never_step_zero(
+def test_an_unreadable_store_is_refused_instead_of_starting_at_step_zero(
     tmp_path, llama, corpus
 ) -> None:
     more = ["--upload_to", f"s3://{BUCKET}/first", "--wandb", "off"]
     json_file = profile(tmp_path / "ds.json", 2, False)
-    arguments = words(llama, corpus, tmp_path / "run", json_file, *more)
+    arguments = run_flags(llama, corpus, tmp_path / "run", json_file, *more)
     with FaultyProxy() as proxy:
         proxy.status = 500
         refused = subprocess.run(
@@ -101,19 +104,19 @@ def test_a_store_that_cannot_be_read_is_refused_and_never_step_zero(
             timeout=180,
         )  # fmt: skip
     assert refused.returncode == 2, refused.stderr[-4000:]
-    assert "cannot be read" in refused.stderr and "begin again at step 0" in refused.stderr
+    assert "cannot be read" in refused.stderr and "start again at step 0" in refused.stderr
     assert "Traceback" not in refused.stderr and SECRET not in refused.stderr
     assert not (tmp_path / "run").exists(), "nothing was written"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["hang", "500"])
-def test_endpoints_that_hang_or_answer_500_leave_training_alone(
+def test_endpoints_that_hang_or_answer_500_do_not_affect_training(
     tmp_path, llama, corpus, uninterrupted, mode
 ) -> None:
     run_dir = tmp_path / "run"
     more = ["--upload_to", f"s3://{BUCKET}/{mode}", "--upload_wait", "5s", "--wandb", "online"]
-    arguments = words(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), *more)
+    arguments = run_flags(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), *more)
     with s3_server() as port, FaultyProxy(port) as proxy, WandbServer() as wandb:
         environment = {**s3_environment(proxy.port), **wandb.environment()}
         process = start(2, tmp_path / "log", *arguments, **environment)
@@ -130,10 +133,10 @@ def test_endpoints_that_hang_or_answer_500_leave_training_alone(
         finally:
             kill_session(process.pid)
     print(
-        f"{mode}: {step_seconds(run_dir)} s a step, {step_seconds(uninterrupted / 'run')} without"
+        f"{mode}: {step_seconds(run_dir)} s per step, {step_seconds(uninterrupted / 'run')} without"
     )
-    assert not oracle.differences(
-        oracle.digest(run_dir), {**oracle.digest(uninterrupted / "run"), "ledger": {}}
+    assert not run_digest.differences(
+        run_digest.digest(run_dir), {**run_digest.digest(uninterrupted / "run"), "ledger": {}}
     )
     (unfinished,) = events(run_dir, "upload_unfinished")
     assert f"step-{STEPS:08d}" in unfinished["checkpoints"]
@@ -141,5 +144,5 @@ def test_endpoints_that_hang_or_answer_500_leave_training_alone(
 
 
 def step_seconds(run_dir: Path) -> float:
-    """Return the median over the steps after the first, which compiles and warms up."""
+    """Return the median step time without the first step, which compiles and warms up."""
     return statistics.median(list(rows(run_dir, "throughput/step_seconds").values())[1:])

@@ -1,9 +1,9 @@
 """Two hosts on one machine: network namespaces with an sshd each, for `deepspeed --hostfile`.
 
-Each host has its own network, process numbers and name, so a rank of one cannot see the other's but
-through the cable between them (a veth pair) and the files that both share. Everything that runs on
-a host is below the first process of its pid namespace: when that is killed, the kernel ends the
-rest, and nothing else can be hit. Needs root, iproute2, openssh-server and pdsh.
+Each host has its own network, process IDs and host name, so its ranks reach those of the other only
+through a network link (a veth pair) and shared files. Every process of a host is in its pid
+namespace: the kernel ends them all when the first process is killed, and no other process can be
+affected. Needs root, iproute2, openssh-server and pdsh.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.launching import ROOT, environment, free_port
 
 PROGRAMS = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "unshare")
-SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 ADDRESSES = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 DEVICE = "eth0"
 SECONDS = 60
@@ -29,10 +29,10 @@ ISOLATED = ("unshare", "--pid", "--uts", "--mount-proc", "--fork", "--kill-child
 
 
 def missing() -> str:
-    """Return why there cannot be two hosts here, '' if there can."""
+    """Return why this machine cannot have two hosts, '' if it can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+    absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
     if absent:
         return f"needs {', '.join(absent)} (iproute2, openssh-server, pdsh, util-linux)"
     probe = _namespace("probe")
@@ -43,11 +43,11 @@ def missing() -> str:
 
 @dataclass
 class Hosts:
-    """Two hosts that are up.
+    """Two running hosts.
 
     Attributes:
         namespaces: {host name: its network namespace}.
-        directory: hostfile, keys and the like; also where commands run.
+        directory: has the hostfile, keys and logs; commands run in it.
     """
 
     namespaces: dict[str, str]
@@ -66,12 +66,12 @@ class Hosts:
     def start_command(
         self, log: Path, command: list[str], timeout: float = 600, **more: str
     ) -> subprocess.Popen[bytes]:
-        """Start any command on node1, with what it needs to reach both hosts by ssh."""
+        """Start a command on node1, with the environment that ssh to both hosts needs."""
         variables = environment(**more, GLOO_SOCKET_IFNAME=DEVICE)
-        # PATH: with another ninja than this one every start would build DeepSpeed's operators anew.
+        # PATH: with a different ninja, every start would rebuild DeepSpeed's operators.
         for_ranks = ("OMP_NUM_THREADS", "WANDB_MODE", "HF_HUB_OFFLINE", "TORCH_EXTENSIONS_DIR")
         names = [*for_ranks, "PATH", "GLOO_SOCKET_IFNAME", *more]
-        variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), SEARCHED])
+        variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), SEARCH_PATH])
         lines = [f"{name}={variables[name]}\n" for name in names if name in variables]
         (self.directory / ".deepspeed_env").write_text("".join(lines))
         key = f"-i {self.directory / 'key'} -F /dev/null"
@@ -90,7 +90,7 @@ class Hosts:
         )  # fmt: skip
 
     def on_node1(self, command: list[str]) -> list[str]:
-        """Return a command that runs another one on node1 itself, over ssh, with the same files."""
+        """Return a command that runs `command` on node1 over ssh, with the same environment."""
         names = ("PDSH_RCMD_TYPE", "PDSH_SSH_ARGS_APPEND", "DS_ENV_FILE", "PYTHONPATH", "PATH")
         exports = "".join(f"export {name}='${name}'; " for name in names)
         ssh = (
@@ -99,7 +99,7 @@ class Hosts:
         return ["sh", "-c", ssh]
 
     def run(self, log: Path, *arguments: object, timeout: float = 240, **more: str) -> int:
-        """Run `pretrain.py` on both hosts to its end; return the launcher's exit code."""
+        """Run `pretrain.py` on both hosts until it ends; return the launcher's exit code."""
         process = self.start(log, *arguments, timeout=timeout, **more)
         try:
             return process.wait(timeout + 30)
@@ -107,7 +107,7 @@ class Hosts:
             self.end(process)
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a launcher, if it is still there, and what it left on the hosts."""
+        """Kill a launcher if it is still running, and all its processes on the hosts."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(SECONDS)
@@ -117,26 +117,26 @@ class Hosts:
 
     def ranks(self) -> list[int]:
         """Return the Python processes in both namespaces: launchers, ranks, and their children."""
-        found = []
+        ranks = []
         for namespace in self.namespaces.values():
-            for word in _ip("netns", "pids", namespace).stdout.split():
+            for pid in _pids(namespace):
                 with contextlib.suppress(OSError):
-                    if b"python" in Path(f"/proc/{word}/cmdline").read_bytes():
-                        found.append(int(word))
-        return found
+                    if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        ranks.append(pid)
+        return ranks
 
     def set_link(self, host: str, up: bool) -> None:
-        """Plug the cable of a host in, or out."""
+        """Connect or disconnect a host's network."""
         _ip("-n", self.namespaces[host], "link", "set", DEVICE, "up" if up else "down")
 
 
 @contextlib.contextmanager
-def two_hosts(directory: Path, planted: Mapping[str, str] | None = None) -> Iterator[Hosts]:
-    """Make both hosts, and take everything away again, whatever happened.
+def two_hosts(directory: Path, setup: Mapping[str, str] | None = None) -> Iterator[Hosts]:
+    """Create both hosts, and remove them in any case.
 
     Args:
-        planted: {host name: shell command}, run as root where only that host sees what it mounts,
-            before its sshd starts.
+        setup: {host name: shell command}, run as root before the host's sshd starts; what it mounts
+            is visible on that host only.
     """
     hosts = Hosts({name: _namespace(name) for name in ADDRESSES}, directory)
     servers: list[subprocess.Popen[bytes]] = []
@@ -145,8 +145,8 @@ def two_hosts(directory: Path, planted: Mapping[str, str] | None = None) -> Iter
         _make_keys(directory)
         lines = [f"{name} slots=1\n" for name in ADDRESSES]
         (directory / "hostfile").write_text("".join(lines))
-        planted = planted or {}
-        servers += [_serve(hosts, name, planted.get(name, "true")) for name in ADDRESSES]
+        setup = setup or {}
+        servers += [_start_host(hosts, name, setup.get(name, "true")) for name in ADDRESSES]
         _wait_for_ssh(hosts)
         yield hosts
     finally:
@@ -154,28 +154,32 @@ def two_hosts(directory: Path, planted: Mapping[str, str] | None = None) -> Iter
             server.kill()
             server.wait(SECONDS)
         for namespace in hosts.namespaces.values():
-            for word in _ip("netns", "pids", namespace, check=False).stdout.split():
+            for pid in _pids(namespace, check=False):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(word), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             _ip("netns", "del", namespace, check=False)
             shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
         with contextlib.suppress(OSError):
-            Path("/etc/netns").rmdir()  # unless somebody else has one
+            Path("/etc/netns").rmdir()  # unless another namespace has files in it
 
 
 def _namespace(name: str) -> str:
     return f"zerolm-{os.getpid()}-{name}"
 
 
-def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["ip", *words], env={**os.environ, "PATH": SEARCHED}, capture_output=True, text=True,
+        ["ip", *arguments], env={**os.environ, "PATH": SEARCH_PATH}, capture_output=True, text=True,
         timeout=SECONDS, check=check,
     )  # fmt: skip
 
 
+def _pids(namespace: str, check: bool = True) -> list[int]:
+    return [int(pid) for pid in _ip("netns", "pids", namespace, check=check).stdout.split()]
+
+
 def _inside(namespace: str) -> list[str]:
-    ip = shutil.which("ip", path=SEARCHED)
+    ip = shutil.which("ip", path=SEARCH_PATH)
     assert ip is not None
     return [ip, "netns", "exec", namespace]
 
@@ -188,7 +192,7 @@ def _make_network(hosts: Hosts) -> None:
         etc.mkdir(parents=True)
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         (etc / "resolv.conf").write_text("")
-        # Without it every connection would wait for a name server, for almost a minute.
+        # Without it every connection would wait almost a minute for a name server.
         (etc / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")
         _ip("netns", "add", namespace)
     veth = ["link", "add", DEVICE, "netns", first, "type", "veth"]
@@ -201,26 +205,26 @@ def _make_network(hosts: Hosts) -> None:
 
 def _make_keys(directory: Path) -> None:
     for name in ("key", "host_key"):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
-        subprocess.run(words, check=True, timeout=SECONDS)
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
+        subprocess.run(command, check=True, timeout=SECONDS)
     shutil.copyfile(directory / "key.pub", directory / "authorized_keys")
 
 
-def _serve(hosts: Hosts, name: str, planted: str) -> subprocess.Popen[bytes]:
-    """Start a host: its sshd, as a child of the first process of its pid namespace."""
+def _start_host(hosts: Hosts, name: str, setup: str) -> subprocess.Popen[bytes]:
+    """Start a host's sshd, as a child of the first process of its pid namespace."""
     Path("/run/sshd").mkdir(exist_ok=True)
-    sshd = shutil.which("sshd", path=SEARCHED)
+    sshd = shutil.which("sshd", path=SEARCH_PATH)
     options = {
         "HostKey": hosts.directory / "host_key",
         "AuthorizedKeysFile": hosts.directory / "authorized_keys",
         "PidFile": "none", "UsePAM": "no", "UseDNS": "no", "StrictModes": "no",
         "ClientAliveInterval": 5, "ClientAliveCountMax": 3,
     }  # fmt: skip
-    words = f"hostname {name}; ({planted}) || exit 1; {sshd} -D -f /dev/null"
-    words += "".join(f" -o {key}={value}" for key, value in options.items())
+    script = f"hostname {name}; ({setup}) || exit 1; {sshd} -D -f /dev/null"
+    script += "".join(f" -o {key}={value}" for key, value in options.items())
     return subprocess.Popen(
-        [*_inside(hosts.namespaces[name]), *ISOLATED, "sh", "-c", f"{words}; exit 1"],
-        env={**os.environ, "PATH": SEARCHED}, stdin=subprocess.DEVNULL,
+        [*_inside(hosts.namespaces[name]), *ISOLATED, "sh", "-c", f"{script}; exit 1"],
+        env={**os.environ, "PATH": SEARCH_PATH}, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=open(hosts.directory / f"sshd-{name}.log", "wb"),
         start_new_session=True,
     )  # fmt: skip
@@ -230,10 +234,11 @@ def _wait_for_ssh(hosts: Hosts) -> None:
     known = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
     ssh = ["ssh", "-F", "/dev/null", "-i", str(hosts.directory / "key"), *known]
     for name in ADDRESSES:
-        words = [*_inside(hosts.namespaces["node1"]), *ssh, "-o", "ConnectTimeout=5", name, "true"]
+        ssh_to_host = [*ssh, "-o", "ConnectTimeout=5", name, "true"]
+        command = [*_inside(hosts.namespaces["node1"]), *ssh_to_host]
         deadline = time.monotonic() + SECONDS
         while True:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode == 0:
                 break
             assert time.monotonic() < deadline, f"no ssh to {name}: {done.stderr}"

@@ -1,19 +1,19 @@
-"""The shell scripts: they parse, and they say what is missing instead of going on."""
+"""The shell scripts parse, and name what is missing instead of continuing."""
 
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests import ROOT
+
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci/run"])
 
 
-def bash(*words, **environment):
+def bash(*arguments, **environment):
     return subprocess.run(
-        ["bash", *map(str, words)],
+        ["bash", *map(str, arguments)],
         capture_output=True, text=True, timeout=60, env={**os.environ, **environment},
     )  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_scripts_pass_shellcheck():
 
 @pytest.fixture
 def fresh_clone(tmp_path):
-    """What setup.sh needs of the repository, without an environment."""
+    """The files that setup.sh needs, without a .venv."""
     (tmp_path / "launch").mkdir()
     for name in ("setup.cfg", "pyproject.toml", "constraints.txt", "launch/setup.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -69,16 +69,16 @@ def test_setup_names_a_missing_python(fresh_clone, tmp_path):
     assert "needs Python 3.10 or newer" in result.stderr and "no python3 was found" in result.stderr
 
 
-def test_multinode_lists_every_problem_of_a_hostfile(tmp_path):
+def test_multinode_reports_every_problem_of_a_hostfile(tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text(
-        "# two good ones\nnode1 slots=8\nnode2 slots=8 # here\nnode3\nnode1 slots=2"
+        "# two valid lines\nnode1 slots=8\nnode2 slots=8 # here\nnode3\nnode1 slots=2"
     )
     result = bash(ROOT / "launch/multinode.sh", hostfile, 5, "--seed", 1)
     assert result.returncode == 2
     assert f"{hostfile}: line 4: node3 is not followed by slots=N" in result.stderr
-    assert f"{hostfile}: line 5: node1 is there twice" in result.stderr
-    assert f"{hostfile}: 4 hosts, --num_nodes is 5." in result.stderr
+    assert f"{hostfile}: line 5: node1 is listed twice" in result.stderr
+    assert f"{hostfile}: 4 hosts, NUM_NODES is 5." in result.stderr
 
 
 def test_multinode_refuses_a_missing_hostfile_and_a_wrong_number(tmp_path):
@@ -91,4 +91,4 @@ def test_multinode_refuses_a_secret_that_ssh_would_show(tmp_path):
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\nWANDB_API_KEY=secret-value\n")
     result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", 1, HOME=str(tmp_path))
     assert result.returncode == 2 and "secret-value" not in result.stderr
-    assert f"{tmp_path}/.deepspeed_env: WANDB_API_KEY: no secrets there" in result.stderr
+    assert f"{tmp_path}/.deepspeed_env: WANDB_API_KEY: secrets must not be in it" in result.stderr

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from preflight_inputs import write_inputs
+
+from tests.zerolm.preflight.preflight_inputs import write_inputs
 
 
 @pytest.fixture(scope="session")

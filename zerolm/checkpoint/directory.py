@@ -3,7 +3,7 @@
 A checkpoint is a directory `checkpoints/step-00001000` with a `MANIFEST.json`, which is written
 last and vouches for every other file; a directory without one does not exist for us. What is not
 whole yet, or not any more, has a name that begins with `.tmp-`. Progress is in the manifest, as
-plain JSON. Knows nothing of DeepSpeed or torch: zerolm/checkpoint.py fills and loads them.
+plain JSON. Knows nothing of DeepSpeed or torch: zerolm/checkpoint/load.py fills and loads them.
 """
 
 import hashlib
@@ -15,17 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import CheckpointError
-from zerolm.faults import fault_point
-from zerolm.files import sha256_file, sync_directory, write_atomically, write_json
+from zerolm.common.errors import CheckpointError
+from zerolm.common.faults import fault_point
+from zerolm.common.files import sha256_file, sync_directory, write_atomically, write_json
+from zerolm.common.run_files import (
+    DAMAGED,
+    MANIFEST,
+    STEP,
+    TEMPORARY,
+    RunFiles,
+    checkpoint_directories,
+    checkpoint_step,
+)
 
 FORMAT = "zerolm-checkpoint"
 VERSION = 2
-MANIFEST = "MANIFEST.json"
-POINTER = "latest"
-PREFIX = "step-"
-TEMPORARY = ".tmp-"
-DAMAGED = "damaged-"
 
 
 @dataclass
@@ -38,12 +42,12 @@ class Progress:
             that it leaves out.
         tokens: tokens of the steps that were really taken; the learning rate counts these.
         skipped_steps: steps that were not taken: refused for a spike, or skipped by DeepSpeed.
-        spikes: steps that were anomalies, see zerolm/spike.py.
+        spikes: steps that were anomalies, see zerolm/optim/spikes.py.
         rollbacks: how often the run went back to a checkpoint by itself.
         skipped_windows: sequence numbers [start, end) that the data order leaves out since then.
-        history: what the next steps are judged by, a `zerolm.spike.History` as JSON.
-        health: what the next metrics take up, a `zerolm.health.Since` as JSON.
-        clipping: what gradient norms are usual, a `zerolm.adaptive_clip.Usual` as JSON.
+        history: what the next steps are judged by, a `zerolm.optim.spikes.History` as JSON.
+        health: what the next metrics take up, a `zerolm.train.health.Since` as JSON.
+        clipping: gradient-norm statistics, `zerolm.optim.adaptive_clip.NormStatistics` as JSON.
 
     Lists and dicts are replaced, never changed: a copy that a writer holds stays as it is.
     """
@@ -85,10 +89,6 @@ class Checkpoint:
         return self.manifest["zero_stage"]
 
 
-def directory_name(step: int) -> str:
-    return f"{PREFIX}{step:08d}"
-
-
 @dataclass(frozen=True)
 class Retention:
     """Which checkpoints stay when a newer one is published.
@@ -121,7 +121,7 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     os.replace(temporary, final)
     sync_directory(final.parent)
     fault_point("checkpoint.pointer", step)
-    write_atomically(final.parent / POINTER, lambda file: file.write(f"{final.name}\n".encode()))
+    write_atomically(RunFiles(final.parents[1]).latest, f"{final.name}\n".encode())
     return final
 
 
@@ -149,7 +149,7 @@ def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> No
         newest: the one just published, whose files were read back; it stays.
         best: names of further ones to spare.
     """
-    step = int(newest.name.removeprefix(PREFIX))
+    step = checkpoint_step(newest.name)
     for directory in removable(by_step(newest.parent), retention, best):
         if directory != newest:
             fault_point("checkpoint.rotate", step)
@@ -192,8 +192,7 @@ def clear_debris(checkpoints: Path) -> None:
 
 def by_step(checkpoints: Path) -> list[Path]:
     """Return the published checkpoints, oldest first."""
-    found = [path.parent for path in checkpoints.glob(f"{PREFIX}*/{MANIFEST}")]
-    return sorted(found, key=lambda path: path.name)
+    return [path for path in checkpoint_directories(checkpoints) if (path / MANIFEST).exists()]
 
 
 def files_of(directory: Path) -> list[Path]:
@@ -211,7 +210,7 @@ def read(directory: str | Path) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(
             f"{directory}: no {MANIFEST}, so this is not a whole checkpoint. Name a directory "
-            f"checkpoints/{PREFIX}... that has one."
+            f"checkpoints/{STEP}... that has one."
         )
     try:
         manifest = json.loads(path.read_text())
@@ -266,7 +265,7 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
         CheckpointError: its manifest is damaged, or every checkpoint is lost, see `candidates`.
     """
     candidates(run_dir)
-    published = by_step(Path(run_dir) / "checkpoints")
+    published = by_step(RunFiles(run_dir).checkpoints)
     return read(published[-1]) if published else None
 
 
@@ -283,22 +282,22 @@ def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
         CheckpointError: there were checkpoints and none is left. Starting again from step 0 would
             hide a loss.
     """
-    checkpoints = Path(run_dir) / "checkpoints"
+    files = RunFiles(run_dir)
     found: list[Checkpoint] = []
     damaged: dict[Path, str] = {}
-    for directory in reversed(by_step(checkpoints)):
+    for directory in reversed(by_step(files.checkpoints)):
         try:
             found.append(read(directory))
         except CheckpointError as error:
             damaged[directory] = str(error)
-    remains = [checkpoints / POINTER, *checkpoints.glob(f"*{PREFIX}*")]
+    remains = [files.latest, *files.checkpoints.glob(f"*{STEP}*")]
     lost = [path.name for path in remains if path.exists() and TEMPORARY not in path.name]
     if lost and not found:
         raise CheckpointError(
             [
                 *damaged.values(),
-                f"{checkpoints}: no whole checkpoint is left ({', '.join(sorted(lost))}). Restore "
-                f"one, or choose another --run_dir to start afresh. Nothing was deleted.",
+                f"{files.checkpoints}: no whole checkpoint is left ({', '.join(sorted(lost))}). "
+                f"Restore one, or choose another --run_dir to start afresh. Nothing was deleted.",
             ]
         )
     return found, damaged

@@ -1,7 +1,7 @@
 """From checkpoints back into DeepSpeed's engine: the newest whole one, or the one before it.
 
 Nothing is unpickled before the checksum of every file has been compared with the manifest, whose
-own digest was checked before that. zerolm/checkpoint_writer.py makes them.
+own digest was checked before that. zerolm/checkpoint/writer.py makes them.
 """
 
 from collections.abc import Callable
@@ -9,19 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerolm import topology, unpickling
-from zerolm.checkpoint_directory import (
-    DAMAGED,
-    MANIFEST,
-    Checkpoint,
-    candidates,
-    problems_of,
-    read,
-    set_aside,
-)
-from zerolm.distributed import agree, broadcast_object, gather_objects
-from zerolm.errors import CheckpointError
-from zerolm.plan import Plan
+from zerolm.checkpoint import safe_load
+from zerolm.checkpoint.directory import Checkpoint, candidates, problems_of, read, set_aside
+from zerolm.common.errors import CheckpointError
+from zerolm.common.run_files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
+from zerolm.distributed.collectives import broadcast_object, gather_objects, require_on_all_ranks
+from zerolm.ds_config import topology
+from zerolm.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -62,11 +56,15 @@ def newest_whole(
     if refusal:
         raise CheckpointError(refusal)
     for name, digest in listed:
-        checkpoint = _same_on_all_ranks(Path(run_dir) / "checkpoints" / name, digest)
+        checkpoint = _same_on_all_ranks(RunFiles(run_dir).checkpoint(name), digest)
         share = problems_of(checkpoint, rank, world_size)
         problems = [line for lines in gather_objects(share) for line in lines]
         if not problems:
-            newer = [damaged for damaged in damage if damaged.directory.name > name]
+            newer = [
+                damaged
+                for damaged in damage
+                if checkpoint_step(damaged.directory.name) > checkpoint_step(name)
+            ]
             return checkpoint, _put_aside(newer, rank)
         damage.append(Damage(checkpoint.directory, problems))
     if damage:
@@ -95,7 +93,9 @@ def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
             problem = f"{directory / MANIFEST}: not the manifest that the first rank reads."
     except CheckpointError as error:
         problem = str(error)
-    agree(not problem, f"{problem} All hosts must share --run_dir {directory.parent.parent}.")
+    require_on_all_ranks(
+        not problem, f"{problem} All hosts must share --run_dir {directory.parent.parent}."
+    )
     assert mine is not None
     return mine
 
@@ -111,25 +111,25 @@ def load(
     Args:
         plan: of this run.
         reshard: loads the files below a directory, whose manifest is given too, if they are cut
-            for another topology (`zerolm.reshard.load`).
+            for another topology (`zerolm.checkpoint.reshard.load`).
 
     Raises:
         CheckpointError: states that cannot be cut anew, files that hold more than data, or none.
     """
     share = checkpoint.manifest["files"][engine.global_rank :: engine.world_size]
     paths = [checkpoint.directory / entry["file"] for entry in share]
-    strange = [unpickling.problems_of(path) for path in paths if path.suffix == ".pt"]
+    strange = [safe_load.problems_of(path) for path in paths if path.suffix == ".pt"]
     problems = [line for rank in gather_objects(strange) for lines in rank for line in lines]
     if problems:  # found without making any of it, and refused by all ranks alike
         raise CheckpointError(problems)
-    if plan.cut_anew(checkpoint.manifest):
+    if plan.resharded(checkpoint.manifest):
         where = str(checkpoint.directory / MANIFEST)
-        problems = topology.problems(checkpoint.manifest, where, plan.ds_config)
+        problems = topology.problems(checkpoint.manifest, where, plan.profile)
         if problems:
             raise CheckpointError(problems)
         reshard(engine, checkpoint.directory, checkpoint.manifest)
         return
-    with unpickling.only_data(engine):
+    with safe_load.only_data(engine):
         path, _ = engine.load_checkpoint(
             str(checkpoint.directory.parent), tag=checkpoint.directory.name
         )

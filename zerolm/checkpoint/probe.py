@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from zerolm.compiled_blocks import eager
-from zerolm.distributed import gather_objects
-from zerolm.errors import CheckpointError
-from zerolm.faults import fault_point
-from zerolm.loss import IGNORED, token_losses
-from zerolm.plan import Plan
-from zerolm.settings import CONCAT
+from zerolm.common.errors import CheckpointError
+from zerolm.common.faults import fault_point
+from zerolm.config.settings import CONCAT
+from zerolm.distributed.collectives import gather_objects
+from zerolm.model.compile import eager
+from zerolm.model.loss import IGNORED, token_losses
+from zerolm.plan.plan import Plan
 
 MOST_SEQUENCES = 8  # of as many sources; a micro-batch costs the same anyway
 LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # at most: they are numbers in a JSON file
@@ -60,7 +60,7 @@ def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Pl
         "loss_hex": loss.hex(),
         "data": _data(plan),
         "made_by": _made_by(plan),
-        "logits": {**logits, "precision": plan.compute_precision},
+        "logits": {**logits, "precision": plan.profile.compute_precision},
     }
 
 
@@ -125,9 +125,9 @@ def check(
             if hasattr(parameter, "ds_tensor"):  # ZeRO-3: what the next gathering gets
                 parameter.ds_tensor.data.mul_(10)
     now = measure(engine, batches, plan)
-    exact = not plan.cut_anew(manifest) and plan.device == "cpu"
+    exact = not plan.resharded(manifest) and plan.device == "cpu"
     exact = exact and now["made_by"] == saved["made_by"]
-    tolerance = 0.0 if exact else TOLERANCES[plan.compute_precision]
+    tolerance = 0.0 if exact else TOLERANCES[plan.profile.compute_precision]
     before, after = float.fromhex(saved["loss_hex"]), now["loss"]
     differs = not abs(after - before) <= tolerance * abs(before)  # NaN differs
     found = gather_objects((after, differs))
@@ -162,7 +162,7 @@ def _data(plan: Plan) -> dict[str, Any]:
 def _made_by(plan: Plan) -> dict[str, Any]:
     """Return what decides the rounding, beside the topology: equal on CPUs gives equal bits."""
     return {
-        "micro_batch_size": plan.micro_batch_size,
+        "micro_batch_size": plan.settings.micro_batch_size,
         "attention": plan.settings.attn_implementation,
         "loss_chunk_tokens": plan.settings.loss_chunk_tokens,
         "torch": torch.__version__,

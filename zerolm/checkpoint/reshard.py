@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from zerolm.distributed import gather_objects
-from zerolm.errors import CheckpointError
-from zerolm.partitions import Partitions
-from zerolm.unpickling import read_data
-from zerolm.zero_files import (
+from zerolm.checkpoint.partitions import Partitions
+from zerolm.checkpoint.safe_load import read_data
+from zerolm.checkpoint.zero_files import (
     MASTER,
     base_state,
     copied,
@@ -31,6 +29,8 @@ from zerolm.zero_files import (
     optimizer_files,
     partitions,
 )
+from zerolm.common.errors import CheckpointError
+from zerolm.distributed.collectives import gather_objects
 
 # What two implementations of one optimizer call the same thing: torch's Adagrad, DeepSpeed's on CPU
 RENAMED = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}

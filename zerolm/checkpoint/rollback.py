@@ -13,15 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint_directory import POINTER, Checkpoint, Progress, by_step, read
-from zerolm.errors import CheckpointError
-from zerolm.faults import fault_point
-from zerolm.files import sync_directory, write_atomically, write_json
-from zerolm.skipped import merged, sequence_range
-from zerolm.values import read_json
-
-RECORD = "rollbacks.json"
-ASIDE = "rolled-back-"
+from zerolm.checkpoint.directory import Checkpoint, Progress, by_step, read
+from zerolm.common.errors import CheckpointError
+from zerolm.common.faults import fault_point
+from zerolm.common.files import sync_directory, write_atomically, write_json
+from zerolm.common.run_files import ROLLED_BACK, RunFiles
+from zerolm.common.values import read_json
+from zerolm.data.skips import merge_ranges, sequence_range
 
 Entry = dict[str, Any]
 
@@ -34,7 +32,7 @@ def target(run_dir: Path, first_anomaly: int, margin: int) -> Checkpoint | None:
         margin: how many good steps before it are to be left behind too, if a checkpoint allows it.
     """
     before = []
-    for directory in by_step(run_dir / "checkpoints"):
+    for directory in by_step(RunFiles(run_dir).checkpoints):
         try:
             found = read(directory)
         except CheckpointError:  # a damaged one is no way back
@@ -78,7 +76,7 @@ def plan(
         "checkpoint": found.directory.name,
         "first_anomaly": first_anomaly,
         "skipped_window": list(window),
-        "skipped_windows": merged([*progress.skipped_windows, window]),
+        "skipped_windows": merge_ranges([*progress.skipped_windows, window]),
         "skipped_steps": progress.skipped_steps,
         "spikes": progress.spikes,
         "reason": reason,
@@ -91,7 +89,7 @@ def entries(run_dir: Path) -> list[Entry]:
     Raises:
         ConfigError: the file cannot be read.
     """
-    path = run_dir / RECORD
+    path = RunFiles(run_dir).rollbacks
     if not path.is_file():
         return []
     return read_json(path, "the rollbacks that a run has recorded")["rollbacks"]
@@ -99,7 +97,7 @@ def entries(run_dir: Path) -> list[Entry]:
 
 def record(run_dir: Path, entry: Entry) -> None:
     """Make a rollback durable: from here on every start of the run carries it out."""
-    write_json(run_dir / RECORD, {"rollbacks": [*entries(run_dir), entry]})
+    write_json(RunFiles(run_dir).rollbacks, {"rollbacks": [*entries(run_dir), entry]})
     fault_point("rollback.recorded", entry["from_step"])
 
 
@@ -111,7 +109,7 @@ def settle(run_dir: Path) -> None:
     done = entries(run_dir)
     if not done:
         return
-    checkpoints = run_dir / "checkpoints"
+    checkpoints, pointer = RunFiles(run_dir).checkpoints, RunFiles(run_dir).latest
     for directory in reversed(by_step(checkpoints)):
         try:
             progress = read(directory).progress
@@ -124,18 +122,19 @@ def settle(run_dir: Path) -> None:
         ]
         if stale:
             fault_point("rollback.aside", progress.step)
-            directory.rename(checkpoints / f"{ASIDE}{stale[0]['number']:04d}-{directory.name}")
+            number = stale[0]["number"]
+            directory.rename(checkpoints / f"{ROLLED_BACK}{number:04d}-{directory.name}")
             sync_directory(checkpoints)
-    left, pointer = by_step(checkpoints), checkpoints / POINTER
+    left = by_step(checkpoints)
     name = f"{left[-1].name}\n" if left else ""
     if left and not (pointer.is_file() and pointer.read_text() == name):
-        write_atomically(pointer, lambda file: file.write(name.encode()))
+        write_atomically(pointer, name.encode())
 
 
 def forget(run_dir: Path, number: int) -> None:
     """Remove what rollbacks before this one set aside: no more than one rollback's is kept."""
-    for directory in (run_dir / "checkpoints").glob(f"{ASIDE}*"):
-        if int(directory.name.removeprefix(ASIDE)[:4]) < number:
+    for directory in RunFiles(run_dir).checkpoints.glob(f"{ROLLED_BACK}*"):
+        if int(directory.name.removeprefix(ROLLED_BACK)[:4]) < number:
             shutil.rmtree(directory)
 
 
@@ -152,7 +151,9 @@ def carried_over(progress: Progress, done: list[Entry]) -> Progress:
                 rollbacks=entry["number"],
                 skipped_steps=entry["skipped_steps"],
                 spikes=entry["spikes"],
-                skipped_windows=merged([*progress.skipped_windows, *entry["skipped_windows"]]),
+                skipped_windows=merge_ranges(
+                    [*progress.skipped_windows, *entry["skipped_windows"]]
+                ),
                 history={**progress.history, "anomalies": []},
             )
     return progress

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import CheckpointError
+from zerolm.common.errors import CheckpointError
 
 STRANGE = "holds more than tensors and numbers, and was not opened"
 REMEDY = "This program has not written it: restore the checkpoint."

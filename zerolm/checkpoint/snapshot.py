@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from zerolm.files import sha256_file
+from zerolm.common.files import sha256_file
 
 CHUNK_BYTES = 1 << 24  # at most this much is written between two looks at `cancelled`
 

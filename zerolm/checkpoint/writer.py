@@ -22,22 +22,21 @@ from typing import Any
 
 import torch
 
-from zerolm.checkpoint_directory import (
+from zerolm.checkpoint.directory import (
     FORMAT,
-    TEMPORARY,
     VERSION,
     Progress,
     Retention,
     clear_debris,
-    directory_name,
     publish,
     rotate,
 )
-from zerolm.distributed import gather_objects
-from zerolm.faults import fault_point
-from zerolm.files import sha256_file, sync_directory
-from zerolm.snapshot import Cancelled, HostCopy, write_hashed
-from zerolm.values import shown_bytes
+from zerolm.checkpoint.snapshot import Cancelled, HostCopy, write_hashed
+from zerolm.common.faults import fault_point
+from zerolm.common.files import sha256_file, sync_directory, sync_file
+from zerolm.common.run_files import TEMPORARY, RunFiles, checkpoint_name
+from zerolm.common.values import shown_bytes
+from zerolm.distributed.collectives import gather_objects
 
 # Where all cores compute, a thread of this niceness takes about a twentieth of one (CFS weights).
 WRITER_NICENESS = 13
@@ -120,7 +119,7 @@ class CheckpointWriter:
 
     def __init__(self, engine: Any, run_dir: Path, retention: Retention):
         self.engine, self.retention = engine, retention
-        self.checkpoints = Path(run_dir) / "checkpoints"
+        self.checkpoints = RunFiles(run_dir).checkpoints
         self.rank, self.world_size = engine.global_rank, engine.world_size
         self._host_copy = HostCopy()
         self._job: _Job | None = None
@@ -155,7 +154,7 @@ class CheckpointWriter:
         """
         assert self._job is None, "finish() the one before"
         began = time.perf_counter()
-        name = directory_name(progress.step)
+        name = checkpoint_name(progress.step)
         fault_point("checkpoint.begin", progress.step)
         manifest = {
             "format": FORMAT,
@@ -265,7 +264,7 @@ class CheckpointWriter:
         assert job is not None
         self._job = None
         seconds = time.perf_counter() - job.began
-        name = directory_name(job.progress.step)
+        name = checkpoint_name(job.progress.step)
         return Outcome(name, job.progress, error, job.copy_seconds, seconds)
 
     # ---- In a thread
@@ -325,8 +324,7 @@ class CheckpointWriter:
 
 
 def _hash_foreign(path: Path, directory: Path) -> dict[str, Any]:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    sync_file(path)
     return {
         "file": str(path.relative_to(directory)),
         "size_bytes": path.stat().st_size,

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from zerolm.errors import CheckpointError
-from zerolm.partitions import Partitions
-from zerolm.unpickling import read_data
+from zerolm.checkpoint.partitions import Partitions
+from zerolm.checkpoint.safe_load import read_data
+from zerolm.common.errors import CheckpointError
 
 MASTER = "float32 master"  # beside the optimizer's own names, such as exp_avg
 

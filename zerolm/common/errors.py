@@ -1,7 +1,7 @@
-"""Named errors, exit codes and the wording of refusals. Imports nothing of the project.
+"""The project's exceptions and exit codes.
 
-A user's mistake is a `ConfigError`: it carries every problem found, is raised once, and ends the
-process with exit code 2 before anything was written. An assertion is a bug of ours.
+A user's mistake is a `ConfigError`. It carries every problem that was found, is raised once, and
+ends the process with exit code 2 before anything is written. A failed assertion is a bug in zerolm.
 """
 
 import difflib
@@ -11,23 +11,27 @@ from dataclasses import dataclass, field
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_REFUSED = 2  # nothing was written
-EXIT_STOPPED = 75  # saved and stopped on request; EX_TEMPFAIL of sysexits.h: start me again
-EXIT_GAVE_UP = 76  # non-finite or diverging; the last good checkpoint is named
+EXIT_STOPPED = 75  # saved and stopped on request, to be started again; EX_TEMPFAIL in sysexits.h
+EXIT_GAVE_UP = 76  # the loss is not finite or diverges
 
 
 class ZerolmError(Exception):
-    """Base of every error that is shown to the user as one message, without a traceback."""
+    """Base class of the errors that are shown to the user as a message, without a traceback.
+
+    Attributes:
+        on_all_ranks: every rank raises it at the same point, so that all can exit together.
+    """
 
     exit_code = EXIT_BUG
-    on_all_ranks = True  # raised by every rank in the same place, so they can end together
+    on_all_ranks = True
 
 
 class CheckpointWriteError(ZerolmError):
-    """A checkpoint could not be written. The checkpoints before it are whole."""
+    """A checkpoint could not be written. Earlier checkpoints are complete."""
 
 
 class ConfigError(ZerolmError):
-    """Input that is refused. One line a problem: `file: key: value, rule, fix`."""
+    """The input is refused. One line per problem: `file: key: value, rule, fix`."""
 
     exit_code = EXIT_REFUSED
 
@@ -38,33 +42,33 @@ class ConfigError(ZerolmError):
 
 
 class ShardError(ConfigError):
-    """A shard directory that is missing, damaged, or does not fit the model."""
+    """A shard directory is missing, damaged, or does not fit the model."""
 
 
 class ShardReadError(ShardError):
-    """Token data that could not be read in the middle of a run, by one process of it."""
+    """One process of a run could not read token data."""
 
     exit_code = EXIT_BUG
     on_all_ranks = False
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that is damaged or does not belong to this run."""
+    """A checkpoint is damaged or does not belong to this run."""
 
 
 class GaveUp(ZerolmError):
-    """Training cannot go on usefully: a non-finite loss, or a divergence beyond the budget."""
+    """Training cannot continue: a loss that is not finite, or too many spikes and rollbacks."""
 
     exit_code = EXIT_GAVE_UP
 
 
 @dataclass
 class Findings:
-    """What is gathered while input is checked, in the order in which it was found.
+    """The results of checking the input, in the order in which they were found.
 
     Attributes:
-        problems: refuse the run.
-        notices: are allowed, but should be known.
+        problems: each of them refuses the run.
+        notices: printed; the run is allowed.
     """
 
     problems: list[str]
@@ -72,6 +76,6 @@ class Findings:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return ' Did you mean "x"?' for the nearest choice, or an empty string."""
+    """Return ' Did you mean "x"?' for the most similar choice, or an empty string."""
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f' Did you mean "{near[0]}"?' if near else ""

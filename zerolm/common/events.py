@@ -1,36 +1,230 @@
-"""One line of `events.jsonl`, written by whoever knows it: the run, or a process that serves it.
+"""The table of events: what `events.jsonl` may hold, how grave each event is, and its message.
 
-A line is one write to a file opened for appending, so that several processes of a host may do it at
-the same time, and a killed one leaves at most half a line. Standard library only.
+The table of docs/run_directory.md, the lists of `report.html` and `zerolm status`, the state of a
+run and the alerts of the trackers are derived from `EVENTS`. An event that is not in it is shown
+with all of its keys, as plain. Standard library only.
+
+    python -m tests.test_tables    # writes the table of docs/run_directory.md
 """
 
-import json
-import os
-import time
-from pathlib import Path
-from typing import Any
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-EVENTS = "events.jsonl"
+Event = Mapping[str, Any]
+Level = Literal["bad", "notable", "plain", "quiet"]
+
+# The states of a run that an event leaves it in. An event may leave it as it was: "".
+RUNNING, DONE, STOPPED, GAVE_UP, FAILED = "running", "done", "stopped", "gave up", "failed"
+# Keys that explain an event, in the order in which a message joins them.
+DETAILS = (
+    "checkpoint", "checkpoints", "tracker", "evaluation", "reason", "reasons", "problem",
+    "problems", "error",
+)  # fmt: skip
+COMMON_KEYS = ("event", "step", "time")
 
 
-def line(event: str, step: int, **what: Any) -> str:
-    """Return an event as it stands in the file, without the end of the line."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return json.dumps({"event": event, "step": step, "time": stamp, **what})
+class AlertRule(NamedTuple):
+    """How trackers alert people: level (INFO, WARN, ERROR), title, and the key with details."""
+
+    level: str
+    title: str
+    detail: str
 
 
-def append(run_dir: str | Path, event: str, step: int, **what: Any) -> None:
-    """Append an event to a run directory, for a process that holds no log of the run.
+@dataclass(frozen=True)
+class EventKind:
+    """One kind of event.
 
-    Args:
-        step: that it is about; -1 when it is about none.
+    Attributes:
+        level: `quiet` events are frequent and expected; they are left out of short lists.
+        about: its line in docs/run_directory.md: its keys besides those of every event.
+        message: a template of what happened, or a function of the event; without it the message
+            has the `DETAILS` that the event has. In a template a missing key is "?", and
+            `{key:seconds}` is a duration.
+        state: of the run after the event; "" if the event does not change it.
+        written: False if the report derives the event from metrics.
     """
-    append_line(Path(run_dir) / EVENTS, line(event, step, **what))
+
+    name: str
+    level: Level
+    about: str
+    message: str | Callable[[Event], str] = ""
+    alert: AlertRule | None = None
+    state: str = ""
+    written: bool = True
 
 
-def append_line(path: Path, text: str) -> None:
-    """Append one line, on a line of its own even when a killed process left half of one."""
-    with open(path, "a+b", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        half = bool(size) and os.pread(file.fileno(), 1, size - 1) != b"\n"
-        file.write((b"\n" if half else b"") + text.encode() + b"\n")
+def level(name: str) -> Level:
+    """Return how grave an event is."""
+    return EVENTS[name].level if name in EVENTS else "plain"
+
+
+def state_after(name: str) -> str:
+    """Return the state of a run after an event, "" if the event does not change it."""
+    return EVENTS[name].state if name in EVENTS else ""
+
+
+def message(event: Event) -> str:
+    """Return what happened, without the event's name and step. Any key may be missing."""
+    kind = EVENTS.get(event["event"])
+    if kind is None:
+        known = (key for key in event if key not in COMMON_KEYS)
+        return ", ".join(f"{key}: {_joined(event[key])}" for key in known)
+    if callable(kind.message):
+        return kind.message(event)
+    if kind.message:
+        return _TEMPLATES.vformat(kind.message, (), event)
+    return ": ".join(_joined(event[key]) for key in DETAILS if event.get(key))
+
+
+class _Templates(string.Formatter):
+    def get_value(self, key: int | str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        return kwargs.get(str(key), "?")
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if not isinstance(value, (int, float)):
+            return "? s" if format_spec == "seconds" else str(value)
+        return f"{value:.3g} s" if format_spec == "seconds" else format(value, format_spec)
+
+
+_TEMPLATES = _Templates()
+
+
+def _joined(value: Any) -> str:
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# ---- Messages that no template can write
+
+
+def _resumed(event: Event) -> str:
+    name = str(event.get("checkpoint")).rpartition("/")[2]
+    text = _TEMPLATES.vformat("on {world_size} ranks, ZeRO-{zero_stage}", (), event)
+    changed = f", resharded: {_joined(event['resharded'])}" if event.get("resharded") else ""
+    return f"from {name}, {text}{changed}"
+
+
+def _stalled(event: Event) -> str:
+    template = "training was paused for {seconds:seconds}"
+    if event.get("wait_seconds"):
+        template += ", {wait_seconds:seconds} of it for the previous checkpoint"
+    return _TEMPLATES.vformat(template, (), event)
+
+
+def _stage(event: Event) -> str:
+    shares = event.get("shares")
+    if not isinstance(shares, Mapping):
+        return ""
+    parts = ", ".join(f"{name} {share:.3%}" for name, share in shares.items())
+    return f"stage {event.get('stage', '?')} of the mixture: {parts}"
+
+
+def _changes(event: Event) -> str:
+    changes = event.get("changes")
+    if not isinstance(changes, Mapping):
+        return ""
+    return ", ".join(
+        f"{key}: {' -> '.join(map(str, pair)) if isinstance(pair, list) else pair}"
+        for key, pair in changes.items()
+    )
+
+
+def _ranks(event: Event) -> str:
+    ranks = event.get("ranks")
+    found = [rank for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
+    template = "rank {rank} on {host} {reason} (in {phase})"
+    return "; ".join(_TEMPLATES.vformat(template, (), rank) for rank in found)
+
+
+# fmt: off
+_KINDS: tuple[EventKind, ...] = (
+    EventKind("start", "plain", "the run begins: `world_size`, `zero_stage`",
+        "on {world_size} ranks, ZeRO-{zero_stage}", state=RUNNING),
+    EventKind("resume", "plain",
+        "the run resumes from `checkpoint`: `world_size`, `zero_stage`; `resharded`: what has "
+        "changed in its topology, `old -> new` each", _resumed,
+        AlertRule("INFO", "restarted", "checkpoint"), RUNNING),
+    EventKind("changed", "notable",
+        "`changes`: old and new value of each setting that affects the loss curve and was accepted "
+        "by `--accept_changes`", _changes),
+    EventKind("checkpoint", "quiet",
+        "`checkpoint`, the name of its directory, is published; `copy_seconds` that training was "
+        "paused for; `seconds` until it was published",
+        "{checkpoint}: copied in {copy_seconds:seconds}, on disk after {seconds:seconds}"),
+    EventKind("checkpoint_failed", "bad",
+        "`checkpoint`, `error` of each rank that could not write; after `--checkpoint_failures` in "
+        "a row the run ends", alert=AlertRule("ERROR", "checkpoint not written", "error")),
+    EventKind("checkpoint_stall", "notable", "training was paused for long", _stalled,
+        written=False),
+    EventKind("damaged", "bad",
+        "a damaged checkpoint was renamed to `checkpoint`; `problems`: each file with its expected "
+        "and actual size or hash", alert=AlertRule("WARN", "damaged checkpoint", "checkpoint")),
+    EventKind("evaluation_failed", "notable",
+        "`evaluation`: `hellaswag`, `samples` or the name of a task; `error`. Training continued. "
+        "If the run ended in the evaluation, twice at this step, no further evaluation is run "
+        "at this step"),
+    EventKind("evaluation_interrupted", "notable",
+        "the run ended, or was killed, during `evaluation`, which is retried once"),
+    EventKind("spike", "notable",
+        "the step was an anomaly: `reason`, `loss`, `grad_norm`, `sequences` [first, last + 1) of "
+        "its batch", alert=AlertRule("WARN", "loss spike", "reason")),
+    EventKind("step_skipped", "notable",
+        "the step was not applied, refused or skipped by DeepSpeed: the same keys as `spike`"),
+    EventKind("cooldown", "notable",
+        "the learning rate is multiplied by `factor` for `steps` steps; `reason`",
+        "learning rate times {factor} for {steps} steps: {reason}"),
+    EventKind("stage", "plain",
+        "this step is the first of the mixture's next stage: `stage`, its number from 1; `shares` "
+        "of the sources", _stage),
+    EventKind("rollback", "notable",
+        "the run went back to an earlier `checkpoint`: `from_step`, `to_step`, `first_anomaly`, "
+        "`skipped_window` of sequence numbers, `reason`; as in `rollbacks.json`",
+        "from step {from_step} back to {to_step}, skips sequences {skipped_window}: {reason}",
+        AlertRule("WARN", "rolled back", "reason")),
+    EventKind("rank_lost", "bad",
+        "the process of a rank ended before the run: `ended`, the signal, exit code or error; "
+        "`ranks`: rank, host, pid, the step and phase of its last heartbeat, sequences "
+        "`[first, count]` of that step, its stack file; `found_by`, the rank that reports it",
+        _ranks, AlertRule("ERROR", "a rank was lost", "ended"), FAILED),
+    EventKind("hang", "bad",
+        "a rank was stopped, silent, or without progress: the same keys as `rank_lost`", _ranks,
+        AlertRule("ERROR", "hang", "ended"), FAILED),
+    EventKind("launcher_lost", "bad",
+        "the process that started the ranks of rank 0's host is gone: the same keys as "
+        "`rank_lost`, and `host`, `pid`, `reason`",
+        alert=AlertRule("ERROR", "launcher lost", "reason"), state=FAILED),
+    EventKind("upload", "quiet",
+        "`checkpoint` is complete in the object store `url`; `bytes` and `seconds` of the upload",
+        "{checkpoint}, {seconds:seconds}"),
+    EventKind("upload_failed", "notable",
+        "`url`, `error` after all attempts; training continued, and the upload is tried again"),
+    EventKind("upload_unfinished", "notable",
+        "`checkpoints` that are not in the store when the run ends"),
+    EventKind("restored", "plain",
+        "`checkpoint` was downloaded from the store `url`; `bytes`, `seconds`",
+        "{checkpoint}, {seconds:seconds}"),
+    EventKind("checkpoint_damaged", "bad",
+        "`problem` of a checkpoint in the store, which was not restored"),
+    EventKind("attempt_failed", "bad",
+        "by the supervisor: `attempt`, its number; `reasons`, a line each: rank, host, signal, "
+        "stacks", alert=AlertRule("WARN", "an attempt failed", "reasons"), state=FAILED),
+    EventKind("supervisor_stopped", "bad",
+        "by the supervisor, which does not start the run again: `attempt`; `reason`, its diagnosis",
+        alert=AlertRule("ERROR", "supervisor stopped", "reason"), state=FAILED),
+    EventKind("tracker_failed", "notable",
+        "`tracker`, `error`; training continued without it. The end of the run names what the "
+        "tracker lacks, and the command that sends it"),
+    EventKind("stopped", "plain",
+        "`reason`: the signal, `--stop_after`, or that `deepspeed` has ended", state=STOPPED),
+    EventKind("failed", "bad",
+        "`reason`: checkpoints could not be written `--checkpoint_failures` times in a row, or at "
+        "the end", alert=AlertRule("ERROR", "failed", "reason"), state=FAILED),
+    EventKind("gave_up", "bad", "`reason`, which names the last good checkpoint",
+        alert=AlertRule("ERROR", "gave up", "reason"), state=GAVE_UP),
+    EventKind("done", "plain", "all steps are done; `tokens` that the run has read",
+        "{tokens:,} tokens", state=DONE),
+)
+# fmt: on
+EVENTS = {kind.name: kind for kind in _KINDS}

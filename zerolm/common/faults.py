@@ -1,11 +1,10 @@
-"""Faults on purpose, for tests: named points in the code that cost nothing without `FAULT`.
+"""Fault injection for tests, at named points of the code that cost nothing unless `FAULT` is set.
 
     FAULT=point:rank:step:action[,point:rank:step:action ...]
 
-`rank` and `step` are numbers, or `*` for any. `POINTS` has the names, `ACTIONS` what can happen
-there; an action that only the place itself can do (`nan`) is handed back to it. A fault strikes
-each time its place is passed. With `FAULT_ONCE=DIRECTORY` it strikes once, over all restarts of a
-run: a file in that directory remembers it. Standard library only.
+`rank` and `step` are numbers, or `*` for any. `POINTS` lists the points and `ACTIONS` the actions.
+A fault triggers each time its point is reached; with `FAULT_ONCE=DIRECTORY` it triggers once over
+all restarts of a run, for which it leaves a file in that directory. Standard library only.
 """
 
 import errno
@@ -17,52 +16,52 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerolm.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, did_you_mean
 
 POINTS = {
     "step.begin": "before a step reads its data",
-    "step.backward": "before the backward passes; takes nan and x10, of this rank's loss, and inf, "
-    "of its gradients",
+    "step.backward": "before the backward passes; performs nan and x10 on this rank's loss, and "
+    "inf on its gradients",
     "step.end": "after the optimizer step",
-    "checkpoint.begin": "before anything of a checkpoint is made",
+    "checkpoint.begin": "before anything of a checkpoint is created",
     "checkpoint.snapshot": "after the copy to host memory",
     "checkpoint.write": "in the writer, before a file is written",
     "checkpoint.written": "in the writer, after all files of this rank are synced",
     "checkpoint.manifest": "in the publisher, before the manifest is written",
-    "checkpoint.rename": "in the publisher, before the directory gets its name",
-    "checkpoint.pointer": "in the publisher, before `latest` is moved",
+    "checkpoint.rename": "in the publisher, before the directory is renamed",
+    "checkpoint.pointer": "in the publisher, before `latest` is updated",
     "checkpoint.rotate": "in the publisher, before an old checkpoint is removed",
     "checkpoint.rotated": "in the publisher, half-way through a removal",
-    "evaluation.begin": "when the checkpoint of the step is whole, before anything is measured",
-    "evaluation.measure": "when an evaluation is noted as begun, before it computes",
-    "rollback.recorded": "in rank 0, after a rollback is written down; its step is the one left",
-    "rollback.aside": "in rank 0, before a checkpoint is set aside; its step is the checkpoint's",
-    "rollback.load": "before the checkpoint is loaded that a rollback goes back to",
+    "evaluation.begin": "after the checkpoint of the step is complete, before any evaluation",
+    "evaluation.measure": "after an evaluation is recorded as started, before it computes",
+    "rollback.recorded": "on rank 0, after a rollback is recorded; step: the one rolled back from",
+    "rollback.aside": "on rank 0, before a checkpoint is set aside; step: the checkpoint's",
+    "rollback.load": "before a rollback loads its checkpoint",
     "upload.file": "in the uploader, before a file is sent to the object store",
     "upload.marker": "in the uploader, before the manifest is sent",
     "upload.rotate": "in the uploader, before an old checkpoint is removed from the store",
-    "resume.probe": "after a checkpoint was loaded; takes x10, of this rank's weights",
-    "loader.read": "in the process that reads the data, a loader worker if there are any; its step "
-    "is the number of the first sequence that is read",
+    "resume.probe": "after a checkpoint is loaded; performs x10 on this rank's weights",
+    "loader.read": "in the process that reads the data, a loader worker if there is one; step: the "
+    "number of the first sequence that is read",
 }
 ACTIONS = {
-    "kill": "SIGKILL to this process",
-    "stop": "SIGSTOP to this process",
-    "hang": "an endless loop",
-    "exit": "end with exit code 1, without cleaning up",
-    "raise": "a RuntimeError",
-    "enospc": "an OSError: no space left on device",
-    "eio": "an OSError: input/output error",
+    "kill": "send SIGKILL to this process",
+    "stop": "send SIGSTOP to this process",
+    "hang": "loop forever",
+    "exit": "exit with code 1, without cleanup",
+    "raise": "raise a RuntimeError",
+    "enospc": "raise an OSError: no space left on device",
+    "eio": "raise an OSError: input/output error",
     "sleep=SECONDS": "wait that long",
-    "nan": "done by the place: what it has becomes not a number",
-    "inf": "done by the place: what it has becomes infinite",
-    "x10": "done by the place: what it has becomes ten times as large",
+    "nan": "performed by the code at the point: its value becomes NaN",
+    "inf": "performed by the code at the point: its value becomes infinite",
+    "x10": "performed by the code at the point: its value is multiplied by 10",
 }
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `rank` and `step`: None is any."""
+    """One fault; a `rank` or `step` of None means any."""
 
     point: str
     rank: int | None
@@ -71,27 +70,27 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Read the value of `FAULT`.
+    """Parse the value of `FAULT`.
 
     Raises:
-        ConfigError: every part that is not `point:rank:step:action` with known names.
+        ConfigError: names each part that is not a valid `point:rank:step:action`.
     """
     faults, problems = [], []
     names = {action.partition("=")[0] for action in ACTIONS}
     for part in filter(None, text.split(",")):
         where = f"environment: FAULT: {part!r}"
-        words = part.split(":")
-        if len(words) != 4:
+        fields = part.split(":")
+        if len(fields) != 4:
             problems.append(f"{where}, is not point:rank:step:action. Give all four.")
             continue
-        point, rank, step, action = words
+        point, rank, step, action = fields
         name, _, value = action.partition("=")
         if point not in POINTS:
             problems.append(f"{where}, no such point.{did_you_mean(point, POINTS)}")
         if name not in names or (name == "sleep") != bool(value):
             problems.append(f"{where}, no such action. One of: {', '.join(ACTIONS)}.")
         try:
-            numbers = [None if word == "*" else int(word) for word in (rank, step)]
+            numbers = [None if field == "*" else int(field) for field in (rank, step)]
             if value:
                 float(value)
         except ValueError:
@@ -103,8 +102,8 @@ def parse_faults(text: str) -> list[Fault]:
     return faults
 
 
-# Read once: a place costs one look at an empty list while there is none. A value that cannot be
-# read ends the process here, before anything began.
+# Parsed once, so that a point without faults costs the iteration over an empty list. An invalid
+# value ends the process here, before it has started anything.
 try:
     _FAULTS = parse_faults(os.environ.get("FAULT", ""))
 except ConfigError as error:
@@ -113,25 +112,26 @@ except ConfigError as error:
 
 
 def fault_point(point: str, step: int) -> str | None:
-    """Let the fault of this place happen, if there is one for this rank and step.
+    """Trigger the faults of a point that match this rank and step.
 
     Args:
         point: a key of `POINTS`.
-        step: the optimizer step being taken, or the one that a checkpoint is of.
+        step: the current optimizer step, or the step of a checkpoint.
 
     Returns:
-        `nan`, `inf` or `x10` for the place to do it; else None.
+        `nan`, `inf` or `x10`, which the caller performs itself; else None.
     """
-    handed_back = None
+    action = None
     for fault in _FAULTS:
         rank = int(os.environ.get("RANK", 0))
-        here = fault.point == point and fault.rank in (None, rank) and fault.step in (None, step)
-        if here and _strikes(fault, os.environ):
-            handed_back = _strike(fault, rank, step) or handed_back
-    return handed_back
+        matches = fault.point == point and fault.rank in (None, rank) and fault.step in (None, step)
+        if matches and _is_armed(fault, os.environ):
+            action = _trigger(fault, rank, step) or action
+    return action
 
 
-def _strikes(fault: Fault, environment: Mapping[str, str]) -> bool:
+def _is_armed(fault: Fault, environment: Mapping[str, str]) -> bool:
+    """Return False for a fault that has triggered before, where it may trigger once only."""
     directory = environment.get("FAULT_ONCE")
     if not directory:
         return True
@@ -143,7 +143,7 @@ def _strikes(fault: Fault, environment: Mapping[str, str]) -> bool:
     return True
 
 
-def _strike(fault: Fault, rank: int, step: int) -> str | None:
+def _trigger(fault: Fault, rank: int, step: int) -> str | None:
     print(f"FAULT {fault.point} rank {rank} step {step}: {fault.action}", flush=True)
     name, _, value = fault.action.partition("=")
     if name in ("kill", "stop"):

@@ -1,11 +1,17 @@
-"""Files that are either absent or whole: hashing, syncing, atomic writes. Standard library only."""
+"""Hash and sync files, write them atomically, and make directories that are private to this user.
 
+Standard library only.
+"""
+
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
 import socket
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +29,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Make renames inside a directory durable."""
+    """Make the creations and renames in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,51 +38,106 @@ def sync_directory(path: str | Path) -> None:
 
 
 def sync_file(path: str | Path) -> None:
-    """Make what was written to a file durable."""
+    """Make the content of a file durable."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
+# ---- Atomic writes
+
+
+def write_atomically(
+    path: str | Path,
+    content: bytes | memoryview | Callable[[BinaryIO], object],
+    *,
+    many_writers: bool = False,
+    durable: bool = True,
+) -> None:
+    """Write a file that readers see complete or not at all (or as it was before).
+
+    Classes that stream a large file (`ShardWriter`, `StageWriter`) take the same steps themselves.
+
+    Args:
+        content: the bytes, or a function that writes them to a file.
+        many_writers: other processes, also on other hosts, may write the same file at the same
+            time. A killed one then leaves a temporary file that no other writer overwrites.
+        durable: sync, so that this also holds after a power failure.
+
+    Raises:
+        OSError: it could not be written; the file is absent or as it was before.
+    """
+    path = Path(path)
+    temporary = temporary_path(path) if many_writers else path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)
+
+
+def write_json(path: str | Path, value: Any, *, many_writers: bool = False) -> None:
+    """Write a value atomically and durably as indented JSON that ends in a newline."""
+    text = json.dumps(value, indent=2, sort_keys=False, ensure_ascii=False) + "\n"
+    write_atomically(path, text.encode(), many_writers=many_writers)
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a path beside `path` that no other writer uses, to be renamed when complete."""
+    return path.with_name(f"{path.name}.{attempt_token()}.tmp")
+
+
 def attempt_token() -> str:
-    """Return a name that no other process, here or on another machine, has or will have."""
+    """Return a name that is unique over processes and hosts, and differs at each call."""
     return f"{host_name()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 @functools.cache
 def host_name() -> str:
-    """Return the name of this machine, as file names may have it."""
+    """Return the name of this host, in characters that are safe in file names."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32]
 
 
-def temporary_name(path: Path) -> Path:
-    """Return where to write what is renamed to `path` when it is whole, by one writer of many."""
-    return path.with_name(f"{path.name}.{attempt_token()}.tmp")
+# ---- Directories that only this user can write
 
 
-def write_atomically(
-    path: str | Path, write: Callable[[BinaryIO], object], many_writers: bool = False
-) -> None:
-    """Write a file so that it is either absent (or as before) or whole, also after a power cut.
+def private_directory(name: str) -> Path:
+    """Return this user's directory of that name below the temporary directory; it may not exist."""
+    return Path(tempfile.gettempdir()) / f"zerolm-{name}-{os.getuid()}"
 
-    Args:
-        many_writers: others, here or on other machines, may write it at the same time; one that is
-            killed then leaves a file that nobody overwrites.
-    """
-    path = Path(path)
-    temporary = temporary_name(path) if many_writers else path.with_name(path.name + ".tmp")
+
+def privacy_problem(directory: Path) -> str | None:
+    """Return why a directory is not private to this user; None if it is, or does not exist."""
     try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+        status = directory.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
+        return "is no directory, or a link to one"
+    if status.st_uid != os.getuid():
+        return f"belongs to another user ({status.st_uid})"
+    if status.st_mode & 0o022:
+        return f"may be written by others (mode {status.st_mode & 0o777:o})"
+    return None
 
 
-def write_json(path: str | Path, value: Any, many_writers: bool = False) -> None:
-    """Write JSON atomically, indented, ending in a newline; `write_atomically` has the rest."""
-    text = json.dumps(value, indent=2, sort_keys=False, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()), many_writers)
+def make_private(directory: Path) -> None:
+    """Create a directory for this user alone, unless it exists.
+
+    Raises:
+        PermissionError: it exists and is not private to this user.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    if problem := privacy_problem(directory):
+        raise PermissionError(f"{directory} {problem}")

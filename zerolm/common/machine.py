@@ -1,11 +1,10 @@
-"""What this machine is and how the run was started: devices, launcher, directories, accounts.
+"""What can be read about this machine and the launch: devices, launcher, directories, W&B account.
 
-Everything is looked at and nothing is changed. torch and DeepSpeed are imported by need.
+Changes nothing. torch and DeepSpeed are imported where they are needed.
 """
 
 import errno
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -15,8 +14,8 @@ from typing import NamedTuple
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
 RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "ds")
-STALE_BUILD_SECONDS = 600  # one source file of an operator compiles in well under this
-ASSUMED_DEVICE_BYTES = 80 << 30  # with --check --world_size, for devices that are not here
+STALE_BUILD_SECONDS = 600  # compiling one source file of an operator takes much less
+ASSUMED_DEVICE_BYTES = 80 << 30  # per device, for --check --world_size on another machine
 
 
 class Device(NamedTuple):
@@ -24,9 +23,9 @@ class Device(NamedTuple):
 
     Attributes:
         kind: DeepSpeed's name: `cpu`, `cuda`, ...
-        memory_bytes: in all, not free: what is free differs from rank to rank, and all ranks must
-            come to the same plan. None on a CPU.
-        supports_bf16: as the accelerator says.
+        memory_bytes: total, not free: free memory differs between ranks, which must all make the
+            same plan. None on a CPU.
+        supports_bf16: as reported by DeepSpeed's accelerator.
     """
 
     kind: str
@@ -39,9 +38,13 @@ class Device(NamedTuple):
 
 
 def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
-    """Look at the device of this rank, and say which one is missing."""
-    wanted = environment.get("DS_ACCELERATOR")
-    if wanted == "cuda":
+    """Return the device of this rank.
+
+    Args:
+        environment: of the launcher.
+        problems: a device that was asked for and is missing is added to it.
+    """
+    if environment.get("DS_ACCELERATOR") == "cuda":
         import torch
 
         if not torch.cuda.is_available():
@@ -50,7 +53,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
                 "install a driver and a torch build for CUDA."
             )
             return Device("cpu", None, True)
-    logging.disable(logging.WARNING)  # it warns of having found a CPU, which the plan says anyway
+    logging.disable(logging.WARNING)  # it warns that this is a CPU, which the plan prints anyway
     try:
         from deepspeed.accelerator import get_accelerator
 
@@ -73,10 +76,10 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
 
 
 def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]:
-    """Find the locks of operator builds in torch's extension cache: (left behind, maybe in use).
+    """Return the locks of operator builds in torch's extension cache: (stale, possibly in use).
 
-    A rank that was killed while it built an operator leaves its lock, and every later rank waits
-    for it, forever and without a word. A build that is alive writes files beside its lock.
+    A rank that is killed while it builds an operator leaves its lock behind, and every later rank
+    waits for it forever, silently. A running build writes files beside its lock.
     """
     cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
     root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
@@ -85,16 +88,16 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
     for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
         try:
             newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
-        except (OSError, ValueError):  # a build that ends while we look
+        except (OSError, ValueError):  # the build ended meanwhile
             continue
         (stale if time.time() - newest > STALE_BUILD_SECONDS else fresh).append(lock)
     return stale, fresh
 
 
-def unwritable(run_dir: str | Path) -> str | None:
-    """Say why a directory could not be created or written, None if it could.
+def write_problem(run_dir: str | Path) -> str | None:
+    """Return why a directory cannot be created or written, None if it can.
 
-    Tried with an anonymous file in the nearest directory that exists; nothing remains.
+    Writes an anonymous file in the nearest existing directory; nothing remains.
     """
     path = Path(run_dir).absolute()
     while not path.exists() and not path.is_symlink():
@@ -112,7 +115,7 @@ def unwritable(run_dir: str | Path) -> str | None:
 
 
 def free_bytes(run_dir: str | Path) -> int | None:
-    """Return the free bytes of the file system of a directory; None when it does not say."""
+    """Return the free bytes of the file system of a directory, None if they cannot be read."""
     path = Path(run_dir).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -123,33 +126,33 @@ def free_bytes(run_dir: str | Path) -> int | None:
 
 
 def launcher_problem(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Find out whether `deepspeed --num_nodes N` has silently started fewer nodes.
+    """Return the problem if `deepspeed --num_nodes N` has silently started fewer than N nodes.
 
-    The runner takes the first N hosts of its hostfile, and goes on with as many as there are. What
-    it was asked for stands only on its own command line, so its process is looked up on this host.
+    The runner takes the first N hosts of its hostfile, and all of them if there are fewer. N is
+    known only from its command line, which is read from its process on this host.
 
     Args:
-        argv: our own flags.
-        environment: what the node launcher announced (`CROSS_SIZE`: nodes, `WORLD_SIZE`: ranks).
+        argv: flags of this script.
+        environment: set by the node launcher (`CROSS_SIZE`: nodes, `WORLD_SIZE`: ranks).
     """
     nodes = num_nodes(environment)
     if nodes is None:
         return None
-    ours = [word for word in argv if not word.startswith("--local_rank=")]
+    flags = [argument for argument in argv if not argument.startswith("--local_rank=")]
     for command in _commands():
-        options = _runner_options(command, ours)
+        options = _runner_options(command, flags)
         asked = options.get("--num_nodes", "")
         if asked.isdigit() and int(asked) > nodes:
             hostfile = options.get("--hostfile", DEFAULT_HOSTFILE)
             return (
                 f"{hostfile}: --num_nodes: {asked} nodes were asked for, but the hostfile gives "
-                f"{nodes}. Add the missing hosts to it, or ask for --num_nodes {nodes}."
+                f"{nodes}. Add the missing hosts to it, or use --num_nodes {nodes}."
             )
     return None
 
 
 def num_nodes(environment: Mapping[str, str]) -> int | None:
-    """Return how many nodes the run really has, None when it was not started by a launcher."""
+    """Return the number of nodes that were started, None if no launcher started this process."""
     if environment.get("CROSS_SIZE", "").isdigit():
         return int(environment["CROSS_SIZE"])
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
@@ -159,54 +162,34 @@ def num_nodes(environment: Mapping[str, str]) -> int | None:
 
 
 def num_hosts(environment: Mapping[str, str]) -> int:
-    """Return on how many hosts ranks find each other by themselves, 1 where an agent does that."""
+    """Return the number of hosts on which ranks rendezvous without an agent; 1 with an agent."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True":
         return 1
     return (num_nodes(environment) or 1) if "MASTER_ADDR" in environment else 1
 
 
 def _commands() -> list[list[str]]:
-    """Return the command lines of the processes that can be seen, none where there is no /proc."""
+    """Return the command lines of all visible processes; none where there is no /proc."""
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().decode(errors="replace").split("\0")[:-1]
-        except OSError:  # it has ended, or is somebody else's
+            commands.append(path.read_bytes().decode(errors="replace").split("\0")[:-1])
+        except OSError:  # it has ended, or belongs to another user
             continue
-        commands.append(words)
     return commands
 
 
-def _runner_options(command: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
-    """Return the runner's own options if the command is a runner that started our flags."""
-    if len(ours) >= len(command) or list(command[len(command) - len(ours) :]) != list(ours):
+def _runner_options(command: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
+    """Return the options of DeepSpeed's runner if the command runs a script with these flags."""
+    if len(flags) >= len(command) or list(command[len(command) - len(flags) :]) != list(flags):
         return {}
-    head = command[: len(command) - len(ours) - 1]  # without the script
-    if not any(Path(word).name in RUNNER_NAMES for word in head):
+    head = command[: len(command) - len(flags) - 1]  # without the script
+    if not any(Path(argument).name in RUNNER_NAMES for argument in head):
         return {}
     options = {}
-    for number, word in enumerate(head):
-        name, equals, value = word.partition("=")
+    for number, argument in enumerate(head):
+        name, equals, value = argument.partition("=")
         name = "--hostfile" if name == "-H" else name
         if name in ("--num_nodes", "--hostfile"):
             options[name] = value if equals else "".join(head[number + 1 : number + 2])
     return options
-
-
-def has_wandb_key(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether W&B can log in without asking: a key in the environment or in netrc."""
-    import netrc
-
-    if environment.get("WANDB_API_KEY"):
-        return True
-    try:
-        return any("wandb" in host for host in netrc.netrc(environment.get("NETRC")).hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def told_wandb_mode(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what `WANDB_MODE` says, as W&B reads it: online, offline, disabled; empty: nothing."""
-    word = environment.get("WANDB_MODE", "").strip()
-    word = {"dryrun": "offline", "run": "online"}.get(word, word)
-    return word if word in ("online", "offline", "disabled") else ""

@@ -1,4 +1,4 @@
-"""Which code a result comes from: versions of packages, the commit of this one. Imports nothing."""
+"""Identify the code that a result comes from: package versions and the git commit of the source."""
 
 import importlib.metadata
 import platform
@@ -10,7 +10,7 @@ OPTIONAL_PACKAGES = ("wandb", "flash-attn")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on, absent packages left out."""
+    """Return {name: version} of Python and the installed packages that influence a result."""
     found = {"python": platform.python_version()}
     for package in (*PACKAGES, *OPTIONAL_PACKAGES):
         try:
@@ -21,17 +21,28 @@ def versions() -> dict[str, str]:
 
 
 def git_commit(directory: Path) -> str | None:
-    """Return the commit of a source tree, with `+changes` when files differ; None outside git."""
+    """Return the commit of a source tree, None if git does not track its files.
+
+    Args:
+        directory: any directory of the tree.
+
+    Returns:
+        The hash, with `+changes` appended if tracked files were modified.
+    """
     try:
-        commit, changes = (
+        _, commit, changes = (
             subprocess.run(
-                ["git", "-C", str(directory), *words],
+                ["git", "-C", str(directory), *arguments],
                 capture_output=True,
                 text=True,
                 timeout=10,
                 check=True,
             ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+            for arguments in (
+                ["ls-files", "--error-unmatch", "."],  # fails in another project's checkout
+                ["rev-parse", "HEAD"],
+                ["status", "--porcelain", "-uno"],
+            )
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""URLs of directories in stores, used like paths."""
+"""URLs of directories in object stores, used like paths."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -9,7 +9,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 class Url(PurePosixPath):
-    """The URL of a directory or an object in a store: `/` goes down, str() is the URL."""
+    """The URL of a directory or object in a store: `/` appends a name, `str()` gives the URL."""
 
     def __str__(self) -> str:
         scheme, _, rest = super().__str__().partition(":/")
@@ -21,17 +21,17 @@ class Url(PurePosixPath):
 
 
 def is_url(text: Any) -> bool:
-    """Tell a URL from a path."""
+    """Return whether a value is a URL rather than a local path."""
     return isinstance(text, Url) or bool(_URL.match(str(text)))
 
 
-def place(text: str) -> "Path | Url":
-    """Return what a user wrote as the path, or the URL, that it is."""
+def path_or_url(text: str) -> "Path | Url":
+    """Parse a location given by a user."""
     return Url(text) if is_url(text) else Path(text)
 
 
 def url_problem(url: str) -> str | None:
-    """Say what is wrong with a URL, without any network; None when nothing is."""
+    """Return what is wrong with the URL of a store, None if nothing is. Uses no network."""
     import fsspec
 
     scheme, separator, rest = url.partition("://")
@@ -39,8 +39,8 @@ def url_problem(url: str) -> str | None:
         return "is not a URL. Write s3://bucket/first, gs://bucket/first or file:///backup/first."
     if "@" in rest.split("/")[0] or "?" in rest:
         return (
-            "carries credentials or a query, which would stand in run.json and in every list of "
-            "processes. Leave them to the environment or the files of the store's library."
+            "contains credentials or a query, which would be visible in run.json and in process "
+            "listings. Put them into the environment or the configuration of the store's library."
         )
     try:
         fsspec.get_filesystem_class(scheme)

@@ -1,30 +1,30 @@
-"""Values as users write them: numbers with suffixes, durations, switches, JSON objects.
+"""Parse and format values as users write them: numbers with suffixes, byte counts, durations, JSON.
 
-Knows no setting and no key: settings.py and ds_config.py say what a value is for. Each function
-raises a ValueError whose text is the rule and the fix, so that the caller can put the place before.
+Must not know any setting. `parse_number` raises a ValueError whose text is the rule and the fix, to
+which the caller adds the name and the value of the setting.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import ConfigError, did_you_mean
-from zerolm.recomputation import WRITTEN
+from zerolm.common.errors import ConfigError
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def shown(value: Any) -> str:
-    """Return a value as it stands in a file or on a command line."""
+    """Format a value as it is written in a file or on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def shown_bytes(count: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
+    """Format a number of bytes with three digits and a binary unit: 1.23 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -33,12 +33,16 @@ def shown_bytes(count: float) -> str:
 
 
 def parse_number(value: Any) -> int | float:
-    """Read `3e9`, `3B`, `500M`, `2k` or a JSON number: an int when it is whole."""
+    """Parse `3e9`, `3B`, `500M`, `2k` or a JSON number; returns an int if it has no fraction.
+
+    Raises:
+        ValueError: it is not a finite number of at most 10^30.
+    """
     text, factor = str(value).strip().lower(), 1
     if isinstance(value, str) and text[-1:] in SUFFIXES:
         text, factor = text[:-1], SUFFIXES[text[-1]]
     try:
-        number = Decimal(text) * factor  # in decimal: 2.3B is a whole number
+        number = Decimal(text) * factor  # in decimal, so that 2.3B is an int
     except ArithmeticError:
         raise ValueError("not a number. Write for example 3e9, 3B, 500M or 2k.") from None
     if not number.is_finite() or number.adjusted() > 30:
@@ -46,18 +50,30 @@ def parse_number(value: Any) -> int | float:
     return int(number) if number == int(number) else float(number)
 
 
-def _count_of(value: Any) -> int:
+def parse_count(value: Any) -> int:
+    """Read a whole number, in any form of `parse_number`."""
     number = parse_number(value)
     if isinstance(number, float):
         raise ValueError("must be a whole number. Round it.")
     return number
 
 
-def _duration(value: Any) -> float:
+def parse_bytes(value: Any) -> int:
+    """Read a number of bytes: `5GB`, `500MB`, `32GiB`, or any form of `parse_count`."""
     text = str(value).strip().lower()
-    if re.fullmatch(r"[\d.]+", text):
+    if (unit := BINARY_UNITS.get(text[-3:])) is not None:
+        return parse_count(float(parse_number(text[:-3]) * unit))
+    if re.search(r"[kmgt]b$", text):
+        return parse_count(text[:-1])
+    return parse_count(value)
+
+
+def parse_duration(value: Any) -> float:
+    """Read `3h50m`, `90s`, `2d` or a number of seconds; return seconds."""
+    text = str(value).strip().lower()
+    if re.fullmatch(r"[\d.]+(e\d+)?", text):
         text += "s"
-    parts = re.findall(r"([\d.]+)([dhms])", text)
+    parts = re.findall(r"([\d.]+(?:e\d+)?)([dhms])", text)
     if isinstance(value, bool) or not parts or "".join(map("".join, parts)) != text:
         raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.")
     try:
@@ -66,62 +82,23 @@ def _duration(value: Any) -> float:
         raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.") from None
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("must be text. Write it in quotes, not empty.")
-    return value
-
-
-def _truth(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    raise ValueError("must be true or false.")
-
-
-def _recompute(value: Any) -> bool | str:
-    """Read a switch that also has a middle; `full` and `off` are its true and false."""
-    if (written := str(value).lower()) not in WRITTEN:
-        raise ValueError(f"must be full, selective or off.{did_you_mean(written, WRITTEN)}")
-    return WRITTEN[written]
-
-
-def _list(value: Any) -> tuple[str, ...]:
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
-        raise ValueError('must be a list of text. Write for example ["shards/web=0.7"].')
-    return tuple(_text(value) for value in values)
-
-
-CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    "count": _count_of,
-    "real": lambda value: float(parse_number(value)),
-    "duration": _duration,
-    "text": _text,
-    "switch": _truth,
-    "recompute": _recompute,
-    "list": _list,
-}
-
-
 def read_json(
     path: str | Path, what: str, loads: Callable[..., Any] = json.loads
 ) -> dict[str, Any]:
-    """Read a JSON object, refusing duplicate keys.
+    """Read a JSON object from a file.
 
     Args:
-        what: what the file should be, for messages.
-        loads: json.loads, or that of a more lenient reader.
+        what: what the file should be, for messages: "a model config".
+        loads: `json.loads`, or that of a more lenient parser.
 
     Raises:
-        ConfigError: the file is missing, unreadable, not JSON, or not an object.
+        ConfigError: the file is missing, unreadable, not JSON, no object, or repeats a key.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1})
-        if twice:
-            raise ValueError(f"the key {twice[0]!r} stands twice in one object")
+        repeated = sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1})
+        if repeated:
+            raise ValueError(f"the key {repeated[0]!r} occurs twice in one object")
         return dict(pairs)
 
     try:
@@ -136,7 +113,7 @@ def read_json(
 
 
 def count(number: float) -> str:
-    """Write a large count with a unit, three digits: 1.23M."""
+    """Format a large count with three digits and a decimal unit: 1.23M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -144,7 +121,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as 1d02h03m, 2h03m, 3m04s or 5s."""
+    """Format seconds as 1d02h03m, 2h03m, 3m04s or 5s."""
     minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -153,3 +130,20 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{seconds_left:02}s" if minutes else f"{seconds_left}s"
+
+
+def split_evenly(total: int, available: Sequence[int]) -> list[int]:
+    """Split a total into parts, one per cap, as evenly as the caps allow.
+
+    Args:
+        available: the cap of each part. If the total exceeds their sum, the excess is dropped.
+
+    Returns:
+        The parts, in the order of the caps; remainders go to the parts with the largest caps.
+    """
+    parts = [0] * len(available)
+    smallest_first = sorted(range(len(available)), key=lambda index: (available[index], -index))
+    for done, index in enumerate(smallest_first):
+        parts[index] = min(available[index], total // (len(available) - done))
+        total -= parts[index]
+    return parts

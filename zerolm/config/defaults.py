@@ -1,7 +1,7 @@
-"""What a setting is when nobody says: formulas in the size of the model. Pure arithmetic.
+"""Default values of settings, as functions of the model's size. Pure arithmetic.
 
-Each formula has its source beside it. Nothing here depends on the number of devices, so that a run
-learns the same on any of them; the micro-batch does, and changes only speed.
+Each formula names its source. Only the micro-batch depends on the devices, and it changes only
+speed, so that a run learns the same on any hardware.
 """
 
 import math
@@ -36,7 +36,7 @@ def learning_rate(training_flops: float) -> float:
 def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> int:
     """Return the sequences of a global batch: the power of two nearest to the fitted size.
 
-    Not more than a hundredth of the run, so that a short run still takes a hundred steps.
+    At most a hundredth of the run, so that a short run still takes a hundred steps.
 
     Source: DeepSeek LLM (arXiv 2401.02954), equation 1: 0.2920 C^0.3271 tokens.
     """
@@ -45,7 +45,7 @@ def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> i
 
 
 def rollback_margin(total_steps: int) -> int:
-    """Return how many steps before a spike are left behind with it: those that may have led to it.
+    """Return how many steps before a spike a rollback also undoes: they may have led to it.
 
     Source: PaLM (arXiv 2204.02311), section 5.1, went back "roughly 100 steps".
     """
@@ -53,7 +53,7 @@ def rollback_margin(total_steps: int) -> int:
 
 
 def interval(total_steps: int, what: str) -> int:
-    """Return the optimizer steps between two of `what`: log, eval or checkpoint."""
+    """Return the default interval in optimizer steps of `what`: log, eval or checkpoint."""
     times = {"log": NUM_LOGS, "eval": NUM_EVALS, "checkpoint": NUM_CHECKPOINTS}[what]
     return max(MIN_INTERVAL_STEPS[what], min(MAX_INTERVAL_STEPS[what], total_steps // times))
 
@@ -61,7 +61,7 @@ def interval(total_steps: int, what: str) -> int:
 def layer_activations(hidden_size: int, intermediate_size: int) -> int:
     """Estimate the values that one token keeps in a layer, for models that cannot be traced.
 
-    12 hidden-sized ones (both norms' inputs and outputs, queries, keys, values, the attention's
+    12 of the hidden size (both norms' inputs and outputs, queries, keys, values, the attention's
     output, both residual sums, and two casts), and 4 of the MLP's width (gate, up, their product
     and the activation). Attention scores are not kept (SDPA or FlashAttention).
 
@@ -80,8 +80,8 @@ def micro_batch_size(per_rank: int, sequence_bytes: int, budget_bytes: int | Non
 
     Args:
         per_rank: sequences of a rank in the smallest global batch.
-        sequence_bytes: what one sequence keeps.
-        budget_bytes: what there is for activations; None for no bound.
+        sequence_bytes: activations of one sequence.
+        budget_bytes: memory for activations; None for no limit.
     """
     fitting = [
         size
@@ -92,7 +92,7 @@ def micro_batch_size(per_rank: int, sequence_bytes: int, budget_bytes: int | Non
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """Say which multiples of `unit` are next to `value`: `960 or 1024`."""
+    """Name the multiples of `unit` nearest to `value`: `960 or 1024`."""
     below = value // unit * unit
     choices: Sequence[int] = [below, below + unit] if below else [unit]
     return " or ".join(str(choice) for choice in choices)

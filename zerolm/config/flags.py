@@ -1,34 +1,53 @@
-"""Settings as a user gives them: flags, and the JSON file that `--settings` names.
+"""Parse settings from flags and from the JSON file that `--settings` names.
 
-The first thing that happens. Every problem of both is found, before anything is read. Knows how a
-setting is written; what settings there are is settings.py's. Standard library only: `--help` is
-instant.
+Runs first, and finds every problem of both before any other file is read. Converts values as users
+write them; which settings exist is defined in `Settings`. Standard library only, so that `--help`
+is instant. Not argparse, which stops at the first problem and accepts abbreviated flags.
 """
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from zerolm.errors import ConfigError, did_you_mean
-from zerolm.recomputation import WRITTEN
-from zerolm.settings import COMMAND_LINE, FLAGS, GROUPS, Settings
-from zerolm.values import CONVERTERS, read_json, shown
+from zerolm.common.command_line import flush_output
+from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.values import (
+    parse_bytes,
+    parse_count,
+    parse_duration,
+    parse_number,
+    read_json,
+    shown,
+)
+from zerolm.config.settings import COMMAND_LINE, FLAGS, GROUPS, RECOMPUTE_NAMES, Settings
 
-SWITCHES = ("switch", "recompute")  # may stand without a value
+USAGE = """\
+usage: deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE
+           --model_config FILE --data PATH[=WEIGHT] --run_dir PATH [flags]"""
+INTRODUCTION = (
+    "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Write flags with dashes or "
+    "underscores; numbers as 3e9, 3B, 500M or 2k; bytes as 5GB or 32GiB; durations as 3h50m or "
+    "90s; switches as --flag or --no-flag. A flag that is not given has a default that suits the "
+    "model; --check prints it."
+)
+SWITCHES = ("switch", "recompute")  # may be given without a value
 
 
-def parse_settings(argv: Sequence[str]) -> tuple[Settings, list[str]]:
-    """Read flags, and the JSON file that `--settings` names.
+def parse_settings(
+    argv: Sequence[str], other_flags: Collection[str] = ()
+) -> tuple[Settings, list[str]]:
+    """Parse flags and the JSON file that `--settings` names.
 
     Args:
         argv: without the program's name. `--help` prints and exits 0; nothing else exits.
+        other_flags: names that a mistyped flag may also be meant to be.
 
     Returns:
-        The settings, in which whatever was refused is as if not given; and every problem found.
+        The settings, in which refused values count as not given; and every problem found.
     """
     problems: list[str] = []
-    flags = _read_flags(argv, problems)
+    flags = _read_flags(argv, problems, other_flags)
     given: dict[str, Any] = {}
     origins: dict[str, str] = {}
     path = flags.get("settings")
@@ -54,7 +73,7 @@ def _accept(
     origins: dict[str, str],
     problems: list[str],
 ) -> None:
-    """Convert one value and put it among those given, or say why not."""
+    """Convert one value and add it to `given`, or add a problem."""
     try:
         given[name] = convert(name, value)
     except ValueError as error:
@@ -66,10 +85,10 @@ def _accept(
 
 
 def convert(name: str, value: Any) -> Any:
-    """Convert what a user wrote, a string or a JSON value, to what the field holds.
+    """Convert a string or JSON value to the type of a setting.
 
     Raises:
-        ValueError: a sentence with the rule and the fix.
+        ValueError: the text has the rule and the fix.
     """
     about = FLAGS[name]
     kind = about["kind"]
@@ -87,13 +106,13 @@ def convert(name: str, value: Any) -> Any:
     return converted
 
 
-def _read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Split the command line into names and what was written for them.
-
-    Not argparse: that stops at the first problem, and takes an abbreviation for the flag.
-    """
+def _read_flags(
+    argv: Sequence[str], problems: list[str], other_flags: Collection[str]
+) -> dict[str, Any]:
+    """Split the command line into {setting: value as written}."""
     if "--help" in argv or "-h" in argv:
         print(help_text())
+        flush_output()
         sys.exit(0)
     flags: dict[str, Any] = {}
     words = list(argv)
@@ -106,7 +125,7 @@ def _read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
         name = written.replace("-", "_")
         negated = name.startswith("no_") and FLAGS.get(name[3:], {}).get("kind") in SWITCHES
         kind = FLAGS.get(name, {}).get("kind")
-        if kind == "recompute" and not equals and words and words[0] in WRITTEN:
+        if kind == "recompute" and not equals and words and words[0] in RECOMPUTE_NAMES:
             equals, value = "=", words.pop(0)
         if negated or kind in SWITCHES:
             truth = value if equals else "true"
@@ -118,7 +137,7 @@ def _read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
         if has_value and not equals:
             value = words.pop(0)
         if name not in FLAGS:
-            choices = [f"--{known}" for known in FLAGS if known != "local_rank"]
+            choices = [f"--{known}" for known in (*FLAGS, *other_flags) if known != "local_rank"]
             problems.append(
                 f"{COMMAND_LINE}: --{written}, no such flag.{did_you_mean(f'--{name}', choices)} "
                 f"See --help."
@@ -136,7 +155,7 @@ def _read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
 
 
 def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
-    """Read a settings file or a run.json; null is "not given"."""
+    """Read a settings file or a run.json; null counts as not given."""
     try:
         values = read_json(path, "a JSON file with settings, or the run.json of a run")
     except ConfigError as error:
@@ -156,25 +175,72 @@ def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
     return known
 
 
-def help_text() -> str:
-    """Return what `--help` prints: every flag with its unit, by group."""
+def help_text(usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """Return the text of `--help`: every flag with its unit, by group.
+
+    Args:
+        usage: how the program is started.
+        more: flags of the program that starts pretrain.py, shown first: {group: {flag: help}}.
+    """
     lines = [
-        "usage: deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE",
-        "           --model_config FILE --data PATH[=WEIGHT] --run_dir PATH [flags]",
+        usage,
         "",
-        "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Flags may be written",
-        "with dashes or underscores; numbers as 3e9, 3B, 500M or 2k; switches as --flag or",
-        "--no-flag. What was not given gets a default that suits the model; --check shows it.",
+        *textwrap.wrap(INTRODUCTION, 100),
     ]
+    groups = dict(more or {})
     for group, title in GROUPS.items():
+        groups[title] = {
+            f"--{name} {about['shows'] or '|'.join(about['choices'])}".rstrip(): about["help"]
+            for name, about in FLAGS.items()
+            if about["group"] == group
+        }
+    for title, flags in groups.items():
         lines += ["", f"{title}:"]
-        for name, about in FLAGS.items():
-            if about["group"] == group:
-                shows = about["shows"] or "|".join(about["choices"])
-                head = f"  --{name} {shows}".rstrip()
-                text = about["help"].replace("%%", "%")
-                wrapped = textwrap.wrap(text, 100 - 40) or [""]
-                first = f"{head:<40}{wrapped[0]}" if len(head) < 39 else head
-                rest = wrapped[1:] if len(head) < 39 else wrapped
-                lines += [first, *(" " * 40 + part for part in rest)]
+        for flag, text in flags.items():
+            head = f"  {flag}"
+            text = text.replace("%%", "%")
+            wrapped = textwrap.wrap(text, 100 - 40, break_on_hyphens=False) or [""]
+            first = f"{head:<40}{wrapped[0]}" if len(head) < 39 else head
+            rest = wrapped[1:] if len(head) < 39 else wrapped
+            lines += [first, *(" " * 40 + part for part in rest)]
     return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be text. Write it in quotes, not empty.")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    raise ValueError("must be true or false.")
+
+
+def _recompute(value: Any) -> bool | str:
+    """Convert full, selective or off; true and false are full and off."""
+    if (written := str(value).lower()) not in RECOMPUTE_NAMES:
+        raise ValueError(f"must be full, selective or off.{did_you_mean(written, RECOMPUTE_NAMES)}")
+    return RECOMPUTE_NAMES[written]
+
+
+def _list(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
+        raise ValueError('must be a list of text. Write for example ["shards/web=0.7"].')
+    return tuple(_text(value) for value in values)
+
+
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "count": parse_count,
+    "bytes": parse_bytes,
+    "real": lambda value: float(parse_number(value)),
+    "duration": parse_duration,
+    "text": _text,
+    "switch": _truth,
+    "recompute": _recompute,
+    "list": _list,
+}

@@ -1,9 +1,8 @@
-"""The settings of a run: one field per flag.
+"""The settings of a run: one field per flag, with its unit, bounds and help.
 
-What there is to set, with its unit, bounds and help; flags.py reads it. Knows no data, no model and
-no DeepSpeed JSON: a setting that was not given stays None here and gets "a default that suits the
-model size" in resolution.py. Everything that DeepSpeed's JSON already says has no flag. Standard
-library only: `--help` is instant.
+A setting that is not given is None here, and gets a default that suits the model when the settings
+are resolved. What DeepSpeed's JSON already says has no flag. Must not depend on data, the model or
+the DeepSpeed JSON. Standard library only, so that `--help` is instant.
 """
 
 import dataclasses
@@ -11,16 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerolm.schedule import SCHEDULES
-from zerolm.values import parse_number
+from zerolm.common.values import parse_number
+from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS
 
 COMMAND_LINE = "command line"
-CONCAT, BEST_FIT = "concat", "best_fit"  # --packing: cut from all the text, or whole documents
+CONCAT, BEST_FIT = "concat", "best_fit"  # --packing
 ATTENTION_IMPLEMENTATIONS = (
     *("auto", "eager", "sdpa", "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
 HIGHEST, HIGH = "highest", "high"  # --float32_matmul, in torch's words
+SELECTIVE = "selective"
+# Of --gradient_checkpointing. False: keep all activations; True: recompute each block;
+# "selective": recompute all but matmuls and attention.
+Recompute = bool | str
+RECOMPUTE_NAMES: dict[str, Recompute] = {
+    "full": True,
+    "selective": SELECTIVE,
+    "off": False,
+    "true": True,
+    "false": False,
+}
 WANDB_MODES = ("auto", "online", "offline", "off")
 REFUSE, WARN, REDISTRIBUTE = EPOCH_POLICIES = ("refuse", "warn", "redistribute")
 GROUPS = {
@@ -46,8 +56,18 @@ def _flag(
     below: float | None = None,
     choices: Sequence[str] = (),
     saved: bool = True,
+    tracker: str = "",
 ) -> Any:
-    """Describe a field: how it is read, its bounds, its help. `saved`: kept in run.json."""
+    """Describe a field.
+
+    Args:
+        group: a key of `GROUPS`.
+        kind: how its value is converted, a key of `zerolm.config.flags.CONVERTERS`.
+        shows: its value in the help.
+        minimum, below: bounds, included and excluded.
+        saved: whether run.json keeps it.
+        tracker: `module:class` of the `Tracker` that the flag switches on.
+    """
     about: dict[str, Any] = {
         "group": group,
         "kind": kind,
@@ -55,7 +75,7 @@ def _flag(
         "shows": shows,
         "minimum": minimum,
     }
-    about |= {"below": below, "choices": tuple(choices), "saved": saved}
+    about |= {"below": below, "choices": tuple(choices), "saved": saved, "tracker": tracker}
     return field(default=default, metadata=about)
 
 
@@ -73,15 +93,15 @@ def _switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for. None: not given.
+    """What the user gave; None means not given.
 
-    Each field is the flag of its name; `--help` shows unit, bounds and default of each.
+    Each field is the flag of that name; `--help` shows its unit and default.
     """
 
     data: tuple[str, ...] = _flag(
         "data",
         "list",
-        "token shards, and their share of the sequences in any unit; repeat it for several "
+        "token shards, and their share of the sequences in any unit; repeat for several "
         "sources (default: shares by size)",
         shows="PATH[=WEIGHT]",
         default=(),
@@ -89,105 +109,114 @@ class Settings:
     data_stage: tuple[str, ...] = _flag(
         "data",
         "list",
-        "other weights from so many tokens on, by the names of the directories; what is not named "
-        "rests; may be repeated",
+        "change the mixture at a token count, with weights by directory name; sources not "
+        "named get weight 0; may be repeated",
         shows="TOKENS:NAME=W[,...]",
         default=(),
     )
     mixture_temperature: float | None = _flag(
         "data",
         "real",
-        "without weights: shares by tokens^(1/X); above 1 small sources count more (default: 1)",
+        "without weights: shares proportional to tokens^(1/X); X above 1 favours small "
+        "sources (default: 1)",
         shows="X",
         minimum=0.1,
     )
     max_epochs: tuple[str, ...] = _flag(
         "data",
         "list",
-        "how often a run may read a source, of all or of one; may be repeated",
+        "how many times a run may read each source, or the named source; may be repeated",
         shows="[NAME=]N",
         default=(),
     )
     over_max_epochs: str | None = _flag(
         "data",
         "text",
-        "what becomes of a run that would read a source more often; redistribute: the source "
-        "leaves, the others fill its place (default: refuse)",
+        "what to do if a source would be read more often; redistribute: drop it from then on "
+        "and scale up the others (default: refuse)",
         choices=EPOCH_POLICIES,
     )
     val_data: tuple[str, ...] = _flag(
         "data", "list", "token shards for validation; may be repeated", shows="PATH", default=()
     )
     seq_len: int | None = _count(
-        "data", "tokens of a sequence (default: 2048, or the model's positions if less)", "TOKENS"
+        "data", "tokens of a sequence (default: 2048, or the model's maximum if less)", "TOKENS"
     )
-    document_mask: bool = _switch("data", "tokens attend only to tokens of their own document")
+    document_mask: bool = _switch("data", "let tokens attend only to tokens of their own document")
     packing: str = _flag(
         "data",
         "text",
-        "rows are cut from all the text, or hold whole documents by the index of data_prep pack "
-        "(default: concat)",
+        "concat: sequences are cut from concatenated documents; best_fit: they hold whole "
+        "documents, by the index that `data_prep pack` writes (default: concat)",
         default=CONCAT,
         choices=(CONCAT, BEST_FIT),
     )
     num_workers: int = _count(
-        "data", "loader processes per rank (default: 0)", "N", minimum=0, default=0
+        "data", "data loader processes per rank (default: 0)", "N", minimum=0, default=0
     )
     data_cache: str | None = _flag(
         "data",
         "text",
-        "directory on each node for token shards that are in a store (default: in the system's "
-        "directory for temporary files)",
+        "directory on each node that caches token shards of an object store (default: in the "
+        "system's temporary directory)",
         shows="PATH",
     )
-    data_cache_bytes: int | None = _count(
-        "data", "bound of that directory, for all ranks of a node (default: 32 GiB)", "BYTES"
+    data_cache_bytes: int | None = _flag(
+        "data",
+        "bytes",
+        "maximum size of that directory, shared by all ranks of a node (default: 32 GiB)",
+        shows="BYTES",
+        minimum=1,
     )
     eval_tokens: int | None = _count(
         "data", "validation tokens of an evaluation (default: 1M, or all if fewer)", "TOKENS"
     )
 
     batch_tokens: int | None = _count(
-        "batch", "tokens of an optimizer step, over all devices (default: by compute)", "TOKENS"
+        "batch",
+        "tokens of an optimizer step, over all devices (default: from the compute budget)",
+        "TOKENS",
     )
     micro_batch_size: int | None = _count(
         "batch",
-        "sequences that a device takes at once, or auto: the most that fit (default: auto)",
+        "sequences per device and micro-batch; auto: the largest that fits (default: auto)",
         "SEQUENCES|auto",
     )
     batch_ramp_start: int | None = _count(
-        "batch", "tokens of the first optimizer step; the batch grows from there", "TOKENS"
+        "batch", "tokens of the first optimizer step, from which the batch grows", "TOKENS"
     )
     batch_ramp_tokens: int | None = _count(
-        "batch", "tokens until the batch is full (default: 10%% of the total)", "TOKENS"
+        "batch", "tokens until the batch has its full size (default: 10%% of the total)", "TOKENS"
     )
 
     total_tokens: int | None = _count(
         "budget", "tokens to train on (default: 20 per parameter)", "TOKENS"
     )
-    learning_rate: float | None = _real("peak learning rate (default: by compute)")
-    min_learning_rate: float | None = _real("learning rate at the end (default: a tenth of peak)")
+    learning_rate: float | None = _real("peak learning rate (default: from the compute budget)")
+    min_learning_rate: float | None = _real("final learning rate (default: a tenth of the peak)")
     warmup_tokens: int | None = _count(
-        "budget", "tokens until the peak (default: 1%% of the total)", "TOKENS", minimum=0
+        "budget", "tokens of the warm-up (default: 1%% of the total)", "TOKENS", minimum=0
     )
     schedule: str | None = _flag(
-        "budget", "text", "shape of the learning rate (default: cosine)", choices=SCHEDULES
+        "budget", "text", "shape of the learning rate (default: cosine)", choices=tuple(SCHEDULES)
     )
     decay_tokens: int | None = _count(
-        "budget", "with wsd: tokens of the decay (default: 20%% of the total)", "TOKENS"
+        "budget",
+        f"tokens of the decay, for {WITH_DECAY_TOKENS} (default: 20%% of the total)",
+        "TOKENS",
     )
     weight_decay: float | None = _real("weight decay of matrices (default: 0.1)")
     beta1: float | None = _real("the optimizer's first beta (default: 0.9)", below=1.0)
     beta2: float | None = _real("the optimizer's second beta (default: 0.95; Lion 0.99)", below=1.0)
 
     model_config: str | None = _flag(
-        "model", "text", "a Hugging Face config.json of a causal language model", shows="PATH"
+        "model", "text", "config.json of a Hugging Face causal language model", shows="PATH"
     )
     gradient_checkpointing: bool | str = _flag(
         "model",
         "recompute",
-        "compute activations again in the backward pass, to save memory; selective: but matrix "
-        "products and attention (default: off, without a value: full)",
+        "recompute activations in the backward pass, to save memory; selective keeps the "
+        "outputs of matmuls and attention (default: off; without a value: full)",
         shows="[full|selective|off]",
         default=False,
     )
@@ -202,23 +231,23 @@ class Settings:
     float32_matmul: str = _flag(
         "model",
         "text",
-        "products of a float32 run on a GPU; high: TF32, several times as fast, with 10 bits after "
-        "the point (default: highest)",
+        "matrix products of a float32 run on a GPU; high: TF32, several times faster, with a "
+        "10-bit mantissa (default: highest)",
         default=HIGHEST,
         choices=(HIGHEST, HIGH),
     )
     compile: bool = _switch("model", "compile each block of the model with torch.compile")
     loss_chunk_tokens: int | None = _count(
         "model",
-        "tokens whose logits are there at a time; 0: all of a micro-batch (default: 0, unless they "
-        "take more than 16 GiB in float32)",
+        "compute the loss for this many tokens at a time, to save memory; 0: for a whole "
+        "micro-batch (default: 0, unless its logits exceed 16 GiB in float32)",
         "N",
         minimum=0,
     )
     seed: int = _flag(
         "model",
         "count",
-        "of the weights and of the data order (default: 0)",
+        "seed of the initial weights and of the data order (default: 0)",
         shows="N",
         default=0,
         minimum=0,
@@ -227,20 +256,20 @@ class Settings:
     run_dir: str | None = _flag(
         "run",
         "text",
-        "directory of this run; one that holds a checkpoint is resumed",
+        "directory of the run; if it contains a checkpoint, the run resumes from it",
         shows="PATH",
     )
-    deepspeed_config: str | None = _flag("run", "text", "DeepSpeed's own JSON file", shows="PATH")
+    deepspeed_config: str | None = _flag("run", "text", "DeepSpeed JSON file", shows="PATH")
     nvme_path: str | None = _flag(
         "run",
         "text",
-        "directory on a local NVMe disk of each host, for a profile that offloads to it",
+        "directory on a local NVMe disk of each host, for a profile that offloads to NVMe",
         shows="PATH",
     )
     settings: str | None = _flag(
         "run",
         "text",
-        "a JSON file with settings, or the run.json of a run; flags win",
+        "JSON file with settings, or the run.json of a run; flags take precedence",
         shows="PATH",
         saved=False,
     )
@@ -250,30 +279,37 @@ class Settings:
     async_checkpoint: bool = _flag(
         "run",
         "switch",
-        "write checkpoints behind training (default); --no-async_checkpoint waits for each",
+        "write checkpoints in the background (default); with --no-async_checkpoint training "
+        "waits for each",
         default=True,
     )
-    checkpoint_keep: int = _count("run", "newest checkpoints to keep (default: 3)", "N", default=3)
+    checkpoint_keep: int = _count(
+        "run", "number of newest checkpoints to keep (default: 3)", "N", default=3
+    )
     checkpoint_keep_tokens: int | None = _count(
-        "run", "also keep a checkpoint every so many tokens, for good", "TOKENS"
+        "run", "also keep a checkpoint every N tokens for good", "TOKENS"
     )
     checkpoint_keep_best: int = _count(
-        "run", "also keep those of lowest eval/loss (default: 0)", "N", minimum=0, default=0
+        "run",
+        "also keep the N checkpoints with the lowest eval/loss (default: 0)",
+        "N",
+        minimum=0,
+        default=0,
     )
     checkpoint_failures: int = _count(
-        "run", "saves that fail in a row before the run ends (default: 3)", "N", default=3
+        "run", "consecutive failed saves after which the run ends (default: 3)", "N", default=3
     )
     stop_after: float | None = _flag(
         "run",
         "duration",
-        "save, and stop with exit code 75, within this time, e.g. 3h50m or 90s",
+        "save and stop with exit code 75 within this time, e.g. 3h50m or 90s",
         shows="DURATION",
         minimum=1.0,
     )
     hang_timeout: float = _flag(
         "run",
         "duration",
-        "end the run, naming the rank, after this time without progress; 0: never (default: 10m)",
+        "end the run and name the rank after this time without progress; 0: never (default: 10m)",
         shows="DURATION",
         minimum=0.0,
         default=600.0,
@@ -281,12 +317,12 @@ class Settings:
     upload_to: str | None = _flag(
         "run",
         "text",
-        "object store that checkpoints are copied to, e.g. s3://bucket/first, or off; a --run_dir "
-        "without a checkpoint is restored from there",
+        "object store to which checkpoints are copied, e.g. s3://bucket/first, or off; a "
+        "--run_dir without a checkpoint is restored from it",
         shows="URL",
     )
     upload_keep: int = _count(
-        "run", "checkpoints to keep there (default: 0, all)", "N", minimum=0, default=0
+        "run", "checkpoints to keep there; 0: all (default: 0)", "N", minimum=0, default=0
     )
     upload_wait: float = _flag(
         "run",
@@ -299,32 +335,33 @@ class Settings:
     report_interval: float = _flag(
         "run",
         "duration",
-        "how often report.html is written, and at the end; 0: never (default: 3m)",
+        "time between updates of report.html, which is also written at the end; 0: never "
+        "(default: 3m)",
         shows="DURATION",
         default=180.0,
         minimum=0.0,
     )
     accept_changes: bool = _switch(
         "run",
-        "go on with a run although settings of its curve, or its data, are other ones now",
+        "resume although settings that shape the loss curve, or the data, have changed",
         saved=False,
     )
     check: bool = _switch(
-        "run", "check everything, print what the run would be, and stop", saved=False
+        "run", "check everything, print the plan of the run, and stop", saved=False
     )
     world_size: int | None = _count(
-        "run", "with --check: number of devices of the run to check", "N", saved=False
+        "run", "with --check: number of devices to plan for", "N", saved=False
     )
 
     hellaswag: str | None = _flag(
         "evaluation",
         "text",
-        "HellaSwag to evaluate on: its JSON lines, or a data set of the hub",
+        "evaluate on HellaSwag: its JSON lines file, or a dataset of the hub",
         shows="PATH|ID",
     )
     hellaswag_items: int = _count(
         "evaluation",
-        "the first so many items; 0: all (default: 1000)",
+        "number of items, from the start; 0: all (default: 1000)",
         "N",
         minimum=0,
         default=1000,
@@ -332,50 +369,55 @@ class Settings:
     eval_tasks: tuple[str, ...] = _flag(
         "evaluation",
         "list",
-        "tasks of lm-eval, with the extra lm-eval; may be repeated",
+        "lm-eval tasks to evaluate on (needs the extra lm-eval); may be repeated",
         shows="NAME[,NAME]",
         default=(),
     )
     eval_task_path: str | None = _flag(
-        "evaluation", "text", "directory with further tasks, lm-eval's yaml files", shows="PATH"
+        "evaluation", "text", "directory with further lm-eval task files (yaml)", shows="PATH"
     )
     eval_task_items: int | None = _count(
-        "evaluation", "the first so many documents of each task (default: all)", "N"
+        "evaluation", "number of documents of each task, from the start (default: all)", "N"
     )
     downstream_interval: int | None = _count(
         "evaluation",
-        "optimizer steps between HellaSwag and tasks (default: --eval_interval)",
+        "optimizer steps between evaluations on HellaSwag and tasks (default: --eval_interval)",
         "STEPS",
     )
     prompts: str | None = _flag(
         "evaluation",
         "text",
-        "prompts to write samples for: one a line, or .jsonl with prompt",
+        "prompts to generate samples from: one a line, or .jsonl with a key prompt",
         shows="PATH",
     )
     sample_interval: int | None = _count(
         "evaluation",
-        "tokens between samples (default: after each doubling of the tokens, and at the end)",
+        "tokens between samples (default: each time the tokens have doubled, and at the end)",
         "TOKENS",
     )
     sample_length: int = _count(
-        "evaluation", "new tokens of a sample, at most (default: 64)", "TOKENS", default=64
+        "evaluation", "maximum new tokens of a sample (default: 64)", "TOKENS", default=64
     )
     temperature: float = _flag(
         "evaluation",
         "real",
-        "of samples; 0: the likeliest token (default: 0.8)",
+        "sampling temperature; 0: always the most likely token (default: 0.8)",
         shows="X",
         default=0.8,
         minimum=0.0,
     )
     top_k: int = _count(
-        "evaluation", "likeliest tokens to draw from; 0: all (default: 50)", "N", 0, default=50
+        "evaluation",
+        "sample from the K most likely tokens; 0: from all (default: 50)",
+        "N",
+        0,
+        default=50,
     )
     top_p: float = _flag(
         "evaluation",
         "real",
-        "draw from the fewest tokens whose probabilities reach this; 1: all (default: 1)",
+        "sample from the most likely tokens that reach this probability in sum; 1: from all "
+        "(default: 1)",
         shows="X",
         default=1.0,
         minimum=0.0,
@@ -384,33 +426,38 @@ class Settings:
     spike_threshold: float = _flag(
         "stability",
         "real",
-        "robust z-score above which a loss or gradient norm is a spike; 0: none is (default: 6)",
+        "robust z-score above which a loss or gradient norm counts as a spike; 0: never "
+        "(default: 6)",
         shows="X",
         default=6.0,
         minimum=0.0,
     )
     spike_window: int = _count(
         "stability",
-        "accepted steps that a step is compared with, and over which spikes count (default: 128)",
+        "number of accepted steps with which a step is compared, and over which spikes are "
+        "counted (default: 128)",
         "STEPS",
         default=128,
         minimum=4,
     )
     skip_spikes: bool = _switch(
-        "stability", "refuse a step with a spike; non-finite ones always are (default: on)", True
+        "stability",
+        "skip the update of a step with a spike; non-finite steps are always skipped (default: on)",
+        True,
     )
     adaptive_clip: float = _flag(
         "stability",
         "real",
-        "clip gradient norms that are so many deviations above their moving mean (ZClip), besides "
-        "gradient_clipping; 0: none (default: 0)",
+        "also clip gradient norms this many deviations above their moving mean (ZClip), "
+        "besides gradient_clipping; 0: off (default: 0)",
         shows="Z",
         default=0.0,
         minimum=0.0,
     )
     cooldown_after: int = _count(
         "stability",
-        "spikes in the window that lower the learning rate for a while; 0: never (default: 3)",
+        "spikes in the window after which the learning rate is lowered for a while; 0: never "
+        "(default: 3)",
         "N",
         default=3,
         minimum=0,
@@ -418,40 +465,40 @@ class Settings:
     cooldown_factor: float = _flag(
         "stability",
         "real",
-        "what the learning rate is multiplied by then (default: 0.5)",
+        "factor applied to the learning rate then (default: 0.5)",
         shows="X",
         default=0.5,
         minimum=0.0,
         below=1.0,
     )
     cooldown_steps: int = _count(
-        "stability", "steps until it is back (default: 100)", "STEPS", default=100
+        "stability", "steps for which it is lowered (default: 100)", "STEPS", default=100
     )
     rollback_after: int = _count(
         "stability",
-        "spikes in the window that roll the run back to a checkpoint from before them; 0: never "
-        "(default: 6)",
+        "spikes in the window after which the run rolls back to a checkpoint before them; 0: "
+        "never (default: 6)",
         "N",
         default=6,
         minimum=0,
     )
     rollback_margin: int | None = _count(
         "stability",
-        "good steps before the first spike whose data is skipped too (default: 1%% of the run, at "
-        "most 100)",
+        "good steps before the first spike whose data is skipped as well (default: 1%% of the"
+        " run, at most 100)",
         "STEPS",
         minimum=0,
     )
     max_rollbacks: int = _count(
         "stability",
-        "rollbacks of a run before it gives up with exit code 76 (default: 5)",
+        "rollbacks after which the run gives up with exit code 76 (default: 5)",
         "N",
         default=5,
         minimum=0,
     )
     max_skips: int = _count(
         "stability",
-        "spikes in 1000 steps at which it gives up; 0: no limit (default: 30)",
+        "spikes in 1000 steps after which it gives up; 0: no limit (default: 30)",
         "N",
         default=30,
         minimum=0,
@@ -463,6 +510,7 @@ class Settings:
         "auto is online where a key is configured, else offline (default: auto)",
         default="auto",
         choices=WANDB_MODES,
+        tracker="zerolm.tracking.wandb:WandbTracker",
     )
     wandb_project: str = _flag(
         "trackers", "text", "project (default: zerolm)", shows="NAME", default="zerolm"
@@ -475,15 +523,19 @@ class Settings:
         "trackers", "text", "name of the run (default: that of --run_dir)", shows="NAME"
     )
     wandb_tags: str | None = _flag("trackers", "text", "tags of the run", shows="A,B")
-    tensorboard: bool = _switch("trackers", "write TensorBoard's event files as well")
+    tensorboard: bool = _switch(
+        "trackers",
+        "write TensorBoard's event files as well",
+        tracker="zerolm.tracking.tensorboard:TensorboardTracker",
+    )
 
     local_rank: int = _flag("hidden", "count", "", default=0, minimum=0, saved=False)
 
-    explicit: frozenset[str] = frozenset()  # names that a flag or the settings file gave
-    origins: dict[str, str] = field(default_factory=dict)  # `file: key` of each value given
+    explicit: frozenset[str] = frozenset()  # names given by a flag or in the settings file
+    origins: dict[str, str] = field(default_factory=dict)  # `file: key` by name, of values given
 
     def where(self, name: str) -> str:
-        """Say where a setting was given, to begin a message: `file: key`."""
+        """Return where a setting was given, to start a message: `file: key`."""
         return self.origins.get(name, f"default: --{name}")
 
     def to_json(self) -> dict[str, Any]:
@@ -498,13 +550,16 @@ class Settings:
 FLAGS: dict[str, Any] = {
     item.name: item.metadata for item in dataclasses.fields(Settings) if item.metadata
 }
+TRACKERS: dict[str, str] = {  # {name of a tracker and of its flag: its class}
+    name: about["tracker"] for name, about in FLAGS.items() if about["tracker"]
+}
 
 
 def split_weight(source: str) -> tuple[str, float | None]:
     """Split a value of `--data` into its path and its weight, None when it has none.
 
     Raises:
-        ValueError: what stands after the last `=` is not a number.
+        ValueError: the text after the last `=` is not a number.
     """
     path, equals, weight = source.rpartition("=")
     return (path, parse_number(weight)) if equals else (source, None)

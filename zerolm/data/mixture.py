@@ -1,34 +1,38 @@
-"""What a run takes from each of its sources, and when: stages of weights, caps on epochs. Pure.
+"""The mixture of a run's sources: stages of weights, and caps on epochs. Pure.
 
-zerolm/mixture_settings.py makes a mixture of what a user asks for, and zerolm/order.py an order of
-its stages; nothing else of a mixture reaches it. It does not depend on the batch, the ranks or the
-length of the run.
+Resolved from the user's settings. Only the stages of a mixture determine the order of the data. A
+mixture does not depend on the batch, the ranks or the length of the run.
 
-A source that reaches its cap, where the others are to fill its place, leaves at the sequence from
-which on one more of its windows could be one too many. That begins a stage like any other.
+With `--over_max_epochs redistribute`, a source is dropped at the sequence from which on one more of
+its windows might exceed its cap, and the others share its place. This starts a stage like any
+other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
-from zerolm.order import MAX_SEQUENCES, Order, Stage, block_size, exact_shares
-from zerolm.values import shown
+from zerolm.common.errors import ConfigError
+from zerolm.common.values import parse_number, shown
+from zerolm.config.settings import REDISTRIBUTE, Settings
+from zerolm.data.order import MAX_SEQUENCES, Order, Stage, block_size, exact_shares
 
 TEMPERATURE_DIGITS = 12  # of a weight, so that it is the same number on every machine
+
+FindSource = Callable[[str], int]  # name -> number of the source; raises ValueError with a reason
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The weights of a run's sources.
+    """The weights and caps of a run's sources.
 
     Attributes:
-        stages: ascending, the first one at 0.
-        caps: the most epochs of each source in a run; None for no limit.
-        supply: sequences that the sources give within their caps, where the others fill a source's
-            place; None for no limit.
+        stages: in ascending order, the first one at 0.
+        caps: maximum epochs of each source in a run; None for no limit.
+        supply: number of sequences that the sources can give within their caps, if sources are
+            dropped at their cap; None for no limit.
     """
 
     stages: list[Stage]
@@ -36,15 +40,15 @@ class Mixture:
     supply: int | None = None
 
     def order(self, num_windows: Sequence[int], seed: int) -> Order:
-        """Return the order of these sources, for a seed."""
+        """Return the order of these sources for a seed."""
         first, *later = self.stages
         return Order(num_windows, first.weights, seed, stages=later)
 
 
-def tempered(num_tokens: Sequence[int], temperature: float) -> list[float]:
-    """Return weights in proportion to tokens^(1 / temperature), of 12 digits.
+def temperature_weights(num_tokens: Sequence[int], temperature: float) -> list[float]:
+    """Return weights proportional to tokens^(1 / temperature), with 12 digits.
 
-    In decimal arithmetic, which does not depend on a processor or a C library.
+    Computed in decimal arithmetic, which is the same on every processor and C library.
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 3.5.2, temperature-scaled mixing.
     """
@@ -58,71 +62,75 @@ def tempered(num_tokens: Sequence[int], temperature: float) -> list[float]:
         return [float(f"{power / total:.{TEMPERATURE_DIGITS}g}") for power in powers]
 
 
-def redistributed(
+def redistribute(
     stages: Sequence[Stage], caps: Sequence[Fraction | None], num_windows: Sequence[int]
 ) -> Mixture:
-    """Cut stages where a source reaches its cap, and leave it out from there on.
+    """Split stages where a source reaches its cap, and drop the source from there on.
 
-    In n sequences of a stage a source with share w gives less than n w + 1, so with n = floor(r/w)
-    it gives at most the r that it has left, and at least r - 1. What comes after the supply
-    of a stage is not decided here: a run that is as long is refused.
+    In n sequences of a stage, a source with share w has fewer than n w + 1. So with n = floor(r/w)
+    it has at most the r sequences that it has left, and at least r - 1. The order after the supply
+    is not decided here: a run that needs more than the supply is refused.
     """
     left = {
         number: int(cap * num_windows[number]) for number, cap in enumerate(caps) if cap is not None
     }
-    gone: set[int] = set()
-    cut: list[Stage] = []
+    dropped: set[int] = set()
+    result: list[Stage] = []
     for number, stage in enumerate(stages):
         stop = stages[number + 1].start if number + 1 < len(stages) else MAX_SEQUENCES
         start = stage.start
         while start < stop:
-            weights = tuple(0.0 if n in gone else w for n, w in enumerate(stage.weights))
+            weights = tuple(0.0 if n in dropped else w for n, w in enumerate(stage.weights))
             if not any(weights):
-                return Mixture([*cut, *stages[number + 1 :]], list(caps), start)
-            shares = exact_shares(weights, may_rest=True)
-            lasts = {n: int(left[n] / shares[n]) for n in left if shares[n]}
-            end = min([stop, *(start + length for length in lasts.values())])
+                return Mixture([*result, *stages[number + 1 :]], list(caps), start)
+            shares = exact_shares(weights, allow_zero=True)
+            lengths = {n: int(left[n] / shares[n]) for n in left if shares[n]}
+            end = min([stop, *(start + length for length in lengths.values())])
             if end > start:
-                cut.append(Stage(start, weights))
-            given = _given(shares, end - start)
-            left = {n: rest - given[n] for n, rest in left.items()}
-            gone |= {n for n, length in lasts.items() if start + length == end}
+                result.append(Stage(start, weights))
+            used = _stage_counts(shares, end - start)
+            left = {n: rest - used[n] for n, rest in left.items()}
+            dropped |= {n for n, length in lengths.items() if start + length == end}
             start = end
-    return Mixture(cut, list(caps))
+    return Mixture(result, list(caps))
 
 
-def _given(shares: Sequence[Fraction], length: int) -> list[int]:
-    """Return what each source gives in a whole stage, as zerolm/order.py deals it."""
+def _stage_counts(shares: Sequence[Fraction], length: int) -> list[int]:
+    """Return the sequences of each source in a complete stage, as `Order` assigns them."""
     ends = [int(length * sum(shares[: number + 1])) for number in range(len(shares))]
     return [end - before for before, end in zip([0, *ends], ends, strict=False)]
 
 
-def same_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -> bool:
-    """Tell whether two mixtures of the same sources give the same order up to a sequence number.
+def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -> bool:
+    """Return whether two mixtures of the same sources give the same order up to a sequence number.
 
-    What begins there or later may differ. Where a stage that has begun ends elsewhere in the other
-    mixture, all blocks up to the one with the last sequence must be whole in both.
+    Stages that start there or later may differ. If a stage that has started ends elsewhere in the
+    other mixture, all blocks up to the one with the last sequence must be complete in both.
     """
-    begun, other = ([stage for stage in each if stage.start < end] for each in (ours, theirs))
-    if [stage.start for stage in begun] != [stage.start for stage in other]:
+    started, other = ([stage for stage in each if stage.start < end] for each in (ours, theirs))
+    if [stage.start for stage in started] != [stage.start for stage in other]:
         return False
-    if not begun:
+    if not started:
         return True
-    shares = [[exact_shares(s.weights, may_rest=True) for s in each] for each in (begun, other)]
+    shares = [[exact_shares(s.weights, allow_zero=True) for s in each] for each in (started, other)]
     if shares[0] != shares[1]:
         return False
     stops = [
-        each[len(begun)].start if len(each) > len(begun) else MAX_SEQUENCES
+        each[len(started)].start if len(each) > len(started) else MAX_SEQUENCES
         for each in (ours, theirs)
     ]
-    if stops[0] == stops[1] or len(begun[0].weights) == 1:
+    if stops[0] == stops[1] or len(started[0].weights) == 1:
         return True
-    block, start = block_size(shares[0][-1]), begun[-1].start
+    block, start = block_size(shares[0][-1]), started[-1].start
     return start - (start - end) // block * block <= min(stops)
 
 
+# -------------------------------------------------------------------------------------------------
+# Records and display
+
+
 def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
-    """Return a mixture for run.json."""
+    """Return the entry of a mixture in run.json."""
     return {
         "sources": list(names),
         "stages": [[stage.start, list(stage.weights)] for stage in mixture.stages],
@@ -130,19 +138,154 @@ def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def shares(stage: Stage, names: Sequence[str]) -> dict[str, float]:
-    """Return the share of each source that gives something in a stage."""
-    exact = exact_shares(stage.weights, may_rest=True)
-    return {name: float(share) for name, share in zip(names, exact, strict=True) if share}
-
-
-def recorded_stages(stages: Sequence[Sequence[Any]]) -> list[Stage]:
-    """Return the stages of a record."""
+def stages_from_record(stages: Sequence[Sequence[Any]]) -> list[Stage]:
+    """Return the stages of an entry that `record` has made."""
     return [Stage(int(start), tuple(weights)) for start, weights in stages]
 
 
-def stages_shown(stages: Sequence[Stage]) -> str:
-    """Return stages in short."""
+def stage_shares(stage: Stage, names: Sequence[str]) -> dict[str, float]:
+    """Return {name: share} of the sources that a stage uses."""
+    exact = exact_shares(stage.weights, allow_zero=True)
+    return {name: float(share) for name, share in zip(names, exact, strict=True) if share}
+
+
+def describe_stages(stages: Sequence[Stage]) -> str:
+    """Return stages as one line for messages."""
     return "; ".join(
         f"{shown(list(stage.weights))} from sequence {stage.start}" for stage in stages
     )
+
+
+# -------------------------------------------------------------------------------------------------
+# From settings
+
+
+def resolve_mixture(
+    settings: Settings,
+    weights: Sequence[float],
+    find: FindSource,
+    num_windows: Sequence[int],
+    problems: list[str],
+) -> Mixture:
+    """Make the mixture that the settings describe; problems are appended to `problems`.
+
+    Args:
+        settings: with `seq_len`.
+        weights: of the sources in the first stage; 0 for one that is used later.
+        find: returns the number of a source by its name.
+        num_windows: of each source, at least 1.
+        problems: one line each.
+    """
+    if not any(weights):
+        problems.append(
+            f"{settings.where('data')}: every weight is 0, but these are the weights that a run "
+            f"starts with. Give a source a weight."
+        )
+    stages = [Stage(0, tuple(weights)), *_parse_stages(settings, len(weights), find, problems)]
+    for number in range(len(weights)):
+        if not any(stage.weights[number] for stage in stages):
+            problems.append(
+                f"{settings.where('data')}: {settings.data[number]}, has no weight in any stage. "
+                f"Name it in a --data_stage, or leave the source out."
+            )
+    caps = _parse_caps(settings, len(weights), find, problems)
+    for spec, cap, size in zip(settings.data, caps, num_windows, strict=True):
+        if cap is not None and cap * size < 1:
+            problems.append(
+                f"{settings.where('max_epochs')}: {float(cap):g}, is less than one of the {size} "
+                f"sequences of {spec}. Raise it, or leave the source out."
+            )
+    if settings.over_max_epochs != REDISTRIBUTE or problems:
+        return Mixture(stages, caps)
+    return redistribute(stages, caps, num_windows)
+
+
+def _parse_stages(
+    settings: Settings, num_sources: int, find: FindSource, problems: list[str]
+) -> list[Stage]:
+    where, seq_len = settings.where("data_stage"), settings.seq_len
+    assert seq_len is not None
+    stages: list[Stage] = []
+    for spec in settings.data_stage:
+        tokens, weights = _parse_stage(spec, num_sources, find, where, problems)
+        if weights is None:
+            continue
+        start = -(-tokens // seq_len)
+        if stages and start <= stages[-1].start:
+            problems.append(
+                f"{where}: {spec}, starts at or before the stage in front of it. Give stages in "
+                f"ascending order of their tokens, at least one sequence apart."
+            )
+            continue
+        stages.append(Stage(start, tuple(weights)))
+    return stages
+
+
+def _parse_stage(
+    spec: str, num_sources: int, find: FindSource, where: str, problems: list[str]
+) -> tuple[int, list[float] | None]:
+    """Parse `2B:web=0.3,code=0.7` to (tokens, weights); the weights are None if it is invalid."""
+    start, colon, rest = spec.partition(":")
+    try:
+        tokens = parse_number(start)
+    except ValueError:
+        tokens = -1
+    if not (colon and rest and isinstance(tokens, int) and tokens > 0):
+        problems.append(
+            f"{where}: {spec}, must be the number of tokens at which the stage starts, above 0, "
+            f"and its weights. Write for example 2B:web=0.3,code=0.7."
+        )
+        return 0, None
+    weights, num_problems = [0.0] * num_sources, len(problems)
+    named: set[int] = set()
+    for part in rest.split(","):
+        name, equals, weight = part.rpartition("=")
+        try:
+            number, value = find(name if equals else part), parse_number(weight)
+        except ValueError as error:
+            problems.append(f"{where}: {spec}, {part}: {error}")
+            continue
+        if number in named:
+            problems.append(f"{where}: {spec}, {name}: is named twice. Give it one weight.")
+        if value < 0:
+            problems.append(f"{where}: {spec}, {part}: a weight must not be below 0. Correct it.")
+        named.add(number)
+        weights[number] = float(value)
+    if len(problems) == num_problems:
+        try:
+            exact_shares(weights, f"{where}: {spec}", allow_zero=True)
+        except ConfigError as error:
+            problems += error.problems
+    return tokens, weights if len(problems) == num_problems else None
+
+
+def _parse_caps(
+    settings: Settings, num_sources: int, find: FindSource, problems: list[str]
+) -> list[Fraction | None]:
+    """Parse `4` (all sources) and `code=8` (one source, which overrides the former)."""
+    where = settings.where("max_epochs")
+    default: Fraction | None = None
+    named: dict[int, Fraction] = {}
+    for spec in settings.max_epochs:
+        name, equals, number = spec.rpartition("=")
+        try:
+            cap = Fraction(repr(float(parse_number(number))))
+            source = find(name) if equals else None
+        except ValueError as error:
+            problems.append(f"{where}: {spec}, {error}")
+            continue
+        if cap <= 0:
+            example = f"{name}=4" if equals else "4"
+            problems.append(f"{where}: {spec}, must be above 0. Write for example {example}.")
+        elif (source in named) if source is not None else (default is not None):
+            problems.append(f"{where}: {spec}, is the second one. Give one limit.")
+        elif source is None:
+            default = cap
+        else:
+            named[source] = cap
+    if not settings.max_epochs and settings.over_max_epochs:
+        problems.append(
+            f"{settings.where('over_max_epochs')}: {settings.over_max_epochs}, needs --max_epochs. "
+            f"Add it, or remove this."
+        )
+    return [named.get(number, default) for number in range(num_sources)]

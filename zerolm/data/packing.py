@@ -1,14 +1,14 @@
-"""Best-fit packing: the index of which documents share a row, on disk, and its reader.
+"""Reads the index of best-fit packing, which lists the documents that share a row.
 
-Without it a row is a window cut from the documents laid end to end (zerolm/order.py). With it a row
-is a line of an index beside the shards, which `python -m data_prep pack` makes for one `seq_len`:
+Without packing, a row is a window of the documents laid end to end. With packing, the rows are in
+an index beside the shards, which `python -m data_prep pack` makes for one `seq_len`:
 
-    packing-2048.json    published last; an index without it is none
-    packing-2048.rows    little-endian uint64: where each row ends, in pieces
+    packing-2048.json    published last; without it the index is incomplete
+    packing-2048.rows    little-endian uint64: the end of each row, counted in pieces
     packing-2048.pieces  12 bytes each: start (uint64, token of the source) and length (uint32)
 
 A piece is a document, or a part of one that is longer than a row. docs/formats.md has the keys.
-Knows numpy, not torch.
+Independent of torch.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.errors import ShardError, ShardReadError
-from zerolm.files import sha256_file
-from zerolm.order import num_windows
-from zerolm.settings import BEST_FIT
-from zerolm.shards import Source
+from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.common.files import sha256_file
+from zerolm.config.settings import BEST_FIT
+from zerolm.data.order import num_windows
+from zerolm.shards.reader import Source
 
 FORMAT, VERSION = "zerolm-packing", 1
 PIECE = np.dtype([("start", "<u8"), ("length", "<u4")])
@@ -39,11 +39,17 @@ def index_file(directory: Path, seq_len: int, part: str = "json") -> Path:
 
 @dataclass(frozen=True)
 class Packing:
-    """The index of one source, opened for reading. Pickled without what it has read."""
+    """The packing index of one source, opened for reading. Pickled without its memory maps.
+
+    Attributes:
+        directory: of the shards.
+        manifest: the checked content of packing-<seq_len>.json.
+        num_tokens: of the source.
+    """
 
     directory: Path
     manifest: dict[str, Any]
-    num_tokens: int  # of the source
+    num_tokens: int
     _maps: dict[str, np.ndarray]
 
     @property
@@ -56,21 +62,21 @@ class Packing:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of what the rows are."""
-        sums = [self.manifest[part]["sha256"] for part in PARTS]
-        return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+        """Hex SHA-256 that identifies the rows."""
+        digests = [self.manifest[part]["sha256"] for part in PARTS]
+        return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
     def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where a row's pieces start in the source, and their lengths; in reading order.
+        """Return (starts in the source, lengths) of a row's pieces, in reading order.
 
         Raises:
-            ShardReadError: the index says what cannot be: it is damaged.
+            ShardReadError: the row is invalid, because the index is damaged.
         """
         ends, pieces = self._map("rows", ROW_END), self._map("pieces", PIECE)
         first, end = int(ends[row - 1]) if row else 0, int(ends[row])
-        found = pieces[first:end]
-        starts, lengths = found["start"], found["length"]
-        # Compared without sums, in which numbers that are as large as damage makes them wrap.
+        row_pieces = pieces[first:end]
+        starts, lengths = row_pieces["start"], row_pieces["length"]
+        # Each is compared alone first, because damaged numbers may be so large that sums wrap.
         if not (
             0 <= first < end <= len(pieces)
             and int(lengths.max()) <= self.num_tokens
@@ -85,7 +91,7 @@ class Packing:
         return starts, lengths
 
     def damage(self) -> list[str]:
-        """Compare the checksums of both files, which are read whole; return a line for each."""
+        """Read both files and compare their checksums; return a line for each damaged one."""
         files = {part: index_file(self.directory, self.seq_len, part) for part in PARTS}
         return [
             f"{file}: is damaged: its SHA-256 differs. {_command(self)}"
@@ -99,7 +105,7 @@ class Packing:
             self._maps[part] = np.memmap(path, dtype, mode="r").view(np.ndarray)
         return self._maps[part]
 
-    def __getstate__(self):  # maps are not sent to loader workers; each opens its own
+    def __getstate__(self):  # maps are not pickled: each process opens its own
         return {name: value for name, value in vars(self).items() if name != "_maps"}
 
     def __setstate__(self, state):
@@ -112,16 +118,16 @@ def _command(packing: Packing) -> str:
 
 
 def open_packing(source: Source, seq_len: int) -> Packing:
-    """Open a source's index after checking that it is whole, and of these very tokens.
+    """Open the packing index of a source, checking that it is complete and made from its tokens.
 
     Raises:
-        ShardError: there is none for this `seq_len`, it was made of other tokens, or a file of it
-            is missing or of another size.
+        ShardError: there is none for this `seq_len`, it was made from other tokens, or one of its
+            files is missing or has another size.
     """
     if source.is_remote:
         raise ShardError(
-            f"{source.directory}: --packing {BEST_FIT} reads an index that lies beside the shards, "
-            f"on this machine. Copy them here and use their path, or use --packing concat."
+            f"{source.directory}: --packing {BEST_FIT} needs its index beside the shards on this "
+            f"machine. Copy them here and use their path, or use --packing concat."
         )
     path = index_file(source.directory, seq_len)
     command = f"Run: python -m data_prep pack {source.directory} --seq_len {seq_len}"
@@ -133,54 +139,60 @@ def open_packing(source: Source, seq_len: int) -> Packing:
     try:
         manifest = json.loads(path.read_bytes())
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-        whole = known and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0
+        valid = known and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0
         sizes = {part: int(manifest[part]["size_bytes"]) for part in PARTS}
-        whole = whole and sizes["rows"] == manifest["num_rows"] * ROW_END.itemsize
-        whole = whole and all(isinstance(manifest[part]["sha256"], str) for part in PARTS)
-        made_of = manifest["source_fingerprint"]
+        valid = valid and sizes["rows"] == manifest["num_rows"] * ROW_END.itemsize
+        valid = valid and all(isinstance(manifest[part]["sha256"], str) for part in PARTS)
+        made_from = manifest["source_fingerprint"]
     except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise ShardError(f"{path}: is no {FORMAT} {VERSION} of --seq_len {seq_len}. {command}")
-    if made_of != source.fingerprint:
+        valid = False
+    if not valid:
         raise ShardError(
-            f"{path}: source_fingerprint: {made_of[:16]}, but the tokens here are "
-            f"{source.fingerprint[:16]}: it was made of other ones. {command}"
+            f"{path}: is not a {FORMAT} index of version {VERSION} for --seq_len {seq_len}. "
+            f"{command}"
+        )
+    if made_from != source.fingerprint:
+        raise ShardError(
+            f"{path}: source_fingerprint: {made_from[:16]}, but the tokens here are "
+            f"{source.fingerprint[:16]}: it was made from other tokens. {command}"
         )
     problems = []
     for part, size in sizes.items():
         file = index_file(source.directory, seq_len, part)
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
-            has = "is missing" if actual is None else f"has {actual} bytes"
-            problems.append(f"{file}: {has}, its manifest says {size} bytes. {command}")
+            state = "is missing" if actual is None else f"has {actual} bytes"
+            problems.append(f"{file}: {state}, its manifest says {size} bytes. {command}")
     if problems:
         raise ShardError(problems)
     return Packing(source.directory, manifest, source.num_tokens, {})
 
 
 def verify_packings(source: Source) -> list[str]:
-    """Say what is wrong with the checksums of the indices that lie beside a source.
+    """Verify the checksums of all packing indices beside a source.
 
     Returns:
-        A line for each index that is damaged or was made of other tokens.
+        A line for each index that is damaged or was made from other tokens.
     """
     problems: list[str] = []
-    if source.is_remote:  # where no index is read
+    if source.is_remote:  # packing is not supported in stores
         return problems
     for path in sorted(source.directory.glob("packing-*.json")):
-        number = path.stem.removeprefix("packing-")
-        if not number.isdigit():
+        seq_len = path.stem.removeprefix("packing-")
+        if not seq_len.isdigit():
             continue
         try:
-            problems += open_packing(source, int(number)).damage()
+            problems += open_packing(source, int(seq_len)).damage()
         except ShardError as error:
             problems += error.problems
     return problems
 
 
 def num_rows(source: Source, seq_len: int, packing: str) -> int:
-    """Return how many rows of `seq_len` targets a source has, by either way of packing.
+    """Return the number of rows of `seq_len` targets of a source.
+
+    Args:
+        packing: `BEST_FIT` or `CONCAT` of `zerolm.config.settings`.
 
     Raises:
         ShardError: see `open_packing`.
@@ -191,7 +203,7 @@ def num_rows(source: Source, seq_len: int, packing: str) -> int:
 
 
 def data_fingerprint(sources: Sequence[Source], seq_len: int | None, packing: str) -> str:
-    """Return the hex SHA-256 of the rows that a run reads: the tokens, and how they are packed.
+    """Return the hex SHA-256 that identifies the rows of a run: the tokens, and their packing.
 
     Raises:
         ShardError: see `open_packing`.

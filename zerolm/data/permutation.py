@@ -1,9 +1,9 @@
-"""Permutations of [0, N) by arithmetic: one for each key, and nothing is stored. Knows numpy.
+"""Pseudorandom permutations of [0, N), one for each key, computed without storing anything.
 
-A Feistel network on the smallest power of two, at least 64, that holds N, whose rounds change the
-high and the low bits in turn; results outside of [0, N) are sent through again ("cycle walking")
-until they fall inside, which keeps it a bijection. zerolm/order.py says what is permuted. What is
-here is part of what a run is: a change would make runs irreproducible.
+A Feistel network on the smallest power of two that is at least N and at least 64. Its rounds change
+the high and the low bits in turn. Results outside of [0, N) pass through it again ("cycle walking")
+until they fall inside, which keeps it a bijection. `Order` defines what is permuted. Any change of
+the results would make existing runs irreproducible.
 
 Sources: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions"
 (1988), for the network; Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), for
@@ -13,8 +13,8 @@ splitmix64, the round function.
 
 import numpy as np
 
-# Four rounds suffice in theory on large domains. On tiny ones places are uneven by 20% with fewer
-# rounds or bits than these, and by less than what 100,000 keys can show with them, for every size.
+# Four rounds suffice in theory on large domains. On tiny ones, fewer rounds or bits than these make
+# places uneven by 20%; these make them even, for every size, as far as 100,000 keys can show.
 NUM_ROUNDS = 6
 MIN_DOMAIN_BITS = 6
 MASK_64 = (1 << 64) - 1
@@ -26,12 +26,12 @@ _ROUND_CONSTANT = 0xD1B54A32D192ED03
 
 
 def permute(index: np.ndarray, size: np.ndarray, bits: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Permute indices: for each (size, key) a bijection of [0, size).
+    """Permute indices; for each (size, key) this is a bijection of [0, size).
 
     Args:
         index: (N,) uint64, below `size`.
-        size: uint64, (N,) or one for all.
-        bits: uint64, likewise: those of the network's domain, see `domain_bits`.
+        size: uint64, (N,) or a scalar.
+        bits: uint64, (N,) or a scalar: `domain_bits` of the size.
         key: (N,) uint64.
 
     Returns:
@@ -47,7 +47,7 @@ def permute(index: np.ndarray, size: np.ndarray, bits: np.ndarray, key: np.ndarr
     size, low_bits, low_mask, high_mask, key = np.broadcast_arrays(
         size, low_bits, low_mask, high_mask, key
     )
-    while outside.size:  # cycle walking: at most half of the values go on, if size is above 32
+    while outside.size:  # cycle walking: at most half of the values repeat, if size is above 32
         walked = _feistel(
             result[outside],
             low_bits[outside],
@@ -61,12 +61,12 @@ def permute(index: np.ndarray, size: np.ndarray, bits: np.ndarray, key: np.ndarr
 
 
 def derive_key(key: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Derive a key from a key and a number; the two are broadcast. (N,) uint64."""
+    """Derive a key from a key and a number, (N,) uint64; the two are broadcast."""
     return _mix(key ^ _mix(part))
 
 
 def domain_bits(size: int) -> int:
-    """Return the bits of the network that permutes [0, size)."""
+    """Return the number of bits of the network that permutes [0, size)."""
     return max(MIN_DOMAIN_BITS, (size - 1).bit_length()) if size > 1 else 0
 
 
@@ -88,8 +88,8 @@ def _feistel(
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The next output of splitmix64 from each state, (N,) uint64, modulo 2^64."""
-    mixed = np.atleast_1d(values) + _GOLDEN  # arrays wrap around in silence, scalars would warn
+    """Return the next output of splitmix64 from each state, (N,) uint64, modulo 2^64."""
+    mixed = np.atleast_1d(values) + _GOLDEN  # arrays wrap around silently, scalars would warn
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIER_1
     mixed ^= mixed >> np.uint64(27)

@@ -1,7 +1,6 @@
-"""The shard directories that a run reads: opened, weighted, named, and fit for the model.
+"""Opens the sources of a run with their weights, names them, and checks that they fit the model.
 
-Reads manifests, and an index of packed rows; what the tokens are is shards.py's affair, their
-order order.py's.
+Reads manifests and packing indices, but no tokens.
 """
 
 import os
@@ -9,17 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolm.errors import ConfigError, ShardError, did_you_mean
-from zerolm.mixture import tempered
-from zerolm.order import exact_shares, num_windows
-from zerolm.packing import open_packing
-from zerolm.settings import BEST_FIT, Settings, split_weight
-from zerolm.shards import MANIFEST, Source, open_source
-from zerolm.url import is_url
+from zerolm.common.errors import ConfigError, ShardError, did_you_mean
+from zerolm.common.url import is_url
+from zerolm.config.settings import BEST_FIT, Settings, split_weight
+from zerolm.data.mixture import temperature_weights
+from zerolm.data.order import exact_shares, num_windows
+from zerolm.data.packing import open_packing
+from zerolm.shards.manifest import MANIFEST
+from zerolm.shards.reader import Source, open_source
 
 
 class Sources(NamedTuple):
-    """Training sources with their weights, and validation sources."""
+    """The sources of a run.
+
+    Attributes:
+        training: opened sources of `--data`.
+        weights: of the training sources, in the first stage.
+        validation: opened sources of `--val_data`.
+    """
 
     training: list[Source]
     weights: list[float]
@@ -27,15 +33,24 @@ class Sources(NamedTuple):
 
 
 def open_sources(settings: Settings, problems: list[str]) -> Sources:
-    """Open whatever can be opened of `--data` and `--val_data`; the rest goes to `problems`.
+    """Open the sources of `--data` and `--val_data`; append to `problems` why others cannot be.
 
-    Without any weights the sources are drawn in proportion to their tokens, or to the root of them
-    that `--mixture_temperature` says.
+    Without any weights, sources are weighted by their tokens, to the power of
+    1 / `--mixture_temperature`.
     """
+    specs = _parse_data(settings, problems)
+    training = _open("data", [path for path, _ in specs], problems)
+    validation = _open("val_data", settings.val_data, problems)
+    return Sources(training, _weights(settings, specs, training, problems), validation)
+
+
+def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, float | None]]:
+    """Parse `--data` to (path, weight) each; a source without a weight has None."""
     where = settings.where("data")
-    paths: list[str] = []
-    given: list[float | None] = []
+    specs: list[tuple[str, float | None]] = []
     for spec in settings.data:
+        path: str
+        weight: float | None
         try:
             path, weight = split_weight(spec)
         except ValueError:
@@ -50,34 +65,8 @@ def open_sources(settings: Settings, problems: list[str]) -> Sources:
             problems.append(
                 f"{where}: {spec}, a weight must be above 0. Correct it, or leave the source out."
             )
-        paths.append(path)
-        given.append(weight)
-    training = _open("data", paths, problems)
-    validation = _open("val_data", settings.val_data, problems)
-    bare = [path for path, weight in zip(paths, given, strict=True) if weight is None]
-    if not bare:
-        weights = [weight for weight in given if weight is not None]
-    else:
-        if len(bare) < len(paths):
-            problems.append(
-                f"{where}: {bare[0]}, has no weight while others have. Give all of them one, or "
-                f"none for shares by size."
-            )
-        sizes = [source.num_tokens for source in training]
-        weights = tempered(sizes, settings.mixture_temperature or 1.0)
-    if settings.mixture_temperature is not None and len(bare) < len(paths):
-        problems.append(
-            f"{settings.where('mixture_temperature')}: {settings.mixture_temperature:g}, makes "
-            f"weights of sizes, but --data gives weights. Remove one of them."
-        )
-    if len(weights) == len(training) and min(weights, default=0) >= 0 and any(weights):
-        if 0 in weights and not settings.data_stage:
-            return Sources(training, weights, validation)  # it was said above
-        try:
-            exact_shares(weights, where, may_rest=bool(settings.data_stage))
-        except ConfigError as error:
-            problems += error.problems
-    return Sources(training, weights, validation)
+        specs.append((path, weight))
+    return specs
 
 
 def _open(flag: str, paths: Sequence[str], problems: list[str]) -> list[Source]:
@@ -90,14 +79,48 @@ def _open(flag: str, paths: Sequence[str], problems: list[str]) -> list[Source]:
     return sources
 
 
+def _weights(
+    settings: Settings,
+    specs: Sequence[tuple[str, float | None]],
+    training: Sequence[Source],
+    problems: list[str],
+) -> list[float]:
+    """Return the weights of the training sources, given by the user or derived from their sizes."""
+    where = settings.where("data")
+    weights = [weight for _, weight in specs if weight is not None]
+    num_given = len(weights)
+    if num_given < len(specs):
+        if num_given:
+            unweighted = next(path for path, weight in specs if weight is None)
+            problems.append(
+                f"{where}: {unweighted}, has no weight while others have. Give all of them one, or "
+                f"none for shares by size."
+            )
+        sizes = [source.num_tokens for source in training]
+        weights = temperature_weights(sizes, settings.mixture_temperature or 1.0)
+    if settings.mixture_temperature is not None and num_given:
+        problems.append(
+            f"{settings.where('mixture_temperature')}: {settings.mixture_temperature:g}, derives "
+            f"weights from sizes, but --data gives weights. Remove one of them."
+        )
+    if len(weights) == len(training) and min(weights, default=0) >= 0 and any(weights):
+        if 0 in weights and not settings.data_stage:
+            return weights  # reported by _parse_data
+        try:
+            exact_shares(weights, where, allow_zero=bool(settings.data_stage))
+        except ConfigError as error:
+            problems += error.problems
+    return weights
+
+
 def source_problems(
     sources: Sources, settings: Settings, vocab_size: int | None, seq_len: int | None
 ) -> list[str]:
     """Check every source against the model, the sequence length and the other sources.
 
     Args:
-        vocab_size: of the model; None when it could not be read.
-        seq_len: None when it is not known.
+        vocab_size: of the model; None if it could not be read.
+        seq_len: None if it is not known.
     """
     problems: list[str] = []
     everything = [("data", source) for source in sources.training]
@@ -114,7 +137,7 @@ def source_problems(
         if seq_len and settings.packing == BEST_FIT:
             try:
                 packing = open_packing(source, seq_len)
-                if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node reads it all
+                if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node
                     damage = packing.damage()
                     problems += [f"{problem} (--{flag})" for problem in damage]
             except ShardError as error:
@@ -142,13 +165,13 @@ def _tokenizer_problems(source: Source, first: Source) -> list[str]:
         return []
     return [
         f"{source.directory / MANIFEST}: tokenizer.fingerprint: {ours[:16]}, must equal that of "
-        f"{first.directory}, {theirs[:16]}: another tokenizer made these ids. Tokenize both with "
-        f"the same one."
+        f"{first.directory}, {theirs[:16]}: the ids were made by different tokenizers. Tokenize "
+        f"both with the same one."
     ]
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Return a name for each source, for metrics: its directory's, with parents where needed."""
+    """Return a unique name for each source: its directory's, with parents where needed."""
     parts = [
         (source.directory if source.is_remote else source.directory.absolute()).parts
         for source in sources
@@ -160,24 +183,24 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
 
 def find_source(name: str, sources: Sequence[Source]) -> int:
-    """Return the number of the source that a setting names: by its directory, or by its path.
+    """Return the number of the source with a name: that of `source_names`, or its path.
 
     Raises:
-        ValueError: none or several have that name.
+        ValueError: no source or several sources have that name.
     """
     names = source_names(sources)
     if name in names:
         return names.index(name)
-    found = [
+    matches = [
         number
         for number, source in enumerate(sources)
         if name in (source.directory.name, str(source.directory))
     ]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        which = " or ".join(names[number] for number in found)
-        raise ValueError(f"several sources are called {name}. Write {which}.")
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        candidates = " or ".join(names[number] for number in matches)
+        raise ValueError(f"several sources are called {name}. Write {candidates}.")
     raise ValueError(
         f"no source is called {name!r}.{did_you_mean(name, names)} The sources are: "
         f"{', '.join(names)}."

@@ -1,7 +1,7 @@
-"""Reads the token ids of windows, and of packed rows, from the shards of several sources.
+"""Reads the token ids of windows and of packed rows from the shards of several sources.
 
-Knows where a window lies, and asks for it ahead of its use; not which window comes when, nor what
-becomes of its ids (zerolm/windows.py).
+Knows where a window is and requests it ahead of its use. Independent of the order of windows and of
+batches.
 """
 
 from collections import Counter
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.errors import ShardError
-from zerolm.order import num_windows
-from zerolm.packing import Packing
-from zerolm.shards import Source
+from zerolm.common.errors import ShardError
+from zerolm.data.order import num_windows
+from zerolm.data.packing import Packing
+from zerolm.shards.reader import Source
 
 
 class WindowReader:
@@ -26,11 +26,11 @@ class WindowReader:
     Attributes:
         num_windows: (S,) int64, of each source.
         dtype: the narrowest one that holds the ids of every source.
-        eos_ids: (S,) int64.
-        is_remote: whether anything is read from a store.
+        eos_ids: (S,) int64, of each source.
+        is_remote: whether any source is in a store.
 
     Raises:
-        ShardError: a source too short for one window; every one is listed.
+        ShardError: a source is too short for one window; all are listed.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int):
@@ -57,92 +57,98 @@ class WindowReader:
         self._sizes = np.concatenate([np.diff(source.starts) for source in sources])
         self._sources = list(sources)
         self.is_remote = any(source.is_remote for source in sources)
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         num_shards = [len(source.starts) - 1 for source in sources]
-        self._owners = np.repeat(np.arange(len(sources)), num_shards)  # of each shard
+        self._owners = np.repeat(np.arange(len(sources)), num_shards)  # source of each shard
         self._numbers = np.concatenate([np.arange(count) for count in num_shards])
 
     def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shard in which each window starts, and where in it. Any shape, int64."""
+        """Return (shard in which each window starts, offset in it); any shape, int64."""
         assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such window"
         positions = windows * self.seq_len + self._source_starts[sources]
         shards = np.searchsorted(self._shard_starts, positions, side="right") - 1
         return shards, positions - self._shard_starts[shards]
 
     def traffic(self) -> Counter[str]:
-        """Return what came from stores, and their caches, since this was last asked."""
+        """Return the traffic with stores and their caches since the last call."""
         if not self.is_remote:
-            return self._told
+            return self._reported
         counts: Counter[str] = Counter()
         for source in self._sources:
             if source.is_remote:
                 counts += source.files.counts
-        new, self._told = counts - self._told, counts
+        new, self._reported = counts - self._reported, counts
         return new
 
-    def mirror(self) -> None:
-        """Have whole shards fetched in idle times, of sources whose cache has room for all."""
+    def start_mirror(self) -> None:
+        """Start to fetch all shards in idle times, of sources whose cache has room for them."""
         for source in self._sources:
             if source.is_remote:
-                source.files.mirror()
+                source.files.start_mirror()
 
-    def expect(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
-        """Begin to fetch located windows; what is returned keeps those from stores in memory."""
-        wanting = [source.files.wants_notice for source in self._sources]
+    def prefetch(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
+        """Start to read located windows.
+
+        Returns:
+            The fetches from stores; their blocks stay in memory while these are held.
+        """
+        wanting = [source.files.wants_prefetch for source in self._sources]
         if not any(wanting):
             return []
-        wanted: dict[int, list[tuple[int, int, int]]] = {}
-        found, starts = shards.ravel(), offsets.ravel()
-        stops, sizes = starts + self.seq_len + 1, self._sizes[found]
-        owners, numbers = self._owners[found].tolist(), self._numbers[found].tolist()
+        ranges: dict[int, list[tuple[int, int, int]]] = {}
+        all_shards, starts = shards.ravel(), offsets.ravel()
+        stops, sizes = starts + self.seq_len + 1, self._sizes[all_shards]
+        owners, numbers = self._owners[all_shards].tolist(), self._numbers[all_shards].tolist()
         ends = np.minimum(stops, sizes).tolist()
         for owner, number, start, end in zip(owners, numbers, starts.tolist(), ends, strict=True):
             if wanting[owner]:
-                wanted.setdefault(owner, []).append((number, start, end))
-        for place in np.flatnonzero(stops > sizes).tolist():  # they go on in the next shards
+                ranges.setdefault(owner, []).append((number, start, end))
+        for place in np.flatnonzero(stops > sizes).tolist():  # windows that cross into next shards
             source = self._sources[owners[place]]
             start = int(source.starts[numbers[place] + 1])
             if wanting[owners[place]]:
-                wanted[owners[place]] += source.ranges(start, start + int((stops - sizes)[place]))
+                ranges[owners[place]] += source.ranges(start, start + int((stops - sizes)[place]))
         return [
-            arrival
-            for owner, ranges in wanted.items()
-            for arrival in self._sources[owner].files.expect(ranges)
+            fetch
+            for owner, source_ranges in ranges.items()
+            for fetch in self._sources[owner].files.prefetch(source_ranges)
         ]
 
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the ids of located windows, (..., seq_len + 1) of `dtype`.
 
         Raises:
-            ShardReadError: some are damaged, or a store does not give them.
+            ShardReadError: a block is damaged, or a store does not deliver it.
         """
         length = self.seq_len + 1
         tokens = np.empty((shards.size, length), self.dtype)
-        found, starts = shards.ravel(), offsets.ravel()
-        is_whole = starts + length <= self._sizes[found]
+        all_shards, starts = shards.ravel(), offsets.ravel()
+        is_inside = starts + length <= self._sizes[all_shards]
         ids = [source.files.ids for source in self._sources]
-        for row, owner, number, start, whole in zip(
+        for row, owner, number, start, inside in zip(
             tokens,
-            self._owners[found].tolist(),
-            self._numbers[found].tolist(),
+            self._owners[all_shards].tolist(),
+            self._numbers[all_shards].tolist(),
             starts.tolist(),
-            is_whole.tolist(),
+            is_inside.tolist(),
             strict=True,
         ):
-            if whole:
+            if inside:
                 row[:] = ids[owner](number, start, start + length)
-            else:  # it goes on in the next shard
+            else:  # the window crosses into the next shard
                 source = self._sources[owner]
                 source.read(int(source.starts[number]) + start, row)
         return tokens.reshape(*shards.shape, length)
 
 
 class PackedReader:
-    """Reads rows of packed documents of several sources; the same face as `WindowReader`.
+    """Reads rows of packed documents of several sources; same interface as `WindowReader`.
+
+    Packed sources are on this machine.
 
     Args:
         sources: opened shard directories.
-        packings: the index of each, all of one `seq_len`.
+        packings: the packing index of each, all for one `seq_len`.
     """
 
     is_remote = False
@@ -155,28 +161,28 @@ class PackedReader:
         self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
 
     def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `read` takes. Any shape, int64."""
+        """Return the arguments of `read`; any shape, int64."""
         assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such row"
         return sources, windows
 
     def traffic(self) -> Counter[str]:
-        """Return nothing: packed sources are on this machine."""
+        """Return nothing: there is no traffic with stores."""
         return Counter()
 
-    def mirror(self) -> None:
-        """Do nothing, likewise."""
+    def start_mirror(self) -> None:
+        """Do nothing: there is no store to mirror."""
 
-    def expect(self, sources: np.ndarray, rows: np.ndarray) -> list[Any]:
-        """Begin to read rows, as `WindowReader.expect`."""
+    def prefetch(self, sources: np.ndarray, rows: np.ndarray) -> list[Any]:
+        """Start to read rows, as `WindowReader.prefetch`."""
         for number, row in zip(sources.ravel().tolist(), rows.ravel().tolist(), strict=True):
-            if self.sources[number].files.wants_notice:
+            if self.sources[number].files.wants_prefetch:
                 for start, length in zip(*self.packings[number].pieces(row), strict=True):
                     source = self.sources[number]
-                    source.files.expect(source.ranges(int(start), int(start + length)))
+                    source.files.prefetch(source.ranges(int(start), int(start + length)))
         return []
 
     def read(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the ids of rows, (..., seq_len + 1) of `dtype`, filled up with EOS ids."""
+        """Return the ids of rows, (..., seq_len + 1) of `dtype`, padded with EOS ids."""
         tokens = np.empty((rows.size, self.seq_len + 1), self.dtype)
         for out, number, row in zip(
             tokens, sources.ravel().tolist(), rows.ravel().tolist(), strict=True

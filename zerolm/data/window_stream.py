@@ -1,8 +1,8 @@
-"""Windows of token ids become micro-batches. Knows nothing of the order that they come in.
+"""Turns windows of token ids into micro-batches, reading ahead. Independent of their order.
 
-A window is `seq_len` + 1 ids of one source: cut from all of its text, or the documents that a line
-of its packing names, filled up with EOS ids. `zerolm.packing.num_rows` says how many there are, a
-subclass of `WindowStream` which ones come when (zerolm/data.py has two).
+A window is `seq_len` + 1 ids of one source: cut from all of its text, or, with packing, the
+documents of one packed row, padded with EOS ids. A subclass of `WindowStream` decides which windows
+come in which order: `TokenStream` for training, `ValidationStream` for validation.
 
 Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
 """
@@ -16,32 +16,33 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from zerolm.faults import fault_point
-from zerolm.loss import IGNORED
-from zerolm.packing import open_packing
-from zerolm.settings import BEST_FIT, CONCAT
-from zerolm.shards import Source
-from zerolm.window_readers import PackedReader, WindowReader
+from zerolm.common.faults import fault_point
+from zerolm.config.settings import BEST_FIT, CONCAT
+from zerolm.data.packing import open_packing
+from zerolm.data.window_readers import PackedReader, WindowReader
+from zerolm.model.loss import IGNORED
+from zerolm.shards.reader import Source
 
-PLACED_SEQUENCES = 8192  # found at once, which takes the cost of one from 30 us to 0.2 us
-# Asked for ahead of their use where shards are in a store: most requests are for one block, so
-# that these are 32 MiB in memory. Not so many groups that cached ones are looked up for nothing.
+# Rows placed by one call of the order, which lowers the cost per row from 30 us to 0.2 us.
+PLACED_SEQUENCES = 8192
+# Read-ahead where shards are in a store. Most requests are for one block, so 512 are 32 MiB in
+# memory. The number of groups is limited so that cached ones are not looked up in vain.
 AHEAD_REQUESTS, AHEAD_GROUPS = 512, 32
-READ_BYTES = 1 << 18  # read at once in the training process: a few micro-batches, still in cache
+READ_BYTES = 1 << 18  # read at once in the training process: a few micro-batches, in CPU cache
 
 Batch = dict[str, torch.Tensor]
 
 
 class Rows(NamedTuple):
-    """Where micro-batches lie, (C, M) int64 each."""
+    """Sources and windows of the rows of micro-batches; (C, M) int64 each."""
 
-    sequence_ids: np.ndarray  # -1: fills up, has no loss
+    sequence_ids: np.ndarray  # -1: padding, without loss
     sources: np.ndarray
     windows: np.ndarray
 
 
 class Located(NamedTuple):
-    """Where micro-batches that are read at once lie, (C, M) int64 each."""
+    """Places in the shards of micro-batches that are read at once; (C, M) int64 each."""
 
     shards: np.ndarray
     offsets: np.ndarray
@@ -50,16 +51,16 @@ class Located(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What micro-batches hold, as read from the shards and as sent by loader workers."""
+    """Content of micro-batches, as read from the shards and as sent by loader workers."""
 
     tokens: np.ndarray  # (C, M, T + 1), in the dtype of the shards
     sequence_ids: np.ndarray  # (C, M) int64
     sources: np.ndarray  # (C, M) int64
-    traffic: Counter[str]  # with stores, since this process sent the ones before
+    traffic: Counter[str]  # with stores, since the last message of this process
 
 
 class WindowStream(IterableDataset):
-    """What training and validation share: rows become batches. A subclass says which rows.
+    """Base class of training and validation data: rows become batches.
 
     Yields one micro-batch at a time, a dict of
 
@@ -71,11 +72,12 @@ class WindowStream(IterableDataset):
         document_ids  (M, T) int64, only with document_mask: numbers a row's documents from 0
 
     A document ends with the EOS id of its source. With document_mask, and in a packed row, that id
-    has no target, since what follows is another document. So has what fills a packed row up, which
-    is EOS ids, each a document of its own. The tensors are contiguous and share no memory.
+    has no target, because another document follows. The padding of a packed row has no targets
+    either: it consists of EOS ids, each a document of its own. The tensors are contiguous and share
+    no memory.
     """
 
-    reads_on = False  # until everything was read, and again: whole shards pay
+    reads_all_data = False  # whether all shards are read in the long run, so that mirroring pays
 
     def __init__(
         self,
@@ -100,64 +102,65 @@ class WindowStream(IterableDataset):
         self.document_mask = document_mask
         self.traffic: Counter[str] = Counter()  # with stores, of this process and its workers
 
-    def starts(self) -> Iterator[int]:
+    def micro_batch_starts(self) -> Iterator[int]:
         """Yield the first sequence number of each micro-batch of this rank."""
         raise NotImplementedError
 
-    def place(self, sequence_ids: np.ndarray) -> Rows:
-        """Find rows by their sequence numbers, (C, M) int64."""
+    def find_rows(self, sequence_ids: np.ndarray) -> Rows:
+        """Return the rows with some sequence numbers, (C, M) int64."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
-        # In a plain DataLoader, whose workers are asked in turn for one micro-batch each.
-        return self.batches(self.reads(1) if worker else self.reads(self.fitting(READ_BYTES)))
+        # A plain DataLoader asks its workers in turn for one micro-batch each.
+        group = 1 if worker else self.num_micro_batches_within(READ_BYTES)
+        return self.batches(self.read_groups(group))
 
-    def fitting(self, size_bytes: int) -> int:
-        """Return how many micro-batches fit a size, at least one."""
+    def num_micro_batches_within(self, size_bytes: int) -> int:
+        """Return the number of micro-batches that fit into a size, at least one."""
         row_bytes = (self.reader.seq_len + 1) * self.reader.dtype.itemsize
         return max(1, size_bytes // (row_bytes * self.micro_batch_size))
 
-    def reads(self, group: int) -> Iterator[Tokens]:
-        """Yield the tokens of `group` micro-batches (C) at a time, of fewer at the end.
+    def read_groups(self, group: int) -> Iterator[Tokens]:
+        """Yield the tokens of `group` micro-batches (C) at a time; the last may have fewer.
 
-        Worker w of k yields groups w, w + k, w + 2k, ..., so that a loader that asks its workers
-        in turn has all of them in order.
+        Worker w of k yields groups w, w + k, w + 2k, ..., so a loader that asks its workers in turn
+        gets all groups in order.
         """
-        located = self._located(group)
+        located = self._locate_groups(group)
         if get_worker_info() is None:
-            located = _first_alone(located)
-        for shards, offsets, sequence_ids, sources in self._ahead(located):
+            located = _split_first(located)
+        for shards, offsets, sequence_ids, sources in self._prefetched(located):
             tokens = self.reader.read(shards, offsets)
             yield Tokens(tokens, sequence_ids, sources, self.reader.traffic())
 
-    def _ahead(self, located: Iterator["Located"]) -> Iterator["Located"]:
-        """Yield the same, later: what is not in memory has been asked for long before."""
+    def _prefetched(self, located: Iterator[Located]) -> Iterator[Located]:
+        """Yield the same groups, requesting each a while before it is yielded."""
         reader = self.reader
-        if self.reads_on:
-            reader.mirror()
+        if self.reads_all_data:
+            reader.start_mirror()
         waiting: deque[tuple[Located, list[Any]]] = deque()
-        coming = 0
-        # Disks answer at once: the first batch does not wait until more has been asked for.
+        num_requests = 0
+        # Disks answer at once, so the first batch does not wait until more has been requested.
         groups = AHEAD_GROUPS if reader.is_remote else 0
         for part in located:
-            arrivals = reader.expect(part.shards, part.offsets)
-            waiting.append((part, arrivals))
-            coming += len(arrivals)
-            while coming > AHEAD_REQUESTS or len(waiting) > groups:
-                part, arrivals = waiting.popleft()
-                coming -= len(arrivals)
+            fetches = reader.prefetch(part.shards, part.offsets)
+            waiting.append((part, fetches))
+            num_requests += len(fetches)
+            while num_requests > AHEAD_REQUESTS or len(waiting) > groups:
+                part, fetches = waiting.popleft()
+                num_requests -= len(fetches)
                 groups = min(groups + 1, AHEAD_GROUPS)
                 yield part
         while waiting:
-            part, arrivals = waiting.popleft()  # held while the part is read
+            part, fetches = waiting.popleft()  # `fetches` keeps the blocks while the part is read
             yield part
 
-    def _located(self, group: int) -> Iterator["Located"]:
+    def _locate_groups(self, group: int) -> Iterator[Located]:
         worker = get_worker_info()
         num_placed = group * max(1, PLACED_SEQUENCES // (group * self.micro_batch_size))
         starts: list[int] = []
-        for number, start in enumerate(self.starts()):
+        for number, start in enumerate(self.micro_batch_starts()):
             if worker and number // group % worker.num_workers != worker.id:
                 continue
             starts.append(start)
@@ -167,20 +170,20 @@ class WindowStream(IterableDataset):
         if starts:
             yield from self._locate(starts, group)
 
-    def _locate(self, starts: list[int], group: int) -> Iterator["Located"]:
+    def _locate(self, starts: list[int], group: int) -> Iterator[Located]:
         fault_point("loader.read", starts[0])
-        rows = self.place(np.array(starts)[:, None] + np.arange(self.micro_batch_size))
+        rows = self.find_rows(np.array(starts)[:, None] + np.arange(self.micro_batch_size))
         shards, offsets = self.reader.locate(rows.sources, rows.windows)
         for first in range(0, len(starts), group):
             part = slice(first, first + group)
             yield Located(shards[part], offsets[part], rows.sequence_ids[part], rows.sources[part])
 
-    def batches(self, reads: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
-        """Yield the batches of micro-batches that were read, here or by a worker."""
-        for *read, traffic in reads:
+    def batches(self, groups: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
+        """Yield the batches of groups that were read in this process or by a worker."""
+        for *group, traffic in groups:
             if traffic:
                 self.traffic += traffic
-            for tokens, sequence_ids, sources in zip(*read, strict=True):
+            for tokens, sequence_ids, sources in zip(*group, strict=True):
                 yield self._batch(tokens, sequence_ids, sources, pin_memory)
 
     def _batch(
@@ -194,19 +197,19 @@ class WindowStream(IterableDataset):
             "sequence_ids": make(sequence_ids),
         }
         if self.document_mask or self.packed:
-            last = tokens[:, :-1] == self.reader.eos_ids[sources][:, None]
-            batch["targets"].numpy()[last] = IGNORED
+            is_last = tokens[:, :-1] == self.reader.eos_ids[sources][:, None]
+            batch["targets"].numpy()[is_last] = IGNORED
         if self.document_mask:
-            places, documents = number_documents(last)
-            batch["position_ids"] = make(places)
+            positions, documents = number_documents(is_last)
+            batch["position_ids"] = make(positions)
             batch["document_ids"] = make(documents)
-        if sequence_ids[-1] < 0:  # rows that fill up come last
+        if sequence_ids[-1] < 0:  # padding rows come last
             batch["targets"][batch["sequence_ids"] < 0] = IGNORED
         return batch
 
 
-def _first_alone(located: Iterator[Located]) -> Iterator[Located]:
-    """Yield the same, the first micro-batch by itself: nothing waits for those that come after."""
+def _split_first(located: Iterator[Located]) -> Iterator[Located]:
+    """Yield the same groups, but the first micro-batch alone, so that it does not wait for more."""
     for part in itertools.islice(located, 1):
         yield Located(*(each[:1] for each in part))
         if len(part.shards) > 1:
@@ -214,25 +217,25 @@ def _first_alone(located: Iterator[Located]) -> Iterator[Located]:
     yield from located
 
 
-def number_documents(last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's place in its document, and its document's number in the row.
+def number_documents(is_last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each token's position in its document, and its document's number in the row.
 
     Args:
-        last: (M, T) bool, true at the last token of each document.
+        is_last: (M, T) bool, true at the last token of each document.
 
     Returns:
         (M, T) int64, twice, both counted from 0.
     """
-    begins = np.empty_like(last)
-    begins[:, 0] = True
-    begins[:, 1:] = last[:, :-1]
-    starts = np.flatnonzero(begins)
-    lengths = np.diff(starts, append=last.size)
-    row_of_document = starts // last.shape[1]
-    first_of_row = np.searchsorted(row_of_document, np.arange(len(last)))
+    is_first = np.empty_like(is_last)
+    is_first[:, 0] = True
+    is_first[:, 1:] = is_last[:, :-1]
+    starts = np.flatnonzero(is_first)
+    lengths = np.diff(starts, append=is_last.size)
+    row_of_document = starts // is_last.shape[1]
+    first_of_row = np.searchsorted(row_of_document, np.arange(len(is_last)))
     numbers = np.arange(len(starts)) - first_of_row[row_of_document]
-    places = np.arange(last.size) - np.repeat(starts, lengths)
-    return places.reshape(last.shape), np.repeat(numbers, lengths).reshape(last.shape)
+    positions = np.arange(is_last.size) - np.repeat(starts, lengths)
+    return positions.reshape(is_last.shape), np.repeat(numbers, lengths).reshape(is_last.shape)
 
 
 def _copy(values: np.ndarray) -> torch.Tensor:

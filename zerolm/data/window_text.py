@@ -1,7 +1,7 @@
-"""Windows of token shards as text, document by document, for people who look at data.
+"""Windows of token shards as text, split by document, for people who inspect data.
 
-Decodes with the tokenizer's copy that lies beside the shards. Knows nothing of runs; which window a
-sequence is, is the business of zerolm/order.py.
+Decodes with the copy of the tokenizer beside the shards. Independent of runs; `Order` decides which
+window a sequence is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,62 +10,71 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerolm.errors import ConfigError
-from zerolm.packing import Packing
-from zerolm.shards import Source
-from zerolm.tokenizer_copy import TIKTOKEN_FILE, auto_tokenizer, read_encoding
+from zerolm.common.errors import ConfigError
+from zerolm.data.packing import Packing
+from zerolm.shards.reader import Source
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
 Decoder = Callable[[Sequence[int]], str]
 
 
-class Part(NamedTuple):
-    """The tokens of a window that belong to one document."""
+class DocumentSpan(NamedTuple):
+    """The tokens of a window that belong to one document.
 
-    document: int  # number in the source, from 0
-    start: int  # first token shown, counted inside the document
+    Attributes:
+        document: number in the source, from 0.
+        start: first token, counted from the start of the document.
+        stop: end of the span, likewise.
+        length: of the document in tokens, including its EOS.
+        token_ids: of the span.
+    """
+
+    document: int
+    start: int
     stop: int
-    length: int  # of the document, its EOS included
+    length: int
     token_ids: np.ndarray
 
 
-def read_window(source: Source, window: int, seq_len: int) -> list[Part]:
+def read_window(source: Source, window: int, seq_len: int) -> list[DocumentSpan]:
     """Return the `seq_len` + 1 tokens of a window, document by document."""
-    return _read_parts(source, window * seq_len, (window + 1) * seq_len + 1)
+    return _read_spans(source, window * seq_len, (window + 1) * seq_len + 1)
 
 
-def read_document(source: Source, document: int) -> Part:
+def read_document(source: Source, document: int) -> DocumentSpan:
     """Return all tokens of a document of a source."""
     number = document
     for shard, entry in enumerate(source.manifest["shards"]):
         if number < entry["num_documents"]:
             ends = source.document_ends(shard).astype(np.int64)
             start, end = int(ends[number - 1]) if number else 0, int(ends[number])
-            return Part(document, 0, end - start, end - start, source.ids(shard, start, end))
+            ids = source.ids(shard, start, end)
+            return DocumentSpan(document, 0, end - start, end - start, ids)
         number -= entry["num_documents"]
     raise IndexError(f"document {document} of {source.num_documents}")
 
 
-def read_row(source: Source, packing: Packing, row: int) -> list[Part]:
-    """Return the tokens of a packed row, document by document, without what fills it up."""
+def read_row(source: Source, packing: Packing, row: int) -> list[DocumentSpan]:
+    """Return the tokens of a packed row, document by document, without its padding."""
     starts, lengths = packing.pieces(row)
     return [
-        part
+        span
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        for part in _read_parts(source, start, start + length)
+        for span in _read_spans(source, start, start + length)
     ]
 
 
-def _read_parts(source: Source, start: int, stop: int) -> list[Part]:
+def _read_spans(source: Source, start: int, stop: int) -> list[DocumentSpan]:
     first = int(np.searchsorted(source.starts, start, side="right")) - 1
     end = int(np.searchsorted(source.starts[:-1], stop, side="left"))
     return [
-        part
+        span
         for number in range(first, end)
-        for part in _parts_in_shard(source, number, start, stop)
+        for span in _spans_in_shard(source, number, start, stop)
     ]
 
 
-def _parts_in_shard(source: Source, number: int, start: int, stop: int) -> Iterator[Part]:
+def _spans_in_shard(source: Source, number: int, start: int, stop: int) -> Iterator[DocumentSpan]:
     base = int(source.starts[number])
     start, stop = max(start - base, 0), min(stop, int(source.starts[number + 1])) - base
     if start >= stop:
@@ -77,30 +86,25 @@ def _parts_in_shard(source: Source, number: int, start: int, stop: int) -> Itera
         first = int(ends[document - 1]) if document else 0
         end = int(ends[document])
         upto = min(end, stop)
-        yield Part(
-            before + document,
-            start - first,
-            upto - first,
-            end - first,
-            source.ids(number, start, upto),
-        )
+        ids = source.ids(number, start, upto)
+        yield DocumentSpan(before + document, start - first, upto - first, end - first, ids)
         start, document = upto, document + 1
 
 
-def render(parts: Sequence[Part], decode: Decoder) -> Iterator[str]:
+def render_window(spans: Sequence[DocumentSpan], decode: Decoder) -> Iterator[str]:
     """Yield the lines that show a window."""
-    for part in parts:
-        whole = part.start == 0 and part.stop == part.length
-        which = "whole" if whole else f"tokens {part.start:,} to {part.stop:,} of {part.length:,}"
-        yield f"--- document {part.document} ({which}) ---"
-        yield decode(part.token_ids.tolist())
+    for span in spans:
+        complete = span.start == 0 and span.stop == span.length
+        tokens = f"tokens {span.start:,} to {span.stop:,} of {span.length:,}"
+        yield f"--- document {span.document} ({'complete' if complete else tokens}) ---"
+        yield decode(span.token_ids.tolist())
 
 
-def decoder_of(source: Source) -> Decoder:
-    """Return what makes text of a source's ids: the tokenizer's copy beside its shards.
+def source_decoder(source: Source) -> Decoder:
+    """Return the function that decodes a source's ids, from the tokenizer beside its shards.
 
     Raises:
-        ConfigError: there is none, or none that can be loaded.
+        ConfigError: there is no tokenizer, or it cannot be loaded.
     """
     copy = source.tokenizer_directory()
     if not copy.is_dir():
@@ -112,17 +116,17 @@ def decoder_of(source: Source) -> Decoder:
 
 
 def load_decoder(directory: Path) -> Decoder:
-    """Return a function from ids to text, made from a tokenizer's copy; special tokens are shown.
+    """Return a function from ids to text, including special tokens, from a tokenizer directory.
 
     Raises:
         ConfigError: there is no tokenizer that can be loaded.
     """
     if (directory / TIKTOKEN_FILE).is_file():
-        return read_encoding(directory).decode
+        return read_tiktoken(directory).decode
     if (directory / "tokenizer.json").is_file():
         import tokenizers
 
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         return lambda ids: backend.decode(ids, skip_special_tokens=False)
-    tokenizer = auto_tokenizer(str(directory), local=True)
+    tokenizer = load_auto_tokenizer(str(directory), local=True)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,8 +1,10 @@
-"""Sequence parallelism: a sequence over several ranks, DeepSpeed's Ulysses for its attention.
+"""Sequence parallelism: shards each sequence over several ranks with DeepSpeed's Ulysses attention.
 
-Each rank has all weights and a part of each sequence. In attention the ranks of a replica exchange
-parts of the sequence for heads, and back; all else is computed token by token. Only training is cut
-so: in evaluation mode each rank has whole sequences of its own, whatever their lengths are.
+Each rank has all weights and a slice of each sequence. Inside attention the ranks of a replica
+exchange slices of the sequence for attention heads, and back; everything else is computed token by
+token. Only training does this: in evaluation mode each rank has complete sequences of its own, of
+any length.
+
 Source: Jacobs et al. 2023 (arXiv 2309.14509); Bekman et al. 2025 (arXiv 2506.13996); DeepSpeed
 0.19.8, runtime/sequence_parallel/ulysses_sp.py.
 """
@@ -11,20 +13,24 @@ from typing import Any
 
 import torch
 
-from zerolm.parallel import Layout
+from zerolm.distributed.layout import Layout
 
 Batch = dict[str, torch.Tensor]
-OF_TOKENS = ("input_ids", "targets")
+PER_TOKEN_KEYS = ("input_ids", "targets")  # tensors with a sequence dimension
 
 
-def register(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) -> Any:
-    """Exchange a model's attention for DeepSpeed's; return what `deepspeed.initialize` has as mpu.
+def register_attention(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) -> Any:
+    """Replace a model's attention by DeepSpeed's Ulysses attention. Every rank must call.
 
-    transformers' table of attention kernels is changed for this process. Every rank must call.
+    Changes transformers' table of attention functions in this process.
 
     Args:
-        model: just built.
-        micro_batch_size, seq_len: of training; what is evaluated may have any shape.
+        model: a model that was just built.
+        micro_batch_size: sequences of a training micro-batch; evaluation may use any shape.
+        seq_len: tokens of a training sequence; evaluation may use any length.
+
+    Returns:
+        The object to pass to `deepspeed.initialize` as `mpu`; None without sequence parallelism.
     """
     if layout.sequence == 1:
         return None
@@ -41,22 +47,23 @@ def register(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) ->
     )
 
 
-def own_part(batch: Batch, layout: Layout, rank: int) -> Batch:
-    """Return this rank's part of a micro-batch of its replica: its tokens, and where they stand.
+def shard_batch(batch: Batch, layout: Layout, rank: int) -> Batch:
+    """Return this rank's slice of its replica's micro-batch, with the tokens' positions.
 
     Args:
-        batch: with `input_ids` and `targets` (M, T); without documents that are kept apart.
+        batch: with `input_ids` and `targets` (M, T), and without `document_ids`.
 
     Returns:
-        The same where sequences are not cut; else with (M, T / degree), and with `position_ids`.
+        The batch itself without sequence parallelism; otherwise a batch with (M, T / degree), and
+        with `position_ids`, which count from the start of the complete sequence.
     """
     if layout.sequence == 1:
         return batch
     assert "document_ids" not in batch, "preflight refuses it"
-    length, rest = divmod(batch["input_ids"].shape[1], layout.sequence)
-    assert rest == 0, "preflight refuses it"
-    first = layout.part(rank) * length
-    own = {name: batch[name][:, first : first + length].contiguous() for name in OF_TOKENS}
-    places = torch.arange(first, first + length, device=batch["input_ids"].device)
-    own["position_ids"] = places.expand(len(batch["input_ids"]), length).contiguous()
-    return batch | own
+    length, remainder = divmod(batch["input_ids"].shape[1], layout.sequence)
+    assert remainder == 0, "preflight refuses it"
+    first = layout.rank_in_replica(rank) * length
+    shard = {name: batch[name][:, first : first + length].contiguous() for name in PER_TOKEN_KEYS}
+    positions = torch.arange(first, first + length, device=batch["input_ids"].device)
+    shard["position_ids"] = positions.expand(len(batch["input_ids"]), length).contiguous()
+    return batch | shard

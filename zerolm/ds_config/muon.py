@@ -1,10 +1,9 @@
-"""Muon for matrices, with AdamW for embeddings, the head, norms and biases: DeepSpeed's own.
+"""DeepSpeed's Muon for matrices, with AdamW for embeddings, the head, norms and biases.
 
-Momentum whose matrices are made orthogonal by a Newton-Schulz iteration before each step (Jordan et
-al. 2024, kellerjordan.github.io/posts/muon). ZeRO does it on whole matrices, gathered for it; what
-reaches the optimizer is the finished update. Here is which parameters that is for, what of it
-DeepSpeed 0.19.8 gets wrong or cannot do, and how much it keeps. torch and DeepSpeed are imported by
-need.
+Muon orthogonalises the momentum of each matrix by a Newton-Schulz iteration before each step
+(Jordan et al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers whole matrices for it, and the
+optimizer receives the finished update. This module decides which parameters Muon takes, and refuses
+what DeepSpeed 0.19.8 gets wrong. torch and DeepSpeed are imported only inside functions.
 """
 
 import math
@@ -12,55 +11,40 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from zerolm.ds_config import (
-    block,
-    optimizer_offload,
-    optimizer_type,
-    precision,
-    zero_stage,
-)
-from zerolm.ds_schema import AUTO
-from zerolm.errors import did_you_mean
-from zerolm.settings import Settings
-from zerolm.values import shown
+from zerolm.common.errors import did_you_mean
+from zerolm.common.values import shown
+from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import AUTO, Profile
 
 AUTO_PARAMS = ("lr", "betas", "eps", "weight_decay")
 PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "ns_method", "betas", "eps", "weight_decay")
 SWITCHES = ("adam_w_mode", "torch_adam", "per_head_muon")
 NEWTON_SCHULZ = ("gram", "standard")
 MOMENTUM, ADAM_EPSILON = 0.95, 1e-8
-# Of tables that are looked up or written out by, in the names of transformers' models.
-NO_MATRICES = ("embed", "lm_head", "wte", "wpe")
+# Parts of the names of embeddings and output heads in the models of transformers.
+TABLE_NAMES = ("embed", "lm_head", "wte", "wpe")
 
 
-def chosen(ds_config: Mapping[str, Any]) -> bool:
-    """Tell whether a ds config names Muon."""
-    return optimizer_type(ds_config).lower() == "muon"
-
-
-def problems(ds_config: Mapping[str, Any]) -> list[str]:
-    """Find what DeepSpeed's Muon cannot do, or would pass over in silence."""
-    found = _param_problems(ds_config)
-    clipping = ds_config.get("gradient_clipping")
+def problems(profile: Profile) -> list[str]:
+    """Find what DeepSpeed's Muon cannot do, or would silently ignore."""
+    found = _param_problems(profile)
+    clipping = profile.json.get("gradient_clipping")
     if clipping != AUTO and clipping != 0:
-        said = "missing, which is 1.0" if clipping is None else shown(clipping)
+        value = "missing, which is 1.0" if clipping is None else shown(clipping)
         found.append(
-            f"gradient_clipping: {said}, with Muon it shrinks the orthogonalised update "
+            f"gradient_clipping: {value}, with Muon it shrinks the orthogonalised update "
             f"(DeepSpeed#8439). Set it to 0."
         )
-    if (
-        zero_stage(ds_config) == 3
-        and block(ds_config, "zero_optimization").get("reduce_scatter", True) is not False
-    ):
+    if profile.zero_stage == 3 and profile.zero.get("reduce_scatter", True) is not False:
         found.append(
             "zero_optimization.reduce_scatter: true, Muon at stage 3 needs false. Set it to false."
         )
     return found
 
 
-def _param_problems(ds_config: Mapping[str, Any]) -> list[str]:
-    """Find what DeepSpeed's Muon would not read: it leaves unknown parameters out in silence."""
-    params = block(ds_config, "optimizer", "params")
+def _param_problems(profile: Profile) -> list[str]:
+    """Find parameters that DeepSpeed's Muon would silently ignore, and wrong values."""
+    params = profile.optimizer.params
     known = (*PARAMS, *SWITCHES)
     found = [
         f"optimizer.params.{key}: not a parameter of Muon, DeepSpeed would ignore it."
@@ -86,7 +70,7 @@ def _param_problems(ds_config: Mapping[str, Any]) -> list[str]:
             f"{', '.join(NEWTON_SCHULZ)}. Correct it."
         )
     rates = [key for key in ("muon_lr", "adam_lr") if key in params]
-    if rates and "scheduler" in ds_config:
+    if rates and "scheduler" in profile.json:
         found.append(
             f"optimizer.params.{rates[0]}: {shown(params[rates[0]])}, but DeepSpeed's schedulers "
             f"give all parameters one rate. Remove the scheduler block, and use --schedule."
@@ -94,9 +78,9 @@ def _param_problems(ds_config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def setting_problems(ds_config: Mapping[str, Any], settings: Settings) -> list[str]:
-    """Refuse adaptive clipping of what is not the gradient."""
-    if not settings.adaptive_clip or not chosen(ds_config):
+def setting_problems(profile: Profile, settings: Settings) -> list[str]:
+    """Refuse adaptive clipping, since Muon's norm is not that of the gradient."""
+    if not settings.adaptive_clip or not profile.uses_muon:
         return []
     return [
         f"{settings.where('adaptive_clip')}: {settings.adaptive_clip}, but Muon's norm is that of "
@@ -104,43 +88,27 @@ def setting_problems(ds_config: Mapping[str, Any], settings: Settings) -> list[s
     ]
 
 
-def shape_problems(
-    ds_config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str
-) -> list[str]:
-    """Refuse a model whose experts lie in one tensor where DeepSpeed takes flat matrices only.
+def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Refuse experts that are stacked in one tensor where DeepSpeed takes flat matrices only.
 
     Args:
-        shapes: of every parameter.
-        name: of the JSON file, for the messages.
+        shapes: of every parameter by name.
     """
-    if not (chosen(ds_config) and _is_bf16_optimizer(ds_config)):
+    if not (profile.uses_muon and profile.uses_bf16_optimizer):
         return []
     return [
-        f"{name}: optimizer.type: Muon, at stage 1 with bf16 and fp32 gradients it takes no "
-        f"tensor of several matrices, as {tensor} is {list(shape)}. Use stage 2 or 3."
+        f"{profile.name}: optimizer.type: Muon, at stage 1 with bf16 and fp32 gradients it takes "
+        f"no tensor of several matrices, as {tensor} is {list(shape)}. Use stage 2 or 3."
         for tensor, shape in shapes.items()
-        if len(shape) > 2 and is_for_matrices(tensor, shape)
+        if len(shape) > 2 and takes(tensor, shape)
     ][:1]
 
 
-def _is_bf16_optimizer(ds_config: Mapping[str, Any]) -> bool:
-    """Tell whether DeepSpeed takes its BF16_Optimizer for the run."""
-    accumulation = block(ds_config, "data_types").get("grad_accum_dtype")
-    return (
-        zero_stage(ds_config) == 1
-        and precision(ds_config) == "bf16"
-        and accumulation == "fp32"
-        and optimizer_offload(ds_config) == "none"
-    )
-
-
-def notices(ds_config: Mapping[str, Any]) -> list[str]:
-    """Say what is not as the ds config says it."""
-    accumulation = block(ds_config, "data_types").get("grad_accum_dtype")
-    plain = zero_stage(ds_config) == 2 and optimizer_offload(ds_config) == "none"
-    if not (chosen(ds_config) and plain and precision(ds_config) == "bf16"):
-        return []
-    if accumulation != "fp32":
+def notices(profile: Profile) -> list[str]:
+    """List where DeepSpeed's Muon does not follow the JSON."""
+    stage_2 = profile.zero_stage == 2 and profile.optimizer_offload == "none"
+    fp32_sums = profile.precision == "bf16" and profile.grad_accum_dtype == "fp32"
+    if not (profile.uses_muon and stage_2 and fp32_sums):
         return []
     return [
         "Muon at stage 2 adds up the gradients of its matrices over micro-batches in bf16, and "
@@ -150,12 +118,12 @@ def notices(ds_config: Mapping[str, Any]) -> list[str]:
 
 
 def fill(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
-    """Write down what DeepSpeed would take where the JSON says nothing.
+    """Fill in DeepSpeed's defaults where the JSON has no value.
 
     Args:
-        params: of the optimizer, changed.
-        on_plain_cpu: without offload. DeepSpeed's fused AdamW would compile a kernel there for a
-            minute; torch's is the same arithmetic.
+        params: of the optimizer; changed in place.
+        on_plain_cpu: a CPU without offload. DeepSpeed's fused AdamW would compile a kernel there
+            for a minute; torch's has the same arithmetic.
     """
     for key, value in (
         ("momentum", MOMENTUM),
@@ -167,21 +135,17 @@ def fill(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
         params.setdefault("torch_adam", True)
 
 
-# -------------------------------------------------------------------------------------------------
-# Which parameters
-
-
-def is_for_matrices(name: str, shape: tuple[int, ...]) -> bool:
+def takes(name: str, shape: tuple[int, ...]) -> bool:
     """Tell by name and shape whether Muon takes a parameter; `tagging` asks the model itself."""
-    return len(shape) >= 2 and not any(word in name.lower() for word in NO_MATRICES)
+    return len(shape) >= 2 and not any(word in name.lower() for word in TABLE_NAMES)
 
 
 @contextmanager
 def tagging(model: Any) -> Iterator[None]:
-    """Keep embeddings and the head out of Muon's matrices while `deepspeed.initialize` tags them.
+    """Keep embeddings and the head away from Muon while `deepspeed.initialize` tags parameters.
 
-    DeepSpeed tells them by "embed" and "lm_head" in the name, and would give GPT-2's `wte` and
-    `wpe` to Muon. It looks at `ds_shape`, so that partitioned parameters count as what they are.
+    DeepSpeed recognises them by "embed" and "lm_head" in the name, and would give GPT-2's `wte` and
+    `wpe` to Muon. It reads `ds_shape`, so partitioned parameters have their full shape.
     """
     import deepspeed
     from torch import nn
@@ -203,8 +167,8 @@ def tagging(model: Any) -> Iterator[None]:
         deepspeed.set_optimizer_flags = original
 
 
-def shares(model: Any) -> str:
-    """Say how many parameters went where, by the tags that the optimizer's groups were made of."""
+def describe(model: Any) -> str:
+    """Describe how many parameters Muon and AdamW take, by the tags DeepSpeed grouped them by."""
     counts, values = {True: 0, False: 0}, {True: 0, False: 0}
     for parameter in model.parameters():
         counts[parameter.use_muon] += 1
@@ -213,96 +177,3 @@ def shares(model: Any) -> str:
         f"Muon: {counts[True]} tensors of matrices with {values[True]:,} values; AdamW: the "
         f"{counts[False]} others with {values[False]:,}"
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# What it keeps
-
-
-def state_bytes(
-    shapes: Mapping[str, tuple[int, ...]], ds_config: Mapping[str, Any], world_size: int = 0
-) -> int:
-    """Return the bytes of the states: one momentum of matrices, AdamW's two of the others.
-
-    ZeRO-1 and 2 keep the momentum in the precision of the gradients that they reduce, and a second
-    one for the step at hand, so that a step can be refused.
-
-    Args:
-        world_size: of the fullest rank of so many; 0: of all parameters, as in a checkpoint, where
-            matrices that two ranks share count once.
-    """
-    matrices = sum(_numels(shapes))
-    others = sum(map(math.prod, shapes.values())) - matrices
-    if not world_size:
-        return _momentum_bytes(ds_config) * matrices + 8 * others
-    if keeps_whole_matrices(ds_config):
-        held = 2 * _momentum_bytes(ds_config) * whole_values(shapes, ds_config, world_size)
-    else:
-        held = _momentum_bytes(ds_config) * -(-matrices // world_size)
-    return held + 8 * -(-others // world_size)
-
-
-def _momentum_bytes(ds_config: Mapping[str, Any]) -> int:
-    """Return the bytes of a value of the momentum."""
-    single = keeps_whole_matrices(ds_config) and precision(ds_config) != "fp32"
-    return 2 if single else 4
-
-
-def keeps_whole_matrices(ds_config: Mapping[str, Any]) -> bool:
-    """Tell whether a rank has all of each matrix that it has a part of: ZeRO-1 and 2."""
-    return (
-        chosen(ds_config)
-        and zero_stage(ds_config) in (1, 2)
-        and optimizer_offload(ds_config) == "none"
-        and not _is_bf16_optimizer(ds_config)
-    )
-
-
-def whole_values(
-    shapes: Mapping[str, tuple[int, ...]], ds_config: Mapping[str, Any], world_size: int
-) -> int:
-    """Return the values of the matrices that the fullest rank has a part of, at ZeRO-1 and 2.
-
-    They lie one after another in a flat tensor, which the ranks share equally; a part of a matrix
-    has its whole gradient and momentum. So with many ranks each keeps at least the largest matrix.
-
-    Source: deepspeed/runtime/zero/stage_1_and_2.py, get_partition_info, 0.19.8.
-    """
-    numels = _numels(shapes)
-    if block(ds_config, "zero_optimization").get("round_robin_gradients"):
-        numels = [numel for first in range(world_size) for numel in numels[first::world_size]]
-    alignment = 2 * world_size
-    share = -(-sum(numels) // alignment) * alignment // world_size
-    held, begin = [0] * world_size, 0
-    for numel in numels:
-        for rank in range(begin // share, (begin + numel - 1) // share + 1):
-            held[rank] += numel
-        begin += numel
-    return max(held)
-
-
-def gradient_bytes(
-    shapes: Mapping[str, tuple[int, ...]],
-    ds_config: Mapping[str, Any],
-    world_size: int,
-    accumulated: int,
-) -> int:
-    """Return the bytes of the fullest rank's gradients at ZeRO-2, as they are summed.
-
-    Those of matrices are whole and in their own precision. Without offload there are beside them
-    either those of the others, in theirs, or at the end of a step the orthogonalised updates.
-
-    Args:
-        accumulated: bytes of a value of the others.
-    """
-    value = 4 if precision(ds_config) == "fp32" else 2
-    others = -(-(sum(map(math.prod, shapes.values())) - sum(_numels(shapes))) // world_size)
-    whole = whole_values(shapes, ds_config, world_size)
-    sums = value * whole + accumulated * others
-    if optimizer_offload(ds_config) != "none":
-        return sums
-    return sums + value * max(whole, others if accumulated != value else 0)
-
-
-def _numels(shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
-    return [math.prod(shape) for name, shape in shapes.items() if is_for_matrices(name, shape)]

@@ -1,41 +1,37 @@
-"""Which optimizers and schedulers a DeepSpeed config can name, and on which machine they run.
+"""Which optimizers and schedulers a DeepSpeed JSON can name, and which run on this machine.
 
-DeepSpeed finds out when it builds them, after the model is there. Versions: DeepSpeed 0.19.8.
+DeepSpeed itself finds out only when it builds them, after the model. Versions: DeepSpeed 0.19.8.
 """
 
 import importlib.util
-from collections.abc import Mapping
-from inspect import signature
-from typing import Any
 
-from zerolm import muon
-from zerolm.ds_config import block, optimizer_offload, optimizer_type
-from zerolm.ds_schema import AUTO
-from zerolm.errors import did_you_mean
-from zerolm.settings import Settings
-from zerolm.values import shown
+from zerolm.common.errors import did_you_mean
+from zerolm.common.values import shown
+from zerolm.config.settings import Settings
+from zerolm.ds_config import muon
+from zerolm.ds_config.profile import AUTO, Profile
 
 # DeepSpeed matches these in any case (deepspeed/runtime/config.py, DEEPSPEED_OPTIMIZERS) and
 # everything else as an attribute of torch.optim.
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 ADAM = frozenset({"adam", "adamw"})
 WITHOUT_BETAS = frozenset({"adagrad", "musgd"})
-# Their arithmetic is that of whole parameters. ZeRO hands an optimizer flat cuts, of several
-# parameters at stages 1 and 2, so that another curve is learned on another number of ranks.
-# tests/zerolm/test_ds_optimizers.py steps every optimizer of torch whole and cut in two.
-NOT_BY_VALUE = {
+# Their arithmetic needs whole parameters. ZeRO gives an optimizer flat shards, at stages 1 and 2 of
+# several parameters, so the curve would depend on the number of ranks. A test steps every optimizer
+# of torch on whole and on halved parameters.
+NOT_ELEMENTWISE = {
     "adafactor": "factors matrices and scales its step by the norms of whole parameters",
     "lamb": "scales the step of each parameter by the norms of the whole parameter",
     "lbfgs": "calls the model several times in a step",
     "sparseadam": "takes sparse gradients only",
 }
-# Wanted by many, and nowhere to be had: neither in DeepSpeed nor in torch.optim.
-NOWHERE = {
+# Often asked for, but neither in DeepSpeed nor in torch.optim.
+UNAVAILABLE = {
     "sophia": "needs a second backward pass through the gradient for its Hessian, which ZeRO's "
-    "reduction of gradients has not"
+    "gradient reduction does not support"
 }
 NEEDS_MUP = frozenset({"muadam", "muadamw", "musgd"})
-# deepspeed/ops/*/cpu_*.py; Muon's arithmetic is ZeRO's, that of its other parameters is CPUAdam's
+# deepspeed/ops/*/cpu_*.py. Muon's update is computed by ZeRO, its other parameters' by CPUAdam.
 WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
 ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 FUSED_ADAM_PARAMS = ("bias_correction", "fp32_optimizer_states", "amsgrad")
@@ -58,7 +54,7 @@ SCHEDULERS = {
     "lr_range_test_staircase",
 }
 
-# What "auto" can stand for, as in Hugging Face's Trainer.
+# Parameters that may be "auto", as in Hugging Face's Trainer.
 AUTO_PARAMS = muon.AUTO_PARAMS
 AUTO_SCHEDULER_PARAMS = (
     "warmup_min_lr",
@@ -69,55 +65,49 @@ AUTO_SCHEDULER_PARAMS = (
 )
 
 
-def takes_betas(ds_config: Mapping[str, Any]) -> bool:
-    """Tell whether the optimizer has betas; True for one that nobody knows, which is refused."""
-    kind = optimizer_type(ds_config).lower()
+def takes_betas(profile: Profile) -> bool:
+    """Tell whether the optimizer has betas; True for an unknown one, which is refused elsewhere."""
+    optimizer_name, kind = profile.optimizer.name, profile.optimizer.kind
     if kind in map(str.lower, OPTIMIZERS):
         return kind not in WITHOUT_BETAS
-    import torch
+    from zerolm.optim import custom
 
-    optimizer = getattr(torch.optim, optimizer_type(ds_config), None)
-    return not isinstance(optimizer, type) or "betas" in signature(optimizer).parameters
+    return custom.takes_betas(optimizer_name)
 
 
-def beta_problems(ds_config: Mapping[str, Any], settings: Settings, name: str) -> list[str]:
-    """Refuse flags for betas of an optimizer that has none.
-
-    Args:
-        name: of the JSON file, for the messages.
-    """
-    if takes_betas(ds_config):
+def beta_problems(profile: Profile, settings: Settings) -> list[str]:
+    """Refuse the flags for betas where the optimizer has none."""
+    if takes_betas(profile):
         return []
-    kind = optimizer_type(ds_config)
     return [
-        f"{settings.where(flag)}: {getattr(settings, flag)}, but {kind} has no betas ({name}: "
-        f"optimizer.type). Remove the flag, or use AdamW."
+        f"{settings.where(flag)}: {getattr(settings, flag)}, but {profile.optimizer.name} has no "
+        f"betas ({profile.name}: optimizer.type). Remove the flag, or use AdamW."
         for flag in ("beta1", "beta2")
         if flag in settings.explicit
     ]
 
 
-def optimizer_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
-    """Find optimizers and parameters of theirs that this machine or ZeRO cannot run."""
-    written = optimizer_type(ds_config)
-    kind, offload = written.lower(), optimizer_offload(ds_config)
+def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
+    """Find an optimizer, or parameters of it, that this machine or ZeRO cannot run."""
+    written, kind, params = profile.optimizer.name, profile.optimizer.kind, profile.optimizer.params
+    offload = profile.optimizer_offload
     problems = [
         f"optimizer.params.{key}: auto, is not one of the settings. Give a value."
-        for key, value in block(ds_config, "optimizer", "params").items()
+        for key, value in params.items()
         if value == AUTO and key not in AUTO_PARAMS
     ]
-    if "betas" in block(ds_config, "optimizer", "params") and not takes_betas(ds_config):
+    if "betas" in params and not takes_betas(profile):
         problems.append(f"optimizer.params.betas: {written} has none. Remove the key.")
-    if "optimizer" in ds_config and "type" not in block(ds_config, "optimizer"):
+    if "optimizer" in profile.json and "type" not in profile.block("optimizer"):
         problems.append('optimizer.type: missing. Write for example "type": "AdamW".')
-    if why := NOT_BY_VALUE.get(kind):
+    if why := NOT_ELEMENTWISE.get(kind):
         return [
             *problems,
-            f"optimizer.type: {written}, {why}; ZeRO gives it flat cuts, of which it would make "
-            f"another curve for each world size. Use AdamW, Muon or Lion.",
+            f"optimizer.type: {written}, {why}; ZeRO gives it flat shards, so that each world "
+            f"size would have another curve. Use AdamW, Muon or Lion.",
         ]
     if kind not in map(str.lower, OPTIMIZERS):
-        return problems + _torch_optimizer_problems(ds_config, written)
+        return problems + _torch_optimizer_problems(profile)
     if kind in NEEDS_MUP and importlib.util.find_spec("mup") is None:
         problems.append(
             f"optimizer.type: {written}, needs the mup package. Install it or use AdamW."
@@ -133,54 +123,84 @@ def optimizer_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
             f"AdamW or add the block."
         )
     if kind == "muon":
-        problems += muon.problems(ds_config)
+        problems += muon.problems(profile)
     if kind in ADAM:
-        problems += _adam_param_problems(ds_config, on_gpu)
+        problems += _adam_param_problems(profile, on_gpu)
     return problems
 
 
-def _torch_optimizer_problems(ds_config: Mapping[str, Any], written: str) -> list[str]:
+def _torch_optimizer_problems(profile: Profile) -> list[str]:
+    """Check an optimizer of torch.optim, or one's own by its dotted path."""
     import torch
 
-    optimizer = getattr(torch.optim, written, None)
-    missing = next((why for name, why in NOWHERE.items() if written.lower().startswith(name)), "")
-    if missing:
+    from zerolm.optim import custom
+
+    name, params = profile.optimizer.name, profile.optimizer.params
+    unavailable = (why for word, why in UNAVAILABLE.items() if name.lower().startswith(word))
+    if why := next(unavailable, ""):
         return [
-            f"optimizer.type: {written}, is neither DeepSpeed's nor torch.optim's, and {missing}. "
-            f"Use AdamW, Muon or Lion."
+            f"optimizer.type: {name}, is neither DeepSpeed's nor torch.optim's, and {why}. Use "
+            f"AdamW, Muon or Lion."
         ]
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+    try:
+        optimizer = custom.optimizer_class(name)
+    except ValueError as error:
+        if custom.is_dotted(name):
+            return [f"optimizer.type: {name}, {error}"]
         choices = [*OPTIMIZERS, *(name for name in dir(torch.optim) if name[0].isupper())]
-        hint = did_you_mean(written, choices) or " Use AdamW."
-        return [f"optimizer.type: {written}, is neither DeepSpeed's nor torch.optim's.{hint}"]
-    if optimizer_offload(ds_config) != "none":
+        hint = did_you_mean(name, choices) or " Use AdamW."
+        return [f"optimizer.type: {name}, is neither DeepSpeed's nor torch.optim's.{hint}"]
+    if profile.optimizer_offload != "none":
         return [
-            f"optimizer.type: {written}, has no version for offload_optimizer. Use AdamW, Lion or "
+            f"optimizer.type: {name}, has no version for offload_optimizer. Use AdamW, Lion or "
             f"Adagrad, or remove zero_optimization.offload_optimizer."
         ]
-    return _untested(ds_config, written)
-
-
-def _untested(ds_config: Mapping[str, Any], written: str) -> list[str]:
-    if ds_config.get("zero_allow_untested_optimizer") is True:
+    if profile.json.get("zero_allow_untested_optimizer") is not True:
+        return [
+            f"optimizer.type: {name}, ZeRO refuses it as untested. Use AdamW, or set "
+            f"zero_allow_untested_optimizer to true."
+        ]
+    if not custom.is_dotted(name):
         return []
+    known = custom.parameter_names(optimizer)
+    unknown = [
+        f"optimizer.params.{key}: not a parameter of {name}."
+        f"{did_you_mean(key, known) or ' Remove it.'}"
+        for key in params
+        if key not in known
+    ]
+    return unknown or _trial_problems(profile)
+
+
+def _trial_problems(profile: Profile) -> list[str]:
+    """Step an optimizer of one's own on a small matrix, whole and in shards."""
+    from zerolm.optim import custom
+
+    name = profile.optimizer.name
+    try:
+        if custom.is_elementwise(name, profile.optimizer.params):
+            return []
+    except Exception as error:  # whatever its code raises
+        reason = f"{type(error).__name__}: {error}"
+        return [f"optimizer.type: {name}, fails on a small matrix ({reason}). Correct it."]
     return [
-        f"optimizer.type: {written}, ZeRO refuses it untested. Use AdamW, or set "
-        f"zero_allow_untested_optimizer to true."
+        f"optimizer.type: {name}, steps on shards of a matrix differ from steps on the matrix; "
+        f"ZeRO gives it flat shards, so that each world size would have another curve. Make its "
+        f"arithmetic elementwise, or use AdamW, Muon or Lion."
     ]
 
 
-def _adam_param_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
-    params = block(ds_config, "optimizer", "params")
+def _adam_param_problems(profile: Profile, on_gpu: bool) -> list[str]:
+    params = profile.optimizer.params
     problems = []
     if "max_grad_norm" in params:
         problems.append(
             f"optimizer.params.max_grad_norm: {shown(params['max_grad_norm'])}, belongs to the top "
             f'level. Write "gradient_clipping": {shown(params["max_grad_norm"])} instead.'
         )
-    plain_cpu = not on_gpu and optimizer_offload(ds_config) == "none"
+    plain_cpu = not on_gpu and profile.optimizer_offload == "none"
     torch_adam = params.get("torch_adam", plain_cpu)
-    # With torch_adam on a plain CPU, resolve() leaves out what only the fused kernels take.
+    # With torch_adam on a plain CPU, `resolve` removes what only the fused kernels accept.
     more = TORCH_ADAM_PARAMS if torch_adam else FUSED_ADAM_PARAMS
     known = (*ADAM_PARAMS, *more, *(FUSED_ADAM_PARAMS if plain_cpu else ()), "max_grad_norm")
     for key in params:
@@ -210,15 +230,14 @@ def _adam_param_problems(ds_config: Mapping[str, Any], on_gpu: bool) -> list[str
     return problems
 
 
-def scheduler_problems(ds_config: Mapping[str, Any]) -> list[str]:
-    """Find schedulers and parameters of theirs that DeepSpeed does not have."""
-    if "scheduler" not in ds_config:
+def scheduler_problems(profile: Profile) -> list[str]:
+    """Find a scheduler, or parameters of it, that DeepSpeed does not have."""
+    if "scheduler" not in profile.json:
         return []
-    kind = str(block(ds_config, "scheduler").get("type"))
+    kind, params = str(profile.scheduler), profile.scheduler_params
     if kind not in SCHEDULERS:
         hint = did_you_mean(kind, SCHEDULERS) or f" Use one of {', '.join(SCHEDULERS)}."
         return [f"scheduler.type: {kind}, DeepSpeed has no such scheduler.{hint}"]
-    params = block(ds_config, "scheduler", "params")
     known = (*SCHEDULERS[kind].split(), "last_batch_iteration")
     problems = [
         f"scheduler.params.{key}: not a parameter of {kind}."

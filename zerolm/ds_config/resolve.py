@@ -1,31 +1,23 @@
-"""DeepSpeed's JSON with nothing left open: every "auto", and what DeepSpeed would fill in silently.
+"""Resolve a profile: replace every "auto", and write out what DeepSpeed would fill in silently.
 
-After ds_rules.py has found no problem. What comes out goes to `deepspeed.initialize` and run.json.
+Runs after `rules` has found no problem. The result goes to `deepspeed.initialize` and run.json.
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
-from zerolm import muon
-from zerolm.ds_config import (
-    SCHEDULES,
-    block,
-    optimizer_offload,
-    precision,
-    zero_stage,
-)
-from zerolm.ds_optimizers import ADAM, takes_betas
-from zerolm.ds_schema import AUTO
-from zerolm.parallel import TENSOR_KEY, degree
-from zerolm.settings import Settings
+from zerolm.config.settings import Settings
+from zerolm.ds_config import muon
+from zerolm.ds_config.implied import SCHEDULES
+from zerolm.ds_config.optimizers import ADAM, takes_betas
+from zerolm.ds_config.profile import AUTO, Profile, block
 
 ADAM_EPSILON = 1e-8
 DEFAULT_CLIPPING = 1.0
 
 
-def resolve(
-    ds_config: Mapping[str, Any],
+def resolve_profile(
+    profile: Profile,
     settings: Settings,
     *,
     hidden_size: int | None,
@@ -35,54 +27,54 @@ def resolve(
     on_gpu: bool,
     warmup_steps: int = 1,
     total_steps: int = 1,
-) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize`: no "auto" left, nothing left to defaults.
+) -> Profile:
+    """Return the profile for `deepspeed.initialize`: no "auto", nothing left to defaults.
 
     Args:
-        ds_config: without problems; it is not changed.
-        settings: resolved ones.
+        profile: without problems.
+        settings: resolved.
         hidden_size: of the model; None leaves the bucket sizes to DeepSpeed's defaults.
-        micro_batch_size: sequences per rank at once.
+        micro_batch_size: sequences per rank and micro-batch.
         accumulation: micro-batches per rank in a full batch.
-        replicas: ranks, or groups of them, that have sequences of their own.
+        replicas: ranks, or groups of ranks, that read sequences of their own.
+        on_gpu: whether the ranks have accelerators.
         warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
 
     Source: transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig (5.23).
     """
-    resolved = copy.deepcopy(dict(ds_config))
+    resolved = copy.deepcopy(profile.json)
     resolved["train_micro_batch_size_per_gpu"] = micro_batch_size
     resolved["gradient_accumulation_steps"] = accumulation
     resolved["train_batch_size"] = micro_batch_size * accumulation * replicas
-    if degree(resolved, TENSOR_KEY) > 1:
+    if profile.tensor_parallel > 1:
         del resolved["train_batch_size"]  # DeepSpeed would multiply by all ranks
-        # else the head of tied weights would give a rank's part of the logits
+        # Otherwise the head of tied weights returns only the rank's part of the logits.
         resolved["tensor_parallel"]["vocab_parallel_lm_head"] = False
     if resolved.get("gradient_clipping", AUTO) == AUTO:
-        # DeepSpeed's own default since 0.19; older ones did not clip. Here it stands in run.json.
-        resolved["gradient_clipping"] = 0.0 if muon.chosen(ds_config) else DEFAULT_CLIPPING
+        # DeepSpeed's own default since 0.19, written out so that run.json has it.
+        resolved["gradient_clipping"] = 0.0 if profile.uses_muon else DEFAULT_CLIPPING
     if "writer" in block(resolved, "checkpoint"):
-        del resolved["checkpoint"]["writer"]  # --async_checkpoint says it from here on
-    _resolve_precision(resolved)
-    _resolve_zero(resolved, hidden_size)
-    _resolve_optimizer(resolved, settings, on_gpu)
+        del resolved["checkpoint"]["writer"]  # became --async_checkpoint
+    _resolve_precision(resolved, profile.precision)
+    _resolve_zero(resolved, profile.zero_stage, hidden_size)
+    _resolve_optimizer(resolved, profile, settings, on_gpu)
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
-    return _without_auto(resolved)
+    return Profile.parse(_without_auto(resolved), profile.name)
 
 
-def _resolve_precision(resolved: dict[str, Any]) -> None:
-    kind = precision(resolved)
+def _resolve_precision(resolved: dict[str, Any], precision: str) -> None:
     if "bfloat16" in resolved:  # DeepSpeed's older spelling
         resolved.setdefault("bf16", resolved.pop("bfloat16"))
     for key in ("bf16", "fp16"):
         if block(resolved, key).get("enabled") == AUTO:
-            resolved[key]["enabled"] = kind == key
+            resolved[key]["enabled"] = precision == key
 
 
-def _resolve_zero(resolved: dict[str, Any], hidden_size: int | None) -> None:
+def _resolve_zero(resolved: dict[str, Any], stage: int, hidden_size: int | None) -> None:
     zero = resolved.setdefault("zero_optimization", {})
-    # Without a stage DeepSpeed runs stage 0, which cannot be right here (ds_rules.py).
-    zero.setdefault("stage", zero_stage(resolved))
+    # Without a stage DeepSpeed runs stage 0, which `rules` refuses.
+    zero.setdefault("stage", stage)
     if hidden_size is None:
         return
     sizes = {
@@ -91,32 +83,34 @@ def _resolve_zero(resolved: dict[str, Any], hidden_size: int | None) -> None:
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     for key, size in sizes.items():
-        if zero.get(key) == AUTO and (zero_stage(resolved) == 3 or not key.startswith("stage3")):
+        if zero.get(key) == AUTO and (stage == 3 or not key.startswith("stage3")):
             zero[key] = size
 
 
-def _resolve_optimizer(resolved: dict[str, Any], settings: Settings, on_gpu: bool) -> None:
+def _resolve_optimizer(
+    resolved: dict[str, Any], profile: Profile, settings: Settings, on_gpu: bool
+) -> None:
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW", "params": {}})
     params = optimizer.setdefault("params", {})
-    adam = optimizer["type"].lower() in ADAM
-    ours = {"lr", "eps", "weight_decay"} if adam or muon.chosen(resolved) else {"lr"}
-    if takes_betas(resolved):
-        ours.add("betas")
-    wanted = {
+    adam = profile.optimizer.kind in ADAM
+    always = {"lr", "eps", "weight_decay"} if adam or profile.uses_muon else {"lr"}
+    if takes_betas(profile):
+        always.add("betas")
+    values = {
         "lr": settings.learning_rate,
         "betas": [settings.beta1, settings.beta2],
         "eps": ADAM_EPSILON,
         "weight_decay": settings.weight_decay,
     }
-    for key, value in wanted.items():
-        if params.get(key) == AUTO or (key not in params and key in ours):
+    for key, value in values.items():
+        if params.get(key) == AUTO or (key not in params and key in always):
             params[key] = value
-    on_plain_cpu = not on_gpu and optimizer_offload(resolved) == "none"
-    if muon.chosen(resolved):
+    on_plain_cpu = not on_gpu and profile.optimizer_offload == "none"
+    if profile.uses_muon:
         muon.fill(params, on_plain_cpu=on_plain_cpu)
     if adam and on_plain_cpu:
         # DeepSpeed's FusedAdam would compile a CPU kernel for a minute at each fresh start; torch's
-        # AdamW is the same arithmetic and needs no compiler.
+        # AdamW has the same arithmetic and needs no compiler.
         params.setdefault("torch_adam", True)
         if params["torch_adam"]:
             params.setdefault("fused", True)  # one pass over the states, not seven
@@ -130,21 +124,21 @@ def _resolve_scheduler(
     params = resolved["scheduler"].setdefault("params", {})
     if kind not in SCHEDULES:
         return
-    wanted: dict[str, Any] = {"warmup_num_steps": max(1, warmup_steps)}
+    values: dict[str, Any] = {"warmup_num_steps": max(1, warmup_steps)}
     if kind != "WarmupLR":
-        wanted["total_num_steps"] = total_steps
+        values["total_num_steps"] = total_steps
     if kind == "WarmupCosineLR":
         low, high = settings.min_learning_rate, settings.learning_rate
-        wanted["cos_min_ratio"] = low / high if low and high else 0.0
+        values["cos_min_ratio"] = low / high if low and high else 0.0
     else:
-        wanted |= {"warmup_min_lr": 0, "warmup_max_lr": settings.learning_rate}
-    for key, value in wanted.items():
+        values |= {"warmup_min_lr": 0, "warmup_max_lr": settings.learning_rate}
+    for key, value in values.items():
         if params.get(key, AUTO) == AUTO:
             params[key] = value
 
 
 def _without_auto(value: Any) -> Any:
-    """Leave out keys that are still "auto": in DeepSpeed's own blocks it means the default."""
+    """Drop keys that are still "auto": in DeepSpeed's own blocks that means the default."""
     if isinstance(value, dict):
         kept = {key: inner for key, inner in value.items() if inner != AUTO}
         kept |= {key: inner for key, inner in value.items() if key == "keep_in_fp32_modules"}

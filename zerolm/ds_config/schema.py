@@ -1,24 +1,23 @@
-"""The keys and types of DeepSpeed's JSON, as DeepSpeed 0.19.8 reads them.
+"""The keys and value types of DeepSpeed's JSON, as DeepSpeed 0.19.8 reads them.
 
-DeepSpeed ignores what it does not know at the top level and in several blocks, so a typo there
-silently trains something else. Where it has a pydantic model for a block, that model is asked;
-the rest is listed here, and tests/zerolm/test_ds_config.py compares the list with DeepSpeed's
-source. What the values mean for a run is ds_rules.py's affair. DeepSpeed is imported by need.
+DeepSpeed ignores unknown keys at the top level and in several blocks, so a typo there silently
+trains something else. A block that has a pydantic model in DeepSpeed is validated by that model;
+the other keys are listed here, and a test compares the list with DeepSpeed's source. Which values
+work together is decided in `rules`. DeepSpeed is imported only inside functions.
 """
 
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from zerolm.errors import did_you_mean
-from zerolm.values import shown
+from zerolm.common.errors import did_you_mean
+from zerolm.common.values import shown
+from zerolm.ds_config.profile import AUTO, MAX_NUMBER, Profile
 
-AUTO = "auto"
-LARGEST = 1e30  # no count, size or rate of a run is beyond it
 _COUNT, _NUMBER, _TRUTH = "a positive whole number", "a number, at least 0", "true or false"
 _DTYPE = ("fp32", "fp16", "bf16", None)
 
-# Top-level keys that hold a single value, with what it may be.
+# Top-level keys with a single value, and what that value may be.
 SCALARS: dict[str, str | tuple[Any, ...]] = {
     "train_batch_size": _COUNT,
     "train_micro_batch_size_per_gpu": _COUNT,
@@ -43,14 +42,14 @@ SCALARS: dict[str, str | tuple[Any, ...]] = {
     "vocabulary_size": _COUNT,
     "log_level": ("debug", "info", "warning", "error", "critical", None),
 }
-# What Hugging Face's Trainer resolves; elsewhere "auto" crashes DeepSpeed or is taken as default.
+# Hugging Face's Trainer resolves "auto" for these; for others it crashes DeepSpeed or is ignored.
 AUTO_SCALARS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-# Blocks that DeepSpeed reads key by key and ignores what it does not know.
+# Blocks that DeepSpeed reads key by key, ignoring unknown ones.
 BLOCKS: dict[str, frozenset[str]] = {
     name: frozenset(keys.split())
     for name, keys in {
@@ -68,7 +67,7 @@ BLOCKS: dict[str, frozenset[str]] = {
         "timers": "throughput",
     }.items()
 }
-# Blocks that ds_rules.py refuses as a whole, unless they are switched off: not looked into.
+# Blocks and keys that `rules` refuses as a whole unless they are switched off: not checked here.
 FOREIGN = (
     "autotuning",
     "data_efficiency",
@@ -85,7 +84,7 @@ FOREIGN = (
 
 
 def _models() -> dict[str, Any]:
-    """Return DeepSpeed's pydantic model of each block that has one."""
+    """Return DeepSpeed's pydantic model by block."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
@@ -111,16 +110,11 @@ def known_keys() -> frozenset[str]:
     return frozenset(SCALARS) | frozenset(BLOCKS) | frozenset(FOREIGN) | frozenset(_models())
 
 
-def schema_problems(ds_config: Mapping[str, Any], name: str) -> list[str]:
-    """Find unknown keys and values of a wrong type, at every level.
-
-    Args:
-        ds_config: as the user wrote it, "auto" and all.
-        name: of the file, for the messages.
-    """
-    models, removed = _models(), _removed_keys()
+def schema_problems(profile: Profile) -> list[str]:
+    """Find unknown keys and values of a wrong type, at every level of the JSON as written."""
+    models, removed, name = _models(), _removed_keys(), profile.name
     problems = []
-    for key, value in ds_config.items():
+    for key, value in profile.json.items():
         if key in removed:
             problems.append(f"{name}: {key}: DeepSpeed refuses it: {removed[key]} Remove the key.")
         elif key in models:
@@ -148,7 +142,7 @@ def _removed_keys() -> dict[str, str]:
 def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
     rule = SCALARS[key]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    number = number and abs(value) < LARGEST
+    number = number and abs(value) < MAX_NUMBER
     if value == AUTO and key in AUTO_SCALARS:
         return []
     if value is None and key == "steps_per_print":
@@ -178,7 +172,7 @@ def _block_problems(key: str, value: Any, choices: frozenset[str], name: str) ->
 
 
 def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:
-    """Ask a pydantic model of DeepSpeed about a block: first its keys, then its values."""
+    """Validate a block with DeepSpeed's pydantic model: first its keys, then its values."""
     from pydantic import ValidationError
 
     if not isinstance(value, Mapping):
@@ -190,11 +184,13 @@ def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:
     except ValidationError as error:
         for found in error.errors():
             if found["loc"] == ("stage",):
-                continue  # ds_rules.py says it better than "should be 0, 1, 2, 3 or 3"
+                continue  # `rules` has a better message than "should be 0, 1, 2, 3 or 3"
             where = ".".join([path, *(str(part) for part in found["loc"])])
             given = "" if isinstance(found["input"], Mapping) else f"{shown(found['input'])}, "
-            said = found["msg"].rstrip(".")
-            problems.append(f"{name}: {where}: {given}DeepSpeed says: {said}. Correct the value.")
+            message = found["msg"].rstrip(".")
+            problems.append(
+                f"{name}: {where}: {given}DeepSpeed says: {message}. Correct the value."
+            )
     except (AssertionError, ValueError, AttributeError, TypeError) as error:
         problems.append(f"{name}: {path}: DeepSpeed says: {error}. Correct the block.")
     return problems
@@ -203,7 +199,7 @@ def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:
 def _known_only(
     model: Any, block: Mapping[str, Any], name: str, path: str, problems: list[str]
 ) -> dict[str, Any]:
-    """Return the block without unknown keys, which go to `problems`, and without "auto"."""
+    """Return the block without "auto" and without unknown keys, which are added to `problems`."""
     removed = _removed_zero_keys() if path == "zero_optimization" else {}
     fields = {}
     for field_name, about in model.model_fields.items():

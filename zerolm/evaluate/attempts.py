@@ -12,9 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from zerolm.files import write_json
+from zerolm.common.files import write_json
+from zerolm.common.run_files import RunFiles
 
-FILE = "evaluation_begun.json"
 MAX_ENDS = 2  # of starts, in evaluations of one step
 
 Entry = dict[str, Any]  # step, tokens, what
@@ -28,7 +28,7 @@ class Begun:
     """
 
     def __init__(self, run_dir: Path):
-        self.path = Path(run_dir) / FILE
+        self.path = RunFiles(run_dir).evaluation_begun
         self.failed: list[Entry] = []
 
     def settle(self) -> Entry | None:

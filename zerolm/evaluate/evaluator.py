@@ -18,18 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerolm import data, evaluate, evaluation_rules, harness, hellaswag, pulse, sampling
-from zerolm.begun import Begun
-from zerolm.distributed import broadcast_object, gather_objects
-from zerolm.errors import ConfigError
-from zerolm.faults import fault_point
-from zerolm.files import write_json
-from zerolm.likelihood import Ranks, Row, fitting_tokens
-from zerolm.patience import hear
-from zerolm.plan import Plan
-from zerolm.text_coder import TextCoder, prompt_ids
-
-LAST_HELLASWAG = "hellaswag.json"
+from zerolm.common.errors import ConfigError
+from zerolm.common.faults import fault_point
+from zerolm.common.files import write_json
+from zerolm.common.run_files import RunFiles
+from zerolm.data import loader as data
+from zerolm.distributed.collectives import broadcast_object, gather_objects
+from zerolm.evaluate import hellaswag, lm_eval, rules, sampling, validation
+from zerolm.evaluate.attempts import Begun
+from zerolm.evaluate.keepalive import hear
+from zerolm.evaluate.likelihood import Ranks, Row, fitting_tokens
+from zerolm.evaluate.text_coder import TextCoder, prompt_ids
+from zerolm.plan.plan import Plan
+from zerolm.watchdog.progress import record_progress, with_progress
 
 # What is measured, beside the tasks by their names.
 LOSS, HELLASWAG, TASKS, SAMPLES = "loss", "hellaswag", "tasks", "samples"
@@ -49,36 +50,36 @@ class Evaluations:
 
     def __init__(self, plan: Plan, engine: Any, device: Any, cut: dict[str, Any], say: Any):
         self.plan, self.engine, self.device, self.cut, self.say = plan, engine, device, cut, say
-        self.settings: Any = plan.settings
+        self.settings = plan.settings
         self.first = engine.global_rank == 0
-        self.run_dir = Path(plan.settings.run_dir or "")
+        self.run_dir = plan.run_dir
         self.rows: list[Row] | None = None  # of HellaSwag
         self.items: list[hellaswag.Item] = []
         self.sampled_tokens = 0  # of the run, when samples were last due
         self.begun = Begun(self.run_dir)
         self.given_up: dict[int, int] = {}  # steps at which nothing is measured any more: tokens
         # ZeRO-3 would be left with weights half gathered.
-        self.survives = engine.world_size == 1 and plan.zero_stage < 3
+        self.survives = engine.world_size == 1 and plan.profile.zero_stage < 3
         self.unusable: str | None = None  # why texts cannot be used
         settings = plan.settings
         if not (settings.hellaswag or settings.eval_tasks or settings.prompts):
             return
         try:
-            coder = TextCoder(evaluation_rules.tokenizer_dir(plan.sources), plan.sources[0].eos_id)
+            coder = TextCoder(rules.tokenizer_dir(plan.sources), plan.sources[0].eos_id)
         except ConfigError as error:
             self.unusable = str(error)
         # A new run was refused for it: one that goes on does so without.
         self.unusable = next(filter(None, gather_objects(self.unusable)), None)
         if self.unusable:
             return
-        self.compute = harness.Compute(
+        self.compute = lm_eval.Compute(
             engine,
             coder,
             device,
-            evaluation_rules.tokens_at_once(settings, plan.model_config, coder.tokenizer),
-            fitting_tokens(plan.micro_batch_size * self.cut["seq_len"], plan.model_config),
+            rules.tokens_at_once(settings, plan.model.config, coder.tokenizer),
+            fitting_tokens(plan.settings.micro_batch_size * self.cut["seq_len"], plan.model.config),
             Ranks(engine.global_rank, engine.world_size),
-            lambda: pulse.beat("evaluate"),
+            lambda: record_progress("evaluate"),
         )
 
     def begin(self, log: Any, step: int) -> None:
@@ -108,12 +109,12 @@ class Evaluations:
         """
         wanted: list[tuple[str, str, Measure]] = []
         settings = self.settings
-        if self.plan.val_sources and due(settings.eval_interval):
+        if self.plan.val_sources and settings.eval_interval and due(settings.eval_interval):
             wanted.append((LOSS, "eval/loss", self.validate))
         if settings.downstream_interval and due(settings.downstream_interval):
             if settings.hellaswag:
                 wanted.append((HELLASWAG, "eval/hellaswag/acc", self.run_hellaswag))
-            names = evaluation_rules.task_names(settings)
+            names = rules.task_names(settings)
             if names:
                 wanted.append((TASKS, f"eval/{names[-1]}/", self.run_tasks))
         if wanted:
@@ -132,7 +133,7 @@ class Evaluations:
 
     def _measure(self, what: str, measure: Measure, progress: Any, log: Any) -> None:
         """Measure one thing, which is noted as begun before any rank computes."""
-        pulse.beat("evaluate")
+        record_progress("evaluate")
         if self.unusable and what != LOSS:
             self._failed(what, progress.step, log, self.unusable)
             return
@@ -167,8 +168,8 @@ class Evaluations:
             plan.val_sources, num_sequences=plan.val_sequences, **self.cut
         )
         loader = data.make_loader(held_out, 0, False)
-        batches = pulse.each("evaluate", data.prefetch_to_device(loader, self.device))
-        row = evaluate.validation_loss(self.engine, batches, plan.val_source_names)
+        batches = with_progress("evaluate", data.prefetch_to_device(loader, self.device))
+        row = validation.validation_loss(self.engine, batches, plan.val_source_names)
         self.engine.eval()
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
         self.say(
@@ -193,29 +194,32 @@ class Evaluations:
             where = {"step": progress.step, "tokens": progress.tokens}
             log.metrics({**where, **{f"eval/hellaswag/{key}": v for key, v in found.items()}})
             each = [hellaswag.to_json(outcome) for outcome in outcomes]
-            write_json(self.run_dir / LAST_HELLASWAG, {**where, **found, "outcomes": each})
+            content = {**where, **found, "outcomes": each}
+            write_json(RunFiles(self.run_dir).hellaswag, content)
             self._say_figures(progress, {f"hellaswag/{key}": v for key, v in found.items()})
 
     def _hellaswag_rows(self) -> list[Row]:
-        self.items = hellaswag.read_items(self.settings.hellaswag, self.settings.hellaswag_items)
+        self.items = hellaswag.read_items(
+            self.settings.hellaswag or "", self.settings.hellaswag_items
+        )
         asked = [item.requests for item in self.items]
         return self.compute.coder.rows(asked, self.compute.max_length)
 
     def run_tasks(self, progress: Any, log: Any) -> None:
         """Run lm-eval's tasks: the first rank asks, all compute."""
         if not self.first:
-            harness.serve(self.compute)
+            lm_eval.serve(self.compute)
             return
         where = {"step": progress.step, "tokens": progress.tokens}
-        with harness.quiet(), harness.served(self.compute) as patience:
-            for name in evaluation_rules.task_names(self.settings):
+        with lm_eval.quiet(), lm_eval.served(self.compute) as patience:
+            for name in rules.task_names(self.settings):
                 if log.has(progress.step, f"eval/{name}/"):
                     continue  # before a kill
                 with self._noted(name, progress), self._failing(name, progress, log):
                     fault_point("evaluation.measure", progress.step)
-                    task = harness.load_tasks([name], self.settings.eval_task_path)[name]
+                    task = lm_eval.load_tasks([name], self.settings.eval_task_path)[name]
                     items = self.settings.eval_task_items
-                    found = harness.evaluate(self.compute, task, items, patience)
+                    found = lm_eval.evaluate(self.compute, task, items, patience)
                     log.metrics({**where, **{f"eval/{key}": v for key, v in found.items()}})
                     self._say_figures(progress, found)
 
@@ -255,7 +259,7 @@ class Evaluations:
                 self.say(f"step={progress.step} sample={row['prompt_number']} {shown}")
 
     def _prompts(self) -> list[tuple[str, list[int]]]:
-        texts = sampling.read_prompts(Path(self.settings.prompts))
+        texts = sampling.read_prompts(Path(self.settings.prompts or ""))
         prompts = [(text, prompt_ids(self.compute.coder, text)) for text in texts]
         longest = max(len(ids) for _, ids in prompts) + self.settings.sample_length
         if longest > self.compute.max_length:  # of a run that goes on: a new one was refused
@@ -269,7 +273,7 @@ class Evaluations:
         if not self.first:
             return hear(self.compute.beat)
         found = None
-        with self._failing(what, progress, log), harness.patience(self.compute):
+        with self._failing(what, progress, log), lm_eval.patience(self.compute):
             found = prepare()
         return broadcast_object(found)
 
@@ -279,7 +283,7 @@ class Evaluations:
         try:
             yield
         except Exception as error:
-            if isinstance(error, harness.ForwardError) and not self.survives:
+            if isinstance(error, lm_eval.ForwardError) and not self.survives:
                 raise
             self._failed(what, progress.step, log, f"{type(error).__name__}: {error}")
 

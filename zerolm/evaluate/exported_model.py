@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm import harness, hellaswag
-from zerolm.errors import ConfigError
-from zerolm.likelihood import fitting_tokens
-from zerolm.text_coder import TextCoder, max_length
+from zerolm.common.errors import ConfigError
+from zerolm.evaluate import hellaswag, lm_eval
+from zerolm.evaluate.likelihood import fitting_tokens
+from zerolm.evaluate.text_coder import TextCoder, max_length
 
 BATCH_TOKENS = 8192  # of a forward pass, or fewer
 
@@ -42,7 +42,7 @@ def evaluate_export(
     if not tasks and not hellaswag_name:
         raise ConfigError("nothing to evaluate: give --tasks, --hellaswag, or both.")
     items = hellaswag.read_items(hellaswag_name, hellaswag_items) if hellaswag_name else []
-    loaded = harness.load_tasks(tasks, task_path) if tasks else None
+    loaded = lm_eval.load_tasks(tasks, task_path) if tasks else None
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +51,7 @@ def evaluate_export(
     model = model.to(device).eval()
     found: dict[str, Any] = {"model": str(directory), "figures": {}}
     coder = TextCoder(directory)
-    compute = harness.Compute(
+    compute = lm_eval.Compute(
         model,
         coder,
         device,
@@ -68,10 +68,10 @@ def evaluate_export(
         found["figures"] |= {f"hellaswag/{key}": value for key, value in figures.items()}
         found["hellaswag"] = [hellaswag.to_json(outcome) for outcome in outcomes]
     if loaded is not None and coder.tokenizer is not None:
-        found["figures"] |= harness.evaluate_directory(model, directory, loaded, task_items)
+        found["figures"] |= lm_eval.evaluate_directory(model, directory, loaded, task_items)
     elif loaded is not None:  # a tokenizer of tiktoken, which lm-eval's own model cannot load
         for task in loaded.values():
-            found["figures"] |= harness.evaluate(compute, task, task_items)
+            found["figures"] |= lm_eval.evaluate(compute, task, task_items)
     for key, value in found["figures"].items():
         say(f"{key}={value:.6g}")
     return found

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
 
 KEYS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zerolm.distributed import broadcast_object
+from zerolm.distributed.collectives import broadcast_object
 
 AT_WORK = "at work"  # what the first rank sends the others instead of what they wait for
 BEAT_SECONDS = 2.0

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from zerolm.compiled_blocks import eager
-from zerolm.distributed import sum_over_ranks
+from zerolm.distributed.collectives import sum_over_ranks
+from zerolm.model.compile import eager
 
 LOGIT_BYTES = 1 << 30  # of a forward pass: a run may never have all logits of a micro-batch
 PAD_TO = 8  # columns: fewer shapes for the allocator and for kernels that are tuned by shape

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerolm.distributed import broadcast_object
-from zerolm.errors import ConfigError, did_you_mean
-from zerolm.likelihood import ALONE, Ranks, Row, log_likelihoods, problem_of
-from zerolm.patience import Patience, hear
-from zerolm.sampling import Choice, Prompt, generate
-from zerolm.text_coder import TextCoder
+from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.distributed.collectives import broadcast_object
+from zerolm.evaluate.keepalive import Patience, hear
+from zerolm.evaluate.likelihood import ALONE, Ranks, Row, log_likelihoods, problem_of
+from zerolm.evaluate.sampling import Choice, Prompt, generate
+from zerolm.evaluate.text_coder import TextCoder
 
 MAX_NEW_TOKENS = 256  # of tasks that do not say, as in lm-eval's own models
 

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerolm import hellaswag
-from zerolm.errors import ConfigError
-from zerolm.settings import Settings
-from zerolm.shards import Source
+from zerolm.common.errors import ConfigError
+from zerolm.config.settings import Settings
+from zerolm.evaluate import hellaswag
+from zerolm.shards.reader import Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from zerolm.text_coder import TextCoder
+    from zerolm.evaluate.text_coder import TextCoder
 
 NEEDED = {  # what a setting is about
     "hellaswag_items": ("hellaswag",),
@@ -53,7 +53,7 @@ def tokens_at_once(settings: Settings, model_config: "PretrainedConfig", tokeniz
         settings: resolved as far as possible.
         tokenizer: of transformers; None for one of tiktoken.
     """
-    from zerolm.text_coder import max_length
+    from zerolm.evaluate.text_coder import max_length
 
     positions = max_length(model_config, tokenizer)
     return positions if settings.seq_len is None else min(positions, settings.seq_len)
@@ -99,7 +99,7 @@ def missing(
     if not asked or not sources:
         return found
     try:
-        from zerolm.text_coder import TextCoder
+        from zerolm.evaluate.text_coder import TextCoder
 
         coder = TextCoder(tokenizer_dir(sources), sources[0].eos_id)
     except ConfigError as error:
@@ -135,7 +135,7 @@ def _check_hellaswag(
 
 
 def _load_tasks(settings: Settings) -> None:
-    from zerolm.harness import load_tasks
+    from zerolm.evaluate.lm_eval import load_tasks
 
     names = task_names(settings)
     if not names:
@@ -146,8 +146,8 @@ def _load_tasks(settings: Settings) -> None:
 def _check_prompts(
     settings: Settings, coder: "TextCoder", model_config: "PretrainedConfig | None"
 ) -> None:
-    from zerolm.sampling import read_prompts
-    from zerolm.text_coder import prompt_ids
+    from zerolm.evaluate.sampling import read_prompts
+    from zerolm.evaluate.text_coder import prompt_ids
 
     path = Path(settings.prompts or "")
     prompts = read_prompts(path)

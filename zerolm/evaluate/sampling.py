@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolm.compiled_blocks import eager
-from zerolm.distributed import gather_objects, sum_over_ranks
-from zerolm.errors import ConfigError
-from zerolm.likelihood import ALONE, Ranks
+from zerolm.common.errors import ConfigError
+from zerolm.distributed.collectives import gather_objects, sum_over_ranks
+from zerolm.evaluate.likelihood import ALONE, Ranks
+from zerolm.model.compile import eager
 
 AGREE_EVERY = 8  # tokens between two looks at whether all ranks are done
 LOWEST = -1e30  # a logit that nothing can be drawn with, beside others

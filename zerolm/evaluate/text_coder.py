@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import ConfigError
-from zerolm.likelihood import Row, problem_of
-from zerolm.tokenizer_copy import TIKTOKEN_FILE, auto_tokenizer, read_encoding
+from zerolm.common.errors import ConfigError
+from zerolm.evaluate.likelihood import Row, problem_of
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
 DEFAULT_MAX_LENGTH = 2048  # of a model without such a bound, as in lm-eval
 
@@ -30,7 +30,7 @@ class TextCoder:
     def __init__(self, directory: Path, eos_id: int | None = None):
         self.tokenizer: Any = None
         if (directory / TIKTOKEN_FILE).is_file():
-            self._encoding = read_encoding(directory)
+            self._encoding = read_tiktoken(directory)
             self.eos_id = self._encoding.eot_token if eos_id is None else eos_id
             self.prefix_id = self.eos_id
             return
@@ -39,7 +39,7 @@ class TextCoder:
                 f"{directory}: there is no tokenizer, which texts need. Tokenize the data with "
                 f"python -m data_prep tokenize, which keeps a copy there."
             )
-        self.tokenizer = auto_tokenizer(str(directory), local=True)
+        self.tokenizer = load_auto_tokenizer(str(directory), local=True)
         known = self.tokenizer.eos_token_id
         if known is None and eos_id is None:
             raise ConfigError(f"{directory}: the tokenizer has no EOS token. Give it one.")

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from zerolm.compiled_blocks import eager
-from zerolm.distributed import sum_over_ranks
-from zerolm.loss import sums_by_source, token_losses
+from zerolm.distributed.collectives import sum_over_ranks
+from zerolm.model.compile import eager
+from zerolm.model.loss import sums_by_source, token_losses
 
 
 def validation_loss(

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import CheckpointError, ConfigError
-from zerolm.files import sync_directory
-from zerolm.values import shown_bytes
+from zerolm.common.errors import CheckpointError, ConfigError
+from zerolm.common.files import sync_directory
+from zerolm.common.values import shown_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -57,8 +57,8 @@ def export(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from zerolm.weight_files import write_weights
-    from zerolm.zero_files import Weights
+    from zerolm.checkpoint.zero_files import Weights
+    from zerolm.export.weights import write_weights
 
     precision = precision or manifest["precision"]
     dtype = getattr(torch, DTYPES[precision])

@@ -6,7 +6,7 @@ is the one that the hub's library finds (`hf auth login` or HF_TOKEN); it is nev
 
 from pathlib import Path
 
-from zerolm.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ZerolmError
 
 
 class PushError(ZerolmError):

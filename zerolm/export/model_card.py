@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm import jsonl
+from zerolm.common import jsonl
+from zerolm.common.run_files import RunFiles
 
 PICTURE = "loss.png"
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: where they write
@@ -42,12 +43,10 @@ def model_card(
         num_parameters: counted once each.
         picture: whether `loss.png` will stand beside it.
     """
-    record = run_dir / "run.json"
-    run = json.loads(record.read_text()) if record.is_file() else {}
+    files = RunFiles(run_dir)
+    run = json.loads(files.record.read_text()) if files.record.is_file() else {}
     progress = manifest["progress"]
-    rows = [
-        row for row in jsonl.read_all(run_dir / "metrics.jsonl") if row["step"] <= progress["step"]
-    ]
+    rows = [row for row in jsonl.read_all(files.metrics) if row["step"] <= progress["step"]]
     newest: dict[str, Any] = {}
     measured: dict[str, int] = {}  # at which step
     for row in rows:

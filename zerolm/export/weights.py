@@ -17,7 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from zerolm.files import sync_file, write_json
+from zerolm.common.files import sync_file, write_json
 
 NUMBERED = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
 INDEX = "model.safetensors.index.json"

@@ -10,15 +10,7 @@ Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for the idea;
 
 from typing import Any
 
-SELECTIVE = "selective"
-Recompute = bool | str  # False: keep all, True: all of a block again, "selective"
-WRITTEN: dict[str, Recompute] = {  # as users write it; a switch has true and false
-    "full": True,
-    "selective": SELECTIVE,
-    "off": False,
-    "true": True,
-    "false": False,
-}
+from zerolm.config.settings import SELECTIVE, Recompute
 
 # Of the scores of attention that is not fused (bmm) nothing is kept: they grow with the square of
 # the sequence.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from zerolm.recomputation import SELECTIVE, Recompute, is_kept
+from zerolm.config.settings import SELECTIVE, Recompute
+from zerolm.model.activation_checkpointing import is_kept
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +112,8 @@ def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> A
 
     import torch
 
-    from zerolm.architecture import meta_model
-    from zerolm.loss import token_losses
+    from zerolm.model.architecture import meta_model
+    from zerolm.model.loss import token_losses
 
     model = meta_model(kind.from_dict(json.loads(text)))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)

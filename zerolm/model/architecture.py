@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerolm.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.shipped import find_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -78,7 +79,7 @@ def load_model_config(path: str | Path) -> "PretrainedConfig":
         ConfigError: a missing file, bad JSON, an unknown or unsuitable model type, values that
             the config class refuses, or keys that it does not know; every problem is listed.
     """
-    file = Path(path)
+    file = find_config(path)
     if file.is_dir():
         file = file / "config.json"
     values = _read_json_object(file)

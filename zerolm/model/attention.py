@@ -5,11 +5,12 @@ read from its source: Dao-AILab/flash-attention at 0251105a (August 2026), `flas
 and `flash_attn/cute/interface.py`. Used by `model`; knows nothing of settings.
 """
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolm.architecture import causal_lm_class
+from zerolm.model.architecture import causal_lm_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,6 +20,7 @@ PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
 WIDEST_HEAD = 256
 # Version 4 has a forward pass for 8.x as well, but no backward pass (`_flash_attn_bwd`).
 CARDS = {3: {9}, 4: {9, 10, 11, 12}}
+PROBE_TOKENS = 64
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
 
 
@@ -105,3 +107,50 @@ def _is_installed(version: int) -> bool:
     from transformers.utils import import_utils
 
     return getattr(import_utils, f"is_flash_attn_{version}_available")()
+
+
+def plain_attention_notice(
+    config: "PretrainedConfig", device: Any, dtype: torch.dtype, *, document_mask: bool
+) -> str | None:
+    """Say that `sdpa` would have no fused kernel here, None if it has.
+
+    Args:
+        device, dtype: that the model computes on and in.
+        document_mask: a mask is given, instead of none.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return None
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    dropout = float(getattr(text, "attention_dropout", 0.0) or getattr(text, "attn_pdrop", 0.0))
+    made: dict[str, Any] = {"device": device, "dtype": dtype}
+    query = torch.zeros(1, 2, PROBE_TOKENS, width, **made, requires_grad=True)
+    mask = torch.ones(1, 1, PROBE_TOKENS, PROBE_TOKENS, dtype=torch.bool, device=device).tril()
+    fused = [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ]
+    try:
+        with sdpa_kernel(fused), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's reasons, in several lines
+            scaled_dot_product_attention(
+                query,
+                query,
+                query,
+                attn_mask=mask if document_mask else None,
+                dropout_p=dropout,
+                is_causal=not document_mask,
+            )
+    except RuntimeError:
+        return (
+            f"attention: sdpa has no fused kernel on {device} in {str(dtype).partition('.')[2]} "
+            f"for heads {width} wide{', with dropout' if dropout else ''}"
+            f"{', with a mask of documents' if document_mask else ''}: it computes all scores, "
+            f"whose memory grows with the square of --seq_len"
+        )
+    return None

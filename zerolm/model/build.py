@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from zerolm import flash_attention
-from zerolm.architecture import causal_lm_class
-from zerolm.distributed import agree, must_be_same
-from zerolm.errors import ConfigError
-from zerolm.initialization import InitialWeights
-from zerolm.recomputation import Recompute, checkpoint_words
-from zerolm.self_check import InitializationReport, check_initialization, gathered
-from zerolm.settings import ATTENTION_IMPLEMENTATIONS
+from zerolm.common.errors import ConfigError
+from zerolm.config.settings import ATTENTION_IMPLEMENTATIONS, Recompute
+from zerolm.distributed.collectives import require_on_all_ranks, require_same_on_all_ranks
+from zerolm.model import attention
+from zerolm.model.activation_checkpointing import checkpoint_words
+from zerolm.model.architecture import causal_lm_class
+from zerolm.model.init_check import InitializationReport, check_initialization, gathered
+from zerolm.model.initialization import InitialWeights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -54,8 +54,8 @@ def agreed_attention(
         chosen = choose_attention(config, requested, device_type, dtype)
     except ConfigError as error:
         problem = str(error)
-    agree(not problem, problem)
-    must_be_same(
+    require_on_all_ranks(not problem, problem)
+    require_same_on_all_ranks(
         chosen,
         f"--attn_implementation {requested}: {chosen} here, but not on the first host. Install the "
         f"same attention packages on all hosts, or name one implementation.",
@@ -107,7 +107,7 @@ def _obstacle(
         if device_type == "cpu":
             return "has no backward pass on a CPU. Use auto."
         return None
-    return flash_attention.obstacle(config, implementation, device_type, dtype)
+    return attention.obstacle(config, implementation, device_type, dtype)
 
 
 def build_model(
@@ -115,8 +115,7 @@ def build_model(
     *,
     seed: int,
     dtype: torch.dtype,
-    zero_stage: int,
-    ds_config: dict[str, Any],
+    zero3_config: dict[str, Any] | None,
     attn_implementation: str,
     gradient_checkpointing: Recompute,
     device: torch.device | str,
@@ -127,9 +126,9 @@ def build_model(
         config: is not changed; the model has a copy, with `use_cache` off.
         seed: decides every initial value, see docs/initialization.md.
         dtype: of the parameters; buffers that the class makes in float32 (rotary tables) stay so.
-        zero_stage: at 3 the parameters are partitioned from the start by `deepspeed.zero.Init`,
-            on the accelerator or where `offload_param` says; below, the model is on `device`.
-        ds_config: DeepSpeed's config with every "auto" resolved.
+        zero3_config: the resolved DeepSpeed JSON of a run at stage 3: `deepspeed.zero.Init`
+            partitions the parameters from the start, on the accelerator or where `offload_param`
+            says. None at other stages: the model is on `device`.
         attn_implementation: from `choose_attention`.
         device: of this rank.
 
@@ -137,12 +136,12 @@ def build_model(
         ConfigError: the class cannot be built from this config, or says no initial values.
     """
     weights = InitialWeights(config, seed)
-    if zero_stage == 3:
+    if zero3_config is not None:
         import deepspeed
 
         # No tensor overrides: buffers are computed on the CPU in float32, as without ZeRO.
         # DeepSpeed's default casts them to bf16 (a rotary 0.56234 becomes 0.5625).
-        partition = deepspeed.zero.Init(config_dict_or_path=ds_config, tensor_overrides=[])
+        partition = deepspeed.zero.Init(config_dict_or_path=zero3_config, tensor_overrides=[])
         with partition:
             model = _construct(config, dtype, attn_implementation)
         _move_buffers(model, torch.device(device))

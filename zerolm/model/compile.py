@@ -51,7 +51,7 @@ def obstacle(config: "PretrainedConfig", device: str) -> str | None:
     Args:
         device: kind of the ranks' devices, `absent` when they are not here.
     """
-    from zerolm.architecture import meta_model
+    from zerolm.model.architecture import meta_model
 
     if device == "cpu" and not any(map(shutil.which, compilers())):
         return "there is no C++ compiler, which it needs on a CPU"

@@ -11,8 +11,8 @@ Three ways, by the attention kernel that the model was built with:
                        (modeling_flash_attention_utils.py, `_is_packed_sequence`)
 
 A padding mask is never passed: one of ones switches the second and third way off without a word
-(https://github.com/huggingface/transformers/issues/46634). `zerolm.leakage` tries the result out on
-the engine at hand.
+(https://github.com/huggingface/transformers/issues/46634). `zerolm.train.mask_check` tries the
+result out on the engine at hand.
 """
 
 from inspect import Parameter, signature

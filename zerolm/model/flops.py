@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from zerolm.architecture import is_routed_expert, routed_fraction
+from zerolm.model.architecture import is_routed_expert, routed_fraction
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -3,7 +3,7 @@
 DeepSpeed's bare `zero.Init` leaves weights that look alive and are wrong (an embedding of standard
 deviation 1 where the config says 0.02), and nothing else tells. The expectations here are closed
 forms, or a plain re-initialisation outside of ZeRO where there is no closed form; on purpose they
-share no code with `zerolm.initialization`.
+share no code with `zerolm.model.initialization`.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerolm.architecture import causal_lm_class, meta_model
-from zerolm.distributed import gather_objects
+from zerolm.distributed.collectives import gather_objects
+from zerolm.model.architecture import causal_lm_class, meta_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zerolm.architecture import meta_model
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
+from zerolm.model.architecture import meta_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

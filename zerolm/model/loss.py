@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from zerolm.chunked_head import head_of
-from zerolm.document_mask import isolating_inputs
+from zerolm.model.chunked_loss import head_of
+from zerolm.model.document_mask import isolating_inputs
 
 IGNORED = -100  # the target of a position that has no loss; torch's and Hugging Face's convention
 
@@ -25,8 +25,8 @@ def token_losses(
         model: a causal LM or a DeepSpeed engine around one.
         batch: `input_ids` and `targets`, (B, T) int64, targets already shifted and `IGNORED` where
             there is no loss; with `document_ids` and `position_ids` (B, T) attention stays inside
-            each document, see `zerolm.document_mask`; with `position_ids` alone the rows are parts
-            of sequences, see `zerolm.ulysses`.
+            each document, see `zerolm.model.document_mask`; with `position_ids` alone the rows are
+            parts of sequences, see `zerolm.distributed.ulysses`.
         observe: is shown what the model returns.
 
     Returns:

@@ -49,10 +49,10 @@ def _obstacle(text: str, kind: Any) -> str | None:
     import torch
     from torch import nn
 
-    from zerolm import chunked_head
-    from zerolm.activations import fused_kernels
-    from zerolm.architecture import meta_model
-    from zerolm.loss import token_losses
+    from zerolm.model import chunked_loss
+    from zerolm.model.activation_memory import fused_kernels
+    from zerolm.model.architecture import meta_model
+    from zerolm.model.loss import token_losses
 
     model = meta_model(kind.from_dict(json.loads(text)))
     name = type(model).__name__
@@ -60,10 +60,10 @@ def _obstacle(text: str, kind: Any) -> str | None:
         return f"the output head of {name} is not a linear layer"
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False  # that loss cannot read the mask below
-    chunked_head.install(model, TRACED_TOKENS)
+    chunked_loss.install(model, TRACED_TOKENS)
     returned: list[tuple[Any, int]] = []
     outputs: list[Any] = []
-    head = chunked_head.head_of(model)
+    head = chunked_loss.head_of(model)
     assert head is not None
     head.register_forward_hook(lambda module, words, output: returned.append(_seen(output)))
     model.register_forward_hook(lambda module, words, output: outputs.append(_seen(output.logits)))

@@ -1,6 +1,6 @@
-"""Which parameters decay, and what two of DeepSpeed's kernels need to be what they are called.
+"""Weight-decay groups, and fixes to DeepSpeed's Lion and CPUAdam kernels.
 
-The optimizer itself is DeepSpeed's, named in the ds config. Versions: DeepSpeed 0.19.8.
+The optimizer itself is DeepSpeed's, named in the ds config. Checked with DeepSpeed 0.19.8.
 """
 
 import math
@@ -9,49 +9,51 @@ from typing import Any
 import torch
 from torch import nn
 
-LEAST_FLOAT32 = 1e-46  # below it a power is zero in float32
+FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the parameters: matrices decay, norms and biases do not.
+    """Split the parameters into those with weight decay (matrices) and without (norms, biases).
 
-    A parameter decays when it has at least two dimensions in the whole model. Under ZeRO-3 a
-    partitioned parameter is one-dimensional in this process, so its own shape (`ds_shape`) counts.
+    A parameter decays if it has at least two dimensions in the full model. Under ZeRO-3 a
+    partitioned parameter is one-dimensional in this process, so its original shape (`ds_shape`)
+    decides.
 
     Args:
         weight_decay: of the first group; the second has 0.
 
     Returns:
-        Two groups for `deepspeed.initialize(model_parameters=...)`; an empty one is left out.
+        Two groups for `deepspeed.initialize(model_parameters=...)`; an empty group is left out.
     """
-    decaying: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
     for parameter in model.parameters():  # tied weights appear once
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        (decaying if len(shape) >= 2 else plain).append(parameter)
+        (decayed if len(shape) >= 2 else not_decayed).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": decaying, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def leave_untouched_values(optimizer: torch.optim.Optimizer) -> None:
-    """Make DeepSpeed's Lion leave values alone that have had no gradient yet, as Lion does.
+def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Make DeepSpeed's Lion leave values alone that have had no gradient yet, as Lion should.
 
-    Its step is the sign of gradient and momentum, and the sign of zero is zero (Chen et al. 2023,
-    arXiv 2302.06675, algorithm 2). DeepSpeed's kernels take it for a plus on a CPU, and for a minus
-    on a GPU (csrc/lion): embeddings of tokens that were not seen yet would go away by a whole step
-    each time. Only the weight decay reaches them here. The optimizer's `step` is replaced for good.
+    Lion's update is the sign of a mix of gradient and momentum, and the sign of zero is zero (Chen
+    et al. 2023, arXiv 2302.06675, algorithm 2). DeepSpeed's kernels (csrc/lion) treat the sign of
+    zero as plus on a CPU and as minus on a GPU, so the embeddings of tokens that have not occurred
+    yet would move by a full step each time. With this fix only weight decay changes them. Replaces
+    the optimizer's `step` permanently.
 
     Args:
-        optimizer: DeepSpeed's own, inside of ZeRO's.
+        optimizer: DeepSpeed's Lion, inside ZeRO's optimizer.
     """
     original = optimizer.step
 
     @torch.no_grad()
-    def step(*words: Any, **more: Any) -> Any:
-        kept = []
+    def step(*args: Any, **kwargs: Any) -> Any:
+        restored = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -60,29 +62,28 @@ def leave_untouched_values(optimizer: torch.optim.Optimizer) -> None:
                 momentum = optimizer.state.get(parameter, {}).get("exp_avg")
                 if momentum is not None:
                     untouched &= momentum == 0
-                places = untouched.nonzero(as_tuple=True)
-                decayed = parameter[places] * (1 - group["lr"] * group["weight_decay"])
-                kept.append((parameter, places, decayed))
-        result = original(*words, **more)
-        for parameter, places, decayed in kept:
-            parameter[places] = decayed
+                indices = untouched.nonzero(as_tuple=True)
+                decayed = parameter[indices] * (1 - group["lr"] * group["weight_decay"])
+                restored.append((parameter, indices, decayed))
+        result = original(*args, **kwargs)
+        for parameter, indices, decayed in restored:
+            parameter[indices] = decayed
         return result
 
     optimizer.step = step  # type: ignore[method-assign]
 
 
-def repeat_powers(optimizer: torch.optim.Optimizer) -> None:
-    """Bring the CPUAdam of a resumed run to the bits that it had.
+def restore_beta_powers(optimizer: torch.optim.Optimizer) -> None:
+    """Restore CPUAdam's powers of the betas bit for bit after loading a checkpoint.
 
-    It multiplies its powers of the betas up from step to step, in float32, but after a load takes
-    them by one power, which rounds otherwise (csrc/includes/cpu_adam.h, IncrementStep). So the
-    steps are counted through again, on a single value: microseconds each, and none after the powers
-    are zero.
+    CPUAdam multiplies these float32 powers up from step to step, but after a load it computes them
+    with one `pow`, which rounds differently (csrc/includes/cpu_adam.h, IncrementStep). So this
+    replays the steps on a single value, at microseconds each, until the powers underflow to zero.
 
     Args:
-        optimizer: inside of ZeRO's; any other than CPUAdam is left alone.
+        optimizer: the one inside ZeRO's optimizer; any other than CPUAdam is left alone.
     """
-    # Muon has one for the other values.
+    # Muon has a second optimizer for the parameters that are not matrices.
     adam: Any = getattr(optimizer, "aux_optimizer", None) or optimizer
     if not hasattr(adam, "ds_opt_adam"):
         return
@@ -90,7 +91,7 @@ def repeat_powers(optimizer: torch.optim.Optimizer) -> None:
     group = next(group for group in adam.param_groups if "betas" in group)
     largest = max(group["betas"])
     if largest > 0.0:
-        steps = min(steps, math.ceil(math.log(LEAST_FLOAT32) / math.log(largest)))
+        steps = min(steps, math.ceil(math.log(FLOAT32_UNDERFLOW) / math.log(largest)))
     value, gradient, first, second = torch.zeros(4, 1)
     for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(

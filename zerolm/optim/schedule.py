@@ -1,28 +1,33 @@
-"""What the learning rate and the batch size are, as pure functions of how far the run is.
+"""The learning rate and the batch size as pure functions of a run's progress.
 
-Both count data, not optimizer steps: tokens for the learning rate, sequences for the batch. So they
-do not change with the world size, the micro-batch or the accumulation, and a resume needs no state.
-Knows nothing of torch.
+Both count data, not optimizer steps: tokens for the learning rate, sequences for the batch size. So
+neither depends on the world size, the micro-batch or the accumulation, and a resume needs no state.
+Independent of torch.
+
+To add a schedule, add an entry to `SCHEDULES`: the choices of the flag, the defaults, the
+validation and the rules for resuming follow from it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-
-SCHEDULES = ("cosine", "wsd", "linear", "constant")
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class LearningRate:
     """The learning rate of a step, from the number of tokens trained at the END of that step.
 
-    Counting the step's own tokens means that warm-up does not waste its first step at zero, and
-    that the last step of a run has the minimum, not one step short of it.
+    Counting the step's own tokens keeps warm-up from wasting its first step at zero, and gives the
+    last step of a run the minimum, not the value one step before it.
 
     Args:
-        kind: after warm-up, `cosine` and `linear` fall to `minimum` at `total_tokens`; `wsd`
-            (warm-up, stable, decay; arXiv 2404.06395) holds the peak and falls linearly over the
-            last `decay_tokens`; `constant` holds the peak.
-        peak, minimum: learning rates; `warmup_tokens`, `decay_tokens`, `total_tokens`: in tokens.
+        kind: name in `SCHEDULES` of the curve after the linear warm-up.
+        peak: learning rate at the end of warm-up.
+        minimum: learning rate at the end of the run, if the schedule decays.
+        warmup_tokens: length of the warm-up from 0 to the peak, in tokens.
+        decay_tokens: length of the final decay, in tokens, if the schedule uses it.
+        total_tokens: length of the run, in tokens.
     """
 
     kind: str
@@ -35,16 +40,70 @@ class LearningRate:
     def __call__(self, tokens: int) -> float:
         if tokens < self.warmup_tokens:
             return self.peak * tokens / self.warmup_tokens
-        if self.kind == "constant":
+        return SCHEDULES[self.kind].rate(self, tokens)
+
+    def decay(self, tokens: int, start: int, remaining: Callable[[float], float]) -> float:
+        """Return the rate of a decay from the peak at `start` to the minimum at `total_tokens`.
+
+        Args:
+            remaining: fraction of the decay that is done -> fraction of the way down that is left;
+                falls from 1 at 0 to 0 at 1.
+        """
+        if tokens <= start:
             return self.peak
-        decay_start = self.warmup_tokens
-        if self.kind == "wsd":
-            decay_start = max(self.warmup_tokens, self.total_tokens - self.decay_tokens)
-        if tokens <= decay_start:
-            return self.peak
-        done = min(1.0, (tokens - decay_start) / max(1, self.total_tokens - decay_start))
-        remaining = 0.5 * (1.0 + math.cos(math.pi * done)) if self.kind == "cosine" else 1.0 - done
-        return self.minimum + (self.peak - self.minimum) * remaining
+        done = min(1.0, (tokens - start) / max(1, self.total_tokens - start))
+        return self.minimum + (self.peak - self.minimum) * remaining(done)
+
+
+class Schedule(NamedTuple):
+    """The curve of a learning rate after warm-up, and what settings and resumes must know of it.
+
+    Attributes:
+        rate: (settings of the curve, tokens) -> learning rate, for tokens after warm-up.
+        decays: whether the rate falls; otherwise the minimum defaults to the peak.
+        uses_decay_tokens: whether `decay_tokens` is the length of the decay.
+        needs_total: whether the curve depends on `total_tokens`, which then must not change when a
+            run is resumed.
+    """
+
+    rate: Callable[[LearningRate, int], float]
+    decays: bool = True
+    uses_decay_tokens: bool = False
+    needs_total: bool = True
+
+
+def _cosine(curve: LearningRate, tokens: int) -> float:
+    """Decay along a half cosine, from warm-up to the end."""
+    return curve.decay(
+        tokens, curve.warmup_tokens, lambda done: 0.5 * (1.0 + math.cos(math.pi * done))
+    )
+
+
+def _linear(curve: LearningRate, tokens: int) -> float:
+    """Decay linearly, from warm-up to the end."""
+    return curve.decay(tokens, curve.warmup_tokens, lambda done: 1.0 - done)
+
+
+def _wsd(curve: LearningRate, tokens: int) -> float:
+    """Warm up, stay at the peak, decay linearly over the last `decay_tokens` (arXiv 2404.06395)."""
+    start = max(curve.warmup_tokens, curve.total_tokens - curve.decay_tokens)
+    return curve.decay(tokens, start, lambda done: 1.0 - done)
+
+
+def _constant(curve: LearningRate, tokens: int) -> float:
+    """Stay at the peak."""
+    return curve.peak
+
+
+SCHEDULES = {
+    "cosine": Schedule(_cosine),
+    "wsd": Schedule(_wsd, uses_decay_tokens=True),
+    "linear": Schedule(_linear),
+    "constant": Schedule(_constant, decays=False, needs_total=False),
+}
+# Names for messages: the schedules with `decay_tokens`, and those of which a run may be extended.
+WITH_DECAY_TOKENS = " or ".join(name for name, each in SCHEDULES.items() if each.uses_decay_tokens)
+EXTENDABLE = " or ".join(name for name, each in SCHEDULES.items() if not each.needs_total)
 
 
 @dataclass(frozen=True)
@@ -52,13 +111,13 @@ class BatchSchedule:
     """The global batch size, from the number of sequences already consumed.
 
     A ramp grows the batch from `start_sequences` to `batch_sequences` over the first
-    `ramp_sequences` sequences, in equal steps, each size a multiple of `start_sequences`: whatever
-    world size divides the first batch divides them all.
+    `ramp_sequences` sequences, in equal increments. Each size is a multiple of `start_sequences`,
+    so a world size that divides the first batch divides all of them.
 
     Args:
         batch_sequences: sequences of a full global batch.
-        start_sequences: sequences of the first batch; 0 for no ramp; divides `batch_sequences`.
-        ramp_sequences: how many sequences the ramp takes; 0 for no ramp.
+        start_sequences: sequences of the first batch, a divisor of `batch_sequences`; 0: no ramp.
+        ramp_sequences: sequences that the ramp takes; 0: no ramp.
     """
 
     batch_sequences: int

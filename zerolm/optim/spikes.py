@@ -1,13 +1,15 @@
-"""When a step is an anomaly, and what the ladder does about it. Pure: figures in, decisions out.
+"""Detects loss and gradient spikes, and decides the response: skip, cool down, roll back, give up.
 
-Knows nothing of torch, files or ranks. Every rank feeds the same all-reduced figures, so every rank
-decides the same in the same step; what is remembered is in the checkpoint, so a resumed run decides
-as one that was never interrupted. docs/stability.md is for users.
+Pure: figures in, decisions out; independent of torch, files and ranks. Every rank passes in the
+same all-reduced figures, so every rank decides alike in the same step. The history is saved in the
+checkpoint, so a resumed run decides like one that was never interrupted. docs/stability.md is the
+user's guide.
 
-The median of the last accepted steps and their median absolute deviation (MAD) stand for what is
-usual. Mean and standard deviation would not do: one spike in the window moves both, and hides the
-next. Source: Leys et al., "Detecting outliers" (2013), for the MAD and its factor; OLMo-core's
-SkipStepOptimizer for a window of 128 steps, six deviations, and half a window before it begins.
+What is normal is estimated by the median of the last accepted steps and their median absolute
+deviation (MAD). Mean and standard deviation would not work: one spike in the window moves both and
+hides the next. Source: Leys et al., "Detecting outliers" (2013), for the MAD and its factor;
+OLMo-core's SkipStepOptimizer for the window of 128 steps, the six deviations, and waiting for half
+a window.
 """
 
 import math
@@ -17,32 +19,35 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAD_TO_DEVIATION = 1.4826  # for normal noise: 1 / the 75% quantile
-# The scale is never less than this share of the median: else a flat window makes a spike of every
-# wiggle. Gradient norms have heavy tails that clipping deals with: six of their scales is four
+# Lower bound of the scale, as a fraction of the median: otherwise every wiggle after a flat window
+# is a spike. Gradient norms have heavy tails, which clipping handles: six of their scales are four
 # times the median.
 LOSS_FLOOR, NORM_FLOOR = 0.02, 0.5
-SKIPS_SPAN_STEPS = 1000  # `max_skips` is a number of refused steps in so many
-# fp16 starts at a loss scale of 2^16 and halves it each time: 16 skips are its normal start.
-MOST_OVERFLOWS_IN_A_ROW = 40
+SKIP_WINDOW_STEPS = 1000  # the steps over which `max_skips` counts
+# fp16 starts at a loss scale of 2^16 and halves it at each overflow: 16 skips are a normal start.
+MAX_CONSECUTIVE_OVERFLOWS = 40
 
 COOL_DOWN, ROLL_BACK, GIVE_UP = "cooldown", "rollback", "give_up"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is a spike, and which rungs the ladder has.
+    """What counts as a spike, and the responses to it.
 
     Attributes:
-        threshold: robust z-score above which a loss or gradient norm is a spike; 0: none is.
-        window: accepted steps that are compared with; also the steps over which anomalies count.
-        skip: refuse steps with a spike; those that are not finite are refused in any case.
-        cooldown_after: anomalies in the window that lower the learning rate; 0: never.
-        cooldown_factor: by this factor.
-        cooldown_steps: for so many accepted steps.
-        rollback_after: anomalies in the window that roll the run back; 0: never.
-        max_skips: anomalies in `SKIPS_SPAN_STEPS` at which the run gives up; 0: no limit.
-        watch_norm: False where the reported norm is not that of the gradient (Muon).
-        overflows_are_normal: fp16 searches its loss scale by skipping steps.
+        threshold: robust z-score above which a loss or gradient norm is a spike; 0: no detection.
+        window: number of accepted steps to compare with; also the steps over which anomalies are
+            counted.
+        skip: refuse steps with a spike. Steps that are not finite are always refused.
+        cooldown_after: anomalies in the window after which the learning rate is lowered; 0: never.
+        cooldown_factor: factor on the learning rate during a cooldown.
+        cooldown_steps: length of a cooldown, in accepted steps.
+        rollback_after: anomalies in the window after which the run is rolled back; 0: never.
+        max_skips: anomalies in `SKIP_WINDOW_STEPS` at which the run gives up; 0: no limit.
+        watch_norm: whether to check the gradient norm; False where the optimizer reports another
+            norm (Muon).
+        overflows_are_normal: whether skipped steps are expected, as when fp16 searches for its loss
+            scale.
     """
 
     threshold: float = 6.0
@@ -59,13 +64,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class History:
-    """What the ladder remembers, in the checkpoint as JSON.
+    """The state of a `SpikeGuard`; saved in the checkpoint as JSON.
 
     Attributes:
-        losses, grad_norms: of the last accepted steps, at most a window of them.
-        anomalies: steps of the last anomalies, ascending.
+        losses: of the last accepted steps, at most a window of them.
+        grad_norms: of the same steps.
+        anomalies: numbers of the last steps with an anomaly, ascending.
         cooldown_left: accepted steps for which the learning rate stays lowered.
-        overflows: steps in a row that fp16 skipped.
+        overflows: consecutive steps that fp16 skipped.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -76,11 +82,11 @@ class History:
 
 
 def robust_z(value: float, window: Sequence[float], floor: float) -> float:
-    """Return by how many robust deviations a value is above the median of a window.
+    """Return the number of robust deviations by which a value is above the median of a window.
 
     Args:
         window: at least one finite number.
-        floor: least scale, as a share of the median's size.
+        floor: lower bound of the deviation, as a fraction of the absolute median.
     """
     median = statistics.median(window)
     deviation = MAD_TO_DEVIATION * statistics.median(abs(each - median) for each in window)
@@ -90,40 +96,40 @@ def robust_z(value: float, window: Sequence[float], floor: float) -> float:
     return (value - median) / scale
 
 
-class Ladder:
-    """Judges each step, and says which rung it leads to.
+class SpikeGuard:
+    """Checks each step for anomalies and decides how to respond.
 
-    A step is judged in this order: `judge_loss`, `judge_norm`, `end_step`.
+    Call in each step, in this order: `check_loss`, `check_grad_norm`, `end_step`.
 
     Args:
-        policy: which rungs there are.
-        history: what earlier steps left.
+        policy: thresholds and responses.
+        history: of the steps before, from the checkpoint of a resumed run.
 
     Attributes:
-        history: what this step leaves, another object after each step.
-        reason: why the step at hand is an anomaly, or None.
-        refused: it must not be taken.
-        spoilt: it was taken although it was not finite, and the weights are lost.
+        history: replaced by a new object after each step.
+        reason: why the current step is an anomaly, or None.
+        refused: whether the current step must not be applied.
+        weights_lost: whether a step that was not finite was applied to the weights.
     """
 
     def __init__(self, policy: Policy, history: History):
         self.policy, self.history = policy, history
         self.reason: str | None = None
-        self.refused = self.spoilt = False
+        self.refused = self.weights_lost = False
 
     @property
     def factor(self) -> float:
-        """What the learning rate of the next step is multiplied by."""
+        """Factor on the learning rate of the next step."""
         return self.policy.cooldown_factor if self.history.cooldown_left else 1.0
 
-    def judge_loss(self, loss: float) -> bool:
-        """Begin to judge a step by its loss; return whether to refuse it."""
+    def check_loss(self, loss: float) -> bool:
+        """Start checking a step, by its loss; return whether to refuse the step."""
         self.reason = _anomaly("train/loss", loss, self.history.losses, LOSS_FLOOR, self.policy)
         self.refused = self.reason is not None and (self.policy.skip or not math.isfinite(loss))
         return self.refused
 
-    def judge_norm(self, grad_norm: float) -> bool:
-        """Judge the step by its gradient norm, a finite number; return whether to refuse it."""
+    def check_grad_norm(self, grad_norm: float) -> bool:
+        """Check the step's gradient norm, a finite number; return whether to refuse the step."""
         if self.policy.watch_norm and self.reason is None:
             norms = self.history.grad_norms
             self.reason = _anomaly("train/grad_norm", grad_norm, norms, NORM_FLOOR, self.policy)
@@ -131,10 +137,10 @@ class Ladder:
         return self.refused
 
     def end_step(self, step: int, loss: float, grad_norm: float, applied: bool) -> str | None:
-        """Take note of the judged step, and return the rung that it leads to, or None.
+        """Record the checked step; return the response to it: one of the three constants, or None.
 
         Args:
-            applied: the weights were changed.
+            applied: whether the step changed the weights.
         """
         policy, past = self.policy, self.history
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -150,18 +156,18 @@ class Ladder:
             else:
                 new["overflows"] = past.overflows + 1
             self.history = replace(past, **new)
-            return GIVE_UP if new["overflows"] >= MOST_OVERFLOWS_IN_A_ROW else None
-        span = max(SKIPS_SPAN_STEPS, policy.window)
+            return GIVE_UP if new["overflows"] >= MAX_CONSECUTIVE_OVERFLOWS else None
+        span = max(SKIP_WINDOW_STEPS, policy.window)
         new["anomalies"] = [*(each for each in past.anomalies if step - each < span), step]
         self.history = replace(past, **new)
-        self.spoilt = applied and not finite
-        return self._rung(step)
+        self.weights_lost = applied and not finite
+        return self._response(step)
 
-    def _rung(self, step: int) -> str | None:
+    def _response(self, step: int) -> str | None:
         policy, count = self.policy, len(self.recent(step))
-        if self.spoilt or 0 < policy.rollback_after <= count:
+        if self.weights_lost or 0 < policy.rollback_after <= count:
             return ROLL_BACK
-        if self.skips_are_spent(step):
+        if self.skips_exhausted(step):
             return GIVE_UP
         if 0 < policy.cooldown_after <= count and not self.history.cooldown_left:
             self.history = replace(self.history, cooldown_left=policy.cooldown_steps)
@@ -169,12 +175,12 @@ class Ladder:
         return None
 
     def recent(self, step: int) -> list[int]:
-        """Return the steps of the anomalies that count together at `step`, ascending."""
+        """Return the steps with an anomaly in the window that ends at `step`, ascending."""
         return [each for each in self.history.anomalies if step - each < self.policy.window]
 
-    def skips_are_spent(self, step: int) -> bool:
-        """Tell whether too many steps of the last `SKIPS_SPAN_STEPS` were anomalies."""
-        within = [each for each in self.history.anomalies if step - each < SKIPS_SPAN_STEPS]
+    def skips_exhausted(self, step: int) -> bool:
+        """Return whether `max_skips` of the last `SKIP_WINDOW_STEPS` steps were anomalies."""
+        within = [each for each in self.history.anomalies if step - each < SKIP_WINDOW_STEPS]
         return 0 < self.policy.max_skips <= len(within)
 
 
@@ -189,5 +195,5 @@ def _anomaly(
     z = robust_z(value, window, floor)
     if z <= policy.threshold:
         return None
-    usual = statistics.median(window)
-    return f"{name} {value:.4g} is {z:.1f} deviations above the usual {usual:.4g}"
+    median = statistics.median(window)
+    return f"{name} {value:.4g} is {z:.1f} deviations above the usual {median:.4g}"

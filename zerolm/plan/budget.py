@@ -1,7 +1,7 @@
-"""From settings with gaps to settings without: tokens, batch, schedule, intervals. No torch.
+"""Tokens, batch, schedule and intervals of a run: defaults, and what the numbers must satisfy.
 
-resolution.py brings what the model and the DeepSpeed JSON say; defaults.py has the formulas; here
-is what the numbers must satisfy together, each rule with the nearest values that would do.
+`zerolm.plan.resolve` calls these with what the model and the DeepSpeed JSON say; the formulas are
+in `zerolm.config.defaults`. Each rule names the nearest values that would be allowed. No torch.
 """
 
 import math
@@ -9,36 +9,43 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zerolm import defaults
-from zerolm.ds_config import Fixed
-from zerolm.schedule import BatchSchedule, LearningRate
-from zerolm.settings import Settings
+from zerolm.config import defaults
+from zerolm.config.resolved import Resolved
+from zerolm.config.settings import Settings
+from zerolm.ds_config.implied import Implied
+from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS, BatchSchedule, LearningRate
 
 
-def apply_fixed(settings: Settings, fixed: Mapping[str, Fixed], name: str) -> Settings:
-    """Take over what the DeepSpeed JSON decides, where no flag did.
+def apply_implied(settings: Settings, implied: Mapping[str, Implied], name: str) -> Settings:
+    """Return the settings with what the DeepSpeed JSON decides, where no flag does.
 
     Args:
         name: of the JSON file, for later messages.
     """
-    new = {key: value for key, (value, *_) in fixed.items() if key not in settings.explicit}
-    origins = {key: f"{name}: {fixed[key].key}" for key in new}
+    new = {key: value for key, (value, *_) in implied.items() if key not in settings.explicit}
+    origins = {key: f"{name}: {implied[key].key}" for key in new}
     return replace(settings, **new, origins={**settings.origins, **origins})
 
 
-def fill_batch(settings: Settings, num_parameters: int, flops_per_token: float) -> Settings:
-    """Fill in the total and the batch, which everything else is counted in.
+def fill_batch(
+    settings: Settings,
+    seq_len: int,
+    num_parameters: int,
+    flops_per_token: float,
+    multiple: int = 1,
+) -> Settings:
+    """Fill in the batch and its ramp, in which everything else is counted.
 
     Args:
-        settings: with `seq_len`.
+        seq_len: tokens of a sequence.
         flops_per_token: of training.
+        multiple: of sequences, to which a default batch is rounded up.
     """
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
-    assert settings.seq_len is not None
     batch = settings.batch_tokens
     if batch is None:
-        flops = flops_per_token * total
-        batch = defaults.batch_sequences(flops, settings.seq_len, total) * settings.seq_len
+        sequences = defaults.batch_sequences(flops_per_token * total, seq_len, total)
+        batch = -(-sequences // multiple) * multiple * seq_len
     ramp = settings.batch_ramp_tokens
     if settings.batch_ramp_start and ramp is None:
         ramp = math.ceil(total * defaults.RAMP_SHARE)
@@ -59,11 +66,12 @@ def fill_rest(
 
     Args:
         settings: with the batch filled in.
+        schedule: their `batch_schedule`.
         has_validation: whether there is anything to evaluate on.
-        json_schedules: the DeepSpeed JSON has a scheduler whose shape has no name here.
+        json_schedules: the DeepSpeed JSON has a scheduler that has no name among ours.
         betas: the optimizer's defaults; None when it has none.
     """
-    assert settings.seq_len is not None and settings.batch_tokens is not None
+    seq_len, batch = settings.seq_len or 1, settings.batch_tokens or 1
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
     peak = settings.learning_rate
     if peak is None:
@@ -71,14 +79,14 @@ def fill_rest(
     kind = settings.schedule or (None if json_schedules else "cosine")
     low = settings.min_learning_rate
     if low is None and kind is not None:
-        low = peak if kind == "constant" else peak * defaults.MIN_LEARNING_RATE_SHARE
+        low = peak * defaults.MIN_LEARNING_RATE_SHARE if SCHEDULES[kind].decays else peak
     warmup = settings.warmup_tokens
     if warmup is None and kind is not None:
-        warmup = min(total, max(settings.batch_tokens, math.ceil(total * defaults.WARMUP_SHARE)))
+        warmup = min(total, max(batch, math.ceil(total * defaults.WARMUP_SHARE)))
     decay = settings.decay_tokens
-    if decay is None and kind == "wsd":
+    if decay is None and kind is not None and SCHEDULES[kind].uses_decay_tokens:
         decay = max(1, min(math.ceil(total * defaults.DECAY_SHARE), total - (warmup or 0)))
-    steps = schedule.steps(0, math.ceil(total / settings.seq_len))
+    steps = num_steps(schedule, seq_len, total)
     filled: dict[str, Any] = {
         "total_tokens": total,
         "learning_rate": peak,
@@ -98,7 +106,7 @@ def fill_rest(
     }
     if has_validation:
         filled["eval_interval"] = settings.eval_interval or defaults.interval(steps, "eval")
-        filled["eval_tokens"] = settings.eval_tokens or max(defaults.EVAL_TOKENS, settings.seq_len)
+        filled["eval_tokens"] = settings.eval_tokens or max(defaults.EVAL_TOKENS, seq_len)
     if settings.hellaswag or settings.eval_tasks:
         filled["downstream_interval"] = (
             settings.downstream_interval
@@ -113,27 +121,26 @@ def _or(value: float | None, default: float) -> float:
 
 
 def batch_schedule(settings: Settings) -> BatchSchedule:
-    """Return the batch schedule of settings without batch problems."""
-    assert settings.seq_len is not None and settings.batch_tokens is not None
+    """Return the batch schedule of settings that have a valid sequence length and batch."""
+    seq_len = settings.seq_len or 1
     return BatchSchedule(
-        settings.batch_tokens // settings.seq_len,
-        (settings.batch_ramp_start or 0) // settings.seq_len,
-        math.ceil((settings.batch_ramp_tokens or 0) / settings.seq_len),
+        (settings.batch_tokens or 0) // seq_len,
+        (settings.batch_ramp_start or 0) // seq_len,
+        math.ceil((settings.batch_ramp_tokens or 0) / seq_len),
     )
 
 
-def learning_rate(settings: Settings) -> LearningRate:
-    """Return the learning rate of filled settings."""
-    values = (
+def learning_rate(settings: Resolved) -> LearningRate:
+    """Return the learning rate of settings whose schedule is ours, not the DeepSpeed JSON's."""
+    assert settings.schedule is not None
+    return LearningRate(
         settings.schedule,
         settings.learning_rate,
-        settings.min_learning_rate,
-        settings.warmup_tokens,
+        settings.min_learning_rate or 0.0,
+        settings.warmup_tokens or 0,
         settings.decay_tokens or 0,
         settings.total_tokens,
     )
-    assert None not in values
-    return LearningRate(*values)  # type: ignore[arg-type]
 
 
 def sequences_after(schedule: BatchSchedule, steps: int) -> int:
@@ -145,17 +152,16 @@ def sequences_after(schedule: BatchSchedule, steps: int) -> int:
     return position + max(0, steps) * schedule.batch_sequences
 
 
-def num_steps(settings: Settings, tokens: int) -> int:
-    """Return the optimizer steps that take so many tokens from the beginning of a run."""
-    assert settings.seq_len is not None
-    return batch_schedule(settings).steps(0, math.ceil(tokens / settings.seq_len))
+def num_steps(schedule: BatchSchedule, seq_len: int, tokens: int) -> int:
+    """Return the optimizer steps that consume the first `tokens` tokens of a run."""
+    return schedule.steps(0, math.ceil(tokens / seq_len))
 
 
 def total_sequences(settings: Settings) -> int:
-    """Return the sequences of the whole run, in whole batches."""
-    assert settings.total_tokens
+    """Return the sequences of the complete run, in whole batches."""
     schedule = batch_schedule(settings)
-    return sequences_after(schedule, num_steps(settings, settings.total_tokens))
+    steps = num_steps(schedule, settings.seq_len or 1, settings.total_tokens or 0)
+    return sequences_after(schedule, steps)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -217,10 +223,10 @@ def schedule_problems(settings: Settings) -> list[str]:
             f"{settings.where('warmup_tokens')}: {warmup}, must not exceed --total_tokens {total}. "
             f"Use for example {max(1, total // 100)}."
         )
-    if decay and kind not in (None, "wsd"):
+    if decay and kind is not None and not SCHEDULES[kind].uses_decay_tokens:
         problems.append(
-            f"{settings.where('decay_tokens')}: {decay}, is for --schedule wsd, not {kind}. "
-            f"Remove it, or use --schedule wsd."
+            f"{settings.where('decay_tokens')}: {decay}, is for --schedule "
+            f"{WITH_DECAY_TOKENS}, not {kind}. Remove it, or use --schedule {WITH_DECAY_TOKENS}."
         )
     elif decay and total and decay + (warmup or 0) > total:
         problems.append(

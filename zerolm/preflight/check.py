@@ -1,45 +1,37 @@
 """Everything that can be known before a process group exists: every problem at once, or the plan.
 
 The first thing that each rank of pretrain.py does, and all that `--check` does. It reads the three
-files, the data's manifests and the machine; it writes nothing. All ranks see the same files and
-come to the same plan. Each step goes on as far as it can with what the ones before it found out.
+files, the data's manifests and the machine, and writes nothing. All ranks read the same files and
+arrive at the same plan. Each check uses whatever the ones before it could establish.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from zerolm import (
-    budget,
-    data_cache,
-    ds_config,
-    evaluation_rules,
-    host_rules,
-    inputs,
-    muon,
-    parallel_rules,
-    run_rules,
-)
-from zerolm.architecture import causal_lm_class
-from zerolm.errors import ConfigError, Findings
-from zerolm.flags import parse_settings
-from zerolm.flops import flops_per_token
-from zerolm.host_rules import Host
-from zerolm.inputs import Inputs
-from zerolm.mixture import Mixture
-from zerolm.model_rules import (
-    attention_problems,
-    dropout_notices,
-    matmul_problems,
-    model_problems,
-    router_notices,
-)
-from zerolm.packing import data_fingerprint, num_rows
-from zerolm.plan import Plan, figures
-from zerolm.resolution import resolved_ds_config, resolved_mixture, resolved_settings
-from zerolm.run_rules import Changed
-from zerolm.settings import FLAGS, Settings
-from zerolm.sources import source_names, source_problems
+from zerolm.common.errors import ConfigError, Findings
+from zerolm.config.flags import parse_settings
+from zerolm.config.resolved import Resolved
+from zerolm.config.settings import FLAGS, Settings
+from zerolm.data import epochs
+from zerolm.data.mixture import Mixture, resolve_mixture
+from zerolm.data.packing import data_fingerprint, num_rows
+from zerolm.data.sources import Sources, find_source, source_names, source_problems
+from zerolm.ds_config import muon, parallel_rules
+from zerolm.evaluate import rules as evaluation_rules
+from zerolm.model.architecture import causal_lm_class
+from zerolm.model.flops import flops_per_token
+from zerolm.model.model import Model
+from zerolm.plan import budget
+from zerolm.plan.plan import Plan
+from zerolm.plan.resolve import resolve_ds_config, resolve_settings
+from zerolm.preflight import existing_run, inputs, model_rules
+from zerolm.preflight import host as hosts
+from zerolm.preflight.host import Host
+from zerolm.preflight.inputs import Inputs
+from zerolm.preflight.summary import figures
+from zerolm.shards import cache_budget
 
 REQUIRED = {
     "data": "token shards: --data PATH[=WEIGHT]",
@@ -47,6 +39,7 @@ REQUIRED = {
     "deepspeed_config": "a ZeRO profile: --deepspeed_config ds_configs/zero2.json",
     "run_dir": "a directory of its own: --run_dir runs/first",
 }
+SIZES = frozenset({"seq_len", "batch_tokens", "micro_batch_size", "total_tokens"})
 
 
 def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Plan:
@@ -62,27 +55,34 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     settings, problems = parse_settings(argv)
     found, refused = Findings(problems), _refused(problems)
     _require(settings, refused, found)
-    host = host_rules.look(settings, argv, environment, found)
+    host = hosts.detect(settings, argv, environment, found)
     given = inputs.read(settings, host, refused, found)
-    settings = resolved_settings(settings, given, host, refused, found)
-    mixture = _check_sources(settings, given, found)
+    settings = _resolve(settings, given, host, refused, found)
+    mixture = _check_sources(settings, given, host, found)
     settings = _check_model(settings, given, host, found)
     found.problems += evaluation_rules.problems(settings)
-    earlier = run_rules.look(settings, given, host, mixture, environment, found)
+    run_dir = existing_run.check_directory(settings, found)
+    if not found.problems and given.model is not None and mixture is not None:
+        resolved = Resolved.of(settings)
+        plan = _plan(resolved, run_dir, given.model, given, host, mixture)
+        earlier = existing_run.compare(plan, environment, found)
+    else:
+        earlier, plan = existing_run.NONE, None
     config = given.model.config if given.model is not None else None
     missing = evaluation_rules.missing(settings, given.sources.training, config, environment)
-    if earlier.resumes:  # what only observes a run does not keep it from going on
-        found.notices += [f"the run goes on without: {line}" for line in missing]
+    if earlier.resumes:  # what only observes a run must not keep it from resuming
+        found.notices += [f"the run resumes without: {line}" for line in missing]
     else:
         found.problems += missing
     if found.problems:
         raise ConfigError(list(dict.fromkeys(found.problems)))
-    assert mixture is not None
-    return _plan(settings, given, host, mixture, earlier.changed, found.notices)
+    assert plan is not None, "there is a plan unless there are problems"
+    derived = figures(plan) | cache_budget.figures([*plan.sources, *plan.val_sources])
+    return replace(plan, changed=earlier.changed, notices=found.notices, derived=derived)
 
 
 def _refused(problems: Sequence[str]) -> set[str]:
-    """Return the settings that were refused, or may have been meant by a typo.
+    """Return the settings whose values were refused, or that a typo may have been meant for.
 
     Nothing is concluded from their absence.
     """
@@ -95,90 +95,131 @@ def _refused(problems: Sequence[str]) -> set[str]:
 
 
 def _require(settings: Settings, refused: set[str], found: Findings) -> None:
-    """Ask for what every run needs."""
+    """Report what every run needs and this one lacks."""
     for name, what in REQUIRED.items():
         if not getattr(settings, name) and name not in refused:
             found.problems.append(f"command line: --{name}: missing, a run needs {what}.")
 
 
-def _check_sources(settings: Settings, given: Inputs, found: Findings) -> Mixture | None:
-    """Check the token shards against the model and each other; return what is taken of them."""
+def _resolve(
+    settings: Settings, given: Inputs, host: Host, refused: set[str], found: Findings
+) -> Settings:
+    """Return the settings with gaps filled, unless a size was refused: then all else is open."""
+    if refused & SIZES:
+        found.problems += budget.schedule_problems(settings)
+        return settings
+    return resolve_settings(
+        settings,
+        given.model,
+        given.profile,
+        found,
+        world_size=host.world_size,
+        memory_bytes=host.device.memory_bytes,
+    )
+
+
+def _check_sources(
+    settings: Settings, given: Inputs, host: Host, found: Findings
+) -> Mixture | None:
+    """Check the token shards against the model and each other; return how they are mixed.
+
+    Returns:
+        None where too little is known; `found` has the reason.
+    """
     vocab_size = given.model.vocab_size if given.model is not None else None
     problems = source_problems(given.sources, settings, vocab_size, settings.seq_len)
     found.problems += problems
-    return None if problems else resolved_mixture(settings, given, found)
+    sources = given.sources.training
+    if problems or settings.seq_len is None or not given.all_sources or not sources:
+        return None
+    sizes = [num_rows(source, settings.seq_len, settings.packing) for source in sources]
+    if not all(sizes):
+        return None
+    known = len(found.problems)
+    mixture = resolve_mixture(
+        settings,
+        given.sources.weights,
+        lambda name: find_source(name, sources),
+        sizes,
+        found.problems,
+    )
+    if len(found.problems) > known or not (settings.total_tokens and settings.batch_tokens):
+        return mixture
+    if not budget.batch_problems(settings, given.profile.layout(host.world_size).replicas):
+        problems, notices = epochs.cap_problems(
+            mixture,
+            mixture.order(sizes, settings.seed),
+            source_names(sources),
+            budget.total_sequences(settings),
+            settings,
+        )
+        found.problems += problems
+        found.notices += notices
+    return mixture
 
 
 def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings) -> Settings:
-    """Check what is asked of the model; return the settings with its attention chosen."""
-    raw, device = given.profile.ds_config, host.device.kind
-    found.problems += attention_problems(settings, device)
-    if raw:
-        found.problems += matmul_problems(settings, ds_config.compute_precision(raw), device)
+    """Check what the settings ask of the model; return them with its attention chosen."""
+    profile, device = given.profile, host.device.kind
+    found.problems += model_rules.attention_problems(settings, device)
+    if profile.json:
+        found.problems += model_rules.matmul_problems(settings, profile.compute_precision, device)
     if given.model is None:
         return settings
     config = given.model.config
-    found.problems += model_problems(settings, config, device)
-    found.problems += parallel_rules.model_problems(settings, config, raw, host.world_size)
-    found.problems += muon.shape_problems(raw, given.model.shapes, given.profile.name)
-    found.notices += dropout_notices(settings, config)
-    found.notices += router_notices(settings, config)
+    found.problems += model_rules.model_problems(settings, config, device)
+    found.problems += parallel_rules.model_problems(settings, config, profile, host.world_size)
+    found.problems += muon.shape_problems(profile, given.model.shapes)
+    found.notices += model_rules.dropout_notices(settings, config)
+    found.notices += model_rules.router_notices(settings, config)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
-    # Flash attention would take the mask for one of padding.
+    # Flash attention would take the mask for a padding mask.
     sdpa = causal_lm_class(config)._supports_sdpa
     return replace(settings, attn_implementation="sdpa" if sdpa else "eager")
 
 
 def _plan(
-    settings: Settings,
+    settings: Resolved,
+    run_dir: Path,
+    model: Model,
     given: Inputs,
     host: Host,
     mixture: Mixture,
-    changed: Changed,
-    notices: list[str],
 ) -> Plan:
-    """Put together what was found out of a run without problems."""
-    model, sources = given.model, given.sources
-    assert model is not None and settings.seq_len and settings.batch_tokens
-    assert settings.micro_batch_size and settings.total_tokens
-    assert settings.weight_decay is not None
-    schedule, resolved = budget.batch_schedule(settings), resolved_ds_config(settings, given, host)
-    windows = sum(
-        num_rows(source, settings.seq_len, settings.packing) for source in sources.validation
+    """Put together what is known of a run without problems."""
+    sources, seq_len, packing = given.sources, settings.seq_len, settings.packing
+    schedule = budget.batch_schedule(settings)
+    profile = resolve_ds_config(
+        given.profile, settings, model, world_size=host.world_size, on_gpu=host.device.is_gpu
     )
-    plan = Plan(
+    return Plan(
         settings=settings,
-        model_config=model.config,
-        shapes=model.shapes,
-        num_parameters=model.num_parameters,
-        flops_per_token=flops_per_token(model.config, model.shapes, settings.seq_len),
-        ds_config=resolved,
-        zero_stage=ds_config.zero_stage(resolved),
-        precision=ds_config.precision(resolved),
-        compute_precision=ds_config.compute_precision(resolved),
+        run_dir=run_dir,
+        model=model,
+        profile=profile,
+        flops_per_token=flops_per_token(model.config, model.shapes, seq_len),
         sources=sources.training,
         source_names=source_names(sources.training),
         weights=sources.weights,
         mixture=mixture,
         val_sources=sources.validation,
         val_source_names=source_names(sources.validation),
-        val_sequences=min((settings.eval_tokens or 0) // settings.seq_len, windows),
+        val_sequences=_validation_sequences(settings, sources),
         world_size=host.world_size,
-        layout=given.profile.layout,
+        layout=given.profile.layout(host.world_size),
         device=host.device.kind,
-        micro_batch_size=settings.micro_batch_size,
-        accumulation=resolved["gradient_accumulation_steps"],
-        batch_sequences=schedule.batch_sequences,
         batch_schedule=schedule,
-        learning_rate=None if "scheduler" in resolved else budget.learning_rate(settings),
-        weight_decay=settings.weight_decay,
+        learning_rate=None if profile.scheduler else budget.learning_rate(settings),
         total_sequences=budget.total_sequences(settings),
-        total_steps=budget.num_steps(settings, settings.total_tokens),
-        data_fingerprint=data_fingerprint(sources.training, settings.seq_len, settings.packing),
+        total_steps=budget.num_steps(schedule, seq_len, settings.total_tokens),
+        data_fingerprint=data_fingerprint(sources.training, seq_len, packing),
         derived={},
-        notices=notices,
-        changed=changed,
+        notices=[],
+        changed={},
     )
-    every = [*plan.sources, *plan.val_sources]
-    return replace(plan, derived=figures(plan) | data_cache.figures(every))
+
+
+def _validation_sequences(settings: Resolved, sources: Sources) -> int:
+    rows = (num_rows(one, settings.seq_len, settings.packing) for one in sources.validation)
+    return min((settings.eval_tokens or 0) // settings.seq_len, sum(rows))

@@ -1,19 +1,14 @@
-"""What the settings of a run ask of the model: positions, attention, checkpointing. No weights."""
+"""Check settings against the model: positions, attention, activation checkpointing. No weights."""
 
 from typing import TYPE_CHECKING
 
-from zerolm import compiled_blocks, document_mask, loss_chunks
-from zerolm.architecture import causal_lm_class
-from zerolm.recomputation import SELECTIVE
-from zerolm.settings import HIGHEST, Settings
+from zerolm.config.settings import HIGHEST, SELECTIVE, Settings
+from zerolm.model import compile, document_mask, loss_chunks
+from zerolm.model.architecture import causal_lm_class
+from zerolm.model.model import max_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-def max_positions(config: "PretrainedConfig") -> int | None:
-    """Return how many positions the model has, None where it has no such bound."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def attention_problems(settings: Settings, device: str) -> list[str]:
@@ -32,11 +27,11 @@ def attention_problems(settings: Settings, device: str) -> list[str]:
 
 
 def matmul_problems(settings: Settings, precision: str, device: str) -> list[str]:
-    """Refuse TF32 where it would do nothing.
+    """Refuse TF32 where it would have no effect.
 
     Args:
-        precision: of matrix products, by the ds config.
-        device: kind of the ranks' devices, `absent` when they are not here.
+        precision: of matrix products, by the DeepSpeed JSON.
+        device: kind of the ranks' devices, `absent` when they are not on this machine.
     """
     if settings.float32_matmul == HIGHEST:
         return []
@@ -51,10 +46,10 @@ def matmul_problems(settings: Settings, precision: str, device: str) -> list[str
 def model_problems(
     settings: Settings, config: "PretrainedConfig", device: str = "absent"
 ) -> list[str]:
-    """Check the sequence length, gradient checkpointing and the like against the model.
+    """Check sequence length, gradient checkpointing, compilation and masks against the model.
 
     Args:
-        device: kind of the ranks' devices, `absent` when they are not here.
+        device: kind of the ranks' devices, `absent` when they are not on this machine.
     """
     problems = []
     positions, seq_len = max_positions(config), settings.seq_len
@@ -73,14 +68,14 @@ def model_problems(
     if settings.compile and settings.gradient_checkpointing == SELECTIVE:
         problems.append(
             f"{settings.where('gradient_checkpointing')}: selective, but with --compile the "
-            f"compiler chooses what to compute again, by the same rule. Remove one of the flags."
+            f"compiler chooses what to recompute, by the same rule. Remove one of the flags."
         )
     if settings.loss_chunk_tokens and (why := loss_chunks.obstacle(config)):
         problems.append(
             f"{settings.where('loss_chunk_tokens')}: {settings.loss_chunk_tokens}, but {why} "
             f"({settings.model_config}). Remove the flag."
         )
-    if settings.compile and (why := compiled_blocks.obstacle(config, device)):
+    if settings.compile and (why := compile.obstacle(config, device)):
         problems.append(
             f"{settings.where('compile')}: true, but {why} ({settings.model_config}). Remove the "
             f"flag."
@@ -102,24 +97,24 @@ def has_router_loss(config: "PretrainedConfig") -> bool:
 
 
 def router_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Say that a router's loss, a product of means over a micro-batch, depends on its size."""
+    """Report that a router loss, a product of means over a micro-batch, depends on its size."""
     if not has_router_loss(config):
         return []
     return [
-        f"{settings.model_config}: output_router_logits is true: the router's loss is made of "
+        f"{settings.model_config}: output_router_logits is true: the router loss is made of "
         f"means over a micro-batch, so the curve depends a little on --micro_batch_size and the "
         f"world size (1e-3 in the gradient norm)"
     ]
 
 
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Say which dropout is on: it is allowed, but not the same on another number of ranks."""
+    """Report dropout: it is allowed, but differs with the number of ranks."""
     return [
         f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the curve "
         f"depends on the world size; 0 is usual for pretraining"
         for key, value in config.get_text_config().to_dict().items()
         if ("dropout" in key or key.endswith("pdrop"))
-        and not key.startswith(("classifier", "summary"))  # heads that a causal LM has not
+        and not key.startswith(("classifier", "summary"))  # heads that a causal LM does not have
         and isinstance(value, (int, float))
         and value > 0
     ]

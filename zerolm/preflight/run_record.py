@@ -1,23 +1,27 @@
-"""Whether a command may go on with a run: run.json against what the command says. Pure.
+"""Whether a command may resume a run: run.json compared with the plan of the command. Pure.
 
-What decides the curve must be the same as when the run began. What decides memory and speed may
-change: micro-batch, workers, intervals, ZeRO profile. Under a router's loss the cut of the batch
-into micro-batches is a part of the curve. With --accept_changes a run goes on with other settings
-of its curve too, as far as its states can be carried over, and `carried` says where it then is in
-the data.
+What decides the loss curve must be the same as when the run started. What decides memory and speed
+may change: micro-batch, workers, intervals, ZeRO profile. With a router loss the division of the
+batch into micro-batches is part of the curve. With --accept_changes a run resumes with other
+settings of its curve too, as far as its states can be carried over; `carried` returns its position
+in the data then.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerolm.checkpoint_directory import Progress
-from zerolm.ds_config import block, compute_precision, precision
-from zerolm.mixture import recorded_stages, same_until, stages_shown
-from zerolm.order import Stage
-from zerolm.settings import CONCAT, HIGHEST, Settings, split_weight
-from zerolm.skipped import reached
-from zerolm.values import shown
+from zerolm.checkpoint.directory import Progress
+from zerolm.common.values import shown
+from zerolm.config.resolved import Resolved
+from zerolm.config.settings import CONCAT, HIGHEST, split_weight
+from zerolm.data.mixture import describe_stages, same_order_until, stages_from_record
+from zerolm.data.order import Stage
+from zerolm.data.skips import used_sequences_end
+from zerolm.ds_config.profile import Profile, block
+from zerolm.optim.schedule import EXTENDABLE, SCHEDULES
+from zerolm.plan.plan import Plan
+from zerolm.preflight.model_rules import has_router_loss
 
 CURVE_SETTINGS = (
     "seed",
@@ -39,13 +43,13 @@ CURVE_SETTINGS = (
     "float32_matmul",
     "adaptive_clip",
 )
-# What runs had that were begun before there was a choice.
-ONCE = {"packing": CONCAT, "float32_matmul": HIGHEST, "adaptive_clip": 0.0}
+# Values in runs from before these settings existed.
+LEGACY_DEFAULTS = {"packing": CONCAT, "float32_matmul": HIGHEST, "adaptive_clip": 0.0}
 # Written by transformers, without effect on what is learned.
-CASUAL_MODEL_KEYS = frozenset(
+IRRELEVANT_MODEL_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 )
-CASUAL_OPTIMIZER_KEYS = frozenset(
+IRRELEVANT_OPTIMIZER_KEYS = frozenset(
     {
         "lr",
         "betas",
@@ -57,23 +61,30 @@ CASUAL_OPTIMIZER_KEYS = frozenset(
         "bias_correction",
     }
 )
-# What cannot be carried over even if it is wanted, by the beginning of the key, and why.
-KEPT = {
-    "model_config.": "the checkpoints hold the weights of the model that it was",
+# What of the DeepSpeed JSON shapes the curve, besides precisions and the optimizer's parameters.
+DS_VALUES: dict[str, Callable[[Profile], Any]] = {
+    "gradient_clipping": lambda profile: profile.json.get("gradient_clipping"),
+    "data_types.grad_accum_dtype": lambda profile: profile.grad_accum_dtype,
+    "optimizer.type": lambda profile: profile.block("optimizer").get("type"),
+    "scheduler": lambda profile: profile.json.get("scheduler"),
+}
+# What cannot change even with --accept_changes, by the start of the key, and why.
+UNCHANGEABLE = {
+    "model_config.": "the checkpoints hold the weights of the old model",
     "ds_config precision": "the optimizer's states are those of weights in that precision",
     "ds_config.optimizer.type": "another optimizer's states mean something else",
     "ds_config.optimizer.params.amsgrad": "it would lack one of its states",
     "ds_config.optimizer.params.fp32_optimizer_states": "the states are kept in that precision",
-    "ds_config.scheduler": "its place in its schedule means nothing in another one",
+    "ds_config.scheduler": "its position in its schedule means nothing in another one",
 }
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that shapes the curve, and is not as it was.
+    """A value that shapes the curve and has changed.
 
     Attributes:
-        where: the new value is from.
+        where: where the new value was given.
     """
 
     key: str
@@ -82,16 +93,16 @@ class Difference:
     where: str
 
     @property
-    def kept_because(self) -> str:
-        """Why it cannot be carried over; empty when it can."""
-        return next((why for start, why in KEPT.items() if self.key.startswith(start)), "")
+    def obstacle(self) -> str:
+        """Why the run cannot resume with the new value; empty when it can."""
+        return next((why for start, why in UNCHANGEABLE.items() if self.key.startswith(start)), "")
 
     def __str__(self) -> str:
         return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
 
 
 def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[str]:
-    """Return a line for each difference that is not gone on with.
+    """Return a line for each difference with which the run cannot resume.
 
     Args:
         path: of run.json.
@@ -100,25 +111,21 @@ def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[
     lines = []
     for one in found:
         line = f"{path}: {one} ({one.where})"
-        if one.kept_because:
+        if one.obstacle:
             lines.append(
-                f"{line}, cannot be carried over: {one.kept_because}. Give the old value to go on "
-                f"with the run, or choose another --run_dir."
+                f"{line}, cannot be carried over: {one.obstacle}. Give the old value to resume the "
+                f"run, or choose another --run_dir."
             )
         elif not accepted:
             lines.append(
-                f"{line}. Give the old value to go on with the run, or choose another --run_dir, "
-                f"or add --accept_changes to go on with the new one."
+                f"{line}. Give the old value to resume the run, or choose another --run_dir, or "
+                f"add --accept_changes to resume with the new one."
             )
     return lines
 
 
-def order_of(plan: Any) -> dict[str, Any]:
-    """Return what the order of the data depends on, for a checkpoint's manifest.
-
-    Args:
-        plan: what preflight decided.
-    """
+def order_of(plan: Plan) -> dict[str, Any]:
+    """Return what the order of the data depends on, for a checkpoint's manifest."""
     order = {
         "seq_len": plan.settings.seq_len,
         "packing": plan.settings.packing,
@@ -131,87 +138,73 @@ def order_of(plan: Any) -> dict[str, Any]:
 
 
 def _stages_of(order: Mapping[str, Any]) -> list[Stage]:
-    """Return the stages of what `order_of` returned."""
-    return recorded_stages([[0, order["weights"]], *order.get("stages", [])])
+    """Return the mixture stages in what `order_of` returned."""
+    return stages_from_record([[0, order["weights"]], *order.get("stages", [])])
 
 
 def carried(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) -> Progress:
-    """Return a checkpoint's progress as it is in the order of this run.
+    """Return a checkpoint's progress in the data order of this run.
 
-    The position stays, in tokens: with another `seq_len` it is rounded up to a whole sequence. In
-    another order the numbers of sequences mean other text, so windows to leave out are forgotten,
-    and so is what losses used to be. A stage that has not begun yet may be another one.
+    The position in tokens stays: with another `seq_len` it is rounded up to a whole sequence. In
+    another order sequence numbers mean other text, so skipped windows and the history of losses
+    are dropped. A stage that has not started yet may differ.
 
     Args:
         old, new: `order_of` the checkpoint and of this run.
     """
-    old, new = {**ONCE, **old}, {**ONCE, **new}
-    begun = reached(progress.position, progress.skipped_windows)
+    old, new = {**LEGACY_DEFAULTS, **old}, {**LEGACY_DEFAULTS, **new}
+    fixed = used_sequences_end(progress.position, progress.skipped_windows)
     alike = all(_same(old[key], new[key]) for key in new if key not in ("weights", "stages"))
-    if alike and same_until(_stages_of(old), _stages_of(new), max(1, begun)):
+    if alike and same_order_until(_stages_of(old), _stages_of(new), max(1, fixed)):
         return progress
     position = -(-progress.position * old["seq_len"] // new["seq_len"])
     return replace(progress, position=position, skipped_windows=[], history={})
 
 
-def differences(
-    record: Mapping[str, Any],
-    settings: Settings,
-    *,
-    model_config: Mapping[str, Any],
-    ds_config: Mapping[str, Any],
-    data_fingerprint: str,
-    stages: Sequence[Stage],
-    begun: int,
-    world_size: int,
-    router_loss: bool,
-) -> list[Difference]:
-    """Compare a run's record with what a command asks for, both resolved.
+def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> list[Difference]:
+    """Return each value that would change the curve of a run.
 
     Args:
         record: the content of run.json.
-        model_config: as `to_diff_dict()` gives it.
-        stages: of the mixture.
-        begun: sequence number below which the run has consumed or left out its data.
-        router_loss: the loss depends on how the batch is cut into micro-batches.
-
-    Returns:
-        Each thing that would change the curve.
+        fixed_sequences: sequence number below which the run has consumed or skipped its data.
     """
-    old_settings = block(record, "settings")
+    settings, old_settings = plan.settings, block(record, "settings")
     pairs: list[tuple[str, Any, Any, str]] = []
     for name in CURVE_SETTINGS:
-        constant = settings.schedule == old_settings.get("schedule") == "constant"
-        if constant and name == "total_tokens":
-            continue  # a constant rate does not look ahead: the run may be made longer
-        old, new = old_settings.get(name, ONCE.get(name)), getattr(settings, name)
+        schedule = SCHEDULES.get(settings.schedule or "")
+        same = settings.schedule == old_settings.get("schedule")
+        if name == "total_tokens" and same and schedule and not schedule.needs_total:
+            continue  # the learning rate does not depend on it: the run may be extended
+        old, new = old_settings.get(name, LEGACY_DEFAULTS.get(name)), getattr(settings, name)
         where = settings.where(name)
         if name == "total_tokens":
-            where += f"; a {settings.schedule} schedule looks ahead to it, a constant one would not"
+            where += f"; a {settings.schedule} schedule looks ahead to it, {EXTENDABLE} would not"
         pairs.append((f"settings.{name}", old, new, where))
     old_data = old_settings.get("data") or []
     pairs.append(
         ("settings.data", _weights(old_data), _weights(settings.data), settings.where("data"))
     )
     if pairs[-1][1] == pairs[-1][2] and settings.seq_len == old_settings.get("seq_len"):
-        pairs.append(_stage_pair(record, settings, stages, begun))
+        pairs.append(_stage_pair(record, settings, plan.mixture.stages, fixed_sequences))
     old_print = record.get("data_fingerprint")
-    pairs.append(("data_fingerprint", old_print, data_fingerprint, "other tokens in --data"))
-    if router_loss:
+    pairs.append(("data_fingerprint", old_print, plan.data_fingerprint, "other tokens in --data"))
+    if has_router_loss(plan.model.config):
         old, new = old_settings.get("micro_batch_size"), settings.micro_batch_size
         pairs.append(("settings.micro_batch_size", old, new, "output_router_logits"))
-        pairs.append(("world_size", record.get("world_size"), world_size, "output_router_logits"))
-    pairs += _model_pairs(block(record, "model_config"), model_config)
-    pairs += _ds_pairs(block(record, "ds_config"), ds_config)
+        pairs.append(
+            ("world_size", record.get("world_size"), plan.world_size, "output_router_logits")
+        )
+    pairs += _model_pairs(block(record, "model_config"), plan.model.config.to_diff_dict())
+    pairs += _ds_pairs(Profile.parse(block(record, "ds_config")), plan.profile)
     return [Difference(*pair) for pair in pairs if not _same(pair[1], pair[2])]
 
 
 def _stage_pair(
-    record: Mapping[str, Any], settings: Settings, new: Sequence[Stage], begun: int
+    record: Mapping[str, Any], settings: Resolved, new: Sequence[Stage], fixed_sequences: int
 ) -> tuple[str, Any, Any, str]:
-    """Compare the stages that have begun; a record from before there were any has one."""
+    """Compare the stages that have started; a record from before stages existed has one."""
     recorded = block(record, "mixture").get("stages")
-    old = recorded_stages(recorded) if recorded else list(new[:1])
+    old = stages_from_record(recorded) if recorded else list(new[:1])
     where = next(
         (
             settings.where(name)
@@ -220,13 +213,13 @@ def _stage_pair(
         ),
         settings.where("data"),
     )
-    if same_until(old, new, begun):
+    if same_order_until(old, new, fixed_sequences):
         return ("mixture", None, None, where)
-    return ("mixture", stages_shown(old), stages_shown(new), where)
+    return ("mixture", describe_stages(old), describe_stages(new), where)
 
 
 def _weights(sources: Any) -> list[float | None]:
-    """Return the weights as shares of 1; None where they follow the sizes of the sources."""
+    """Return the weights as shares of 1; None where they depend on the sizes of the sources."""
     weights = []
     for source in sources:
         try:
@@ -240,26 +233,20 @@ def _weights(sources: Any) -> list[float | None]:
 
 
 def _model_pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any, str]]:
-    keys = sorted((set(old) | set(new)) - CASUAL_MODEL_KEYS)
+    keys = sorted((set(old) | set(new)) - IRRELEVANT_MODEL_KEYS)
     return [(f"model_config.{key}", old.get(key), new.get(key), "--model_config") for key in keys]
 
 
-def _ds_pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any, str]]:
+def _ds_pairs(old: Profile, new: Profile) -> list[tuple[str, Any, Any, str]]:
     where = "--deepspeed_config"
     pairs: list[tuple[str, Any, Any, str]] = [
-        ("ds_config precision", precision(old), precision(new), where),
-        ("ds_config arithmetic", compute_precision(old), compute_precision(new), where),
+        ("ds_config precision", old.precision, new.precision, where),
+        ("ds_config arithmetic", old.compute_precision, new.compute_precision, where),
     ]
-    for path in (
-        ("gradient_clipping",),
-        ("data_types", "grad_accum_dtype"),
-        ("optimizer", "type"),
-        ("scheduler",),
-    ):
-        old_value, new_value = (block(ds, *path[:-1]).get(path[-1]) for ds in (old, new))
-        pairs.append((f"ds_config.{'.'.join(path)}", old_value, new_value, where))
-    old_params, new_params = (block(config, "optimizer", "params") for config in (old, new))
-    for key in sorted((set(old_params) | set(new_params)) - CASUAL_OPTIMIZER_KEYS):
+    for key, read in DS_VALUES.items():
+        pairs.append((f"ds_config.{key}", read(old), read(new), where))
+    old_params, new_params = old.optimizer.params, new.optimizer.params
+    for key in sorted((set(old_params) | set(new_params)) - IRRELEVANT_OPTIMIZER_KEYS):
         old_value, new_value = old_params.get(key), new_params.get(key)
         pairs.append((f"ds_config.optimizer.params.{key}", old_value, new_value, where))
     return pairs

@@ -1,7 +1,8 @@
-"""The lines of one `metrics.jsonl` by column: a million of them in some hundred megabytes. Pure."""
+"""The lines of one `metrics.jsonl`, stored by column: a million lines take some hundred MB."""
 
 import math
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -12,8 +13,8 @@ class Curves:
 
     Attributes:
         steps, tokens: of each line.
-        seconds: of training until then, without saving, evaluating and the time between starts.
-        columns: {key: (numbers of the lines that have it, its values; NaN for null)}.
+        seconds: training time up to each line, without checkpoints, evaluations and restarts.
+        columns: {key: (indices of the lines that have the key, their values; NaN for null)}.
     """
 
     def __init__(self) -> None:
@@ -21,16 +22,16 @@ class Curves:
         self.columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, row: Row) -> None:
-        """Append a line. One of an earlier step replaces the lines from that step on."""
+        """Append a line. A line of an earlier step replaces all lines from that step on."""
         step = row["step"]
         if self.steps and step < self.steps[-1]:
-            self._cut(step)
+            self._truncate(step)
         seconds = self.seconds[-1] if self.seconds else 0.0
         if isinstance(row.get("throughput/step_seconds"), (int, float)):
             timed, _ = self.columns.get("throughput/step_seconds", ((), ()))
             before = self.steps[timed[-1]] if timed else 0
             seconds += row["throughput/step_seconds"] * max(0, step - before)
-        number = len(self.steps)
+        line = len(self.steps)
         self.steps.append(step)
         self.tokens.append(row["tokens"])
         self.seconds.append(seconds)
@@ -41,13 +42,14 @@ class Curves:
                 value = math.nan
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 lines, values = self.columns.setdefault(key, (array("q"), array("d")))
-                lines.append(number)
+                lines.append(line)
                 values.append(value)
 
-    def _cut(self, step: int) -> None:
+    def _truncate(self, step: int) -> None:
+        """Remove the lines of `step` and later steps."""
         while self.steps and self.steps[-1] >= step:
-            for part in (self.steps, self.tokens, self.seconds):
-                part.pop()
+            for axis in (self.steps, self.tokens, self.seconds):
+                axis.pop()
         for lines, values in self.columns.values():
             while lines and lines[-1] >= len(self.steps):
                 lines.pop()
@@ -62,12 +64,12 @@ class Curves:
         _, values = self.columns.get(key, ((), ()))
         return next((value for value in reversed(values) if math.isfinite(value)), None)
 
-    def rows(self, most: int) -> list[Row]:
-        """Return the lines as they were written, of many steps only every second, third ...
+    def rows(self, max_rows: int) -> list[Row]:
+        """Return the lines as they were written; of many, only every second, third ... step.
 
-        Lines of evaluations and checkpoints, which have no training loss, are always there.
+        Lines without a training loss (evaluations and checkpoints) are always included.
         """
-        stride = -(-len(self.steps) // most) if self.steps else 1
+        stride = -(-len(self.steps) // max_rows) if self.steps else 1
         steps_taken = set(self.columns.get("train/loss", ((), ()))[0])
         rows: dict[int, Row] = {
             line: {"step": self.steps[line], "tokens": self.tokens[line]}
@@ -81,7 +83,7 @@ class Curves:
         return list(rows.values())
 
     def place(self, step: int) -> tuple[float, float]:
-        """Return the tokens and seconds at a step, between the lines around it."""
+        """Return the tokens and seconds at a step, interpolated between the lines around it."""
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high) // 2
@@ -96,3 +98,38 @@ class Curves:
             before[1] + share * (self.tokens[low] - before[1]),
             before[2] + share * (self.seconds[low] - before[2]),
         )
+
+
+def thinned(values: Sequence[float], max_points: int) -> list[int]:
+    """Return the indices of the points of a curve to keep, ascending.
+
+    A curve of at most `max_points` is kept completely. A longer one is divided into intervals; each
+    keeps its lowest and its highest point and its first gap, so no outlier is lost. Both ends of
+    the curve are kept.
+
+    Args:
+        values: (N,) values; NaN is a gap in the curve.
+        max_points: number of points to keep, not counting gaps.
+    """
+    count = len(values)
+    if count <= max_points:
+        return list(range(count))
+    num_intervals = max(1, (max_points - 2) // 2)
+    chosen = {0, count - 1}
+    for number in range(num_intervals):
+        interval = range(count * number // num_intervals, count * (number + 1) // num_intervals)
+        finite = [index for index in interval if math.isfinite(values[index])]
+        if finite:
+            chosen.add(min(finite, key=values.__getitem__))
+            chosen.add(max(finite, key=values.__getitem__))
+        if len(finite) < len(interval):
+            chosen.add(next(index for index in interval if not math.isfinite(values[index])))
+    return sorted(chosen)
+
+
+def rounded(value: float) -> float | int | None:
+    """Return a value to seven digits, the precision of float32; None if it is not finite."""
+    if not math.isfinite(value):
+        return None
+    value = float(f"{value:.7g}")
+    return int(value) if value.is_integer() and abs(value) < 1e15 else value

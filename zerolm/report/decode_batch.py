@@ -1,30 +1,28 @@
-"""The text of a batch that a run has seen: for people who want to know what made a spike.
-
-Comes after training, or beside it. zerolm/run_order.py says what a batch holds. No torch.
-"""
+"""`python -m zerolm decode-batch`: the text of a batch of a run, to find what caused a spike."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from zerolm.errors import ConfigError
-from zerolm.excerpts import decoder_of, render
-from zerolm.order import MAX_SEQUENCES
-from zerolm.run_order import ids_of_step, open_run
+from zerolm.common.errors import ConfigError
+from zerolm.data.order import MAX_SEQUENCES
+from zerolm.data.window_text import render_window, source_decoder
+from zerolm.report.run_order import ids_of_step, open_run
 
 
 def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iterator[str]:
-    """Yield the lines that show a batch: where each of its sequences is from, and its text.
+    """Yield the lines that show a batch: the origin and the text of each of its sequences.
 
     Args:
-        run_dir: of a run that has begun. Relative paths in its `--data` are taken from here.
-        step: the batch of this step, as the run's data order is now; or None, and
-        sequences: `A-B`, sequence numbers from A up to but without B, or one number.
+        run_dir: of a run that has started. Relative paths in its `--data` are resolved against
+            the current directory.
+        step: the batch of this step, in the run's current data order. None: use `sequences`.
+        sequences: `A-B`, sequence numbers from A up to but excluding B, or one number.
 
     Raises:
-        ConfigError: there is no such run, step, sequence or data; the data is not the run's any
-            more; or no tokenizer lies beside it.
+        ConfigError: the run, step, sequences or data do not exist, the data has changed since the
+            run started, or the data has no tokenizer.
     """
     run = open_run(run_dir)
     notes: list[str] = []
@@ -32,7 +30,7 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
         ids, notes = ids_of_step(run, step)
     else:
         ids = _ids_of_range(str(sequences))
-    decoders = [decoder_of(source) for source in run.sources]
+    decoders = [source_decoder(source) for source in run.sources]
 
     def lines() -> Iterator[str]:
         yield from notes
@@ -42,7 +40,7 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
                 f"window {row.window}, documents {row.parts[0].document} to "
                 f"{row.parts[-1].document} ==="
             )
-            yield from render(row.parts, decoders[row.source])
+            yield from render_window(row.parts, decoders[row.source])
 
     return lines()
 
@@ -54,11 +52,12 @@ def _ids_of_range(text: str) -> np.ndarray:
         stop = int(end) if dash else start + 1
     except ValueError:
         raise ConfigError(
-            f"--sequences {text}: not A-B or a number. Write for example 232-240, which is eight "
+            f"--sequences {text}: not A-B or a number. Write for example 232-240 for eight "
             f"sequences."
         ) from None
     if not 0 <= start < stop <= MAX_SEQUENCES:
         raise ConfigError(
-            f"--sequences {text}: from A up to but without B, so B must be above A. Correct them."
+            f"--sequences {text}: A-B excludes B, so B must be above A, and A at least 0. Write "
+            f"for example 232-240."
         )
     return np.arange(start, stop, dtype=np.int64)

@@ -1,16 +1,15 @@
-"""What a run's metrics say about its health, in words, with what to try. Pure: rows in, words out.
+"""Diagnose a run from its metrics: what is wrong, and what to try.
 
-Comes beside or after training: whoever shows a run (its page, a terminal, an alert) asks here.
-Knows the keys of docs/metrics.md; must not know files, torch or trackers. A healthy run has no
-findings: every rule asks that noise be excluded before it speaks, and looks at the newest part.
+The report and `status` show the result. A healthy run has no findings: each rule requires that
+noise is ruled out, and judges the newest part of the run. Must not depend on files or trackers.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from zerolm.diagnosis_of_speed import checkpoint_stalls, mfu, slow_data, slow_rank
-from zerolm.observations import (
+from zerolm.optim.spikes import robust_z
+from zerolm.report.findings import (
     RECENT_ROWS,
     Finding,
     Point,
@@ -20,29 +19,29 @@ from zerolm.observations import (
     noise_of,
     points_of,
 )
-from zerolm.spike import robust_z
+from zerolm.report.speed_diagnosis import checkpoint_stalls, low_mfu, slow_data, slow_rank
 
-SPIKE_WINDOW, SPIKE_DEVIATIONS = 32, 8.0  # reported losses before, and how far above them
-SPIKE_FLOOR = 0.02  # least scale of a deviation, as a share of the loss
-MOST_SPIKES_APART = 3  # more of them are one finding
+SPIKE_WINDOW, SPIKE_DEVIATIONS = 32, 8.0  # previous reported losses, and how far above them
+SPIKE_FLOOR = 0.02  # smallest deviation, as a share of the loss
+MAX_SPIKE_FINDINGS = 3  # more spikes are reported as one finding
 PLATEAU_BLOCKS, PLATEAU_ROWS_PER_BLOCK = 12, 4
-PLATEAU_SHARE = 0.003  # of the loss: a doubling of the tokens must bring at least this
-NOISE_DEVIATIONS = 3.2  # of Student's t with 10 degrees of freedom: 1 in 200, one-sided
+PLATEAU_SHARE = 0.003  # of the loss: doubling the tokens must lower it by at least this
+NOISE_DEVIATIONS = 3.2  # Student's t with 10 degrees of freedom: 1 in 200, one-sided
 DIVERGED_SHARE, DIVERGED_ROWS = 0.05, 20
 CLIPPED_SHARE = 0.5
 USUAL_UPDATE_RATIO = (1e-5, 3e-2)  # of a step at the full learning rate; about 1e-3 is typical
 OVERFITTED_SHARE, OVERFITTED_EVALUATIONS = 0.01, 3
 # "Up to 4 epochs of repeated data are almost as good as new": Muennighoff et al. (2023),
 # "Scaling Data-Constrained Language Models".
-MOST_EPOCHS = 4.0
+MAX_EPOCHS = 4.0
 
 
 def findings(rows: Sequence[Row], events: Sequence[Row] = ()) -> list[Finding]:
-    """Return what stands out in a run, the gravest first. Empty for a healthy one.
+    """Return the findings about a run, the gravest first; none for a healthy run.
 
     Args:
-        rows: of `metrics.jsonl`, in order; keys may be absent, values None.
-        events: of `events.jsonl`; the spikes in it were judged step by step, the rows are samples.
+        rows: lines of `metrics.jsonl`, in order; keys may be absent, values None.
+        events: lines of `events.jsonl`. Their spikes cover every step; the rows are samples.
     """
     rows = [row for row in rows if "step" in row and "tokens" in row]
     diverged = _divergence(rows)
@@ -58,12 +57,12 @@ def _divergence(rows: Sequence[Row]) -> list[Finding]:
     reported = [row for row in rows if "train/loss" in row]
     points = points_of(reported, "train/loss")
     try_this = (
-        "Go back to a checkpoint of before (the run does so by itself with --rollback_after), and "
-        "try a lower --learning_rate, a longer warm-up or stronger gradient_clipping."
+        "Go back to an earlier checkpoint (--rollback_after does so automatically), and try a "
+        "lower --learning_rate, a longer warm-up or stronger gradient_clipping."
     )
     lost = [row for row in reported[-3:] if row["train/loss"] is None]
     if len(lost) == 3:
-        text = f"The loss is not a finite number any more. {try_this}"
+        text = f"The loss is no longer a finite number. {try_this}"
         return [Finding("divergence", lost[0]["step"], lost[0]["tokens"], text)]
     reach = 8
     if len(points) < DIVERGED_ROWS + 2 * reach:
@@ -80,8 +79,8 @@ def _divergence(rows: Sequence[Row]) -> list[Finding]:
     if above < max(DIVERGED_ROWS, len(smoothed) // 20):
         return []
     text = (
-        f"The loss has stayed above its best since step {smoothed[-above].step}: "
-        f"{smoothed[-1].value:.3f}, it was {best.value:.3f} at step {best.step}. {try_this}"
+        f"The loss has stayed above its minimum since step {smoothed[-above].step}: now "
+        f"{smoothed[-1].value:.3f}, {best.value:.3f} at step {best.step}. {try_this}"
     )
     return [finding_at("divergence", smoothed[-above], text)]
 
@@ -89,7 +88,7 @@ def _divergence(rows: Sequence[Row]) -> list[Finding]:
 def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
     points = points_of(rows, "train/loss")
     seen: dict[int, Point] = {}
-    usual: list[float] = []  # the values before, without those that stand out
+    usual: list[float] = []  # previous values without spikes
     for point in points:
         window = usual[-SPIKE_WINDOW:]
         if len(window) == SPIKE_WINDOW and (
@@ -97,7 +96,7 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
         ):
             seen[point.step] = point
             if len(seen) > SPIKE_WINDOW and len(seen) > len(usual):
-                break  # not spikes: another level, which `_divergence` tells of
+                break  # not spikes but another level, which `_divergence` reports
         else:
             usual.append(point.value)
     tokens = {row["step"]: row["tokens"] for row in rows}
@@ -115,13 +114,13 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
             groups.append([])
         groups[-1].append(seen[step])
     try_this = (
-        "If they come back: a lower --learning_rate, a longer warm-up, beta2 0.95, stronger "
-        "gradient_clipping. `python -m zerolm decode-batch RUN --step N` shows what the step read."
+        "If spikes recur, try a lower --learning_rate, a longer warm-up, beta2 0.95, or stronger "
+        "gradient_clipping. `python -m zerolm decode-batch RUN --step N` shows the step's data."
     )
     worst = [max(group, key=lambda point: point.value) for group in groups]
-    if len(worst) > MOST_SPIKES_APART:
+    if len(worst) > MAX_SPIKE_FINDINGS:
         steps = ", ".join(str(point.step) for point in worst[-8:])
-        text = f"{len(worst)} loss spikes, the last ones at steps {steps}. {try_this}"
+        text = f"{len(worst)} loss spikes, the latest at steps {steps}. {try_this}"
         return [finding_at("spike", worst[-1], text)]
     return [
         finding_at(
@@ -132,12 +131,12 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
 
 
 def _plateau(rows: Sequence[Row]) -> list[Finding]:
-    """Find that the loss stands still since half of the tokens, at a learning rate near its peak.
+    """Find that the loss has not fallen over the last half of the tokens, near the peak rate.
 
-    The change over the last doubling of the tokens is that of a line through the medians of twelve
-    blocks over the logarithm of the tokens; its error is from their scatter. A power law of any
-    age loses more per doubling than `PLATEAU_SHARE` of the loss until it is within that of
-    its floor, where there is nothing more to learn from this data.
+    The change over the last doubling of the tokens is that of a line fitted to the medians of
+    twelve blocks over the logarithm of the tokens; its error is estimated from their scatter. A
+    loss that follows a power law falls by more than `PLATEAU_SHARE` per doubling until it is that
+    close to its floor, where there is nothing more to learn from this data.
     """
     points = [point for point in points_of(rows, "train/loss") if point.tokens > 0]
     rates = {point.step: point.value for point in points_of(rows, "train/learning_rate")}
@@ -156,11 +155,11 @@ def _plateau(rows: Sequence[Row]) -> list[Finding]:
     if -change + NOISE_DEVIATIONS * error >= PLATEAU_SHARE * level:
         return []
     text = (
-        f"The loss stands at {level:.3f} since step {last[0].step}, while the learning rate is "
-        f"{rates[last[-1].step]:.1e}. If it should still fall: begin to lower the learning rate, "
-        f"try a larger batch (see train/noise_scale_tokens) or another peak, check that the data "
-        f"is shuffled and the weights change (train/update_ratio); else the model has learned what "
-        f"this data has for its size."
+        f"The loss has been at {level:.3f} since step {last[0].step}, at a learning rate of "
+        f"{rates[last[-1].step]:.1e}. If it should still fall: start to decay the learning rate, "
+        f"try a larger batch (see train/noise_scale_tokens) or another peak rate, and check that "
+        f"the data is shuffled and the weights change (train/update_ratio). Otherwise a model of "
+        f"this size has learned what it can from this data."
     )
     return [finding_at("plateau", last[0], text)]
 
@@ -197,22 +196,22 @@ def _validation(rows: Sequence[Row]) -> list[Finding]:
     if len(late) < OVERFITTED_EVALUATIONS or any(point.value <= limit for point in late):
         return []
     if not then or median_of(now) >= median_of(then):
-        return []  # both rise: that is no gap
-    seen = (
+        return []  # the training loss rises as well: not overfitting
+    observed = (
         f"eval/loss has risen from {best.value:.3f} at step {best.step} to {late[-1].value:.3f}, "
-        f"while the training loss falls"
+        f"while the training loss fell"
     )
     repeated = {name: epochs for name, epochs in _epochs(rows).items() if epochs > 1.0}
     if repeated:
         names = ", ".join(f"{name} {epochs:.1f} times" for name, epochs in repeated.items())
         text = (
-            f"{seen}: the model learns its data by heart (read {names}). Stop at that step, or "
-            f"bring more data, more --weight_decay or a smaller model."
+            f"{observed}: the model memorizes its data (read {names}). Stop at that step, or use "
+            f"more data, a higher --weight_decay or a smaller model."
         )
         return [finding_at("overfitting", best, text)]
     text = (
-        f"{seen}, on data that it has not yet seen twice: compare eval/<source>/loss, and look for "
-        f"training data that has become unlike --val_data, or holds duplicates."
+        f"{observed}, although no data was repeated: compare eval/<source>/loss, and look for "
+        f"training data that has become unlike --val_data, or that contains duplicates."
     )
     return [finding_at("validation", best, text)]
 
@@ -224,9 +223,9 @@ def _clipping(rows: Sequence[Row]) -> list[Finding]:
         return []
     share = statistics.fmean(point.value for point in recent)
     text = (
-        f"{share:.0%} of the steps since step {recent[0].step} were clipped: it is the clipping "
-        f"that decides how long a step is. Lower --learning_rate, or raise gradient_clipping above "
-        f"the usual train/grad_norm."
+        f"{share:.0%} of the steps since step {recent[0].step} were clipped, so that clipping "
+        f"determines the step size. Lower --learning_rate, or raise gradient_clipping above the "
+        f"usual train/grad_norm."
     )
     return [finding_at("clipping", recent[0], text)]
 
@@ -251,7 +250,7 @@ def _update_ratio(rows: Sequence[Row]) -> list[Finding]:
         + (
             "Lower --learning_rate, or warm up longer."
             if ratio > most
-            else "Next to nothing is learned: raise --learning_rate, and look whether the gradient "
+            else "The model hardly learns: raise --learning_rate, and check whether the gradient "
             "is clipped to almost nothing."
         )
     )
@@ -259,7 +258,7 @@ def _update_ratio(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _epochs(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how often each source has been read."""
+    """Return the number of epochs of each source, from the newest row that has them."""
     for row in reversed(rows):
         found = {
             key[len("data/") : -len("/epochs")]: float(value)
@@ -274,13 +273,13 @@ def _epochs(rows: Sequence[Row]) -> dict[str, float]:
 def _repeated_data(rows: Sequence[Row]) -> list[Finding]:
     found = []
     for name, epochs in _epochs(rows).items():
-        if epochs <= MOST_EPOCHS:
+        if epochs <= MAX_EPOCHS:
             continue
         points = points_of(rows, f"data/{name}/epochs")
-        at = next(point for point in points if point.value > MOST_EPOCHS)
+        at = next(point for point in points if point.value > MAX_EPOCHS)
         text = (
-            f"Source {name} has been read {epochs:.1f} times; beyond {MOST_EPOCHS:.0f} another "
-            f"time brings little. Lower its weight, or bring more data."
+            f"Source {name} has been read {epochs:.1f} times; beyond {MAX_EPOCHS:.0f} epochs "
+            f"repetition helps little. Lower its weight, or add data."
         )
         found.append(finding_at("repeated_data", at, text))
     return found
@@ -292,7 +291,7 @@ _RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     _update_ratio,
     _repeated_data,
     slow_data,
-    mfu,
+    low_mfu,
     slow_rank,
     checkpoint_stalls,
 )

@@ -1,7 +1,4 @@
-"""What a run's rows say of one key: points, their median and noise, and what a finding is. Pure.
-
-Below diagnosis.py, which concludes from them.
-"""
+"""What `zerolm.report.diagnosis` is built from: findings, and the values of one metric."""
 
 import math
 import statistics
@@ -10,23 +7,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from zerolm.spike import MAD_TO_DEVIATION
+from zerolm.optim.spikes import MAD_TO_DEVIATION
 
 Row = Mapping[str, Any]
 
-RECENT_ROWS = 20  # that speed and update sizes are judged by
+RECENT_ROWS = 20  # by which speed and update sizes are judged
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know about a run.
+    """One problem of a run, with advice.
 
     Attributes:
         kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
             "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank" or
             "checkpoint_stalls".
         step, tokens: where it is in the run.
-        text: one or two sentences: what is seen, and what to try.
+        text: one or two sentences: what the metrics show, and what to try.
     """
 
     kind: str
@@ -37,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Point:
-    """A value of one key, and where in the run it was."""
+    """A value of one metric, and its position in the run."""
 
     step: int
     tokens: int
@@ -45,7 +42,7 @@ class Point:
 
 
 def points_of(rows: Iterable[Row], key: str) -> list[Point]:
-    """Return the finite values of a key."""
+    """Return the finite values of a metric."""
     return [
         Point(row["step"], row["tokens"], float(row[key]))
         for row in rows
@@ -54,7 +51,7 @@ def points_of(rows: Iterable[Row], key: str) -> list[Point]:
 
 
 def recent_of(rows: Iterable[Row], key: str) -> list[Point]:
-    """Return the last `RECENT_ROWS` values of a key; empty when there are fewer."""
+    """Return the last `RECENT_ROWS` values of a metric, or none if there are fewer."""
     points = points_of(rows, key)[-RECENT_ROWS:]
     return points if len(points) == RECENT_ROWS else []
 
@@ -65,11 +62,11 @@ def median_of(points: Iterable[Point]) -> float:
 
 
 def noise_of(points: Sequence[Point]) -> float:
-    """Return the standard deviation of what a smooth curve does not explain, robustly."""
+    """Return a robust estimate of the standard deviation of the noise around a smooth curve."""
     steps = [abs(b.value - a.value) for a, b in pairwise(points)]
     return MAD_TO_DEVIATION * statistics.median(steps) / math.sqrt(2) if steps else 0.0
 
 
 def finding_at(kind: str, at: Point, text: str) -> Finding:
-    """Return a finding of where a point is."""
+    """Return a finding at the position of a point."""
     return Finding(kind, at.step, at.tokens, text)

@@ -1,10 +1,9 @@
-"""`report.html`: one self-contained page of a run, or of several side by side.
+"""`report.html`: one self-contained HTML file about a run, or about several side by side.
 
-Comes after training, or beside it: what it knows is in the files of a run directory, read by
-zerolm/run_history.py and becomes the data of the page in zerolm/page_data.py; the script in
-zerolm/page/ draws it in the browser.
-The page loads nothing and may not: its own policy forbids it. All text in it is data, never
-markup. Standard library only; must not know torch.
+`zerolm.report.run_history` reads the run directories, `zerolm.report.report_data` turns them into
+JSON, and the scripts in `assets/` draw that in the browser. The report loads nothing, and its
+content security policy forbids loading. Text of a run is inserted as text, never as markup.
+Standard library only.
 """
 
 import base64
@@ -14,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm import run_history
-from zerolm.errors import ConfigError
-from zerolm.files import write_atomically
-from zerolm.page_data import data_of
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import write_atomically
+from zerolm.common.run_files import RunFiles
+from zerolm.report.report_data import report_data
+from zerolm.report.run_history import read_runs
 
-PAGE = "report.html"
-PAGE_DIRECTORY = Path(__file__).parent / "page"
+ASSETS = Path(__file__).parent / "assets"
 STYLES, SCRIPTS = (
     ("page.css",),
     ("format.js", "axis.js", "view.js", "elements.js", "chart.js", "sections.js", "page.js"),
@@ -30,24 +29,25 @@ Json = dict[str, Any]
 
 
 def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write the page of one run, or of several compared.
+    """Write the report of one run, or of several compared.
 
     Args:
-        run_dirs: of runs, which may be going on.
-        output: default: `report.html` in the directory of the first.
+        run_dirs: run directories; the runs may still be in progress.
+        output: default: `report.html` in the first run directory.
 
     Returns:
-        The path of the page.
+        The path of the report.
 
     Raises:
-        ConfigError: directories that are not of runs, each one named; or nothing can be written.
+        ConfigError: a directory is not a run directory (each one is named), or the report cannot
+            be written.
     """
-    histories = run_history.read_all(run_dirs)
-    output = Path(output) if output is not None else histories[0].run_dir / PAGE
-    text = page(data_of(histories))
+    runs = read_runs(run_dirs)
+    output = Path(output) if output is not None else RunFiles(runs[0].run_dir).report
+    text = render(report_data(runs))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, lambda file: file.write(text.encode()), many_writers=True)
+        write_atomically(output, text.encode(), many_writers=True)
     except OSError as error:
         raise ConfigError(
             f"{output}: cannot be written: {error.strerror}. Choose another --output."
@@ -55,24 +55,24 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = Non
     return output
 
 
-def page(data: Json) -> str:
-    """Return the HTML of the page for its data."""
-    style = "\n".join((PAGE_DIRECTORY / name).read_text(encoding="utf-8") for name in STYLES)
-    script = "\n".join((PAGE_DIRECTORY / name).read_text(encoding="utf-8") for name in SCRIPTS)
+def render(data: Json) -> str:
+    """Return the HTML that draws the data of a report."""
+    style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f"'use strict';(() => {{\n{script}\n}})();"
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         f"base-uri 'none'; form-action 'none'"
     )
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": embedded(data)}
-    template = (PAGE_DIRECTORY / "page.html").read_text(encoding="utf-8")
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": json_in_html(data)}
+    template = (ASSETS / "page.html").read_text(encoding="utf-8")
     pieces = template.split("%%")  # text, NAME, text, NAME, ... text
     pieces[1::2] = [parts[name] for name in pieces[1::2]]
     return "".join(pieces)
 
 
-def embedded(data: Json) -> str:
-    """Return JSON that cannot end the element which it stands in."""
+def json_in_html(data: Json) -> str:
+    """Return JSON that cannot close the HTML element it is placed in."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,7 +1,6 @@
-"""Draw what happened in runs, from `metrics.jsonl` and `events.jsonl` alone.
+"""`python -m zerolm plot`: the loss curves of runs as a PNG, with their events.
 
-Comes after training, or beside it: a run that is still going is drawn as far as it got. Knows the
-files of a run directory (docs/run_directory.md); must not know torch, or how the run was made.
+Reads `metrics.jsonl` and `events.jsonl` only; the runs may still be in progress.
 """
 
 import json
@@ -15,14 +14,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
+from zerolm.common.events import level
+from zerolm.common.run_files import RunFiles
 
-UNREMARKABLE_EVENTS = {"start", "done", "checkpoint"}  # checkpoints are ticks on the axis instead
-SMOOTHING_SHARE = 0.02  # of the points, to either side; the raw curve stays visible behind
+UNMARKED_EVENTS = {"start", "done"}
+SMOOTHING_SHARE = 0.02  # of the points, to either side
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file; a last line that is being written right now is left out."""
+    """Read a JSONL file up to the first unfinished line, which is being written."""
     rows = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -34,7 +35,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the values, (N,) float64 each, of the finite `key`s."""
+    """Return the tokens and the finite values of a metric, (N,) float64 each."""
     pairs = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     table = table[np.isfinite(table[:, 1])]  # a run that diverged ends in NaN
@@ -42,7 +43,7 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.nda
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centred running mean of (N,) values; the window shrinks towards both ends."""
+    """Return the centred running mean of (N,) values; the window is shorter near both ends."""
     reach = round(len(values) * SMOOTHING_SHARE)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
@@ -53,24 +54,25 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def plot_losses(
     run_dirs: Sequence[str | Path], output_png: str | Path, last_step: float = math.inf
 ) -> Path:
-    """Draw `train/loss` and `eval/loss` over tokens, a colour a run, with what happened on the way.
+    """Draw `train/loss` and `eval/loss` over tokens, one colour per run, and mark events.
 
     Args:
-        last_step: nothing after it is drawn.
+        output_png: its directory is created if it is missing.
+        last_step: later steps are not drawn.
 
     Returns:
-        The path of the picture, whose directory is created if it is absent.
+        `output_png`.
 
     Raises:
-        ConfigError: a directory without a `train/loss` to draw, each one named.
+        ConfigError: some directories have no `train/loss`; each one is named.
     """
 
     def until(path: Path) -> list[dict[str, Any]]:
         return [row for row in read_rows(path) if row["step"] <= last_step]
 
-    runs = [(Path(run_dir), until(Path(run_dir) / "metrics.jsonl")) for run_dir in run_dirs]
+    runs = [(Path(run_dir), until(RunFiles(run_dir).metrics)) for run_dir in run_dirs]
     problems = [
-        f"{run_dir}/metrics.jsonl: no train/loss in it. Name the --run_dir of a run that has begun."
+        f"{RunFiles(run_dir).metrics}: no train/loss in it. Give the --run_dir of a started run."
         for run_dir, rows in runs
         if not len(series(rows, "train/loss")[0])
     ]
@@ -81,7 +83,7 @@ def plot_losses(
     for number, (run_dir, rows) in enumerate(runs):
         name = "" if len(runs) == 1 else f"{run_dir.name} "
         _draw_run(axes, rows, name, f"C{number}")
-        _draw_events(axes, rows, until(run_dir / "events.jsonl"), f"C{number}")
+        _draw_events(axes, rows, until(RunFiles(run_dir).events), f"C{number}")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(", ".join(run_dir.resolve().name for run_dir, _ in runs))
@@ -114,18 +116,18 @@ def _draw_run(axes: Axes, rows: Sequence[dict[str, Any]], name: str, colour: str
 def _draw_events(
     axes: Axes, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], colour: str
 ) -> None:
-    """Mark the events at the tokens of their steps; those before any metrics are at the left."""
+    """Mark the events at the tokens of their steps; those without a step at the left."""
     tokens_of_step = {row["step"]: row["tokens"] for row in rows}
     steps = sorted(tokens_of_step)
     tokens = [tokens_of_step[step] for step in steps]
-    x_tokens_y_share = axes.get_xaxis_transform()  # of the height
+    x_tokens_y_share = axes.get_xaxis_transform()  # y is a share of the height
     remarkable: dict[float, list[str]] = {}
     for event in events:
         kind, step = event["event"], event["step"]
         where = float(np.interp(step, steps, tokens)) if step >= 0 else tokens[0]
         if kind == "checkpoint":
             axes.plot(where, 0.01, "^", color=colour, markersize=4, transform=x_tokens_y_share)
-        elif kind not in UNREMARKABLE_EVENTS:
+        elif level(kind) != "quiet" and kind not in UNMARKED_EVENTS:
             remarkable.setdefault(where, []).append(kind)
     for where, kinds in remarkable.items():
         axes.axvline(where, color=colour, linestyle=":", linewidth=1)

@@ -1,8 +1,8 @@
-"""A run directory as it can be read now: finished, going on, killed in a line, or damaged.
+"""A run directory as it can be read now, whether the run is finished, in progress or was killed.
 
-What `status`, `report.html` and whoever looks at a run start from. Reads files and decides nothing
-about a run; never writes, and never asks for a run's lock, which a run that starts needs. What
-could not be read is said in `problems`. Standard library only: a look takes no second.
+`status`, `report.html` and the plots start from here. Only reads: it never writes and never takes
+the lock of a run, which a starting run needs. What could not be read is listed in `problems`.
+Standard library only, so that `status` answers at once.
 """
 
 import json
@@ -14,43 +14,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zerolm import pulse
-from zerolm.checkpoint_directory import by_step
-from zerolm.curves import Curves
-from zerolm.errors import ConfigError
-from zerolm.events import EVENTS
+from zerolm.checkpoint.directory import by_step
+from zerolm.common import events
+from zerolm.common.errors import ConfigError
+from zerolm.common.run_files import RunFiles
+from zerolm.report.curves import Curves
+from zerolm.watchdog import progress
 
-SILENT_SECONDS = 60.0  # a heartbeat is written every two seconds
-# Events that end one start of a run, and the state that it then is in.
-ENDINGS = {
-    "done": "done",
-    "stopped": "stopped",
-    "gave_up": "gave up",
-    "failed": "failed",
-    "rank_lost": "failed",
-    "hang": "failed",
-    "launcher_lost": "failed",
-    "attempt_failed": "failed",
-    "supervisor_stopped": "failed",
-}
-BEGINNINGS = ("start", "resume")
+SILENT_SECONDS = 60.0  # heartbeats are written every two seconds
 
 Row = dict[str, Any]
 
 
 @dataclass
-class History:
-    """What is known of a run.
+class RunHistory:
+    """What the files of a run directory hold.
 
     Attributes:
         record: run.json, {} without one.
-        rolled_back: the curves of each stretch that a rollback went back over.
+        rolled_back: for each rollback, the curves of the steps that it undid.
         events: lines of events.jsonl, each with a `step`.
         samples: lines of samples.jsonl.
-        heartbeats: {rank: what it last said}.
-        heartbeat_age: seconds since any rank last wrote one; None without any.
-        checkpoints: names of the published ones, oldest first.
-        problems: what could not be read, a line each.
+        heartbeats: {rank: its last heartbeat}.
+        heartbeat_age: seconds since the newest heartbeat of any rank; None without any.
+        checkpoints: directories of the published checkpoints, oldest first.
+        problems: what could not be read, one line each.
     """
 
     run_dir: Path
@@ -80,11 +68,11 @@ class History:
 
     @property
     def total_steps(self) -> int | None:
-        """As planned, or as many as were taken: a refused step brings another one."""
+        """The planned number of steps, or those attempted if more: a refused step adds one."""
         derived = self.record.get("derived")
-        words = derived.get("steps", "") if isinstance(derived, dict) else ""
-        found = re.match(r"[\d,]+", str(words))
-        return max(int(found[0].replace(",", "")), self.step) if found else None
+        planned = derived.get("steps", "") if isinstance(derived, dict) else ""
+        number = re.match(r"[\d,]+", str(planned))
+        return max(int(number[0].replace(",", "")), self.step) if number else None
 
     @property
     def step(self) -> int:
@@ -95,24 +83,24 @@ class History:
         return self.curves.tokens[-1] if self.curves.tokens else 0
 
     def seconds_left(self) -> float | None:
-        """Return the seconds of training to the end, at the speed of the last lines."""
+        """Return the seconds of training left, at the speed of the last lines."""
         speeds = self.curves.values("throughput/tokens_per_second")[-20:]
         if not speeds or self.total_tokens is None:
             return None
         return max(0, self.total_tokens - self.tokens) / (sum(speeds) / len(speeds))
 
     def state(self) -> tuple[str, str]:
-        """Return the state, and a few words on it.
+        """Return the state of the run, and its reason in a few words.
 
-        The state is one of `running`, `done`, `stopped`, `gave up`, `failed`, `silent` (it should
-        be running, but nothing is heard of it) and `new` (nothing has begun).
+        The state is that of the last event that has one (`zerolm.common.events`). A `running` run
+        without recent heartbeats is `silent`; one that has not started is `new`.
         """
         for event in reversed(self.events):
-            kind = event["event"]
-            if kind in ENDINGS:
-                return ENDINGS[kind], str(event.get("reason") or event.get("ended") or "")
-            if kind in BEGINNINGS:
+            state = events.state_after(event["event"])
+            if state == events.RUNNING:
                 break
+            if state:
+                return state, str(event.get("reason") or event.get("ended") or "")
         else:
             if self.heartbeat_age is None and not self.curves.steps:
                 return "new", "nothing has been trained yet"
@@ -121,62 +109,59 @@ class History:
         if self.heartbeat_age > SILENT_SECONDS:
             return "silent", f"no heartbeat for {self.heartbeat_age:.0f} s: killed, or suspended"
         phases = sorted({str(beat.get("phase")) for beat in self.heartbeats.values()})
-        return "running", ", ".join(phases)
+        return events.RUNNING, ", ".join(phases)
 
 
-def read(run_dir: str | Path) -> History:
+def read_run(run_dir: str | Path) -> RunHistory:
     """Read a run directory.
 
     Raises:
-        ConfigError: it is not one: it has neither run.json, metrics.jsonl nor events.jsonl.
+        ConfigError: it has neither run.json, metrics.jsonl nor events.jsonl.
     """
-    run_dir = Path(run_dir)
-    names = ("run.json", "metrics.jsonl", EVENTS)
-    if not any((run_dir / name).is_file() for name in names):
+    files = RunFiles(run_dir)
+    if not any(path.is_file() for path in (files.record, files.metrics, files.events)):
         raise ConfigError(
-            f"{run_dir}: has no {', '.join(names[:-1])} or {names[-1]}. Name the --run_dir of a "
-            f"run that has begun."
+            f"{run_dir}: has no {files.record.name}, {files.metrics.name} or {files.events.name}. "
+            f"Give the --run_dir of a run that has started."
         )
-    history = History(run_dir)
+    history = RunHistory(files.run_dir)
     problems = history.problems
     try:
-        record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        record = json.loads(files.record.read_text(encoding="utf-8"))
         history.record = record if isinstance(record, dict) else {}
     except (OSError, ValueError) as error:
-        problems.append(f"run.json: {error}")
-    _fill(history.curves, run_dir / "metrics.jsonl", problems)
-    for path in sorted(run_dir.glob("metrics-rolled-back-*.jsonl")):
+        problems.append(f"{files.record.name}: {error}")
+    _fill(history.curves, files.metrics, problems)
+    for path in files.all_archived_metrics():
         history.rolled_back.append(Curves())
         _fill(history.rolled_back[-1], path, problems)
     history.events = [
         {**row, "event": str(row["event"])}
-        for row in _lines(run_dir / EVENTS, problems, ("event",), ("step",))
+        for row in _lines(files.events, problems, ("event",), ("step",))
     ]
-    history.samples = list(
-        _lines(run_dir / "samples.jsonl", problems, ("prompt", "text"), ("step", "tokens"))
-    )
-    history.heartbeats = pulse.read_heartbeats(run_dir)
+    history.samples = list(_lines(files.samples, problems, ("prompt", "text"), ("step", "tokens")))
+    history.heartbeats = progress.read_heartbeats(files.run_dir)
     times = []
-    for path in (run_dir / pulse.RANKS).glob("rank-*.json"):
+    for path in files.heartbeats():
         try:
             times.append(path.stat().st_mtime)
         except OSError:
-            continue  # the run that begins again has removed it
+            continue  # removed by a run that is starting
     history.heartbeat_age = max(0.0, time.time() - max(times)) if times else None
-    history.checkpoints = by_step(run_dir / "checkpoints")
+    history.checkpoints = by_step(files.checkpoints)
     return history
 
 
-def read_all(run_dirs: Sequence[str | Path]) -> list[History]:
-    """Read run directories.
+def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
+    """Read several run directories.
 
     Raises:
-        ConfigError: each one that is none.
+        ConfigError: some are not run directories; each one is named.
     """
     histories, problems = [], []
     for run_dir in run_dirs:
         try:
-            histories.append(read(run_dir))
+            histories.append(read_run(run_dir))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -192,9 +177,9 @@ def _fill(curves: Curves, path: Path, problems: list[str]) -> None:
 def _lines(
     path: Path, problems: list[str], keys: tuple[str, ...], numbers: tuple[str, ...]
 ) -> Iterator[Row]:
-    """Yield the lines that can be read and have these keys; say how many could not.
+    """Yield the readable lines that have `keys` and integer `numbers`; count the others.
 
-    A last line without its end is being written, or its writer was killed: that is no damage.
+    An unfinished last line is not a problem: it is being written, or its writer was killed.
     """
     bad: list[int] = []
     try:
@@ -204,11 +189,11 @@ def _lines(
                     continue
                 try:
                     row = json.loads(line.decode("utf-8", errors="replace"))
-                    whole = isinstance(row, dict) and all(key in row for key in keys)
-                    whole = whole and all(type(row.get(key)) is int for key in numbers)
+                    valid = isinstance(row, dict) and all(key in row for key in keys)
+                    valid = valid and all(type(row.get(key)) is int for key in numbers)
                 except ValueError:
-                    whole = False
-                if whole:
+                    valid = False
+                if valid:
                     yield row
                 elif line.endswith(b"\n"):
                     bad.append(number)
@@ -222,7 +207,7 @@ def _lines(
 
 
 def seconds_of(stamp: object) -> float | None:
-    """Return a time of events.jsonl as seconds since 1970."""
+    """Return the `time` of an event as seconds since 1970, None if it cannot be parsed."""
     try:
         return datetime.strptime(str(stamp), "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

@@ -1,7 +1,7 @@
-"""The data order of a run that has begun, worked out again from what it left behind.
+"""The data order of a run: which sequences a step has read.
 
-From `run.json`, the checkpoints' manifests and the token shards (docs/data_order.md); nothing of a
-batch is stored. For whoever looks at data: no text and no tokenizer here, and no torch.
+Batches are not stored; they are recomputed from `run.json`, the manifests of the checkpoints and
+the token shards (docs/data_order.md). Must not depend on tokenizers or torch.
 """
 
 from collections.abc import Iterator
@@ -11,47 +11,46 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerolm import rollback
-from zerolm.budget import batch_schedule, num_steps
-from zerolm.checkpoint_directory import by_step, read
-from zerolm.errors import CheckpointError, ConfigError
-from zerolm.excerpts import Part, read_row, read_window
-from zerolm.flags import parse_settings
-from zerolm.mixture import recorded_stages
-from zerolm.order import Order
-from zerolm.packing import data_fingerprint, num_rows, open_packing
-from zerolm.settings import BEST_FIT, Settings
-from zerolm.shards import Source
-from zerolm.skipped import Windows, sequence_ids
-from zerolm.sources import open_sources, source_names
-from zerolm.values import read_json
-
-RUN_RECORD = "run.json"
+from zerolm.checkpoint import rollback
+from zerolm.checkpoint.directory import by_step, read
+from zerolm.common.errors import CheckpointError, ConfigError
+from zerolm.common.run_files import RunFiles
+from zerolm.common.values import read_json
+from zerolm.config.flags import parse_settings
+from zerolm.config.settings import BEST_FIT, Settings
+from zerolm.data.mixture import stages_from_record
+from zerolm.data.order import Order
+from zerolm.data.packing import data_fingerprint, num_rows, open_packing
+from zerolm.data.skips import SkippedRanges, sequence_ids
+from zerolm.data.sources import open_sources, source_names
+from zerolm.data.window_text import DocumentSpan, read_row, read_window
+from zerolm.plan.budget import batch_schedule, num_steps
+from zerolm.shards.reader import Source
 
 
 class Row(NamedTuple):
-    """One sequence of a run."""
+    """One sequence of a run, and where it comes from."""
 
     sequence: int
     source: int
     epoch: int
     window: int
-    parts: list[Part]
+    parts: list[DocumentSpan]
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What a run reads, and in which order; with the names of its sources."""
+    """The data of a run, its order, and the names of its sources."""
 
     run_dir: Path
     settings: Settings
     sources: list[Source]
     names: list[str]
     order: Order
-    skipped_windows: Windows
+    skipped_windows: SkippedRanges
 
     def rows(self, sequence_ids: np.ndarray) -> Iterator[Row]:
-        """Yield the rows of sequence numbers, (N,) int64."""
+        """Yield the rows of sequence numbers, (N,) int64, in their order."""
         seq_len = self.settings.seq_len
         assert seq_len is not None
         placed = self.order(sequence_ids)
@@ -65,29 +64,31 @@ class RunOrder:
 
 
 def open_run(run_dir: Path) -> RunOrder:
-    """Open the data of a run that has begun. Relative paths in its `--data` are taken from here.
+    """Open the data of a run that has started.
+
+    Relative paths in its `--data` are resolved against the current directory.
 
     Raises:
-        ConfigError: there is no such run or data, or the data is not the run's any more.
+        ConfigError: the run or its data does not exist, or the data has changed since it started.
     """
-    path = run_dir / RUN_RECORD
-    record = read_json(path, "the --run_dir of a run that has begun")
+    path = RunFiles(run_dir).record
+    record = read_json(path, "the --run_dir of a run that has started")
     settings, problems = parse_settings(["--settings", str(path)])
     sources = open_sources(settings, problems)
     if problems:
         raise ConfigError(
-            [f"{problem} Start this where the run was started." for problem in problems]
+            [f"{problem} Use the directory that the run was started in." for problem in problems]
         )
     seq_len, training = settings.seq_len, sources.training
     assert seq_len is not None
     if data_fingerprint(training, seq_len, settings.packing) != record.get("data_fingerprint"):
         raise ConfigError(
             f"{path}: data_fingerprint: the token shards have changed since the run began. Restore "
-            f"them: other tokens would be shown."
+            f"them; otherwise other tokens would be shown."
         )
     sizes = [num_rows(source, seq_len, settings.packing) for source in training]
     recorded = record.get("mixture", {}).get("stages") or [[0, sources.weights]]
-    first, *later = recorded_stages(recorded)
+    first, *later = stages_from_record(recorded)
     return RunOrder(
         run_dir,
         settings,
@@ -99,18 +100,20 @@ def open_run(run_dir: Path) -> RunOrder:
 
 
 def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
-    """Return the sequence numbers of a step's batch, as the run's data order is now, (N,) int64;
-    and what else is to be said of the step.
+    """Return the sequence numbers of a step's batch in the current data order, and notes on it.
+
+    Returns:
+        (N,) int64 sequence numbers; lines of text for the user.
 
     Raises:
         ConfigError: there is no such step.
     """
     if step < 1:
-        raise ConfigError(f"--step {step}: steps are numbered from 1. Give a larger number.")
+        raise ConfigError(f"--step {step}: steps are numbered from 1. Give a positive number.")
     schedule = batch_schedule(run.settings)
-    # From a checkpoint, since a run may have been resumed with another batch; else from the start.
+    # Count from a checkpoint, since the run may have been resumed with another batch size.
     now = position = skipped = 0
-    for directory in by_step(run.run_dir / "checkpoints"):
+    for directory in by_step(RunFiles(run.run_dir).checkpoints):
         try:
             progress = read(directory).progress
         except CheckpointError:
@@ -124,11 +127,11 @@ def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
     ids = sequence_ids(np.arange(position, position + schedule(position)), run.skipped_windows)
     notes = [
         f"step {step} was also taken before rollback {entry['number']}; its events in "
-        f"{run.run_dir}/events.jsonl have the sequences of that time"
+        f"{RunFiles(run.run_dir).events} name the sequences it read then"
         for entry in rollback.entries(run.run_dir)
         if entry["to_step"] < step <= entry["from_step"]
     ]
     total = run.settings.total_tokens
-    if total and step > (last := num_steps(run.settings, total) + skipped):
-        notes.append(f"step {step} is behind the end of the run, step {last}: no step saw these")
+    if total and step > (last := num_steps(schedule, run.settings.seq_len or 1, total) + skipped):
+        notes.append(f"step {step} is after the end of the run, step {last}: no step read these")
     return ids, [*notes, f"step {step}: {len(ids)} sequences"]

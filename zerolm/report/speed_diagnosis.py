@@ -1,12 +1,12 @@
-"""What a run's metrics say of its speed: data, devices, ranks, checkpoints. Pure.
+"""Findings about the speed of a run: data loading, utilization, slow ranks, checkpoints.
 
-A part of diagnosis.py.
+Used by `zerolm.report.diagnosis`.
 """
 
 import statistics
 from collections.abc import Sequence
 
-from zerolm.observations import (
+from zerolm.report.findings import (
     RECENT_ROWS,
     Finding,
     Row,
@@ -23,7 +23,7 @@ STALL_SHARE = 0.05
 
 
 def slow_data(rows: Sequence[Row]) -> list[Finding]:
-    """Tell of steps that wait for data."""
+    """Find steps that wait for data."""
     waited = recent_of(rows, "throughput/data_seconds")
     steps = recent_of(rows, "throughput/step_seconds")
     if not waited or not steps:
@@ -32,14 +32,14 @@ def slow_data(rows: Sequence[Row]) -> list[Finding]:
     if share <= DATA_SHARE:
         return []
     text = (
-        f"{share:.0%} of a step waits for data. Raise --num_workers, or bring the shards to a "
-        f"faster disk."
+        f"{share:.0%} of the step time is spent waiting for data. Raise --num_workers, or move the "
+        f"shards to a faster disk."
     )
     return [finding_at("slow_data", waited[0], text)]
 
 
-def mfu(rows: Sequence[Row]) -> list[Finding]:
-    """Tell of a low utilisation of the devices, or one that has fallen."""
+def low_mfu(rows: Sequence[Row]) -> list[Finding]:
+    """Find a low MFU, or one that has fallen."""
     points, recent = points_of(rows, "throughput/mfu"), recent_of(rows, "throughput/mfu")
     if not recent:
         return []
@@ -49,22 +49,22 @@ def mfu(rows: Sequence[Row]) -> list[Finding]:
         usual = median_of(earlier)
         if now < FALLEN_MFU * usual:
             text = (
-                f"MFU has fallen to {now:.1%}, it was {usual:.1%}. Look at data_seconds, the "
-                f"slowest rank, memory near its limit, other users of the machines, and hot "
-                f"devices that lower their clock."
+                f"MFU has fallen from {usual:.1%} to {now:.1%}. Check data_seconds, the slowest "
+                f"rank, memory near its limit, other users of the machines, and devices that lower "
+                f"their clock because of heat."
             )
             return [finding_at("falling_mfu", recent[0], text)]
     if now >= LOW_MFU:
         return []
     text = (
         f"MFU is {now:.1%}. Try a larger --micro_batch_size, a lower ZeRO stage or no offload if "
-        f"memory allows, --compile; `python -m launch plan` compares."
+        f"memory allows, or --compile; `python -m launch plan` compares."
     )
     return [finding_at("low_mfu", recent[0], text)]
 
 
 def slow_rank(rows: Sequence[Row]) -> list[Finding]:
-    """Tell of a rank that holds up the others."""
+    """Find a rank that delays the others."""
     ranks = recent_of(rows, "throughput/slowest_rank")
     seconds = recent_of(rows, "throughput/slowest_rank_seconds")
     means = recent_of(rows, "throughput/mean_rank_seconds")
@@ -73,21 +73,21 @@ def slow_rank(rows: Sequence[Row]) -> list[Finding]:
     rank = statistics.mode(point.value for point in ranks)
     times = [
         slow.value / mean.value
-        for which, slow, mean in zip(ranks, seconds, means, strict=True)
-        if which.value == rank and mean.value > 0.0 and slow.value > SLOW_RANK_RATIO * mean.value
+        for slowest, slow, mean in zip(ranks, seconds, means, strict=True)
+        if slowest.value == rank and mean.value > 0.0 and slow.value > SLOW_RANK_RATIO * mean.value
     ]
     if len(times) < SLOW_RANK_ROWS * RECENT_ROWS:
         return []
     text = (
-        f"Rank {rank:.0f} needs {statistics.median(times):.1f} times as long as the mean of all, "
-        f"and all wait for it. Look at its host, device and disk (ranks/ names the host; "
+        f"Rank {rank:.0f} takes {statistics.median(times):.1f} times as long as the mean rank, "
+        f"and all ranks wait for it. Check its host, device and disk (ranks/ names the host; "
         f"`python -m launch doctor` compares hosts)."
     )
     return [finding_at("slow_rank", ranks[0], text)]
 
 
 def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
-    """Tell of time in which training stood still for checkpoints."""
+    """Find that training is paused for checkpoints too much of the time."""
     stalls = points_of(rows, "checkpoint/stall_seconds")
     if len(stalls) < 3:
         return []
@@ -100,11 +100,11 @@ def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
         return []
     waited = sum(point.value for point in points_of(rows, "checkpoint/wait_seconds"))
     cause = (
-        "mostly for the checkpoint before, which was still being written: raise "
+        "mostly to wait for the previous one, which was still being written: raise "
         "--checkpoint_interval, or write to a faster disk."
         if waited > stalled / 2
-        else "mostly for the copy to host memory: raise --checkpoint_interval."
+        else "mostly to copy states to host memory: raise --checkpoint_interval."
     )
     share = stalled / (seconds + stalled)
-    text = f"Training stood still for checkpoints {share:.0%} of the time, {cause}"
+    text = f"Training was paused for checkpoints {share:.0%} of the time, {cause}"
     return [finding_at("checkpoint_stalls", stalls[0], text)]

@@ -1,8 +1,8 @@
-"""`python -m zerolm status RUN`: how runs are, for a terminal, from their files alone.
+"""`python -m zerolm status RUN`: the state of runs, for a terminal, from their files alone.
 
-A table with colours on a terminal, plain lines into a pipe, JSON for programs. No torch here: it
-answers in a fraction of a second (3 s for 40,000 lines of 80 metrics), also about a run on machines
-that cannot be reached.
+Prints a table with colours to a terminal, plain lines to a pipe, and JSON for programs. Without
+torch, so it answers in a fraction of a second (3 s for 40,000 lines of 80 metrics), also about a
+run on machines that cannot be reached.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zerolm import run_history
-from zerolm.event_words import level, merged, words
-from zerolm.run_history import History, seconds_of
-from zerolm.run_summary import findings
-from zerolm.values import count, duration
+from zerolm.common import events
+from zerolm.common.values import count, duration
+from zerolm.report.event_list import merged
+from zerolm.report.run_history import RunHistory, read_runs, seconds_of
+from zerolm.report.summary import findings
 
 WATCH_SECONDS = 2.0
 LAST_EVENTS = 5
@@ -33,15 +33,15 @@ COLOURS = {
 Row = dict[str, Any]
 
 
-def show(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> None:
-    """Print how the runs are; with `watch` again and again, until Ctrl-C.
+def print_status(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> None:
+    """Print the status of runs; with `watch` repeatedly, until Ctrl-C.
 
     Raises:
-        ConfigError: directories that are not of runs.
+        ConfigError: some directories are not run directories.
     """
     if as_json:
-        for history in run_history.read_all(run_dirs):
-            print(json.dumps(facts(history)))
+        for run in read_runs(run_dirs):
+            print(json.dumps(status_of(run)))
         return
     with contextlib.suppress(KeyboardInterrupt):
         (_show_live if sys.stdout.isatty() else _show_plain)(run_dirs, watch)
@@ -49,8 +49,8 @@ def show(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> None:
 
 def _show_plain(run_dirs: Sequence[Path], watch: bool) -> None:
     while True:
-        for history in run_history.read_all(run_dirs):
-            print("\n".join(plain_lines(facts(history))), flush=True)
+        for run in read_runs(run_dirs):
+            print("\n".join(plain_lines(status_of(run))), flush=True)
         if not watch:
             return
         time.sleep(WATCH_SECONDS)
@@ -62,65 +62,65 @@ def _show_live(run_dirs: Sequence[Path], watch: bool) -> None:
 
     console = Console(highlight=False)
 
-    def shown() -> Group:
-        return Group(*(panel(facts(history)) for history in run_history.read_all(run_dirs)))
+    def panels() -> Group:
+        return Group(*(panel(status_of(run)) for run in read_runs(run_dirs)))
 
     if not watch:
-        console.print(shown())
+        console.print(panels())
         return
-    with Live(shown(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(panels(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             time.sleep(WATCH_SECONDS)
-            live.update(shown(), refresh=True)
+            live.update(panels(), refresh=True)
 
 
-def facts(history: History) -> Row:
-    """Return how a run is: plain figures, None for what is not known."""
-    curves, now = history.curves, time.time()
-    state, why = history.state()
+def status_of(run: RunHistory) -> Row:
+    """Return the status of a run, as `--json` prints it; unknown values are None."""
+    curves, now = run.curves, time.time()
+    state, why = run.state()
     speeds = curves.values("throughput/tokens_per_second")[-20:]
     return {
-        "run": str(history.run_dir),
+        "run": str(run.run_dir),
         "state": state,
         "why": why,
-        "step": history.step,
-        "total_steps": history.total_steps,
-        "tokens": history.tokens,
-        "total_tokens": history.total_tokens,
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "tokens": run.tokens,
+        "total_tokens": run.total_tokens,
         "loss": curves.last("train/loss"),
-        "losses": _thinned(curves.values("train/loss")),
+        "losses": _interval_means(curves.values("train/loss")),
         "tokens_per_second": sum(speeds) / len(speeds) if speeds else None,
         "mfu": curves.last("throughput/mfu"),
-        "seconds_left": history.seconds_left() if state == "running" else None,
-        "checkpoint": history.checkpoints[-1].name if history.checkpoints else None,
-        "checkpoint_age_seconds": _age(history, "checkpoint", now),
-        "evaluation": _evaluation(history),
+        "seconds_left": run.seconds_left() if state == events.RUNNING else None,
+        "checkpoint": run.checkpoints[-1].name if run.checkpoints else None,
+        "checkpoint_age_seconds": _age(run, "checkpoint", now),
+        "evaluation": _evaluation(run),
         "events": [
             {
                 "event": event["event"],
                 "step": event["step"],
                 "time": event.get("time"),
-                "level": level(event["event"]),
-                "words": words(event),
+                "level": events.level(event["event"]),
+                "words": events.message(event),
             }
-            for event in _told(history)
+            for event in _last_events(run)
         ],
-        "ranks": _ranks(history),
-        "heartbeat_age_seconds": history.heartbeat_age,
-        "findings": findings(history),
-        "problems": history.problems,
+        "ranks": _ranks(run),
+        "heartbeat_age_seconds": run.heartbeat_age,
+        "findings": findings(run),
+        "problems": run.problems,
     }
 
 
-def _thinned(values: Sequence[float]) -> list[float]:
-    """Return the mean of each of a few stretches of a curve."""
+def _interval_means(values: Sequence[float]) -> list[float]:
+    """Return the means of up to `SPARK_POINTS` intervals of a curve."""
     number = min(SPARK_POINTS, len(values))
     cuts = [len(values) * index // number for index in range(number + 1)] if number else []
     return [sum(values[low:high]) / (high - low) for low, high in pairwise(cuts)]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a curve as one line of characters, the lowest value as the lowest."""
+    """Return a curve as one line of block characters; a higher block is a higher value."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -132,29 +132,28 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
-def _told(history: History) -> list[Row]:
-    """Return the last events that are worth a line; checkpoints have their own."""
-    told = [event for event in merged(history.events) if level(event["event"]) != "quiet"]
-    return told[-LAST_EVENTS:]
+def _last_events(run: RunHistory) -> list[Row]:
+    """Return the last events, without quiet ones."""
+    shown = [event for event in merged(run.events) if events.level(event["event"]) != "quiet"]
+    return shown[-LAST_EVENTS:]
 
 
-def _evaluation(history: History) -> Row | None:
+def _evaluation(run: RunHistory) -> Row | None:
     """Return the metrics of the last evaluation, and its step."""
-    keys = [key for key in history.curves.columns if key.startswith("eval/")]
-    if not keys:
+    columns = {key: column for key, column in run.curves.columns.items() if key.startswith("eval/")}
+    if not columns:
         return None
-    line = max(history.curves.columns[key][0][-1] for key in keys)
-    found: Row = {"step": history.curves.steps[line]}
-    for key in sorted(keys):
-        lines, values = history.curves.columns[key]
+    line = max(lines[-1] for lines, _ in columns.values())
+    newest: Row = {"step": run.curves.steps[line]}
+    for key, (lines, values) in sorted(columns.items()):
         if lines[-1] == line and math.isfinite(values[-1]):
-            found[key] = values[-1]
-    return found
+            newest[key] = values[-1]
+    return newest
 
 
-def _ranks(history: History) -> Row:
-    """Return how many ranks there are, on which hosts, and what they are doing."""
-    beats = list(history.heartbeats.values())
+def _ranks(run: RunHistory) -> Row:
+    """Return the number of ranks, their hosts, and what they are doing."""
+    beats = list(run.heartbeats.values())
     hosts: dict[str, int] = {}
     phases: dict[str, int] = {}
     for beat in beats:
@@ -166,64 +165,65 @@ def _ranks(history: History) -> Row:
     return {"count": len(beats), "hosts": hosts, "phases": phases, "quiet_seconds": quiet}
 
 
-def _age(history: History, kind: str, now: float) -> float | None:
-    for event in reversed(history.events):
+def _age(run: RunHistory, kind: str, now: float) -> float | None:
+    """Return the seconds since the last event of a kind."""
+    for event in reversed(run.events):
         if event["event"] == kind and (then := seconds_of(event.get("time"))) is not None:
             return max(0.0, now - then)
     return None
 
 
-# ---- In words
+# ---- As text
 
 
-def lines(found: Row) -> list[tuple[str, str]]:
-    """Return what there is to say of a run: a name and its words each."""
-    said: list[tuple[str, str]] = []
-    total, share = found["total_steps"], 0.0
-    if found["total_tokens"]:
-        share = found["tokens"] / found["total_tokens"]
+def lines(status: Row) -> list[tuple[str, str]]:
+    """Return the lines on a run, each a label and a text."""
+    found: list[tuple[str, str]] = []
+    total, share = status["total_steps"], 0.0
+    if status["total_tokens"]:
+        share = status["tokens"] / status["total_tokens"]
     of_steps = f" of {total:,}" if total else ""
-    of_tokens = f" of {count(found['total_tokens'])}" if found["total_tokens"] else ""
-    said.append(
-        ("step", f"{found['step']:,}{of_steps}, {count(found['tokens'])}{of_tokens} tokens, "
+    of_tokens = f" of {count(status['total_tokens'])}" if status["total_tokens"] else ""
+    found.append(
+        ("step", f"{status['step']:,}{of_steps}, {count(status['tokens'])}{of_tokens} tokens, "
          f"{share:.1%}")
     )  # fmt: skip
-    if found["loss"] is not None:
-        said.append(("loss", f"{found['loss']:.4f}  {sparkline(found['losses'])}"))
-    if found["tokens_per_second"] is not None:
-        speed = f"{count(found['tokens_per_second'])} tokens/s"
-        speed += f", MFU {found['mfu']:.1%}" if found["mfu"] is not None else ""
-        if found["seconds_left"] is not None:
-            speed += f", {duration(found['seconds_left'])} to go"
-        said.append(("speed", speed))
-    if found["checkpoint"]:
-        age = found["checkpoint_age_seconds"]
-        old = f", {duration(age)} ago" if age is not None else ""
-        said.append(("checkpoint", found["checkpoint"] + old))
-    if found["evaluation"]:
-        figures = [
+    if status["loss"] is not None:
+        found.append(("loss", f"{status['loss']:.4f}  {sparkline(status['losses'])}"))
+    if status["tokens_per_second"] is not None:
+        speed = f"{count(status['tokens_per_second'])} tokens/s"
+        speed += f", MFU {status['mfu']:.1%}" if status["mfu"] is not None else ""
+        if status["seconds_left"] is not None:
+            speed += f", {duration(status['seconds_left'])} to go"
+        found.append(("speed", speed))
+    if status["checkpoint"]:
+        age = status["checkpoint_age_seconds"]
+        ago = f", {duration(age)} ago" if age is not None else ""
+        found.append(("checkpoint", status["checkpoint"] + ago))
+    if status["evaluation"]:
+        results = [
             f"{key.removeprefix('eval/')} {value:.4g}"
-            for key, value in found["evaluation"].items()
+            for key, value in status["evaluation"].items()
             if key != "step"
         ]
-        said.append(("evaluation", f"step {found['evaluation']['step']:,}: {', '.join(figures)}"))
-    ranks = found["ranks"]
+        found.append(("evaluation", f"step {status['evaluation']['step']:,}: {', '.join(results)}"))
+    ranks = status["ranks"]
     if ranks["count"]:
         hosts = ", ".join(f"{host} ({number})" for host, number in ranks["hosts"].items())
         phases = ", ".join(f"{number} {phase}" for phase, number in ranks["phases"].items())
-        age = found["heartbeat_age_seconds"]
-        said.append(("ranks", f"{ranks['count']} on {hosts}: {phases}; heard {duration(age)} ago"))
-    return said
+        age = duration(status["heartbeat_age_seconds"])
+        found.append(("ranks", f"{ranks['count']} on {hosts}: {phases}; last heartbeat {age} ago"))
+    return found
 
 
-def plain_lines(found: Row) -> list[str]:
-    """Return the lines for a pipe or a log file: no colours, nothing that moves."""
-    why = f" ({found['why']})" if found["why"] else ""
-    rows = [f"{found['run']}: {found['state']}{why}"]
-    rows += [f"  {name:<12}{text}" for name, text in lines(found)]
-    rows += [f"  {'event':<12}{_event_line(event)}" for event in found["events"]]
-    rows += [f"  {'finding':<12}{finding['text']}" for finding in found["findings"]]
-    return rows + [f"  {'unreadable':<12}{problem}" for problem in found["problems"]]
+def plain_lines(status: Row) -> list[str]:
+    """Return the lines for a pipe or a log file, without colours."""
+    why = f" ({status['why']})" if status["why"] else ""
+    rows = [f"{status['run']}: {status['state']}{why}"]
+    rows += [f"  {name:<12}{text}" for name, text in lines(status)]
+    rows += [f"  {'event':<12}{_event_line(event)}" for event in status["events"]]
+    rows += [f"  {'finding':<12}{finding['text']}" for finding in status["findings"]]
+    return rows + [f"  {'unreadable':<12}{problem}" for problem in status["problems"]]
 
 
 def _event_line(event: Row) -> str:
@@ -232,33 +232,33 @@ def _event_line(event: Row) -> str:
     )
 
 
-def panel(found: Row) -> Any:
-    """Return a run as a panel for a terminal. Text of the files is never read as markup."""
+def panel(status: Row) -> Any:
+    """Return a run as a `rich` panel. Text from files is never interpreted as markup."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    colour = COLOURS[found["state"]]
+    colour = COLOURS[status["state"]]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in lines(found):
+    for name, text in lines(status):
         table.add_row(name, Text(text))
-        if name == "step" and found["total_tokens"]:
-            done = min(found["tokens"], found["total_tokens"])
-            whole = found["total_tokens"]
-            bar = ProgressBar(whole, done, 48, complete_style=colour, finished_style=colour)
+        if name == "step" and status["total_tokens"]:
+            done = min(status["tokens"], status["total_tokens"])
+            total = status["total_tokens"]
+            bar = ProgressBar(total, done, 48, complete_style=colour, finished_style=colour)
             table.add_row("", bar)
-    for event in found["events"]:
+    for event in status["events"]:
         table.add_row("event", Text(_event_line(event), style=COLOURS[event["level"]]))
-    for finding in found["findings"]:
+    for finding in status["findings"]:
         table.add_row("finding", Text(finding["text"], style="yellow"))
-    for problem in found["problems"]:
+    for problem in status["problems"]:
         table.add_row("unreadable", Text(problem, style="red"))
-    title = Text.assemble((found["run"], "bold"), "  ", (found["state"], colour))
+    title = Text.assemble((status["run"], "bold"), "  ", (status["state"], colour))
     parts: list[Any] = [table]
-    if found["why"]:
-        parts.insert(0, Text(found["why"], style=colour))
+    if status["why"]:
+        parts.insert(0, Text(status["why"], style=colour))
     return Panel(Group(*parts), title=title, title_align="left", border_style=colour)

@@ -1,10 +1,10 @@
-"""The bounded cache of a node for token shards in stores: who has how much of it, and where.
+"""Divides a node's bounded cache between the sources in stores, and checks its directory.
 
     DIRECTORY/
-      <source>-<slots>/   blocks, tags (zerolm/block_cache.py), the sums of the shards
+      <source>-<slots>/   a `BlockCache` (blocks, tags), and the checksum files of the shards
 
-A source that fits its share is kept whole; what it leaves is the others'. What other runs left
-there is removed when a run begins, unless a process uses it.
+A source that fits its even share is kept completely and leaves the rest to the others. Caches that
+other runs left in the directory are removed when a run starts, unless a process uses them.
 """
 
 import os
@@ -12,26 +12,31 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerolm.block_cache import TAG_BYTES, WAYS, Cache, held_bytes, slots_within
-from zerolm.block_sums import BLOCK_BYTES, num_blocks
-from zerolm.own_directory import own_directory, own_problem
-from zerolm.settings import Settings
-from zerolm.shards import Source
-from zerolm.shares import split_evenly
-from zerolm.values import shown_bytes
+from zerolm.common.files import privacy_problem, private_directory
+from zerolm.common.values import shown_bytes, split_evenly
+from zerolm.config.settings import Settings
+from zerolm.shards.block_cache import (
+    TAG_BYTES,
+    WAYS,
+    Cache,
+    num_slots_within,
+    reclaimable_bytes,
+)
+from zerolm.shards.checksums import BLOCK_BYTES, num_blocks
+from zerolm.shards.reader import Source
 
 DEFAULT_BYTES = 32 << 30
-LEAST_BYTES = WAYS * (BLOCK_BYTES + TAG_BYTES)  # one set of a source
-PATIENCE_SHARE = 0.5  # of --hang_timeout: the store's silence is told of before the run is ended
+MIN_BYTES = WAYS * (BLOCK_BYTES + TAG_BYTES)  # one set of slots for a source
+RETRY_SHARE = 0.5  # of --hang_timeout: the store's error is reported before the run counts as hung
 
 
-def directory_of(settings: Settings) -> Path:
-    """Return where the cache is: on this node, since every node has its own."""
-    return Path(settings.data_cache) if settings.data_cache else own_directory("data-cache")
+def cache_directory(settings: Settings) -> Path:
+    """Return the directory of all caches on this node; each node has its own."""
+    return Path(settings.data_cache) if settings.data_cache else private_directory("data-cache")
 
 
-def prepare(settings: Settings, sources: Sequence[Source]) -> list[str]:
-    """Give each source that is in a store its part of the cache; return problems, a line each.
+def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
+    """Give each source in a store its part of the cache; return problems, a line each.
 
     Writes nothing: the cache is made when the first block is read.
     """
@@ -43,64 +48,70 @@ def prepare(settings: Settings, sources: Sequence[Source]) -> list[str]:
             for name in ("data_cache", "data_cache_bytes")
             if name in settings.explicit
         ]
-    directory, size = directory_of(settings), settings.data_cache_bytes or DEFAULT_BYTES
-    overhead = [_overhead(source) for source in remote]
-    blocks = [_blocks(source) for source in remote]
-    least = sum(overhead) + LEAST_BYTES * len(remote)
-    if size < least:
+    directory, size = cache_directory(settings), settings.data_cache_bytes or DEFAULT_BYTES
+    overhead = [_overhead_bytes(source) for source in remote]
+    blocks = [_num_blocks(source) for source in remote]
+    minimum = sum(overhead) + MIN_BYTES * len(remote)
+    if size < minimum:
         return [
-            f"{settings.where('data_cache_bytes')}: {size}, must be at least {least} for "
-            f"{len(remote)} sources in stores, and is better 1% of their "
+            f"{settings.where('data_cache_bytes')}: {size}, must be at least {minimum} for "
+            f"{len(remote)} sources in stores; recommended is at least 1% of their "
             f"{shown_bytes(sum(blocks) * BLOCK_BYTES)}. Raise it."
         ]
     shares = split_evenly(size - sum(overhead), [count * BLOCK_BYTES for count in blocks])
-    slots = [slots_within(share, count) for share, count in zip(shares, blocks, strict=True)]
+    slots = [num_slots_within(share, count) for share, count in zip(shares, blocks, strict=True)]
     names = [
         f"{source.fingerprint[:16]}-{count}" for source, count in zip(remote, slots, strict=True)
     ]
     for source, name, count in zip(remote, names, slots, strict=True):
         source.files.cache = Cache(directory / name, count, tuple(names))
         if settings.hang_timeout:
-            source.files.patience_seconds = min(
-                source.files.patience_seconds, PATIENCE_SHARE * settings.hang_timeout
+            source.files.retry_seconds = min(
+                source.files.retry_seconds, RETRY_SHARE * settings.hang_timeout
             )
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return []
-    wanted = sum(overhead) + sum(slots) * BLOCK_BYTES
-    return _room_problems(settings, directory, wanted, names)
+    needed = sum(overhead) + sum(slots) * BLOCK_BYTES
+    return _directory_problems(settings, directory, needed, names)
 
 
 def figures(sources: Sequence[Source]) -> dict[str, str]:
-    """Return a line for the cache, if there is one."""
+    """Return {"data cache": description} for display, empty if there is no cache."""
     caches = [source.files.cache for source in sources if source.is_remote and source.files.cache]
     if not caches:
         return {}
     size = sum(cache.num_slots for cache in caches) * BLOCK_BYTES
-    total = sum(_blocks(source) for source in sources if source.is_remote) * BLOCK_BYTES
-    what = "all" if size >= total else f"{shown_bytes(size)}"
-    return {"data cache": f"{caches[0].directory.parent}, {what} of {shown_bytes(total)} in stores"}
+    total = sum(_num_blocks(source) for source in sources if source.is_remote) * BLOCK_BYTES
+    part = "all" if size >= total else f"{shown_bytes(size)}"
+    return {"data cache": f"{caches[0].directory.parent}, {part} of {shown_bytes(total)} in stores"}
 
 
-def _blocks(source: Source) -> int:
+def _num_blocks(source: Source) -> int:
     return sum(num_blocks(shard["size_bytes"]) for shard in source.manifest["shards"])
 
 
-def _overhead(source: Source) -> int:
-    """Return what a source needs beside its blocks: the sums of its shards, and small files."""
+def _overhead_bytes(source: Source) -> int:
+    """Return the disk space of a source beside its blocks: checksum files, and small files."""
     page = 4096
     return 4 * page + sum(
         -(-shard.get("sums_size_bytes", 0) // page) * page for shard in source.manifest["shards"]
     )
 
 
-def _room_problems(
-    settings: Settings, directory: Path, wanted: int, names: Sequence[str]
+def _directory_problems(
+    settings: Settings, directory: Path, needed: int, names: Sequence[str]
 ) -> list[str]:
+    """Return why a cache cannot be in a directory: not ours, not writable, in memory, too full.
+
+    Args:
+        needed: bytes of all caches of the run.
+        names: of their directories.
+    """
     where = f"{settings.where('data_cache')}: {directory}"
-    if settings.data_cache is None and (problem := own_problem(directory)):
+    if settings.data_cache is None and (problem := privacy_problem(directory)):
         return [
-            f"{where}, {problem}: what lies there cannot be trusted. Remove it (or have its owner "
-            f"do so), or give --data_cache a directory."
+            f"{where}, {problem}: its content cannot be trusted. Remove it (or have its owner do "
+            f"so), or give --data_cache a directory."
         ]
     existing = directory
     while not os.path.lexists(existing):
@@ -111,34 +122,38 @@ def _room_problems(
         stat = os.statvfs(existing)
     except OSError as error:
         return [
-            f"{where}, nothing can be written there ({error.strerror}). Give --data_cache a "
-            f"directory on a disk of this node."
+            f"{where}, is not writable ({error.strerror}). Give --data_cache a directory on a disk "
+            f"of this node."
         ]
     if settings.data_cache is None and _is_in_memory(existing, Path("/proc/self/mountinfo")):
         return [
             f"{where}, the directory for temporary files is in this node's memory (tmpfs), which a "
-            f"cache of {shown_bytes(wanted)} would take from the ranks. Give --data_cache a "
-            f"directory on a disk of this node, or that one if you mean it."
+            f"cache of {shown_bytes(needed)} would take from the ranks. Give --data_cache a "
+            f"directory on a disk of this node, or that directory explicitly."
         ]
-    has = stat.f_bavail * stat.f_frsize + held_bytes(directory, names)
-    if has < wanted:
+    available = stat.f_bavail * stat.f_frsize + reclaimable_bytes(directory, names)
+    if available < needed:
         return [
-            f"{where}, its file system has {shown_bytes(has)} for a cache of "
-            f"{shown_bytes(wanted)}. Lower --data_cache_bytes, or choose another --data_cache."
+            f"{where}, its file system has {shown_bytes(available)} for a cache of "
+            f"{shown_bytes(needed)}. Lower --data_cache_bytes, or choose another --data_cache."
         ]
     return []
 
 
 def _is_in_memory(path: Path, mounts: Path) -> bool:
-    """Tell whether a path lies in memory, by Linux's list of mounts; False where there is none."""
+    """Return whether a path is on a RAM file system, by Linux's mount table; False without one.
+
+    Args:
+        mounts: file in the format of /proc/self/mountinfo.
+    """
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
         return False
     path, depth, kind = path.resolve(), -1, ""
-    for line in lines:  # the last one of a place hides those before it
-        words, _, more = line.partition(" - ")
-        place = Path(words.split()[4].replace("\\040", " "))
-        if path.is_relative_to(place) and len(place.parts) >= depth:
-            depth, kind = len(place.parts), more.split()[0]
+    for line in lines:  # a later mount hides earlier ones of the same place
+        fields, _, rest = line.partition(" - ")
+        mount_point = Path(fields.split()[4].replace("\\040", " "))
+        if path.is_relative_to(mount_point) and len(mount_point.parts) >= depth:
+            depth, kind = len(mount_point.parts), rest.split()[0]
     return kind in ("tmpfs", "ramfs")

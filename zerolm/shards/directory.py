@@ -1,25 +1,24 @@
-"""A new shard directory while it is being made: who may write there, and what happens in the end.
+"""A shard directory that is being written: locking it, and publishing or removing it in the end.
 
-`.unfinished` marks and locks the directory until the manifest is there. It is published, left for
-a later command to go on in, or removed with everything in it. Knows the names of the files, not
-what is in them; zerolm/shard_writer.py and `data_prep tokenize` write them.
+`.unfinished` marks and locks the directory until the manifest is published. Then the directory is
+either published, kept for a later command to resume, or removed with its content. Uses only the
+names of the files, not their content.
 """
 
-import errno
-import fcntl
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from zerolm.errors import ShardError
-from zerolm.files import sync_directory, write_json
-from zerolm.manifest import MANIFEST, TOKENIZER_DIRECTORY
+from zerolm.common.errors import ShardError
+from zerolm.common.files import sync_directory, write_json
+from zerolm.common.locks import FileLock, LockTaken
+from zerolm.shards.manifest import MANIFEST, TOKENIZER_DIRECTORY
 
 UNFINISHED = ".unfinished"
-PARTS = "parts"  # what a tokenization makes the shards of, until they are published
+PARTS = "parts"  # intermediate files of a tokenization, removed when the shards are published
 
 _OUR_FILE = re.compile(
     r"shard-\d{5,}\.(bin|idx|org|sums)(\.[\w-]+)?(\.tmp)?|(manifest|inputs)\.json\.tmp|inputs\.json"
@@ -27,9 +26,10 @@ _OUR_FILE = re.compile(
 
 
 def output_problems(directory: str | Path) -> list[str]:
-    """Say why a new shard directory cannot be written there; an empty list when it can.
+    """Return why new shards cannot be written to a directory; an empty list if they can.
 
-    Absent, empty, and left by a killed writer are all fine. Leaves nothing behind.
+    A directory that is absent, empty, or left by a killed writer is accepted. Leaves nothing
+    behind.
     """
     directory = Path(directory)
     if (directory / MANIFEST).exists():
@@ -42,7 +42,7 @@ def output_problems(directory: str | Path) -> list[str]:
         existing = existing.parent
     if not existing.is_dir():
         return [f"{directory}: {existing} is not a directory. Choose another directory."]
-    try:  # os.access says yes to root, and on read-only mounts of some kinds
+    try:  # os.access is always true for root, and on some read-only mounts
         Path(tempfile.mkdtemp(prefix=".zerolm-", dir=existing)).rmdir()
     except OSError as error:
         return [
@@ -59,7 +59,7 @@ def output_problems(directory: str | Path) -> list[str]:
 
 
 class ShardDirectory:
-    """A directory that is this process's to write, from now until one of the last three methods.
+    """Exclusive write access to a directory, until `publish`, `release` or `remove`.
 
     Args:
         directory: created if absent; it must be empty, or left by a writer that did not finish.
@@ -74,18 +74,18 @@ class ShardDirectory:
         self.published = False
         if problems := output_problems(self.directory):
             raise ShardError(problems)
-        ladder = [self.directory, *self.directory.parents]
-        self._created = [path for path in ladder if not path.exists()]
+        paths = [self.directory, *self.directory.parents]
+        self._created = [path for path in paths if not path.exists()]
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.directory)
 
     @property
-    def held(self) -> bool:
-        """Whether it is still this process's."""
-        return not self._lock.closed
+    def is_locked(self) -> bool:
+        """Whether this process still has access."""
+        return self._lock.held
 
     def clear(self) -> None:
-        """Remove what a writer that did not finish has left."""
+        """Remove the files of a writer that did not finish."""
         for path in self.directory.iterdir():
             if _OUR_FILE.fullmatch(path.name) and not path.is_dir():
                 path.unlink()
@@ -93,44 +93,37 @@ class ShardDirectory:
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, with which the directory becomes data."""
+        """Write the manifest, which makes the directory valid data."""
         sync_directory(self.directory)
         write_json(self.directory / MANIFEST, manifest)
         self.published = True
         shutil.rmtree(self.directory / PARTS, ignore_errors=True)
         (self.directory / UNFINISHED).unlink()
-        self._lock.close()
+        self._lock.release()
 
-    def leave(self) -> None:
-        """Keep everything, for a later writer to go on with; nothing if it is not held."""
-        self._lock.close()
+    def release(self) -> None:
+        """Unlock the directory and keep its files, for a later writer to resume from."""
+        self._lock.release()
 
     def remove(self) -> None:
-        """Remove everything that was written; nothing if it is not held."""
-        if not self.held:
+        """Remove everything that was written; does nothing if the directory is not locked."""
+        if not self.is_locked:
             return
         self.clear()
         (self.directory / UNFINISHED).unlink(missing_ok=True)
-        self._lock.close()
+        self._lock.release()
         for path in self._created:
-            if not path.is_dir() or any(path.iterdir()):  # somebody else's by now
+            if not path.is_dir() or any(path.iterdir()):  # others have written there since
                 break
             path.rmdir()
 
 
-def _lock(directory: Path) -> BinaryIO:
-    """Mark a directory as unfinished and lock the mark; the kernel unlocks it if we are killed."""
-    mark = open(directory / UNFINISHED, "ab")
+def _lock(directory: Path) -> FileLock:
+    """Mark a directory as unfinished and lock the mark."""
     try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        mark.close()
+        return FileLock(directory / UNFINISHED)
+    except LockTaken:
         raise ShardError(
             f"{directory}: another process is writing shards there now. Wait for it, stop it, or "
             f"choose another directory."
         ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
-        # A file system without locks: nothing keeps a second writer out, as on most of them.
-    return mark

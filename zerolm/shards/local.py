@@ -1,7 +1,7 @@
-"""The files of a shard directory on this machine. Each block is checked when it is first read.
+"""Reads the files of a shard directory on this machine, verifying each block on first use.
 
-zerolm/remote_shards.py does the same for files in a store. Both know the format's files, not what a
-source, a window or a document is.
+`RemoteFiles` does the same for a directory in a store. Both know the files of the format, but not
+sources, windows or documents.
 """
 
 import contextlib
@@ -18,22 +18,22 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.block_sums import BLOCK_BYTES, block_sum, num_blocks
-from zerolm.errors import ShardReadError
-from zerolm.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY
+from zerolm.common.errors import ShardReadError
+from zerolm.shards.checksums import BLOCK_BYTES, CHECKSUM_BYTES, block_checksum, num_blocks
+from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY
 
-# A map keeps a descriptor, and an open shard has two: a quarter of what a process may have. The
-# system's limit of maps (65,530) is far above the most.
-FEWEST_OPEN, MOST_OPEN, OPEN_SHARE = 16, 8192, 8
-CACHED_SHARE = 4  # of the machine's memory: a source below it is read from the disk once
+# A map keeps a file descriptor, and an open shard has two maps: this is a quarter of the process's
+# limit. The kernel's limit on maps (65,530) is far above MAX_OPEN.
+MIN_OPEN, MAX_OPEN, OPEN_SHARE = 16, 8192, 8
+CACHED_SHARE = 4  # a source below 1/4 of the machine's memory stays in the page cache
 
 
 class LocalFiles:
-    """Reads shards through memory maps. Nothing is open before it is read.
+    """Reads shards through memory maps. Opens a shard when it is first read.
 
     Args:
-        directory: of the shards.
-        manifest: checked.
+        directory: the shard directory.
+        manifest: its checked manifest.
     """
 
     is_remote = False
@@ -44,215 +44,235 @@ class LocalFiles:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         size = manifest["num_tokens"] * self.dtype.itemsize
         self._stays_cached = size <= memory // CACHED_SHARE
-        self._begin()
+        self._open: dict[int, _OpenShard] = {}
+        self._closed: dict[int, bytes] = {}  # which blocks are unverified, a bit each
+        self._verified_checksums: set[int] = set()  # shards whose .sums file matches the manifest
+        self._num_verified = 0
 
-    def _begin(self) -> None:
-        self._open: dict[int, _Shard] = {}
-        self._closed: dict[int, bytes] = {}  # which blocks are unchecked, a bit each
-        self._with_sums: set[int] = set()  # shards whose sums were compared with the manifest
-        self._num_checked = 0
-
-    def __getstate__(self) -> dict[str, Any]:  # maps are not sent: each process opens its own
+    def __getstate__(self) -> dict[str, Any]:  # maps are not pickled: each process opens its own
         return {"directory": self.directory, "manifest": self.manifest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the sizes of the files, a line each.
+        """Return the files whose size differs from the manifest, a line each.
 
-        One process of a node looks: all of them see the same files.
+        Only one process of a node checks: all of them see the same files.
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return []
         try:
-            found = _sizes(self.directory)
+            sizes = _file_sizes(self.directory)
         except OSError as error:
             return [
                 f"{self.directory}: cannot be listed ({error.strerror}). Let this user read it."
             ]
-        shards, problems = self.manifest["shards"], []
-        for name, size in FILE_KEYS.items():
-            wrong = [
-                (shard[name], shard[size])
-                for shard in shards
-                if name in shard and found.get(shard[name]) != shard[size]
-            ]
-            problems += [self._problem(*file, found) for file in wrong]
+        problems = []
+        for name_key, size_key in FILE_KEYS.items():
+            for shard in self.manifest["shards"]:
+                if name_key in shard and sizes.get(shard[name_key]) != shard[size_key]:
+                    problems.append(self._size_problem(shard[name_key], shard[size_key], sizes))
         return problems
 
-    def _problem(self, name: str, size: int, found: dict[str, int]) -> str:
+    def _size_problem(self, name: str, size: int, sizes: dict[str, int]) -> str:
         path = self.directory / name
-        if name not in found:
+        if name not in sizes:
             return (
                 f"{path}: the manifest lists it, but it is missing. Restore it, or tokenize again."
             )
         return (
-            f"{path}: {found[name]} bytes, the manifest says {size}. "
-            f"The file was cut or overwritten: restore it, or tokenize again."
+            f"{path}: {sizes[name]} bytes, the manifest says {size}. "
+            f"The file was truncated or overwritten: restore it, or tokenize again."
         )
 
     @property
-    def wants_notice(self) -> bool:
-        """Whether `expect` does anything: not once everything is in memory, and checked."""
-        return not self._stays_cached or self._num_checked != self._num_blocks
+    def wants_prefetch(self) -> bool:
+        """Whether `prefetch` has an effect: not once everything is in memory and verified."""
+        return not self._stays_cached or self._num_verified != self._num_blocks
 
-    def expect(self, ranges: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """Have the system read what will be read soon: (shard, first id, end) each.
+    def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[Any]:
+        """Make the kernel read what will be read soon, all at once and nothing else.
 
-        All at once, and only that: a page that is first touched when it is needed would be waited
-        for alone, with as much around it as the disk's read-ahead is set to.
+        Without it, each page would be waited for separately when it is first touched, with as much
+        around it as the disk's read-ahead is set to.
+
+        Args:
+            ranges: (shard, first id, end) each.
+
+        Returns:
+            An empty list; `RemoteFiles.prefetch` returns what keeps the blocks in memory.
         """
         size = self.dtype.itemsize
         for number, start, stop in ranges:
-            shard = self._open.get(number) or self._opened(number)
+            shard = self._open.get(number) or self._open_shard(number)
             first, end = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
-            if shard.unchecked.find(1, first, end) >= 0:
-                shard.fetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
-            elif not (self._stays_cached and shard.unchecked):
-                shard.fetch(start * size, stop * size)
+            if shard.unverified.find(1, first, end) >= 0:
+                shard.prefetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
+            elif not (self._stays_cached and shard.unverified):
+                shard.prefetch(start * size, stop * size)
         return []
 
     def ids(self, number: int, start: int, stop: int) -> np.ndarray:
         """Return the ids at [start, stop) of a shard, a read-only view.
 
         Raises:
-            ShardReadError: a block of them is not as it was written.
+            ShardReadError: a block of them is damaged.
         """
-        shard = self._open.get(number) or self._opened(number)
+        shard = self._open.get(number) or self._open_shard(number)
         size = self.dtype.itemsize
         first, end = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
-        if shard.unchecked.find(1, first, end) >= 0:
-            self._check(number, shard, first, end)
+        if shard.unverified.find(1, first, end) >= 0:
+            self._verify(number, shard, first, end)
         return shard.tokens[start:stop]
 
     def shard(self, number: int) -> np.ndarray:
-        """Return all ids of a shard, unchecked."""
-        shard = self._open.get(number) or self._opened(number)
-        shard.fetch(0, shard.tokens.nbytes)
+        """Return all ids of a shard, unverified."""
+        shard = self._open.get(number) or self._open_shard(number)
+        shard.prefetch(0, shard.tokens.nbytes)
         return shard.tokens
 
-    def bytes_of(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes of a file of the directory, unchecked, fewer if there are no more."""
+    def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes [start, stop) of a file, unverified; fewer if the file ends before."""
         with open(self.directory / name, "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
 
-    def sidecar(self, number: int, key: str) -> bytes:
-        """Return what lies beside a shard, unchecked: `index`, `sums` or `origins`."""
-        return self.bytes_of(self.manifest["shards"][number][key])
+    def read_sidecar(self, number: int, key: str) -> bytes:
+        """Return the content of a file beside a shard, unverified.
 
-    def index(self, number: int) -> bytes:
-        """Return the `index` beside a shard, unchecked."""
-        return self.sidecar(number, "index")
+        Args:
+            key: `index`, `sums` or `origins`.
+        """
+        return self.read_bytes(self.manifest["shards"][number][key])
+
+    def read_index(self, number: int) -> bytes:
+        """Return the content of a shard's `index` file, unverified."""
+        return self.read_sidecar(number, "index")
 
     def tokenizer_directory(self) -> Path:
-        """Return where the tokenizer's copy is, or would be."""
+        """Return the directory of the tokenizer's copy; it may not exist."""
         return self.directory / TOKENIZER_DIRECTORY
 
     # ---- Open shards
 
     @cached_property
     def _num_blocks(self) -> int:
-        """Return how many blocks there are, with sums or without."""
+        """Number of blocks of all shards, with checksums or without."""
         return sum(num_blocks(shard["size_bytes"]) for shard in self.manifest["shards"])
 
-    def _opened(self, number: int) -> "_Shard":
+    def _open_shard(self, number: int) -> "_OpenShard":
         _close_oldest()
         entry = self.manifest["shards"][number]
         mapped = _map(self.directory / entry["file"], entry["size_bytes"])
-        blocks = entry["sums_size_bytes"] // 8 if "sums" in entry else 0
+        blocks = entry["sums_size_bytes"] // CHECKSUM_BYTES if "sums" in entry else 0
         known = self._closed.pop(number, None)
         if known is None:
-            unchecked = bytearray(b"\1" * blocks)
+            unverified = bytearray(b"\1" * blocks)
         else:
-            unchecked = bytearray(np.unpackbits(np.frombuffer(known, np.uint8), count=blocks))
-        shard = self._open[number] = _Shard(mapped, self.dtype, unchecked)
+            unverified = bytearray(np.unpackbits(np.frombuffer(known, np.uint8), count=blocks))
+        shard = self._open[number] = _OpenShard(mapped, self.dtype, unverified)
         _OPENED.append((weakref.ref(self), number))
         return shard
 
-    def _close(self, number: int) -> None:
-        """Let go of a shard; who reads in it now keeps its map."""
+    def _close_shard(self, number: int) -> None:
+        """Close a shard; a reader that uses it now keeps its map."""
         shard = self._open.pop(number, None)
-        if shard is not None and shard.unchecked:
-            self._closed[number] = np.packbits(np.frombuffer(shard.unchecked, np.uint8)).tobytes()
+        if shard is not None and shard.unverified:
+            self._closed[number] = np.packbits(np.frombuffer(shard.unverified, np.uint8)).tobytes()
 
-    def _check(self, number: int, shard: "_Shard", first: int, end: int) -> None:
-        """Check those blocks of [first, end) that are not yet."""
+    def _verify(self, number: int, shard: "_OpenShard", first: int, end: int) -> None:
+        """Verify those blocks of [first, end) that have not been verified yet."""
         entry = self.manifest["shards"][number]
-        if shard.sums is None:
-            shard.sums = self._sums(number)
-        shard.fetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
+        if shard.checksums is None:
+            shard.checksums = self._checksums(number)
+        shard.prefetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
         content = memoryview(shard.mapped)
         for block in range(first, end):
-            if not shard.unchecked[block]:
+            if not shard.unverified[block]:
                 continue
             part = content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            if block_sum(part) != int(shard.sums[block]):
-                raise ShardReadError(
-                    damage(self.directory / entry["file"], entry["num_tokens"], block, self.dtype)
-                )
-            shard.unchecked[block] = 0
-            self._num_checked += 1
+            if block_checksum(part) != int(shard.checksums[block]):
+                raise ShardReadError(self._damage(entry, block))
+            shard.unverified[block] = 0
+            self._num_verified += 1
 
-    def _sums(self, number: int) -> np.ndarray:
-        """Return the sums of a shard's blocks, mapped; compared with the manifest the first time.
+    def _damage(self, entry: dict[str, Any], block: int) -> str:
+        """Return the message for a damaged block."""
+        per_block = BLOCK_BYTES // self.dtype.itemsize
+        stop = min((block + 1) * per_block, entry["num_tokens"])
+        return (
+            f"{self.directory / entry['file']}: block {block} (bytes from {block * BLOCK_BYTES}, "
+            f"tokens {block * per_block} to {stop}) is damaged: its checksum differs. Restore the "
+            f"file (and check its disk), or tokenize again. To find all damage, run: "
+            f"python -m data_prep verify {self.directory}"
+        )
 
-        A sum that is damaged later is another than its block's, and so not taken for right.
+    def _checksums(self, number: int) -> np.ndarray:
+        """Return the mapped block checksums of a shard, compared with the manifest on first use.
+
+        Later damage to the checksums is detected too: they then differ from their blocks'.
+
+        Raises:
+            ShardReadError: the checksum file is damaged.
         """
         entry = self.manifest["shards"][number]
-        where = self.directory / entry["sums"]
-        content = _map(where, entry["sums_size_bytes"])
-        if number not in self._with_sums:
-            checked_sums(where, content, entry)
-            self._with_sums.add(number)
+        path = self.directory / entry["sums"]
+        content = _map(path, entry["sums_size_bytes"])
+        if number not in self._verified_checksums:
+            if hashlib.sha256(content).hexdigest() != entry["sums_sha256"]:
+                raise ShardReadError(
+                    f"{path}: its SHA-256 differs from the manifest. The file is damaged: restore "
+                    f"it, or tokenize again."
+                )
+            self._verified_checksums.add(number)
         return np.frombuffer(content, "<u8")
 
 
-class _Shard:
-    """An open shard.
+class _OpenShard:
+    """A shard with its memory map.
 
     Attributes:
         tokens: all its ids.
-        unchecked: a byte for each block, 1 until it is checked; empty without sums.
-        sums: of the blocks; None until the first check.
+        unverified: a byte for each block, 1 until it is verified; empty without checksums.
+        checksums: of the blocks; None until the first verification.
     """
 
-    __slots__ = ("mapped", "sums", "tokens", "unchecked")
+    __slots__ = ("checksums", "mapped", "tokens", "unverified")
 
-    def __init__(self, mapped: mmap.mmap, dtype: np.dtype, unchecked: bytearray):
+    def __init__(self, mapped: mmap.mmap, dtype: np.dtype, unverified: bytearray):
         mapped.madvise(mmap.MADV_RANDOM)
-        self.mapped, self.unchecked = mapped, unchecked
+        self.mapped, self.unverified = mapped, unverified
         # A plain ndarray: slicing np.memmap itself costs 2 us of subclass bookkeeping.
         self.tokens = np.frombuffer(mapped, dtype)
-        self.sums: np.ndarray | None = None
+        self.checksums: np.ndarray | None = None
 
-    def fetch(self, start: int, stop: int) -> None:
-        """Have the system read these bytes, without waiting for them."""
+    def prefetch(self, start: int, stop: int) -> None:
+        """Make the kernel read these bytes, without waiting for them."""
         start -= start % mmap.PAGESIZE
         self.mapped.madvise(mmap.MADV_WILLNEED, start, stop - start)
 
 
-# Every open shard of this process, the oldest first, of whatever source.
+# The open shards of all sources in this process, oldest first.
 _OPENED: deque[tuple[weakref.ref[LocalFiles], int]] = deque()
 
 
 def _close_oldest() -> None:
     """Make room for one more open shard."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = MOST_OPEN if limit == resource.RLIM_INFINITY else limit // OPEN_SHARE
-    while len(_OPENED) >= max(FEWEST_OPEN, min(most, MOST_OPEN)):
+    most = MAX_OPEN if limit == resource.RLIM_INFINITY else limit // OPEN_SHARE
+    while len(_OPENED) >= max(MIN_OPEN, min(most, MAX_OPEN)):
         files, number = _OPENED.popleft()
         owner = files()
         if owner is not None:
-            owner._close(number)
+            owner._close_shard(number)
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
-    """Map a file to read it.
+    """Map a file for reading.
 
     Raises:
-        ShardReadError: it is not there any more, or shorter than it was.
+        ShardReadError: the file was removed or truncated since the source was opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -260,51 +280,25 @@ def _map(path: Path, size: int) -> mmap.mmap:
             return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
-    except (OSError, ValueError) as error:  # ValueError: longer than the file
+    except (OSError, ValueError) as error:  # ValueError: the file is shorter
         raise ShardReadError(
-            f"{path}: cannot be opened with {size} bytes ({error}), as it could when this began. "
-            f"Restore it."
+            f"{path}: cannot be opened with {size} bytes any more ({error}). Restore it."
         ) from error
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    """Return the size of each file of a directory, by its name.
+def _file_sizes(directory: Path) -> dict[str, int]:
+    """Return {name: size in bytes} of the files of a directory.
 
-    In the order of the listing, with which file systems of a network send the sizes.
+    In listing order: network file systems send the sizes along with the listing.
     """
     sizes = {}
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with os.scandir(descriptor) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # a link to nothing
+                with contextlib.suppress(FileNotFoundError):  # a dangling link
                     if entry.is_file():
                         sizes[entry.name] = entry.stat().st_size
     finally:
         os.close(descriptor)
     return sizes
-
-
-def checked_sums(where: Any, content: Any, shard: dict[str, Any]) -> np.ndarray:
-    """Return the sums of a shard's blocks, (B,) uint64.
-
-    Raises:
-        ShardReadError: they are not those of the manifest.
-    """
-    if hashlib.sha256(content).hexdigest() != shard["sums_sha256"]:
-        raise ShardReadError(
-            f"{where}: not the sums that the manifest names (SHA-256). The file is damaged: "
-            f"restore it, or tokenize again."
-        )
-    return np.frombuffer(content, "<u8")
-
-
-def damage(where: Any, num_tokens: int, block: int, dtype: np.dtype) -> str:
-    """Say that a block of a file is not as it was written."""
-    per_block = BLOCK_BYTES // dtype.itemsize
-    stop = min((block + 1) * per_block, num_tokens)
-    return (
-        f"{where}: block {block} (bytes from {block * BLOCK_BYTES}, tokens {block * per_block} to "
-        f"{stop}) is not as it was written: its sum differs. The file is damaged: restore it (and "
-        f"look at its disk), or tokenize again; python -m data_prep verify tells what else is."
-    )

@@ -1,7 +1,7 @@
-"""Copies of small files of stores, on this machine: tokenizers, and where documents end.
+"""Local copies of small files of stores: tokenizers, and document ends (`.idx` files).
 
-They are named by what is in them and compared with their SHA-256 each time, in a directory that is
-this user's alone. Knows no store.
+They are named by their content and compared with their SHA-256 each time, in a directory that only
+this user can write. Independent of the kind of store.
 """
 
 import contextlib
@@ -11,52 +11,56 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import ShardReadError
-from zerolm.files import write_atomically
-from zerolm.own_directory import make_own, own_directory
+from zerolm.common.errors import ShardReadError
+from zerolm.common.files import make_private, private_directory, write_atomically
 
-MOST_INDEXES = 64  # of shards of 256 MiB with documents of 1,000 tokens: 69 MB
+MAX_INDEXES = 64  # of shards of 256 MiB with documents of 1,000 tokens: 69 MB
 
 
-def index(digest: str, fetch: Callable[[], bytes]) -> bytes:
-    """Return the content of that SHA-256; those that were used last are kept."""
-    kept = own_directory("copies") / f"{digest}.idx"
+def index_content(digest: str, fetch: Callable[[], bytes]) -> bytes:
+    """Return the content with a SHA-256, from the local copy if there is one.
+
+    Keeps the `MAX_INDEXES` that were used last.
+    """
+    copy = private_directory("copies") / f"{digest}.idx"
     with contextlib.suppress(OSError):
-        make_own(kept.parent)
-        content = kept.read_bytes()
+        make_private(copy.parent)
+        content = copy.read_bytes()
         if hashlib.sha256(content).hexdigest() == digest:
-            os.utime(kept)
+            os.utime(copy)
             return content
     content = fetch()
-    with contextlib.suppress(OSError):  # it is here, kept or not
-        make_own(kept.parent)
-        _write(kept, content)
-        oldest_first = sorted(kept.parent.glob("*.idx"), key=lambda path: path.stat().st_mtime)
-        for path in oldest_first[:-MOST_INDEXES]:
+    with contextlib.suppress(OSError):  # the content is valid even if it cannot be kept
+        make_private(copy.parent)
+        _write(copy, content)
+        oldest_first = sorted(copy.parent.glob("*.idx"), key=lambda path: path.stat().st_mtime)
+        for path in oldest_first[:-MAX_INDEXES]:
             path.unlink()
     return content
 
 
-def tokenizer(files: Sequence[dict[str, Any]], fetch: Callable[[dict[str, Any]], bytes]) -> Path:
-    """Return the directory with a tokenizer's files.
+def tokenizer_directory(
+    files: Sequence[dict[str, Any]], fetch: Callable[[dict[str, Any]], bytes]
+) -> Path:
+    """Return a local directory with a tokenizer's files, fetching those that are missing.
 
     Args:
         files: `file` and `sha256` of each.
-        fetch: one of them.
+        fetch: returns the content of one of them.
 
     Raises:
-        ShardReadError: the place is not this user's alone, or cannot be made.
+        ShardReadError: the directory cannot be made, or is not this user's alone.
     """
     names = "\n".join(f"{entry['file']} {entry['sha256']}" for entry in files)
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]
-    target = own_directory("copies") / f"tokenizer-{digest}"
+    target = private_directory("copies") / f"tokenizer-{digest}"
     try:
-        make_own(target.parent)
-        make_own(target)
+        make_private(target.parent)
+        make_private(target)
     except OSError as error:
         raise ShardReadError(
-            f"{error}, so that no tokenizer can be copied there. Remove it (or have its owner do "
-            f"so), or set TMPDIR to another directory."
+            f"{error}, so no tokenizer can be copied there. Remove it (or have its owner do so), "
+            f"or set TMPDIR to another directory."
         ) from None
     for entry in files:
         path = target / entry["file"]
@@ -70,4 +74,4 @@ def tokenizer(files: Sequence[dict[str, Any]], fetch: Callable[[dict[str, Any]],
 
 
 def _write(path: Path, content: bytes) -> None:
-    write_atomically(path, lambda file: file.write(content), many_writers=True)
+    write_atomically(path, content, many_writers=True)

@@ -1,6 +1,6 @@
-"""The manifest of a token shard directory: its keys, and the checks that a reader makes of them.
+"""The manifest of a token shard directory: its keys, and the validation of its content.
 
-`zerolm/shards.py` writes and reads the shards themselves. Knows no file but the manifest.
+docs/formats.md describes each key. Reads no file but the manifest.
 """
 
 import re
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from zerolm.block_sums import BLOCK_BYTES, SUM_BYTES, num_blocks
-from zerolm.errors import ShardError
+from zerolm.common.errors import ShardError
+from zerolm.shards.checksums import BLOCK_BYTES, CHECKSUM_BYTES, num_blocks
 
 FORMAT = "zerolm-shards"
 VERSION = 1
@@ -38,25 +38,25 @@ _SHARD_KEYS: dict[str, type] = {
     "index_size_bytes": int,
     "index_sha256": str,
 }
-# Files beside a shard that older releases did not write: key of the file's name -> what it has.
-SIDECARS = {"sums": "sums of the blocks", "origins": "origins of the documents"}
-# The files of a shard: key of the name -> key of the size.
+# Files beside a shard that older releases did not write: block checksums, origins of documents.
+SIDECARS = ("sums", "origins")
+# The files of a shard: manifest key of the name -> manifest key of the size.
 FILE_KEYS = {"file": "size_bytes"} | {key: f"{key}_size_bytes" for key in ("index", *SIDECARS)}
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # nothing outside of the directory
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # cannot leave the directory
 _FILE_NAME_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-"
 _OTHER_FILE_KEYS: dict[str, type] = {"file": str, "size_bytes": int, "sha256": str}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest of uint16 and uint32 that holds every id below `vocab_size`."""
+    """Return the smaller of uint16 and uint32 that holds every id below `vocab_size`."""
     return DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read a manifest and check that it is complete and agrees with itself.
+    """Read a manifest and check that it is complete and consistent.
 
     Raises:
-        ShardError: no manifest, another format or version, or each key that cannot be right.
+        ShardError: no manifest, another format or version, or invalid keys; all are listed.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -69,17 +69,17 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise ShardError(f"{path}: cannot be read ({error}). Tokenize again.") from error
-    return checked_manifest(content, path)
+    return parse_manifest(content, path)
 
 
-def checked_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
-    """Return what a manifest says, as `read_manifest` does.
+def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
+    """Parse and check the content of a manifest; `read_manifest` without reading the file.
 
     Args:
-        path: where it is, for messages.
+        path: of the manifest, for messages.
 
     Raises:
-        ShardError: it is not JSON; and as `read_manifest`.
+        ShardError: not JSON, another format or version, or invalid keys; all are listed.
     """
     try:
         manifest = orjson.loads(content)
@@ -94,19 +94,19 @@ def checked_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
         )
     problems = _wrong_keys(manifest, _KEYS, "")
     if not problems:
-        shards = [] if _shards_are_right(manifest) else manifest["shards"]
-        for number, shard in enumerate(shards):
+        suspects = [] if _all_shards_valid(manifest) else manifest["shards"]
+        for number, shard in enumerate(suspects):
             keys = _SHARD_KEYS | _sidecar_keys(shard)
             problems += _wrong_keys(shard, keys, f"shards[{number}].")
         problems += _wrong_other_files(manifest)
-        problems = problems or _contradictions(manifest, shards)
+        problems = problems or _contradictions(manifest, suspects)
     if problems:
         raise ShardError([f"{path}: {problem} Tokenize again." for problem in problems])
     return manifest
 
 
 def files_of(shard: dict[str, Any]) -> list[tuple[str, int, str]]:
-    """Return (name, size in bytes, SHA-256) of each file of a shard, the tokens' first."""
+    """Return (name, size in bytes, SHA-256) of each file of a shard, the token file first."""
     files = [
         (shard["file"], shard["size_bytes"], shard["sha256"]),
         (shard["index"], shard["index_size_bytes"], shard["index_sha256"]),
@@ -127,7 +127,7 @@ def _sidecar_keys(shard: Any) -> dict[str, type]:
 
 
 def _wrong_other_files(manifest: dict[str, Any]) -> list[str]:
-    """Say what is wrong with the entries of the tokenizer's files and of the list of inputs."""
+    """Return the problems of the entries of the tokenizer's files and of the input list."""
     problems = []
     if "input_files" in manifest:
         problems += _wrong_keys(manifest["input_files"], _OTHER_FILE_KEYS, "input_files.")
@@ -138,7 +138,7 @@ def _wrong_other_files(manifest: dict[str, Any]) -> list[str]:
     for number, entry in enumerate(files):
         prefix = f"tokenizer.files[{number}]."
         wrong = _wrong_keys(entry, keys, prefix)
-        if isinstance(entry, dict) and not _is_inside(entry.get("file")):
+        if isinstance(entry, dict) and not _is_relative_path(entry.get("file")):
             wrong.append(
                 f"{prefix}file is {entry.get('file')!r}, not a path in {TOKENIZER_DIRECTORY}/."
             )
@@ -146,8 +146,8 @@ def _wrong_other_files(manifest: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _is_inside(name: Any) -> bool:
-    """Tell whether a name is one of a file below the directory in which it is listed."""
+def _is_relative_path(name: Any) -> bool:
+    """Return whether a name is a relative path that cannot leave its directory."""
     if not isinstance(name, str) or "\0" in name or "\\" in name:
         return False
     return bool(name) and all(part not in ("", ".", "..") for part in name.split("/"))
@@ -169,10 +169,10 @@ def _wrong_keys(value: Any, keys: dict[str, type], prefix: str) -> list[str]:
     return problems
 
 
-def _shards_are_right(manifest: dict[str, Any]) -> bool:
-    """Tell quickly that nothing is wrong with the entries of all shards; False if in doubt.
+def _all_shards_valid(manifest: dict[str, Any]) -> bool:
+    """Return whether the entries of all shards are certainly valid; fast, False if in doubt.
 
-    10 T tokens are 75 thousand entries, at each of which looking alone takes seconds.
+    10 T tokens have 75 thousand entries; checking them one by one takes seconds.
     """
     shards, dtype = manifest["shards"], DTYPES.get(manifest["dtype"])
     if not shards or dtype is None or set(map(type, shards)) != {dict}:
@@ -193,9 +193,9 @@ def _shards_are_right(manifest: dict[str, Any]) -> bool:
     if any(number.min() < 0 or number.max() >= 1 << 56 for number in numbers.values()):
         return False
     documents, size = numbers["num_documents"], numbers["size_bytes"]
-    sums = SUM_BYTES * -(-size // BLOCK_BYTES)
+    sums = CHECKSUM_BYTES * -(-size // BLOCK_BYTES)
     return bool(
-        _are_plain(names)
+        _are_file_names(names)
         and all(sum(columns[key]) == manifest[key] for key in ("num_tokens", "num_documents"))
         and min(documents.min(), numbers["num_tokens"].min()) > 0
         and (size == numbers["num_tokens"] * dtype.itemsize).all()
@@ -205,22 +205,22 @@ def _shards_are_right(manifest: dict[str, Any]) -> bool:
     )
 
 
-def _are_plain(names: list[str]) -> bool:
-    """Tell whether `_FILE_NAME` matches every name."""
+def _are_file_names(names: list[str]) -> bool:
+    """Return whether `_FILE_NAME` matches every name; one pass over the joined names."""
     text = "\n".join(names)
-    begins_wrong = any(f"\n{mark}" in f"\n{text}\n" for mark in "\n.-")
+    starts_wrong = any(f"\n{mark}" in f"\n{text}\n" for mark in "\n.-")
     return (
         text.isascii()
-        and not begins_wrong
+        and not starts_wrong
         and text.encode().translate(None, _FILE_NAME_BYTES) == b"\n" * (len(names) - 1)
     )
 
 
 def _contradictions(manifest: dict[str, Any], shards: list[dict[str, Any]]) -> list[str]:
-    """Check the numbers of a manifest, all of which are there, against each other.
+    """Check the numbers of a manifest, which has all keys, against each other.
 
     Args:
-        shards: those of its shards that may be wrong.
+        shards: the entries of shards to check one by one.
     """
     problems = []
     vocab_size = manifest["vocab_size"]
@@ -250,12 +250,12 @@ def _contradictions(manifest: dict[str, Any], shards: list[dict[str, Any]]) -> l
                 f"{shard['index']}: index_size_bytes {shard['index_size_bytes']} is not "
                 f"{shard['num_documents']} documents of 8 bytes."
             )
-        if "sums" in shard and shard["sums_size_bytes"] != SUM_BYTES * num_blocks(
+        if "sums" in shard and shard["sums_size_bytes"] != CHECKSUM_BYTES * num_blocks(
             shard["size_bytes"]
         ):
             problems.append(
                 f"{shard['sums']}: sums_size_bytes {shard['sums_size_bytes']} is not "
-                f"{num_blocks(shard['size_bytes'])} blocks of {SUM_BYTES} bytes."
+                f"{num_blocks(shard['size_bytes'])} blocks of {CHECKSUM_BYTES} bytes."
             )
         if "origins" in shard and shard["origins_size_bytes"] != shard["num_documents"] * 8:
             problems.append(

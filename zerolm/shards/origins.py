@@ -1,8 +1,7 @@
-"""Where a document of a shard came from: which input file, and where in it.
+"""The origin of each document of a shard: its input file, and the position in it.
 
-`shard-00000.org` beside a shard has 8 bytes for each of its documents, little-endian: the number of
-the input in `inputs.json`, shifted left by 40 bits, and the position in it. Both are optional: a
-source without them has no origins.
+`shard-00000.org` holds 8 bytes per document, little-endian: the number of the input in
+`inputs.json`, shifted left by 40 bits, plus the position in that input. Both files are optional.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zerolm.errors import ShardError
+from zerolm.common.errors import ShardError
 
-if TYPE_CHECKING:  # workers that tokenize import this module, and no reader of shards
-    from zerolm.shards import Source
+if TYPE_CHECKING:  # tokenization workers import this module, but must not load the reader
+    from zerolm.shards.reader import Source
 
 INPUTS = "inputs.json"
 POSITION_BITS = 40
@@ -24,29 +23,29 @@ MAX_INPUTS = 1 << (64 - POSITION_BITS)
 
 
 class Origin(NamedTuple):
-    """A place in an input."""
+    """A position in an input of the tokenization."""
 
-    file: str  # as the tokenization was given it: a path, or the id of a data set
-    position: int
-    unit: str  # what the position counts, from 0: "byte" (of a decompressed file) or "row"
+    file: str  # as given to the tokenization: a path, or the id of a data set
+    position: int  # from 0, in `unit`s
+    unit: str  # "byte" (of the decompressed file) or "row"
 
 
 def pack_origins(number: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return (D,) uint64 for documents at these positions of an input."""
+    """Return the packed origins, (D,) uint64, of documents at these positions of an input."""
     return (np.asarray(number, np.uint64) << np.uint64(POSITION_BITS)) | np.asarray(
         positions, np.uint64
     )
 
 
-def origin(source: Source, document: int) -> Origin | None:
-    """Say where a document came from; None if the source does not tell.
+def find_origin(source: Source, document: int) -> Origin | None:
+    """Return where a document came from, or None if the source does not record it.
 
     Args:
         document: counted from 0 over all shards of the source.
 
     Raises:
         IndexError: the source has fewer documents.
-        ShardError: the files that tell are missing or cut.
+        ShardError: the files with the origins are missing or truncated.
     """
     if not 0 <= document < source.num_documents:
         raise IndexError(f"document {document} is outside of {source.num_documents}")
@@ -59,13 +58,13 @@ def origin(source: Source, document: int) -> Origin | None:
     path = source.directory / shard["origins"]
     listed = source.directory / source.manifest["input_files"]["file"]
     try:
-        content = source.files.bytes_of(shard["origins"], 8 * document, 8 * document + 8)
+        content = source.files.read_bytes(shard["origins"], 8 * document, 8 * document + 8)
         (packed,) = np.frombuffer(content, "<u8").tolist()
-        inputs = json.loads(source.files.bytes_of(listed.name))["inputs"]
+        inputs = json.loads(source.files.read_bytes(listed.name))["inputs"]
         entry = inputs[packed >> POSITION_BITS]
         return Origin(entry["name"], packed & (MAX_POSITION - 1), entry["unit"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ShardError(
-            f"{path}: cannot tell where document {document} of {shard['file']} came from "
+            f"{path}: cannot read the origin of document {document} of {shard['file']} "
             f"({error}). Restore it and {listed}, or tokenize again."
         ) from error

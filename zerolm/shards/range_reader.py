@@ -1,8 +1,8 @@
-"""Objects of one directory in a store, whole or in ranges, for reading that has to go on.
+"""Reads objects of one directory in a store, completely or in byte ranges, with retries.
 
-Every call is repeated with growing pauses while the store answers with errors, with too little,
-with something else than it should, or not at all, until its patience is at an end. May be called by
-many threads, and in a process that was forked from one that called it. Knows no shards.
+A read is repeated with growing pauses while the store answers with errors, with too few bytes, with
+damaged content, or not at all, up to a time limit. Safe to call from several threads, and in a
+process that was forked from one that used it. Independent of the shard format.
 """
 
 import os
@@ -12,45 +12,45 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from zerolm.object_store import (
+from zerolm.common.store import (
     CONNECT_SECONDS,
     READ_SECONDS,
     Missing,
     StoreError,
-    is_final,
-    shown_error,
+    call_within,
+    describe_error,
+    is_permanent,
     store_options,
-    within,
 )
-from zerolm.url import Url
+from zerolm.common.url import Url
 
-PATIENCE_SECONDS = 240.0  # a store that is down for a minute or two ends no run
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 15.0
-ATTEMPT_SECONDS = 60.0  # for one answer, however slowly it trickles
-MISMATCHES = 4  # a content that is wrong so often is so in the store
+RETRY_SECONDS = 240.0  # a store that is down for a minute or two does not end a run
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 15.0
+ATTEMPT_SECONDS = 60.0  # for one answer, however slowly it arrives
+MAX_MISMATCHES = 4  # content that is damaged this often is damaged in the store
 CONNECTIONS = 32
 
 
-class Ranges:
+class RangeReader:
     """Reads objects below a URL.
 
     Args:
-        url: without credentials.
-        patience_seconds: how long a call is repeated before it fails.
+        url: of the directory, without credentials.
+        retry_seconds: how long a read is repeated before it fails.
 
     Attributes:
-        counts: `requests`, `bytes` that came, and `repeated` requests, of this process.
+        counts: `requests`, received `bytes`, and `repeated` requests of this process.
     """
 
-    def __init__(self, url: Url, patience_seconds: float = PATIENCE_SECONDS):
-        self.url, self.patience_seconds = url, patience_seconds
+    def __init__(self, url: Url, retry_seconds: float = RETRY_SECONDS):
+        self.url, self.retry_seconds = url, retry_seconds
         self.counts: Counter[str] = Counter()
         self._pid = -1
         self._fs: Any = None
         self._root = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "patience_seconds": self.patience_seconds}
+        return {"url": self.url, "retry_seconds": self.retry_seconds}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -60,77 +60,78 @@ class Ranges:
         name: str,
         start: int | None = None,
         stop: int | None = None,
-        wrong: Callable[[bytes], str | None] = lambda content: None,
-        begun: float | None = None,
+        find_problem: Callable[[bytes], str | None] = lambda content: None,
+        started_at: float | None = None,
     ) -> bytes:
         """Return an object, or its bytes at [start, stop).
 
         Args:
-            wrong: says what is wrong with a content, None when nothing is.
-            begun: when the patience began, in time.monotonic(); None: now.
+            find_problem: returns what is wrong with a content, or None.
+            started_at: start of the retry period, in time.monotonic(); None: now.
 
         Raises:
             Missing: there is no such object.
-            StoreError: it was not to be had; says what the last answer was.
+            StoreError: it could not be read within the retry period; names the last problem.
         """
-        begun = time.monotonic() if begun is None else begun
+        started_at = time.monotonic() if started_at is None else started_at
         attempt, mismatches = 0, 0
         while True:
             attempt += 1
             try:
                 content = self._read(name, start, stop)
                 problem = self._length_problem(content, start, stop)
-                if problem is None and (problem := wrong(content)) is not None:
+                if problem is None and (problem := find_problem(content)) is not None:
                     mismatches += 1
                 if problem is None:
                     return content
             except FileNotFoundError:
                 raise Missing(f"{self.url / name}: not there") from None
             except Exception as error:
-                problem = shown_error(error)
-                if is_final(error):
+                problem = describe_error(error)
+                if is_permanent(error):
                     raise StoreError(f"{self.url / name}: {problem}") from None
-            pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(attempt - 1, 10))
+            pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(attempt - 1, 10))
             pause *= random.uniform(0.5, 1.0)
-            seconds = time.monotonic() - begun + pause
-            if mismatches >= MISMATCHES or seconds > self.patience_seconds:
-                tries = f"{attempt} attempts in {time.monotonic() - begun:.0f} s"
+            seconds = time.monotonic() - started_at + pause
+            if mismatches >= MAX_MISMATCHES or seconds > self.retry_seconds:
+                tries = f"{attempt} attempts in {time.monotonic() - started_at:.0f} s"
                 raise StoreError(f"{self.url / name}: {problem} ({tries})") from None
             self.counts["repeated"] += 1
             time.sleep(pause)
 
     def sizes(self) -> dict[str, int] | None:
-        """Return {name: bytes} of the objects right below the URL; None where none are listed.
+        """Return {name: size in bytes} of the objects in the directory; None over HTTP.
 
         Raises:
-            StoreError: the store does not say.
+            StoreError: the store cannot list them.
         """
         if self.url.scheme in ("http", "https"):
             return None
         try:
-            fs, root = self._opened()
-            listed = within(self.patience_seconds, lambda: fs.ls(root, detail=True))
+            fs, root = self._file_system()
+            entries = call_within(self.retry_seconds, lambda: fs.ls(root, detail=True))
         except FileNotFoundError:
             return {}
         except Exception as error:
-            raise StoreError(f"{self.url}: {shown_error(error)}") from None
+            raise StoreError(f"{self.url}: {describe_error(error)}") from None
         return {
-            str(about["name"]).rstrip("/").rpartition("/")[2]: int(about["size"])
-            for about in listed
-            if about.get("type") == "file"
+            str(entry["name"]).rstrip("/").rpartition("/")[2]: int(entry["size"])
+            for entry in entries
+            if entry.get("type") == "file"
         }
 
     def _read(self, name: str, start: int | None, stop: int | None) -> bytes:
-        fs, root = self._opened()
+        fs, root = self._file_system()
         path = f"{root}/{name}"
         self.counts["requests"] += 1
         if getattr(fs, "async_impl", False):
             from fsspec.asyn import sync
 
-            where = {"start": start, "end": stop}  # s3fs has another argument before them
-            content = sync(fs.loop, fs._cat_file, path, timeout=ATTEMPT_SECONDS, **where)
+            # By name: s3fs has another positional argument before them.
+            content = sync(fs.loop, fs._cat_file, path, timeout=ATTEMPT_SECONDS, start=start,
+                           end=stop)  # fmt: skip
         else:
-            content = within(ATTEMPT_SECONDS, lambda: fs.cat_file(path, start=start, end=stop))
+            content = call_within(ATTEMPT_SECONDS, lambda: fs.cat_file(path, start=start, end=stop))
         self.counts["bytes"] += len(content)
         return content
 
@@ -139,14 +140,14 @@ class Ranges:
             return None
         if len(content) > stop - start:
             return (
-                f"{len(content)} bytes came instead of {stop - start}: the server gives whole "
+                f"{len(content)} bytes arrived instead of {stop - start}: the server sends whole "
                 f"objects instead of ranges"
             )
-        return f"{len(content)} bytes came instead of the {stop - start} from {start}: cut off"
+        return f"{len(content)} bytes arrived instead of the {stop - start} from {start}: truncated"
 
-    def _opened(self) -> tuple[Any, str]:
-        """Return this process's file system: a forked one has no use for its parent's."""
-        if self._pid != os.getpid():  # threads that meet here open one each, and the last one stays
+    def _file_system(self) -> tuple[Any, str]:
+        """Return this process's file system and root; a forked process cannot use its parent's."""
+        if self._pid != os.getpid():  # concurrent threads may open one each; the last one is kept
             self._open()
         return self._fs, self._root
 
@@ -155,7 +156,7 @@ class Ranges:
 
         scheme = self.url.scheme
         options = store_options(scheme)
-        if scheme in ("s3", "s3a"):  # repeating is done here, where it can be seen
+        if scheme in ("s3", "s3a"):  # retries happen in `read`, where they are counted
             options["config_kwargs"] |= {
                 "retries": {"mode": "standard", "total_max_attempts": 1},
                 "max_pool_connections": CONNECTIONS,

@@ -1,13 +1,12 @@
-"""The files of a shard directory in a store: blocks come by ranges, ahead of their use.
+"""Reads the files of a shard directory in a store, fetching blocks ahead of their use.
 
-Who knows what will be read says so (`expect`), and a few threads fetch it in that order. Each block
-is compared with its sum when it arrives, fetched again if it differs, kept in this process until
-whoever expected it lets go, and in the cache on the disk of the node as long as there is room.
-zerolm/shard_files.py has the same methods for what is not remote.
+The caller announces what it will read (`prefetch`), and a few threads fetch it in that order. Each
+block is compared with its checksum when it arrives and fetched again if it differs. It stays in
+memory while the caller holds the fetch, and in the node's disk cache while there is room.
+`LocalFiles` has the same methods for a local directory.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
@@ -21,97 +20,99 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from zerolm import store_copies
-from zerolm.block_cache import Cache
-from zerolm.block_sums import BLOCK_BYTES, num_blocks
-from zerolm.errors import ShardError, ShardReadError
-from zerolm.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, checked_manifest, files_of
-from zerolm.object_ranges import PATIENCE_SECONDS, Ranges
-from zerolm.object_store import Missing, StoreError
-from zerolm.range_threads import Arrival, RangeThreads
-from zerolm.remote_blocks import RemoteBlocks, sha256_check
-from zerolm.url import Url, url_problem
+from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.common.locks import FileLock
+from zerolm.common.store import Missing, StoreError
+from zerolm.common.url import Url, url_problem
+from zerolm.shards import local_copies
+from zerolm.shards.block_cache import Cache
+from zerolm.shards.checksums import BLOCK_BYTES, num_blocks
+from zerolm.shards.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, files_of, parse_manifest
+from zerolm.shards.range_reader import RETRY_SECONDS, RangeReader
+from zerolm.shards.remote_blocks import FetchThreads, PendingFetch, RemoteBlocks, sha256_check
 
-REACH_SECONDS = 30.0  # for the first answers of a store, when a run starts
-MOST_BLOCKS = 64  # of one request: 4 MiB, of which most of the time is transfer
-FILL_PAUSE_SECONDS = 0.05
+STARTUP_RETRY_SECONDS = 30.0  # for the first answers of a store, when a run starts
+MAX_BLOCKS = 64  # of one request: 4 MiB, most of whose time is transfer, not latency
+MIRROR_PAUSE_SECONDS = 0.05  # between two checks whether the threads are idle
 
 
 class RemoteFiles:
     """Reads the shards of a store.
 
     Args:
-        url: of the directory.
-        manifest: checked.
+        url: of the shard directory.
+        manifest: its checked manifest.
 
     Attributes:
-        cache: None: nothing is kept beyond what is expected. Set before anything is read.
-        patience_seconds: how long the store may fail in the middle of a run.
+        cache: of the node, set before anything is read; None: only prefetched blocks are kept.
+        retry_seconds: how long the store may fail during a run.
     """
 
     is_remote = True
-    wants_notice = True
+    wants_prefetch = True
 
     def __init__(self, url: Url, manifest: dict[str, Any], cache: Cache | None = None):
         self.url, self.manifest, self.cache = url, manifest, cache
         self.dtype = DTYPES[manifest["dtype"]]
-        self.patience_seconds = PATIENCE_SECONDS
-        self._begin()
+        self.retry_seconds = RETRY_SECONDS
+        self._reset()
 
     @classmethod
     def open(cls, url: Url) -> "RemoteFiles":
         """Read the manifest.
 
         Raises:
-            ShardError: the URL is wrong, the store does not answer, or there is no manifest.
+            ShardError: the URL is invalid, the store does not answer, or there is no manifest.
         """
         problem = url_problem(str(url))
         if problem:
             raise ShardError(f"{url}: {problem}")
         try:
-            content = Ranges(url, REACH_SECONDS).read(MANIFEST, wrong=_not_json)
+            content = RangeReader(url, STARTUP_RETRY_SECONDS).read(
+                MANIFEST, find_problem=_json_problem
+            )
         except Missing:
             raise ShardError(
-                f"{url}: no {MANIFEST} there, so these are no token shards (or not all of them "
-                f"are copied: the manifest comes last). Check the URL."
+                f"{url}: no {MANIFEST} there, so these are no token shards (or the copy is "
+                f"incomplete: the manifest comes last). Check the URL."
             ) from None
         except StoreError as error:
             raise ShardError(
                 f"{error}. Check the URL, the network and the credentials in the environment."
             ) from None
-        return cls(url, checked_manifest(content, url / MANIFEST))
+        return cls(url, parse_manifest(content, url / MANIFEST))
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the files as far as it shows without reading them all.
+        """Return the problems of the files that show without reading them all, a line each.
 
-        Asks for the list of objects, and for the first and the last block.
+        Lists the objects, and fetches the first and the last block. Only one process of a node
+        does this.
         """
         without = [shard["file"] for shard in self.manifest["shards"] if "sums" not in shard]
         if without:
             return [
-                f"{self.url / without[0]}: has no sums of its blocks, without which nothing says "
-                f"whether it arrived as it was written. Tokenize again, or copy the shards here "
-                f"and use them by their path."
+                f"{self.url / without[0]}: has no block checksums, so damage in transfer could not "
+                f"be detected. Tokenize again, or copy the shards here and use their path."
             ]
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            return []  # one process of a node looks
+            return []
         try:
-            sizes = Ranges(self.url, REACH_SECONDS).sizes()
+            sizes = RangeReader(self.url, STARTUP_RETRY_SECONDS).sizes()
         except StoreError as error:
             return [f"{error}. Check the URL, the network and the credentials."]
         problems = []
         for shard in self.manifest["shards"]:
             for name, size, _ in files_of(shard):
                 if sizes is not None and sizes.get(name) != size:
-                    found = f"{sizes[name]} bytes" if name in sizes else "missing"
+                    actual = f"{sizes[name]} bytes" if name in sizes else "missing"
                     problems.append(
-                        f"{self.url / name}: {found}, the manifest says {size} bytes. Copy it "
+                        f"{self.url / name}: {actual}, the manifest says {size} bytes. Copy it "
                         f"there again."
                     )
-        return problems or self._problems_of_reading()
+        return problems or self._first_read_problems()
 
-    def _problems_of_reading(self) -> list[str]:
-        blocks = RemoteBlocks(Ranges(self.url, REACH_SECONDS), self.manifest, None)
+    def _first_read_problems(self) -> list[str]:
+        blocks = RemoteBlocks(RangeReader(self.url, STARTUP_RETRY_SECONDS), self.manifest, None)
         last = len(self.manifest["shards"]) - 1
         end = num_blocks(self.manifest["shards"][last]["size_bytes"])
         try:
@@ -121,191 +122,194 @@ class RemoteFiles:
             return error.problems
         return []
 
-    # ---- What a process has of it
+    # ---- State of one process
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._pid = os.getpid()
-        self._blocks: RemoteBlocks | None = None
-        self._threads = RangeThreads()
-        self._arriving: WeakValueDictionary[int, Arrival] = WeakValueDictionary()
+        self._process_blocks: RemoteBlocks | None = None
+        self._threads = FetchThreads()
+        self._pending: WeakValueDictionary[int, PendingFetch] = WeakValueDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("url", "manifest", "cache", "dtype", "patience_seconds")
+        names = ("url", "manifest", "cache", "dtype", "retry_seconds")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset()
 
-    def _own(self) -> RemoteBlocks:
-        """Return this process's blocks: a forked one has none of its parent's threads."""
+    def _blocks(self) -> RemoteBlocks:
+        """Return this process's blocks; a forked process does not have its parent's threads."""
         if self._pid != os.getpid():
-            self._begin()
-        if self._blocks is None:
-            ranges = Ranges(self.url, self.patience_seconds)
-            self._blocks = RemoteBlocks(ranges, self.manifest, self.cache)
-        return self._blocks
+            self._reset()
+        if self._process_blocks is None:
+            reader = RangeReader(self.url, self.retry_seconds)
+            self._process_blocks = RemoteBlocks(reader, self.manifest, self.cache)
+        return self._process_blocks
 
     @property
     def counts(self) -> Counter[str]:
-        """What this process has had from the cache and from the store so far.
+        """Traffic of this process with the cache and the store so far.
 
-        Blocks: `hits` and `fetched`; `requests`, of which some were `repeated`, and their `bytes`.
+        Blocks that were `hits` and `fetched`; `requests`, those that were `repeated`, and `bytes`.
         """
-        if self._pid != os.getpid() or self._blocks is None:
+        if self._pid != os.getpid() or self._process_blocks is None:
             return Counter()
-        return self._blocks.counts + self._blocks.ranges.counts
+        return self._process_blocks.counts + self._process_blocks.reader.counts
 
     # ---- Reading
 
-    def expect(self, ranges: Iterable[tuple[int, int, int]]) -> list[Arrival]:
-        """Begin to fetch what will be read, in this order, unless it is here.
+    def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[PendingFetch]:
+        """Start to fetch what will be read, in this order, except what is cached.
 
         Args:
             ranges: (shard, first id, end) each.
 
         Returns:
-            What keeps the blocks in memory, as long as it is held; they are also in the cache.
+            The fetches; their blocks stay in memory while these are held.
         """
-        fetched, arriving = self._missing(self._own(), ranges)
-        for arrival in fetched:
-            self._threads.submit(arrival)
-        return arriving + fetched
+        new, running = self._missing(self._blocks(), ranges)
+        for fetch in new:
+            self._threads.submit(fetch)
+        return running + new
 
     def _missing(
         self, blocks: RemoteBlocks, ranges: Iterable[tuple[int, int, int]]
-    ) -> tuple[list[Arrival], list[Arrival]]:
-        """Return arrivals of what is not here: those that have to be begun, and those that are."""
-        arrivals: dict[Arrival, None] = {}
-        begun: list[Arrival] = []
+    ) -> tuple[list[PendingFetch], list[PendingFetch]]:
+        """Return the fetches of blocks that are not cached: (to be started, already pending)."""
+        pending: dict[PendingFetch, None] = {}
+        new: list[PendingFetch] = []
         missing: dict[tuple[int, int], None] = {}
         seen = set()
         for number, start, stop in ranges:
-            for block in self._blocks_of(start, stop):
+            for block in self._block_range(start, stop):
                 if (number, block) in seen:
                     continue
                 seen.add((number, block))
-                arrival = self._arriving.get(blocks.key(number, block))
-                if arrival is not None:
-                    arrivals[arrival] = None
-                elif not blocks.is_here(number, block):
+                fetch = self._pending.get(blocks.key(number, block))
+                if fetch is not None:
+                    pending[fetch] = None
+                elif not blocks.is_cached(number, block):
                     missing[number, block] = None
-        for number, first, end in _runs(missing):
-            arrival = Arrival(partial(blocks.fetch, number, first, end), first)
-            begun.append(arrival)
+        for number, first, end in _consecutive(missing):
+            fetch = PendingFetch(partial(blocks.fetch, number, first, end), first)
+            new.append(fetch)
             for block in range(first, end):
-                self._arriving[blocks.key(number, block)] = arrival
-        return begun, list(arrivals)
+                self._pending[blocks.key(number, block)] = fetch
+        return new, list(pending)
 
     def ids(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Return the ids at [start, stop) of a shard; waits for what is not here.
+        """Return the ids at [start, stop) of a shard; waits for blocks that are not here yet.
 
         Raises:
-            ShardReadError: the store does not give them as they were written.
+            ShardReadError: the store does not deliver a block, or delivers it damaged.
         """
-        blocks, size = self._own(), self.dtype.itemsize
+        blocks, size = self._blocks(), self.dtype.itemsize
         parts: list[bytes | memoryview] = []
-        for block in self._blocks_of(start, stop):
+        for block in self._block_range(start, stop):
             base = block * BLOCK_BYTES
             first, end = max(start * size - base, 0), min(stop * size - base, BLOCK_BYTES)
-            arrival = self._arriving.get(blocks.key(number, block))
-            if arrival is None:
-                parts.append(blocks.part(number, block, first, end))
+            fetch = self._pending.get(blocks.key(number, block))
+            if fetch is None:
+                parts.append(blocks.read_part(number, block, first, end))
             else:
-                at = (block - arrival.first) * BLOCK_BYTES
-                parts.append(memoryview(arrival.result())[at + first : at + end])
+                at = (block - fetch.first) * BLOCK_BYTES
+                parts.append(memoryview(fetch.result())[at + first : at + end])
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self.dtype)
 
     def shard(self, number: int) -> np.ndarray:
         """Return all ids of a shard."""
         return self.ids(number, 0, self.manifest["shards"][number]["num_tokens"])
 
-    def bytes_of(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return bytes of an object of the directory as they come, unchecked."""
-        return self._own().read(name, start, stop)
+    def read_bytes(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """Return the bytes [start, stop) of an object, unverified."""
+        return self._blocks().read(name, start, stop)
 
-    def sidecar(self, number: int, key: str) -> bytes:
-        """Return what lies beside a shard, checked: `index`, `sums` or `origins`."""
+    def read_sidecar(self, number: int, key: str) -> bytes:
+        """Return the content of a file beside a shard, verified.
+
+        Args:
+            key: `index`, `sums` or `origins`.
+        """
         shard = self.manifest["shards"][number]
-        wrong = sha256_check(shard[f"{key}_sha256"])
-        return self._own().read(shard[key], 0, shard[f"{key}_size_bytes"], wrong)
+        check = sha256_check(shard[f"{key}_sha256"])
+        return self._blocks().read(shard[key], 0, shard[f"{key}_size_bytes"], check)
 
-    def index(self, number: int) -> bytes:
-        """Return the `index` beside a shard, from this machine if it was fetched before."""
+    def read_index(self, number: int) -> bytes:
+        """Return the content of a shard's `index` file, from a local copy if there is one."""
         digest = self.manifest["shards"][number]["index_sha256"]
-        return store_copies.index(digest, partial(self.sidecar, number, "index"))
+        return local_copies.index_content(digest, partial(self.read_sidecar, number, "index"))
 
     def tokenizer_directory(self) -> Path:
-        """Return a directory of this machine with the copy of the tokenizer, fetched and checked.
+        """Return a local directory with the copy of the tokenizer, fetched and verified.
 
         Raises:
-            ShardReadError: it is not to be had as the manifest says.
+            ShardReadError: the store does not deliver it as the manifest describes it.
         """
 
         def fetch(entry: dict[str, Any]) -> bytes:
-            name, wrong = f"{TOKENIZER_DIRECTORY}/{entry['file']}", sha256_check(entry["sha256"])
-            return self._own().read(name, 0, entry["size_bytes"], wrong)
+            name, check = f"{TOKENIZER_DIRECTORY}/{entry['file']}", sha256_check(entry["sha256"])
+            return self._blocks().read(name, 0, entry["size_bytes"], check)
 
-        return store_copies.tokenizer(self.manifest["tokenizer"].get("files", []), fetch)
+        files = self.manifest["tokenizer"].get("files", [])
+        return local_copies.tokenizer_directory(files, fetch)
 
-    def _blocks_of(self, start: int, stop: int) -> range:
+    def _block_range(self, start: int, stop: int) -> range:
+        """Return the numbers of the blocks that hold the ids at [start, stop) of a shard."""
         size = self.dtype.itemsize
         return range(start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES))
 
-    # ---- A mirror
+    # ---- Mirroring
 
-    def mirror(self) -> None:
-        """Fetch everything behind what is read, if all of it has room; one process of a node does.
+    def start_mirror(self) -> None:
+        """Start to fetch all shards while the threads are idle, if the cache has room for them.
 
-        Whole shards in pieces of a few MiB, in idle times only.
+        One process of a node does this, in requests of a few MiB.
         """
-        blocks = self._own()
+        blocks = self._blocks()
         if self.cache is None or not blocks.is_mirror:
             return
         try:
-            mark = open(self.cache.directory / "filling", "ab")
-        except OSError:  # a full disk: what is read is fetched as it is needed
+            lock = FileLock(self.cache.directory / "filling")
+        except OSError:  # another process does it, or the disk is full: reads fetch the blocks
             return
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            mark.close()
-            return
-        fill = partial(self._fill, blocks, mark)
+        if lock.unsupported is not None:
+            return lock.release()
+        fill = partial(self._fill_mirror, blocks, lock)
         threading.Thread(target=fill, daemon=True, name="mirror").start()
 
-    def _fill(self, blocks: RemoteBlocks, mark: Any) -> None:
-        with mark, contextlib.suppress(ShardReadError):  # whoever needs it will say so
+    def _fill_mirror(self, blocks: RemoteBlocks, lock: FileLock) -> None:
+        with lock, contextlib.suppress(ShardReadError):  # raised again by whoever needs the block
             for number, shard in enumerate(self.manifest["shards"]):
                 count = num_blocks(shard["size_bytes"])
-                for first in range(0, count, MOST_BLOCKS):
-                    time.sleep(FILL_PAUSE_SECONDS)
+                for first in range(0, count, MAX_BLOCKS):
+                    time.sleep(MIRROR_PAUSE_SECONDS)
                     while not self._threads.idle:
-                        time.sleep(FILL_PAUSE_SECONDS)
+                        time.sleep(MIRROR_PAUSE_SECONDS)
                     ids = BLOCK_BYTES // self.dtype.itemsize
-                    end = min(first + MOST_BLOCKS, count) * ids
-                    for arrival in self._missing(blocks, [(number, first * ids, end)])[0]:
-                        arrival.come()
+                    end = min(first + MAX_BLOCKS, count) * ids
+                    for fetch in self._missing(blocks, [(number, first * ids, end)])[0]:
+                        fetch.run()
 
 
-def _not_json(content: bytes) -> str | None:
-    """Say why a manifest, whose size nothing tells, cannot be all of it."""
+def _json_problem(content: bytes) -> str | None:
+    """Return why a manifest, whose size is not known, must be incomplete; None if it is JSON."""
     try:
         json.loads(content)
     except ValueError as error:
-        return f"not JSON ({error}): cut off, or no manifest"
+        return f"not JSON ({error}): truncated, or no manifest"
     return None
 
 
-def _runs(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return (shard, first block, end) of neighbours, in the order in which they are needed."""
+def _consecutive(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Join neighbouring blocks to requests: (shard, first block, end), in order of first need."""
     needed = {block: place for place, block in enumerate(blocks)}
     runs: list[tuple[int, int, int, int]] = []
     for number, block in sorted(needed):
         place = needed[number, block]
         if runs and runs[-1][1] == number and runs[-1][3] == block:
             before, _, first, _ = runs[-1]
-            if block - first < MOST_BLOCKS:
+            if block - first < MAX_BLOCKS:
                 runs[-1] = min(before, place), number, first, block + 1
                 continue
         runs.append((place, number, block, block + 1))

@@ -1,202 +1,280 @@
-"""Blocks of one source in a store: fetched, checked, and kept in the cache of the node.
+"""Fetches the blocks of one source from a store, verifies them, and caches them on the node.
 
-What one process has of it; zerolm/remote_shards.py gives the blocks to those who read ids.
+This is the state of one process; `RemoteFiles` turns blocks into ids. The threads that fetch blocks
+in the background are here too.
 """
 
 import contextlib
 import hashlib
+import queue
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from zerolm.block_cache import BlockCache, Cache, claim
-from zerolm.block_sums import BLOCK_BYTES, block_sum, num_blocks
-from zerolm.errors import ShardReadError
-from zerolm.files import write_atomically
-from zerolm.object_ranges import Ranges
-from zerolm.object_store import StoreError
+from zerolm.common.errors import ShardReadError
+from zerolm.common.files import write_atomically
+from zerolm.common.store import StoreError
+from zerolm.shards.block_cache import BlockCache, Cache, lock_cache
+from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
+from zerolm.shards.range_reader import RangeReader
 
-SUMS_KEPT = 4096  # shards whose sums stay in memory: 0.13 GB of those of 256 MiB
+MAX_CHECKSUM_SHARDS = 4096  # whose checksums stay in memory: 0.13 GB for shards of 256 MiB
+NUM_THREADS = 16  # with a latency of 50 ms, 16 requests of 64 KiB at a time are 20 MB/s
 
 
 class RemoteBlocks:
-    """Blocks are named by their shard and by their number in it.
+    """The blocks of a source, each named by its shard and its number in the shard.
 
     Args:
-        ranges: of the directory of the shards.
-        manifest: checked; every shard has sums.
-        cache: None: nothing is kept.
+        reader: of the shard directory.
+        manifest: checked; every shard has checksums.
+        cache: None: nothing is cached.
 
     Attributes:
-        counts: blocks that were `hits` in the cache, and `fetched`.
+        counts: blocks that were `hits` in the cache, and blocks that were `fetched`.
     """
 
-    def __init__(self, ranges: Ranges, manifest: dict[str, Any], cache: Cache | None):
-        self.ranges, self.shards, self.cache = ranges, manifest["shards"], cache
+    def __init__(self, reader: RangeReader, manifest: dict[str, Any], cache: Cache | None):
+        self.reader, self.shards, self.cache = reader, manifest["shards"], cache
         sizes = [num_blocks(shard["size_bytes"]) for shard in self.shards]
         self.first_keys = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
         self.counts: Counter[str] = Counter()
-        self._kept: BlockCache | None = None
-        self._unchecked = bytearray()  # of a mirror: a byte for each block, 1 until it is checked
-        self._sums: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._cached: BlockCache | None = None
+        self._unverified = bytearray()  # for a mirror: a byte per block, 1 until it is verified
+        self._checksums: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
         if cache is not None:
             try:
-                self._claim = claim(cache)
-                self._kept = BlockCache(cache.directory, self.first_keys[-1], cache.num_slots)
-            except OSError as error:  # a disk that filled since the run began stops the keeping
+                self._cache_lock = lock_cache(cache)
+                self._cached = BlockCache(cache.directory, self.first_keys[-1], cache.num_slots)
+            except OSError as error:  # the disk has filled since the run started
                 self.cache = None
-                print(f"note: {cache.directory}: nothing is kept there ({error}); blocks of "
-                      f"{ranges.url} are fetched whenever they are read", flush=True)  # fmt: skip
-        if self._kept is not None and self._kept.is_mirror:
-            self._unchecked = bytearray(b"\1" * self.first_keys[-1])
+                print(f"note: {cache.directory}: cannot be used as a cache ({error}); blocks of "
+                      f"{reader.url} are fetched each time they are read", flush=True)  # fmt: skip
+        if self._cached is not None and self._cached.is_mirror:
+            self._unverified = bytearray(b"\1" * self.first_keys[-1])
 
     @property
     def is_mirror(self) -> bool:
-        """Whether all blocks have room in the cache."""
-        return bool(self._unchecked)
+        """Whether the cache has room for all blocks."""
+        return bool(self._unverified)
 
     def key(self, number: int, block: int) -> int:
         """Return a block's number in the whole source."""
         return self.first_keys[number] + block
 
-    def is_here(self, number: int, block: int) -> bool:
-        """Tell whether a block can be had without the store, as far as that is quickly known."""
+    def is_cached(self, number: int, block: int) -> bool:
+        """Return whether a block is probably in the cache, as far as that is quick to tell."""
         key = self.key(number, block)
-        if self._kept is None or not self._kept.has(key):
+        if self._cached is None or not self._cached.has(key):
             return False
-        if not self._unchecked:
-            return True  # read, and compared, when its time comes
-        return not self._unchecked[key] or self._whole(number, block) is not None
+        if not self._unverified:
+            return True  # verified when it is read
+        return not self._unverified[key] or self._from_cache(number, block) is not None
 
-    def part(self, number: int, block: int, first: int, end: int) -> bytes | memoryview:
-        """Return the bytes [first, end) of a block, checked, from the cache or else the store.
+    def read_part(self, number: int, block: int, first: int, end: int) -> bytes | memoryview:
+        """Return the bytes [first, end) of a block, verified, from the cache or the store.
 
         Raises:
             ShardReadError: see `fetch`.
         """
         key = self.key(number, block)
-        if self._kept is not None and self._unchecked and not self._unchecked[key]:
-            content = self._kept.get(key, end - first, first)
+        if self._cached is not None and self._unverified and not self._unverified[key]:
+            content = self._cached.get(key, end - first, first)
             if content is not None and len(content) == end - first:
                 self.counts["hits"] += 1
                 return content
-        content = self._whole(number, block)
+        content = self._from_cache(number, block)
         if content is None:
             content = self.fetch(number, block, block + 1)
         else:
             self.counts["hits"] += 1
         return memoryview(content)[first:end]
 
-    def _whole(self, number: int, block: int) -> bytes | None:
-        """Return a block from the cache if it is there as it was written."""
-        if self._kept is None:
+    def _from_cache(self, number: int, block: int) -> bytes | None:
+        """Return a block from the cache, or None if it is not there or damaged."""
+        if self._cached is None:
             return None
         key = self.key(number, block)
-        content = self._kept.get(key, self._begin(number, block + 1) - block * BLOCK_BYTES)
-        if content is None or block_sum(content) != int(self.sums(number)[block]):
+        content = self._cached.get(key, self._offset(number, block + 1) - block * BLOCK_BYTES)
+        if content is None or block_checksum(content) != int(self.checksums(number)[block]):
             return None
-        if self._unchecked:
-            self._unchecked[key] = 0
+        if self._unverified:
+            self._unverified[key] = 0
         return content
 
-    def _begin(self, number: int, block: int) -> int:
-        """Return where a block begins, in bytes, or the end of the shard if that is before."""
+    def _offset(self, number: int, block: int) -> int:
+        """Return the byte offset of a block in its shard, at most the size of the shard."""
         return min(block * BLOCK_BYTES, self.shards[number]["size_bytes"])
 
     def fetch(self, number: int, first: int, end: int) -> bytes:
-        """Return the blocks [first, end) of a shard from the store, checked, and keep them.
+        """Return the blocks [first, end) of a shard from the store, verified, and cache them.
 
         Raises:
-            ShardReadError: they are not to be had as they were written.
+            ShardReadError: the store does not deliver them, or delivers them damaged.
         """
-        begun = time.monotonic()  # one patience for both: the watchdog has only one as well
-        sums = self.sums(number, begun)
+        started_at = time.monotonic()  # one retry period for both reads: the watchdog has one too
+        checksums = self.checksums(number, started_at)
 
-        def wrong(content: bytes) -> str | None:
+        def find_damage(content: bytes) -> str | None:
             view = memoryview(content)
             for at in range(0, len(view), BLOCK_BYTES):
                 block = first + at // BLOCK_BYTES
-                if block_sum(view[at : at + BLOCK_BYTES]) != int(sums[block]):
+                if block_checksum(view[at : at + BLOCK_BYTES]) != int(checksums[block]):
                     return (
-                        f"block {block} (bytes from {block * BLOCK_BYTES}) came otherwise than it "
-                        f"was written: its sum differs"
+                        f"block {block} (bytes from {block * BLOCK_BYTES}) is damaged: its "
+                        f"checksum differs"
                     )
             return None
 
         name, start = self.shards[number]["file"], first * BLOCK_BYTES
-        content = self.read(name, start, self._begin(number, end), wrong, begun)
+        content = self.read(name, start, self._offset(number, end), find_damage, started_at)
         self.counts["fetched"] += num_blocks(len(content))
-        if self._kept is not None:
+        if self._cached is not None:
             for at in range(0, len(content), BLOCK_BYTES):
                 key = self.key(number, first + at // BLOCK_BYTES)
-                self._kept.put(key, content[at : at + BLOCK_BYTES])
-                if self._unchecked and self._kept.full is None:
-                    self._unchecked[key] = 0
+                self._cached.put(key, content[at : at + BLOCK_BYTES])
+                if self._unverified and self._cached.write_error is None:
+                    self._unverified[key] = 0
         return content
 
-    def sums(self, number: int, begun: float | None = None) -> np.ndarray:
-        """Return the sums of a shard, (B,) uint64, from the disk of the node if they are there."""
+    def checksums(self, number: int, started_at: float | None = None) -> np.ndarray:
+        """Return the block checksums of a shard, (B,) uint64, from memory, cache or store.
+
+        Args:
+            started_at: as for `RangeReader.read`.
+        """
         with self._lock:
-            sums = self._sums.get(number)
-            if sums is not None:
-                self._sums.move_to_end(number)
-                return sums
+            checksums = self._checksums.get(number)
+            if checksums is not None:
+                self._checksums.move_to_end(number)
+                return checksums
         shard = self.shards[number]
         content = b""
-        kept = self.cache.directory / shard["sums"] if self.cache is not None else None
-        if kept is not None:
+        copy = self.cache.directory / shard["sums"] if self.cache is not None else None
+        if copy is not None:
             with contextlib.suppress(OSError):
-                content = kept.read_bytes()
-        if hexadecimal(content) != shard["sums_sha256"]:
-            same = sha256_check(shard["sums_sha256"])
-            content = self.read(shard["sums"], 0, shard["sums_size_bytes"], same, begun)
-            if kept is not None:
+                content = copy.read_bytes()
+        find_damage = sha256_check(shard["sums_sha256"])
+        if find_damage(content) is not None:
+            size = shard["sums_size_bytes"]
+            content = self.read(shard["sums"], 0, size, find_damage, started_at)
+            if copy is not None:
                 with contextlib.suppress(OSError):
-                    write_atomically(kept, lambda file: file.write(content), many_writers=True)
-        sums = np.frombuffer(content, "<u8")
+                    write_atomically(copy, content, many_writers=True)
+        checksums = np.frombuffer(content, "<u8")
         with self._lock:
-            self._sums[number] = sums
-            while len(self._sums) > SUMS_KEPT:
-                self._sums.popitem(last=False)
-        return sums
+            self._checksums[number] = checksums
+            while len(self._checksums) > MAX_CHECKSUM_SHARDS:
+                self._checksums.popitem(last=False)
+        return checksums
 
     def read(
         self,
         name: str,
         start: int | None,
         stop: int | None,
-        wrong: Callable[[bytes], str | None] = lambda content: None,
-        begun: float | None = None,
+        find_problem: Callable[[bytes], str | None] = lambda content: None,
+        started_at: float | None = None,
     ) -> bytes:
-        """Return bytes of an object; `begun` as for `Ranges.read`.
+        """Return bytes of an object, as `RangeReader.read`.
 
         Raises:
-            ShardReadError: they are not to be had.
+            ShardReadError: the store does not deliver them.
         """
         try:
-            return self.ranges.read(name, start, stop, wrong, begun)
+            return self.reader.read(name, start, stop, find_problem, started_at)
         except StoreError as error:
             raise ShardReadError(
-                f"{error}. If the store is well, copy the object there again; a run goes on from "
+                f"{error}. If the store works, copy the object there again; the run resumes from "
                 f"its last checkpoint."
             ) from None
 
 
 def sha256_check(expected: str) -> Callable[[bytes], str | None]:
-    """Return what says of a content whether it is another than the manifest names."""
+    """Return a function that returns the problem of a content with another SHA-256, else None."""
 
-    def wrong(content: bytes) -> str | None:
-        same = hexadecimal(content) == expected
-        return None if same else "another content than the manifest says (SHA-256)"
+    def find_problem(content: bytes) -> str | None:
+        same = hashlib.sha256(content).hexdigest() == expected
+        return None if same else "its content differs from the manifest (SHA-256)"
 
-    return wrong
+    return find_problem
 
 
-def hexadecimal(content: bytes) -> str:
-    """Return the SHA-256 of a content."""
-    return hashlib.sha256(content).hexdigest()
+# -------------------------------------------------------------------------------------------------
+# Fetching in the background
+
+
+class PendingFetch:
+    """A fetch of consecutive blocks that is queued, running or done.
+
+    Args:
+        fetch: returns the bytes of the blocks.
+        first: number of the first block.
+    """
+
+    def __init__(self, fetch: Callable[[], bytes], first: int):
+        self.first = first
+        self._fetch, self._done = fetch, threading.Event()
+        self._content: bytes | None = None
+        self._error: BaseException | None = None
+        self._started = threading.Lock()
+
+    def result(self) -> bytes:
+        """Wait for the bytes; fetch them in this thread if no other has started to.
+
+        Raises:
+            The exception of the fetch.
+        """
+        self.run()
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._content is not None
+        return self._content
+
+    def run(self) -> None:
+        """Fetch the bytes, unless another thread has started to."""
+        if not self._started.acquire(blocking=False):
+            return
+        try:
+            self._content = self._fetch()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+
+class FetchThreads:
+    """A queue of fetches and the threads that run them; these start with the first fetch."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[weakref.ref[PendingFetch]] = queue.SimpleQueue()
+        self._started = False
+        self._working: set[int] = set()  # ids of the threads that fetch now
+
+    @property
+    def idle(self) -> bool:
+        """Whether no fetch is queued or running."""
+        return self._queue.empty() and not self._working
+
+    def submit(self, fetch: PendingFetch) -> None:
+        """Queue a fetch; it is dropped if nobody holds a reference to it when its turn comes."""
+        if not self._started:
+            self._started = True
+            for _ in range(NUM_THREADS):
+                threading.Thread(target=self._work, daemon=True, name="ranges").start()
+        self._queue.put(weakref.ref(fetch))
+
+    def _work(self) -> None:
+        while True:
+            fetch = self._queue.get()()
+            if fetch is not None:
+                self._working.add(threading.get_ident())
+                fetch.run()
+                self._working.discard(threading.get_ident())
+            fetch = None

@@ -1,6 +1,6 @@
-"""The copy of a tokenizer that lies beside shards: its files, and what loads them.
+"""Loads the copy of the tokenizer that is stored beside shards.
 
-Imports the libraries when they are needed, and nothing else that takes time.
+Imports the tokenizer libraries lazily.
 """
 
 import base64
@@ -8,18 +8,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
 
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 
 
-def auto_tokenizer(name: str, local: bool) -> Any:
-    """Return what transformers loads; `ConfigError` if that is nothing."""
+def load_auto_tokenizer(name: str, local: bool) -> Any:
+    """Load a tokenizer with transformers.
+
+    Args:
+        name: a directory, or a Hugging Face hub id.
+        local: read local files only.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=local)
-    except Exception as error:  # it raises OSError, ValueError, KeyError, ImportError, Exception
+    except Exception as error:  # OSError, ValueError, KeyError, ImportError, bare Exception
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         where = "directory" if local else "directory, nor a hub id that can be loaded"
         raise ConfigError(
@@ -28,8 +36,12 @@ def auto_tokenizer(name: str, local: bool) -> Any:
         ) from error
 
 
-def read_encoding(directory: Path) -> Any:
-    """Return the tiktoken encoding of a copy."""
+def read_tiktoken(directory: Path) -> Any:
+    """Load a tiktoken encoding from a tokenizer directory.
+
+    Raises:
+        ConfigError: tiktoken is not installed.
+    """
     try:
         import tiktoken
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Writes token shards: documents in, a shard directory out. zerolm/shards.py has the format.
+"""Writes token shards: documents in, a shard directory out (format: docs/formats.md).
 
 Every file is written under a temporary name, synced and renamed, and the manifest comes last, so a
-killed writer leaves nothing that could be taken for data. It leaves `.unfinished`, which tells the
-next writer that what lies there may be removed.
+killed writer leaves nothing that could be mistaken for data. It leaves `.unfinished`, which tells
+the next writer that the files there may be removed.
 """
 
 import hashlib
@@ -12,29 +12,29 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from zerolm.block_sums import SUMS_SUFFIX, BlockSums
-from zerolm.errors import ShardError
-from zerolm.files import write_atomically
-from zerolm.manifest import FORMAT, VERSION, token_dtype
-from zerolm.shard_directory import ShardDirectory
+from zerolm.common.errors import ShardError
+from zerolm.common.files import write_atomically
+from zerolm.shards.checksums import CHECKSUMS_SUFFIX, BlockChecksums
+from zerolm.shards.directory import ShardDirectory
+from zerolm.shards.manifest import FORMAT, VERSION, token_dtype
 
-DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, still quick to copy and to verify
+DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, each quick to copy and verify
 
 
 class ShardWriter:
-    """Write documents to a new shard directory; `close()` publishes the manifest.
+    """Writes documents to a new shard directory; `close()` publishes the manifest.
+
+    As a context manager it publishes on a clean exit. After an exception, or `abort()`, nothing
+    that it wrote is left.
 
     Args:
         directory: created if absent; it must be empty, or left by a writer that was killed.
         vocab_size: decides the dtype of the ids.
         eos_id: the id that ends every document.
-        tokenizer: what the manifest says of the tokenizer: `name`, `fingerprint`, and `files`, a
-            list of objects with `file` (inside tokenizer/), `size_bytes` and `sha256`.
-        shard_tokens: a shard is closed before it would exceed this many tokens; a document is
-            never split, so one longer than this has a shard of its own.
-
-    As a context manager it publishes on a clean exit; after an exception, or `abort()`, nothing
-    that it wrote is left.
+        tokenizer: manifest entry of the tokenizer: `name`, `fingerprint`, and `files`, a list of
+            objects with `file` (inside tokenizer/), `size_bytes` and `sha256`.
+        shard_tokens: maximum tokens of a shard. Documents are never split: a longer one gets a
+            shard of its own.
 
     Raises:
         ShardError: the directory cannot be written, holds other files, or another process is
@@ -59,20 +59,20 @@ class ShardWriter:
         self.shards: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
         self._shard_tokens = 0
-        self._claim = ShardDirectory(self.directory)
-        self._claim.clear()
+        self._locked = ShardDirectory(self.directory)
+        self._locked.clear()
 
     @property
     def published(self) -> bool:
-        """Whether the manifest is there."""
-        return self._claim.published
+        """Whether the manifest has been written."""
+        return self._locked.published
 
     def add(self, token_ids: np.ndarray, document_ends: np.ndarray | None = None) -> None:
         """Append documents.
 
         Args:
-            token_ids: (N,) integers, each document ending in the EOS id.
-            document_ends: (D,) ascending ends within `token_ids`, the last one N;
+            token_ids: (N,) integers; each document ends in the EOS id.
+            document_ends: (D,) ascending ends of documents in `token_ids`, the last one N;
                 by default the ids are one document.
 
         Raises:
@@ -86,17 +86,17 @@ class ShardWriter:
         if largest >= self.vocab_size or smallest < 0:
             raise ShardError(
                 f"{self.directory}: token id {largest if smallest >= 0 else smallest} is outside "
-                f"of the vocabulary of {self.vocab_size}: the tokenizer does not match its "
+                f"of the vocabulary of {self.vocab_size} ids: the tokenizer does not match its "
                 f"declared size. Use the tokenizer that made the ids."
             )
         tokens = tokens.astype(self.dtype, copy=False)
-        start = first = 0  # the next token and the next document that are not written yet
+        start = first = 0  # the next token and the next document to write
         while first < len(ends):
             if self._file is None:
                 self._open_shard()
             room = self.shard_tokens - self._shard_tokens
             last = int(np.searchsorted(ends, start + room, side="right"))
-            if last <= first:  # not even one document fits
+            if last <= first:  # the next document does not fit
                 if self._shard_tokens > 0:
                     self.finish_shard()
                     continue
@@ -109,7 +109,7 @@ class ShardWriter:
         self._name = f"shard-{len(self.shards):05d}"
         self._file = open(self.directory / f"{self._name}.bin.tmp", "wb")
         self._digest = hashlib.sha256()
-        self._sums = BlockSums()
+        self._checksums = BlockChecksums()
         self._shard_tokens = 0
         self._ends: list[np.ndarray] = []
 
@@ -118,17 +118,17 @@ class ShardWriter:
         data = tokens.tobytes()
         self._file.write(data)
         self._digest.update(data)
-        self._sums.update(data)
+        self._checksums.update(data)
         self._ends.append(ends + self._shard_tokens)
         self._shard_tokens += len(tokens)
         self.num_tokens += len(tokens)
         self.num_documents += len(ends)
 
     def finish_shard(self) -> None:
-        """Sync and rename the open shard, so that all documents so far are on disk; or do nothing.
+        """Sync and rename the open shard, if any, so that all documents so far are on disk.
 
-        Before `close()` of several writers: what can fail has then happened before the first
-        manifest is published.
+        Call it on all of several writers before the first `close()`: everything that can fail has
+        then happened before the first manifest is published.
         """
         if self._file is None:
             return
@@ -139,7 +139,7 @@ class ShardWriter:
         binary, index = self.directory / f"{self._name}.bin", self.directory / f"{self._name}.idx"
         os.replace(f"{binary}.tmp", binary)
         ends = np.concatenate(self._ends).astype("<u8").tobytes()
-        write_atomically(index, lambda file: file.write(ends))
+        write_atomically(index, ends)
         self.shards.append(
             {
                 "file": binary.name,
@@ -150,15 +150,15 @@ class ShardWriter:
                 "index": index.name,
                 "index_size_bytes": len(ends),
                 "index_sha256": hashlib.sha256(ends).hexdigest(),
-                **self._sums.write(self.directory / f"{self._name}{SUMS_SUFFIX}"),
+                **self._checksums.write(self.directory / f"{self._name}{CHECKSUMS_SUFFIX}"),
             }
         )
 
     def close(self, **provenance: Any) -> dict[str, Any]:
-        """Finish the last shard and publish the manifest, which is returned.
+        """Finish the last shard, publish the manifest, and return it.
 
         Args:
-            provenance: further keys of the manifest: the inputs, what was filtered, and so on.
+            provenance: further keys of the manifest: the inputs, filter statistics, and so on.
 
         Raises:
             ShardError: no document was added.
@@ -178,15 +178,15 @@ class ShardWriter:
             "shards": self.shards,
             **provenance,
         }
-        self._claim.publish(manifest)
+        self._locked.publish(manifest)
         return manifest
 
     def abort(self) -> None:
-        """Remove everything that was written, unless the manifest is published."""
+        """Remove everything that was written, unless the manifest has been published."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._claim.remove()
+        self._locked.remove()
 
     def __enter__(self) -> "ShardWriter":
         return self

@@ -1,6 +1,6 @@
-"""Which events and metrics are worth waking somebody for, how loudly, and how often. Pure.
+"""Alerts: which events and metrics a person should hear of, at which level, and how often.
 
-Knows no tracker: it gives titles, texts and levels, in the terms that W&B has for them.
+Levels are those of W&B. Must not depend on a tracker.
 """
 
 import math
@@ -8,32 +8,18 @@ import statistics
 from collections import deque
 from typing import Any, NamedTuple
 
+from zerolm.common.events import EVENTS
+
 Row = dict[str, Any]
 
 INFO, WARN, ERROR = "INFO", "WARN", "ERROR"
 SAME_TITLE_SECONDS = 600.0  # between two alerts of one title
-MOST_IN_AN_HOUR = 20
+MAX_PER_HOUR = 20
 LOW_MFU_SHARE, MFU_ROWS, LOW_ROWS = 0.7, 20, 3
-
-# event: (level, title, the key that says more)
-EVENTS = {
-    "resume": (INFO, "restarted", "checkpoint"),
-    "spike": (WARN, "loss spike", "reason"),
-    "rollback": (WARN, "rolled back", "reason"),
-    "damaged": (WARN, "damaged checkpoint", "checkpoint"),
-    "checkpoint_failed": (ERROR, "checkpoint not written", "error"),
-    "attempt_failed": (WARN, "an attempt failed", "reasons"),
-    "supervisor_stopped": (ERROR, "supervisor stopped", "reason"),
-    "rank_lost": (ERROR, "a rank was lost", "ended"),
-    "hang": (ERROR, "hang", "ended"),
-    "launcher_lost": (ERROR, "launcher lost", "reason"),
-    "failed": (ERROR, "failed", "reason"),
-    "gave_up": (ERROR, "gave up", "reason"),
-}
 
 
 class Alert(NamedTuple):
-    """Something to be told: `level` is INFO, WARN or ERROR."""
+    """A message for people: `level` is INFO, WARN or ERROR."""
 
     title: str
     text: str
@@ -41,21 +27,21 @@ class Alert(NamedTuple):
 
 
 def of_event(event: Row) -> Alert | None:
-    """Return the alert that an event of `events.jsonl` is worth, if it is."""
-    kind = event.get("event", "")
-    if kind not in EVENTS:
+    """Return the alert for an event of `events.jsonl`, None if its kind has none."""
+    kind = EVENTS.get(event.get("event", ""))
+    if kind is None or kind.alert is None:
         return None
-    level, title, key = EVENTS[kind]
-    if kind == "spike" and not _finite(event):
+    level, title, detail = kind.alert
+    if kind.name == "spike" and not _finite(event):
         level, title = ERROR, "not a finite number"
-    text = f"step {event.get('step')}, {event.get('time')}: {kind}"
-    if event.get(key):
-        text += f": {event[key]}"
+    text = f"step {event.get('step')}, {event.get('time')}: {kind.name}"
+    if event.get(detail):
+        text += f": {event[detail]}"
     return Alert(title, text[:1000], level)
 
 
 def _finite(event: Row) -> bool:
-    """Tell whether both numbers are; events.jsonl has them as words, as JSON has no infinity."""
+    """Return whether loss and norm are finite. They may be text: JSON has no infinity."""
     try:
         return all(math.isfinite(float(event.get(key, 0.0))) for key in ("loss", "grad_norm"))
     except (TypeError, ValueError):
@@ -63,14 +49,14 @@ def _finite(event: Row) -> bool:
 
 
 class LowMfu:
-    """Notices that the devices compute much less than they did: `throughput/mfu` of some rows."""
+    """Notices that `throughput/mfu` stays far below its usual value."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=MFU_ROWS)
         self._low = 0
 
     def judge(self, row: Row) -> Alert | None:
-        """Return an alert with the third low row running; the next after a usual one."""
+        """Return an alert at the third low row in a row; again only after a usual row."""
         mfu = row.get("throughput/mfu")
         if mfu is None:
             return None
@@ -90,25 +76,25 @@ class LowMfu:
 
 
 class Limit:
-    """Lets an alert through, unless the like was told a short while ago, or too many were."""
+    """Drops alerts whose title was sent recently, and those above `MAX_PER_HOUR`."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._sent: dict[str, float] = {}  # title: when it was last sent, in seconds
         self._hour: deque[float] = deque()
 
     def allows(self, alert: Alert, now: float) -> bool:
-        """Tell whether an alert is sent; it counts as sent then.
+        """Return whether to send an alert, which then counts as sent.
 
         Args:
-            now: in seconds.
+            now: current time in seconds.
         """
         while self._hour and now - self._hour[0] >= 3600:
             self._hour.popleft()
-        last = self._told.get(alert.title)
+        last = self._sent.get(alert.title)
         if last is not None and now - last < SAME_TITLE_SECONDS:
             return False
-        if len(self._hour) >= MOST_IN_AN_HOUR and alert.level != ERROR:
+        if len(self._hour) >= MAX_PER_HOUR and alert.level != ERROR:
             return False
-        self._told[alert.title] = now
+        self._sent[alert.title] = now
         self._hour.append(now)
         return True

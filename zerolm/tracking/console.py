@@ -1,152 +1,161 @@
-"""What a run shows on a terminal: one bar with its key figures at the bottom, all else above it.
+"""`Console`: the progress bar of a run on a terminal, with its key figures below all other output.
 
-Where standard output is no terminal (a log file, a pipe) nothing is here: the run then prints its
-plain lines. Only the first rank has a bar. It is drawn when a step ends, at most five times a
-second, by no thread of its own; whatever fails in it is given up in silence, and training goes on.
+Where standard output is not a terminal (a log file, a pipe) there is no bar, and the run prints
+plain lines. The bar is drawn when a step ends, at most five times a second, without a thread. If it
+cannot be drawn, the run continues without it. First rank only.
 """
 
 import contextlib
 import os
 import sys
-import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from zerolm.values import count, duration
+from zerolm.common.metrics import bar_figures
+from zerolm.common.values import count, duration
 
 DRAW_SECONDS = 0.2
-USUAL_COLUMNS = 80  # of a terminal that does not say how wide it is
-SHORTEST_BAR = 8  # characters; figures that leave less room are left out, the last ones first
+MIN_BAR_WIDTH = 8  # characters; figures that leave less room are left out, the last ones first
 
 
 class Console:
-    """The bar of a run, or nothing.
+    """The progress bar of a run, or nothing.
 
     Args:
-        active: this is the first rank.
+        active: whether this is the first rank.
     """
 
     def __init__(self, active: bool):
         self._active = active
-        self._bar: Any = None
+        self._live: Any = None  # a rich.live.Live while there is a bar
+        self._step = self._total_steps = 0
         self._figures: list[str] = []
-        self._streams: tuple[TextIO, TextIO] | None = None
+        self._draw_at = 0.0
 
-    def begin(self, step: int, total_steps: int) -> None:
-        """Show the bar if this is a terminal; a run that went back begins again."""
+    def start(self, step: int, total_steps: int) -> None:
+        """Show the bar if standard output is a terminal; called again after a rollback."""
         if not self._active or not _is_terminal(sys.stdout):
             return
-        with contextlib.suppress(Exception):
-            if self._bar is None:
-                self._open(total_steps)
-            self._bar.n, self._bar.total = step, total_steps
-            self._draw()
+        self._step, self._total_steps = step, total_steps
+        if self._live is None:
+            self._open()
+        self._draw()
 
-    def _open(self, total_steps: int) -> None:
-        from tqdm import tqdm
+    def _open(self) -> None:
+        from rich.console import Console as Terminal
+        from rich.live import Live
 
-        tqdm.monitor_interval = 0  # no thread
-        tqdm.set_lock(threading.RLock())  # and no semaphore of the machine
-        self._bar = tqdm(
-            total=total_steps,
-            file=sys.stdout,
-            ncols=USUAL_COLUMNS,
-            nrows=2,  # a terminal that says it has none gets its bar too
-            mininterval=DRAW_SECONDS,
-            bar_format=" ",
+        terminal = Terminal(file=sys.stdout, force_terminal=True, force_interactive=True)
+        self._live = Live(
+            self,
+            console=terminal,
+            auto_refresh=False,  # no thread
+            redirect_stdout=False,  # rich would wrap long lines
+            redirect_stderr=False,
         )
-        self._streams = sys.stdout, sys.stderr
-        sys.stdout = _Above(sys.stdout, self._bar)
+        sys.stdout = _Above(sys.stdout, terminal, self._give_up)
         if _is_terminal(sys.stderr):
-            sys.stderr = _Above(sys.stderr, self._bar)
+            sys.stderr = _Above(sys.stderr, terminal, self._give_up)
+        with self._or_give_up():
+            self._live.start()
+            terminal.show_cursor()  # rich hides it, and a killed run could not bring it back
 
     def step(self, step: int) -> None:
-        """Move the bar on, and draw it if that was not done just now."""
-        if self._bar is not None:
-            with contextlib.suppress(Exception):
-                self._bar.total = max(self._bar.total, step)  # refused ones come on top
-                self._compose()
-                self._bar.update(step - self._bar.n)
+        """Advance the bar, and draw it unless that was done just now. Microseconds."""
+        if self._live is not None:
+            self._step, self._total_steps = step, max(self._total_steps, step)
+            if time.monotonic() >= self._draw_at:
+                self._draw()
 
     def figures(self, row: Mapping[str, Any], total_steps: int, seconds_left: float) -> bool:
-        """Show the figures of an interval; False when there is no bar to show them."""
-        if self._bar is None:
+        """Show the figures of an interval; return False if there is no bar to show them."""
+        if self._live is None:
             return False
-        shown = [f"{duration(seconds_left)} to go"]
-        for key, text in (
-            ("train/loss", "loss {:.4f}"),
-            ("throughput/tokens_per_second", "{} tok/s"),
-            ("throughput/mfu", "MFU {:.1%}"),
-            ("train/grad_norm", "grad {:.3g}"),
-            ("train/learning_rate", "lr {:.2e}"),
-        ):
-            if (value := row.get(key)) is not None:
-                shown.append(text.format(count(value) if "second" in key else value))
-        shown.insert(1, shown.pop(0))
-        shown.append(f"{count(row['tokens'])} tokens")
-        self._figures = shown
-        with contextlib.suppress(Exception):
-            self._bar.total = total_steps
-            self._draw()
+        first, *others = [*bar_figures(row), f"{count(row['tokens'])} tokens"]
+        self._figures = [first, f"{duration(seconds_left)} to go", *others]
+        self._total_steps = total_steps
+        self._draw()
         return True
 
-    def _compose(self) -> None:
-        """Put as many figures beside the bar as there is room for."""
-        bar = self._bar
-        share = bar.n / bar.total if bar.total else 0.0
-        left = f"step {bar.n:,}/{bar.total:,} {share:4.0%} "
-        bar.ncols = width = (os.get_terminal_size(bar.fp.fileno()).columns or USUAL_COLUMNS) - 1
-        figures = list(self._figures)
-        while figures and len(left) + len(" | ".join(figures)) + SHORTEST_BAR + 2 > width:
-            figures.pop()
-        right = f" {' | '.join(figures)}" if figures else ""
-        bar.bar_format = left + "{bar}" + right
+    def close(self) -> None:
+        """Leave the bar as it is, and restore the streams."""
+        if self._live is not None:
+            with self._or_give_up():
+                self._live.stop()
+            self._give_up()
 
     def _draw(self) -> None:
-        self._compose()
-        self._bar.refresh()
+        if self._live is not None:
+            self._draw_at = time.monotonic() + DRAW_SECONDS
+            with self._or_give_up():
+                self._live.refresh()
 
-    def close(self) -> None:
-        """Leave the bar as it is, and give the terminal back."""
-        if self._bar is None:
-            return
-        with contextlib.suppress(Exception):
-            self._draw()
-            self._bar.close()
-        self._bar = None
-        if self._streams is not None:
-            for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, _Above):
-                    stream.finish()
-            sys.stdout, sys.stderr = self._streams
+    def __rich_console__(self, terminal: Any, options: Any) -> Iterator[Any]:
+        """Render the bar, with as many figures beside it as there is room for."""
+        from rich.bar import Bar
+        from rich.segment import Segment
+
+        share = self._step / self._total_steps if self._total_steps else 0.0
+        left = f"step {self._step:,}/{self._total_steps:,} {share:4.0%} "
+        room = options.max_width - 1 - len(left)
+        figures = list(self._figures)
+        while figures and len(" | ".join(figures)) + 1 + MIN_BAR_WIDTH > room:
+            figures.pop()
+        right = f" {' | '.join(figures)}" if figures else ""
+        width = max(room - len(right), 1)
+        (bar,) = terminal.render_lines(Bar(1.0, 0.0, share), options.update(width=width))
+        yield Segment(left + "".join(segment.text for segment in bar) + right)
+
+    @contextlib.contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """Continue without a bar if rich fails: it keeps what it could not write, and tries again.
+
+        Its errors: the terminal is gone, or its encoding has no block characters.
+        """
+        try:
+            yield
+        except Exception:
+            self._give_up()
+            with contextlib.suppress(Exception):
+                print(flush=True)  # what there is of the bar stays in a line of its own
+
+    def _give_up(self) -> None:
+        self._live = None
+        if isinstance(sys.stdout, _Above):
+            sys.stdout = sys.stdout.finish()
+        if isinstance(sys.stderr, _Above):
+            sys.stderr = sys.stderr.finish()
 
 
 class _Above:
-    """A stream whose whole lines appear above the bar."""
+    """A stream whose complete lines appear above the bar, unchanged."""
 
-    def __init__(self, stream: TextIO, bar: Any):
-        self._stream, self._bar, self._rest, self._pid = stream, bar, "", os.getpid()
+    def __init__(self, stream: TextIO, terminal: Any, give_up: Callable[[], None]):
+        self._stream, self._terminal, self._give_up = stream, terminal, give_up
+        self._partial, self._pid = "", os.getpid()
 
     def write(self, text: str) -> int:
-        if os.getpid() != self._pid:  # a loader worker was forked: the bar is not its own
+        if os.getpid() != self._pid:  # in a forked loader worker, which has no bar
             return self._stream.write(text)
-        lines, newline, self._rest = (self._rest + text).rpartition("\n")
+        lines, newline, self._partial = (self._partial + text).rpartition("\n")
         if newline:
-            with self._bar.get_lock():
-                with contextlib.suppress(Exception):
-                    self._bar.clear(nolock=True)
-                self._stream.write(lines + newline)
-                self._stream.flush()
-                with contextlib.suppress(Exception):
-                    self._bar.refresh(nolock=True)
+            from rich.segment import Segment, Segments
+
+            try:
+                self._terminal.print(Segments([Segment(lines + newline)]), crop=False)
+            except Exception:
+                self._stream.write(newline + lines + newline)
+                self._give_up()
         return len(text)
 
-    def finish(self) -> None:
-        """Write what has no end of line."""
+    def finish(self) -> TextIO:
+        """Write the line that has no end yet, and return the stream itself."""
         with contextlib.suppress(Exception):
-            self._stream.write(self._rest)
+            self._stream.write(self._partial)
             self._stream.flush()
-        self._rest = ""
+        self._partial = ""
+        return self._stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

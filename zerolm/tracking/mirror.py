@@ -1,13 +1,12 @@
-"""Copy a run directory to a tracker while the run goes on: `python -m zerolm mirror RUN NAME`.
+"""`Mirror`: copies a run directory to a tracker during the run, `python -m zerolm mirror RUN NAME`.
 
-A process of its own, of low priority, started by a run (zerolm/tracker.py), which it outlives by
-seconds when the run is killed. One thread follows the files; another talks to the tracker, and may
-wait for a server as long as it likes. What a tracker has already it says itself when it is
-opened, so that rows are neither lost nor doubled, whoever was killed in between. No torch here.
+A background process that `Trackers` starts. It outlives a killed run by seconds. One thread follows
+the files; another feeds the tracker, and may wait for a server for any time. The tracker finds out
+what it already has when it is opened, so that no row is lost or written twice after a kill of
+either process. Must not depend on torch.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import queue
@@ -20,227 +19,225 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from zerolm import tracker
+from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
+from zerolm.common.run_files import RunFiles
+from zerolm.tracking.tracker import Row, Tracker, tracker_class
+from zerolm.watchdog.child import RUN_SIGNALS
 
-LOOK_SECONDS = 0.5
-WAITING_ROWS = 1000  # read ahead of a tracker that takes nothing; the rest waits in the file
-ORPHAN_SECONDS = 3.0  # that watchdogs of a killed run may need to write down why
-END_SECONDS = 22.0  # to send what is left: less than what the run, and a supervisor, wait
-CONNECT_SECONDS = 6.0  # of these, for a tracker that has not answered at all yet
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 300.0
-MOST_PASSED_OVER = 5  # of these are told; mirror.log has all
+POLL_SECONDS = 0.5
+MAX_WAITING_ROWS = 1000  # in memory, before a tracker that is slow; the others wait in the file
+ORPHAN_SECONDS = 3.0  # in which the watchdogs of a killed run write why it ended
+END_SECONDS = 22.0  # for what is left to send: less than the run, and a supervisor, wait
+CONNECT_SECONDS = 6.0  # of these, for a tracker that has not connected yet
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 300.0
+MAX_ERRORS = 5  # about single events and samples in the run's log; mirror.log has all
+MAX_ERROR_LENGTH = 300
 CRASHED = "crashed"
-
-Row = dict[str, Any]
-
-
-class Target(Protocol):
-    """What a tracker is: the few lines that `Mirror` calls, all from one thread."""
-
-    where: str  # its data are, for the console
-
-    def open(self) -> None: ...
-    def wants(self, row: Row) -> bool: ...
-    def log(self, row: Row) -> None: ...
-    def samples(self, rows: list[Row]) -> None: ...  # before the first row of a later step
-    def event(self, event: Row) -> None: ...
-    def flush(self) -> None: ...
-    def finish(self, exit_code: int) -> None: ...
 
 
 class Tail:
-    """The lines that are appended to a file of JSON lines."""
+    """Reads the lines that are appended to a file of JSON lines."""
 
     def __init__(self, path: Path):
         self.path, self._end_bytes = path, 0
 
-    def read(self, most: int = sys.maxsize) -> list[Row]:
-        """Return the lines that are whole by now, at most so many. Spoilt ones are passed over."""
-        found: list[Row] = []
+    def read(self, max_lines: int = sys.maxsize) -> list[Row]:
+        """Return the new complete lines, at most `max_lines`. Lines that are not JSON are skipped.
+
+        A line that is being written is returned by a later call.
+        """
+        rows: list[Row] = []
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
             file.seek(self._end_bytes)
             for line in file:
-                if not line.endswith(b"\n") or len(found) >= most:
+                if not line.endswith(b"\n") or len(rows) >= max_lines:
                     break
                 self._end_bytes += len(line)
                 with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
-        return found
+                    rows.append(json.loads(line))
+        return rows
 
 
 class Mirror:
-    """Follows the files of a run and feeds a tracker.
+    """Follows the files of a run, and feeds a tracker.
 
     Args:
-        target: the tracker, not opened yet.
-        tell: hands a message to the run.
+        run_dir: run directory.
+        tracker: the tracker, not opened yet.
+        send: sends a message to the run: `log=` a line, `failed=` an error, or `read=True`.
+
+    Attributes:
+        complete: whether the tracker has taken everything.
     """
 
-    def __init__(self, run_dir: Path, name: str, target: Target, tell: Callable[..., None]):
-        self.run_dir, self.name, self.target, self.tell = run_dir, name, target, tell
-        self.rows = Tail(run_dir / "metrics.jsonl")
-        self.events = Tail(run_dir / "events.jsonl")
-        self.texts = Tail(run_dir / "samples.jsonl")
-        self.work: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    def __init__(self, run_dir: Path, tracker: Tracker, send: Callable[..., None]):
+        self.run_dir, self.tracker, self.send = run_dir, tracker, send
+        files = RunFiles(run_dir)
+        self.rows, self.events = Tail(files.metrics), Tail(files.events)
+        self.samples = Tail(files.samples)
+        self.work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.ending = threading.Event()
         self.num_read = self.num_done = 0  # rows
         self.connected = self.complete = False
-        self.passed_over: set[str] = set()
-        self.sender = threading.Thread(target=self._send, daemon=True)
+        self.errors: set[str] = set()
+        self.feeder = threading.Thread(target=self._feed, daemon=True)
 
-    # ---- Following the files
+    # ---- The thread that follows the files
 
     def follow(self) -> None:
-        """Read what was appended since the last call, and queue it."""
-        room = sys.maxsize if self.ending.is_set() else WAITING_ROWS - self.work.qsize()
+        """Read the lines that were appended since the last call, and queue them."""
+        room = sys.maxsize if self.ending.is_set() else MAX_WAITING_ROWS - self.work.qsize()
         rows = self.rows.read(room) if room > 0 else []
-        texts = self.texts.read()  # after the rows: what was written before one of them is here
-        if texts:
-            self.work.put(("samples", texts))
+        # Read after the rows, so that samples written before a row are queued before it.
+        samples = self.samples.read()
+        if samples:
+            self.work.put(("samples", samples))
         for row in rows:
             self.num_read += 1
             self.work.put(("row", row))
+        self._follow_events()
+
+    def _follow_events(self) -> None:
         for event in self.events.read():
             self.work.put(("event", event))
 
     def end(self, how: str) -> None:
-        """Read the rest, hand it over, and wait for the tracker, for a bounded time."""
+        """Read and queue the rest, and wait for the tracker for a bounded time.
+
+        Args:
+            how: how the run ended, as in `Trackers.end`, or `CRASHED`.
+        """
         self.ending.set()
         self.follow()
         if how == CRASHED:
             deadline = time.monotonic() + ORPHAN_SECONDS
-            while time.monotonic() < deadline:  # events only: a restart may cut the metrics
-                time.sleep(LOOK_SECONDS)
-                for event in self.events.read():
-                    self.work.put(("event", event))
+            while time.monotonic() < deadline:  # events only: a restart may truncate the metrics
+                time.sleep(POLL_SECONDS)
+                self._follow_events()
         self.work.put(("end", 0 if how in ("done", "stopped", "rollback") else 1))
-        self.tell(read=True)
-        self.sender.join(CONNECT_SECONDS)
+        self.send(read=True)
+        self.feeder.join(CONNECT_SECONDS)
         if self.connected:
-            self.sender.join(END_SECONDS - CONNECT_SECONDS)
+            self.feeder.join(END_SECONDS - CONNECT_SECONDS)
         if not self.complete:
-            left = self.num_read - self.num_done
-            what = f"{left} of {self.num_read} rows" if left else "the end of what it was sent"
-            self.tell(failed=f"lacks {what}; {tracker.repair(self.run_dir, self.name)}")
+            missing = self.num_read - self.num_done
+            rows = f"{missing} of {self.num_read} rows" if missing else "the last of its data"
+            self.send(failed=f"lacks {rows}; {self.tracker.repair(self.run_dir)}")
 
-    # ---- Feeding the tracker
+    # ---- The thread that feeds the tracker
 
-    def _send(self) -> None:
+    def _feed(self) -> None:
         try:
             self._connect()
-            self.tell(says=self.target.where)
-            while True:
+            self.send(log=self.tracker.where)
+            while not self.complete:
                 try:
-                    kind, *what = self.work.get(timeout=LOOK_SECONDS)
+                    kind, content = self.work.get(timeout=POLL_SECONDS)
                 except queue.Empty:
-                    self.target.flush()
-                    continue
-                if kind == "end":
-                    self.target.finish(what[0])
-                    self.complete = True
-                    return
-                if kind == "row":
-                    if self.target.wants(what[0]):
-                        self.target.log(what[0])
-                    self.num_done += 1
+                    self.tracker.flush()
                 else:
-                    self._try(kind, *what)
+                    self._hand_over(kind, content)
         except Exception as error:
             traceback.print_exc()
-            self.tell(failed=" ".join(repr(error).split())[:300])
+            self.send(failed=one_line(error))
 
-    def _try(self, kind: str, what: Any) -> None:
-        """Hand over one event or the samples; what is wrong with one of them stops no other."""
+    def _hand_over(self, kind: str, content: Any) -> None:
+        if kind == "end":
+            self.tracker.finish(content)
+            self.complete = True
+        elif kind == "row":
+            if self.tracker.wants(content):
+                self.tracker.log(content)
+            self.num_done += 1
+        elif kind == "event":
+            self._try(kind, self.tracker.event, content)
+        else:
+            self._try(kind, self.tracker.samples, content)
+
+    def _try(self, kind: str, call: Callable[[Any], None], content: Any) -> None:
+        """Hand over an event or samples. An error in one of them must not stop the others."""
         try:
-            getattr(self.target, kind)(what)
+            call(content)
         except Exception as error:
             traceback.print_exc()
-            text = f"passed over {kind}: {' '.join(repr(error).split())}"[:300]
-            if text not in self.passed_over and len(self.passed_over) < MOST_PASSED_OVER:
-                self.passed_over.add(text)
-                self.tell(failed=text)
+            text = f"skipped {kind}: {one_line(error)}"[:MAX_ERROR_LENGTH]
+            if text not in self.errors and len(self.errors) < MAX_ERRORS:
+                self.errors.add(text)
+                self.send(failed=text)
 
     def _connect(self) -> None:
-        """Open the tracker, for as long as it takes; only what is new is told."""
-        pause, told = FIRST_PAUSE_SECONDS, ""
+        """Open the tracker, however long it takes. The same error in a row is reported once."""
+        pause, reported = FIRST_PAUSE_SECONDS, ""
         while True:
             try:
-                self.target.open()
+                self.tracker.open()
                 self.connected = True
                 return
             except Exception as error:
                 traceback.print_exc()
-                text = " ".join(repr(error).split())[:300]
-                if text != told:
-                    self.tell(failed=text)
-                told = text
+                if (text := one_line(error)) != reported:
+                    self.send(failed=text)
+                reported = text
             self.ending.wait(pause)
-            pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
-            if self.ending.is_set():  # as often as it can before this process ends
-                time.sleep(LOOK_SECONDS)
+            pause = min(MAX_PAUSE_SECONDS, 2 * pause)
+            if self.ending.is_set():  # then as often as possible before this process ends
+                time.sleep(POLL_SECONDS)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(repr(error).split())[:MAX_ERROR_LENGTH]
 
 
 # ---- The process
 
 
 def mirror(run_dir: Path, name: str, of_process: int) -> None:
-    """Mirror a run until it ends. Called in a process of its own, whose standard input is a socket.
+    """Mirror a run until it ends, then end this process, whose standard input is a socket.
 
     Args:
-        of_process: the run's first rank.
+        run_dir: run directory.
+        name: name of the tracker.
+        of_process: process number of the run's first rank.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # the run is told to stop, and tells us
+    for number in (*RUN_SIGNALS, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the run gets them, and tells us when it ends
     with contextlib.suppress(OSError):
         os.nice(19)
     channel = socket.socket(fileno=os.dup(0))
     lock = threading.Lock()
 
-    def tell(**what: Any) -> None:
-        with lock, contextlib.suppress(OSError):  # a run that was killed does not listen
-            channel.sendall(json.dumps(what).encode() + b"\n")
+    def send(**message: Any) -> None:
+        with lock, contextlib.suppress(OSError):  # nobody receives from a run that was killed
+            channel.sendall(json.dumps(message).encode() + b"\n")
 
     def orphaned() -> bool:
         return os.getppid() != of_process
 
     try:
-        with _only_one(run_dir / name / "lock", orphaned):
-            one = Mirror(run_dir, name, make_target(run_dir, name, of_process), tell)
-            one.sender.start()
+        with _lock(RunFiles(run_dir).tracker_lock(name), orphaned):
+            one = Mirror(run_dir, tracker_class(name)(run_dir, of_process), send)
+            one.feeder.start()
             how = None
-            while how is None:
-                how = _told_to_end(channel) or (CRASHED if orphaned() else None)
+            while how is None and one.feeder.is_alive():
+                how = _received_end(channel) or (CRASHED if orphaned() else None)
                 if how is None:
                     one.follow()
-                    if not one.sender.is_alive():
-                        break
-            else:
+            if how is not None:
                 one.end(how)
         code = 0 if one.complete else 1
     except Exception as error:
         traceback.print_exc()
-        tell(failed=" ".join(repr(error).split())[:300])
+        send(failed=one_line(error))
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # no library's exit hooks: they may wait for a server
+    os._exit(code)  # without the exit hooks of libraries, which may wait for a server
 
 
-def make_target(run_dir: Path, name: str, of_process: int) -> Target:
-    """Return the tracker of that name, configured by run.json."""
-    if name == "wandb":
-        from zerolm.wandb_tracker import WandbTracker
-
-        return WandbTracker(run_dir, of_process=of_process)
-    from zerolm.tensorboard_tracker import TensorboardTracker
-
-    return TensorboardTracker(run_dir)
-
-
-def _told_to_end(channel: socket.socket) -> str | None:
-    """Wait for one look; return how the run has ended, if it has said so, or is gone."""
-    if not select.select([channel], [], [], LOOK_SECONDS)[0]:
+def _received_end(channel: socket.socket) -> str | None:
+    """Wait for one poll; return how the run has ended, None if it still runs."""
+    if not select.select([channel], [], [], POLL_SECONDS)[0]:
         return None
     try:
         data = channel.recv(1 << 16)
@@ -249,22 +246,15 @@ def _told_to_end(channel: socket.socket) -> str | None:
     return json.loads(data)["end"] if data else CRASHED
 
 
-@contextlib.contextmanager
-def _only_one(path: Path, orphaned: Callable[[], bool]) -> Any:
-    """Wait until the mirror of an earlier start, which may have something left to send, has ended.
+def _lock(path: Path, orphaned: Callable[[], bool]) -> FileLock:
+    """Wait until the mirror of an earlier start, which may still be sending, has ended.
 
     Raises:
-        TimeoutError: the run was killed meanwhile: its next start has a mirror of its own.
+        TimeoutError: the run was killed meanwhile. Its next start has a mirror of its own.
     """
-    with open(path, "a") as lock:
-        while not orphaned():
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(LOOK_SECONDS / 2)
-            except OSError:  # a file system without locks
-                break
-        else:
-            raise TimeoutError("the run has ended while an earlier one's tracker was at work")
-        yield
+    try:
+        return wait_for_lock(path, orphaned, POLL_SECONDS / 2)
+    except LockTaken:
+        raise TimeoutError(
+            "the run has ended while the mirror of an earlier start still ran"
+        ) from None

@@ -1,8 +1,9 @@
-"""TensorBoard's event files as a copy of `metrics.jsonl`, below `RUN/tensorboard`; x is tokens.
+"""`TensorboardTracker`: copies metrics.jsonl to TensorBoard's event files, over tokens.
 
-Local files only, so every start reads what the last one left, finds the first row that is missing
-or has changed since, and writes from there: TensorBoard drops what a start takes again (`purge`).
-What a rollback went back over becomes a TensorBoard run of its own.
+The files are local, so every start reads those of the earlier starts, finds the first row that is
+missing or has changed, and writes from there on; a mark in the new file (`purge`) makes TensorBoard
+ignore the rows that are repeated. The rows that a rollback discarded become a TensorBoard run of
+their own, in a directory below.
 """
 
 import json
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-DIRECTORY = "tensorboard"
+from zerolm.common.run_files import rollback_name
+from zerolm.tracking.tracker import Row, Tracker
 
-Row = dict[str, Any]
 Scalars = dict[str, np.float32]
 
 
@@ -29,54 +30,43 @@ def scalars(row: Row) -> Scalars:
     }
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """The event files of a run."""
 
-    def __init__(self, run_dir: Path):
-        self.run_dir = Path(run_dir)
-        self.directory = self.run_dir / DIRECTORY
+    package = "tensorboard"
+
+    def __init__(self, run_dir: Path, of_process: int | None = None):
+        super().__init__(run_dir, of_process)
+        self.directory = self.files.tracker("tensorboard")
         self.where = f"tensorboard --logdir {self.directory}"
 
     def open(self) -> None:
-        """Find what the files lack, and begin another file.
+        """Find what the files lack, and start another file.
 
         Raises:
             ImportError: the package tensorboard is not installed.
         """
-        for path in sorted(self.run_dir.glob("metrics-rolled-back-*.jsonl")):
-            aside = self.directory / path.stem.removeprefix("metrics-")
-            if not aside.is_dir():
-                write_all(aside, _rows(path))
+        for path in self.files.all_archived_metrics():
+            discarded = self.directory / rollback_name(path)
+            if not discarded.is_dir():
+                write_all(discarded, _rows(path))
         written, texts = read_back(self.directory)
-        purge = None  # where they differ, if they do
-        same = 0
-        for row in _rows(self.run_dir / "metrics.jsonl"):
-            if same == len(written):
-                break
-            if (row["tokens"], fingerprint(scalars(row))) != written[same]:
-                purge = min(row["tokens"], written[same][0])
-                break
-            same += 1
-        else:
-            purge = written[same][0] if same < len(written) else None
-        if purge is not None:
-            while same and written[same - 1][0] >= purge:
-                same -= 1
-            texts = {key for key in texts if key[0] < purge}
-        self._skipped, self._texts = same, texts
-        self.writer = _writer(self.directory, purge)
+        num_same, purge_tokens = _compare(written, _rows(self.files.metrics))
+        if purge_tokens is not None:
+            texts = {key for key in texts if key[0] < purge_tokens}
+        self._num_to_skip, self._texts = num_same, texts
+        self.writer = _writer(self.directory, purge_tokens)
 
     def wants(self, row: Row) -> bool:
-        """Tell whether a row, of all in their order, is not in the files yet."""
-        self._skipped -= 1
-        return self._skipped < 0
+        self._num_to_skip -= 1
+        return self._num_to_skip < 0
 
     def log(self, row: Row) -> None:
-        """Write one row as one event."""
+        """Write a row as one event."""
         _add(self.writer, row)
 
     def samples(self, rows: list[Row]) -> None:
-        """Write texts that the model has generated, one tag for each prompt."""
+        """Write texts that the model has generated, with one tag for each prompt."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         for row in rows:
@@ -86,9 +76,6 @@ class TensorboardTracker:
                 summary = text_pb(tag, f"**{row['prompt']}**{row['text']}")
                 _add_summary(self.writer, summary, row["tokens"])
 
-    def event(self, event: Row) -> None:
-        """Do nothing: TensorBoard has no place for events."""
-
     def flush(self) -> None:
         self.writer.flush()
 
@@ -97,7 +84,7 @@ class TensorboardTracker:
 
 
 def write_all(directory: Path, rows: Iterable[Row]) -> None:
-    """Write rows into a directory of their own, which appears when it has all of them."""
+    """Write rows into a new directory, which appears when it has all of them."""
     unfinished = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     writer = _writer(unfinished, None)
@@ -107,13 +94,10 @@ def write_all(directory: Path, rows: Iterable[Row]) -> None:
     unfinished.rename(directory)
 
 
-def fingerprint(row: Scalars) -> int:
-    """Return a number that is equal for equal scalars in this process, and for no others."""
-    return hash(tuple(sorted((key, value.tobytes()) for key, value in row.items())))
-
-
 def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, str]]]:
-    """Read what the files have that no later start has taken back, row by row: they may be long.
+    """Read what the files have, without what a later start has purged.
+
+    The files may be large: only a fingerprint of each row stays in memory.
 
     Returns:
         (tokens, fingerprint of the scalars) of every row; (tokens, tag) of every text.
@@ -121,23 +105,51 @@ def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, st
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 
-    found: list[tuple[int, int]] = []
+    rows: list[tuple[int, int]] = []
     texts: set[tuple[int, str]] = set()
     for path in _files(directory):
         for data in RawEventFileLoader(str(path)).Load():
             event = event_pb2.Event.FromString(data)
             if event.session_log.status == event_pb2.SessionLog.START:
-                found = [entry for entry in found if entry[0] < event.step]
+                rows = [entry for entry in rows if entry[0] < event.step]
                 texts = {entry for entry in texts if entry[0] < event.step}
             if event.WhichOneof("what") != "summary":
                 continue
-            tags = [value.tag for value in event.summary.value if value.HasField("tensor")]
+            values = event.summary.value
+            tags = [value.tag for value in values if value.HasField("tensor")]
             texts |= {(event.step, tag) for tag in tags}
             if not tags:
-                values = event.summary.value
                 row = {value.tag: np.float32(value.simple_value) for value in values}
-                found.append((event.step, fingerprint(row)))
-    return found, texts
+                rows.append((event.step, _fingerprint(row)))
+    return rows, texts
+
+
+def _compare(written: list[tuple[int, int]], rows: Iterable[Row]) -> tuple[int, int | None]:
+    """Compare what the files have with metrics.jsonl.
+
+    Returns:
+        The number of rows to keep; the tokens from which on the files are purged, None if the
+        files have nothing else.
+    """
+    num_same, purge_tokens = 0, None
+    for row in rows:
+        if num_same == len(written):
+            break
+        if (row["tokens"], _fingerprint(scalars(row))) != written[num_same]:
+            purge_tokens = min(row["tokens"], written[num_same][0])
+            break
+        num_same += 1
+    else:
+        purge_tokens = written[num_same][0] if num_same < len(written) else None
+    if purge_tokens is not None:
+        while num_same and written[num_same - 1][0] >= purge_tokens:
+            num_same -= 1
+    return num_same, purge_tokens
+
+
+def _fingerprint(row: Scalars) -> int:
+    """Return a number that is equal for equal scalars; valid in this process only."""
+    return hash(tuple(sorted((key, value.tobytes()) for key, value in row.items())))
 
 
 def _files(directory: Path) -> list[Path]:
@@ -145,7 +157,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file that are whole."""
+    """Yield the rows of the complete lines of a file."""
     if path.is_file():
         with open(path, "rb") as file:
             for line in file:
@@ -154,13 +166,18 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _writer(directory: Path, purge_tokens: int | None) -> Any:
-    """Open another event file, that is read after those that are there."""
+    """Open another event file, which TensorBoard reads after the existing ones.
+
+    Args:
+        directory: is made if it does not exist.
+        purge_tokens: TensorBoard ignores what the existing files have from this x on.
+    """
     from tensorboard.compat.proto import event_pb2
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     directory.mkdir(parents=True, exist_ok=True)
     newest = max((path.stat().st_mtime for path in _files(directory)), default=0.0)
-    while int(time.time()) <= int(newest):  # they are sorted by the second in their names
+    while int(time.time()) <= int(newest):  # their names have the second in which they were made
         time.sleep(0.05)
     writer = EventFileWriter(str(directory))
     if purge_tokens is not None:

@@ -1,195 +1,166 @@
-"""The run's part in its trackers: one child process each, that copies the run directory's files.
+"""`Trackers`: one background process for each tracker (W&B, TensorBoard) of a run.
 
-A tracker (W&B, TensorBoard) never meets the training process. Its child, `python -m zerolm mirror`
-(zerolm/mirror.py), reads what the run appends to `metrics.jsonl`, `events.jsonl`, `samples.jsonl`:
-whatever is slow or broken over there, the files are the queue, and a step waits for nothing. Here
-the children are started, listened to and ended. First rank only; knows no tracker but its name.
+No tracker runs in the training process. Its process, `python -m zerolm mirror` (`Mirror`), reads
+what the run appends to metrics.jsonl, events.jsonl and samples.jsonl. These files are the queue,
+so a step never waits for a slow or broken tracker. First rank only. Must not know any tracker.
 """
 
 import contextlib
 import json
-import os
 import select
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm import processes, pulse
-from zerolm.distributed import tell
-from zerolm.machine import told_wandb_mode
+from zerolm.distributed.collectives import print_safely
+from zerolm.tracking.tracker import tracker_class
+from zerolm.watchdog.child import Child
 
-LOOK_SECONDS = 2.0
-READ_SECONDS = 5.0  # a child that is alive reads what was written within one of its looks
+POLL_SECONDS = 2.0
+READ_SECONDS = 5.0  # a process that is alive polls the files more often than this
 FINISH_SECONDS = 30.0
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 30.0, 600.0
-MOST_DEATHS = 4  # of one tracker in one start: offline, each new child writes every row once more
+FIRST_PAUSE_SECONDS = 30.0
+MAX_FAILURES = 4  # of one tracker in one start: offline, each process writes every row again
 
 Note = Callable[..., None]
 
 
-def names(settings: Any) -> list[str]:
-    """Return the trackers that a run has: none of W&B where it is off, or disabled for all."""
-    disabled = settings.wandb == "auto" and told_wandb_mode() == "disabled"
-    found = [] if settings.wandb == "off" or disabled else ["wandb"]
-    return [*found, "tensorboard"] if settings.tensorboard else found
-
-
 class Trackers:
-    """The trackers of a run. No call waits for their servers but `finish`, and that for so long.
+    """The trackers of a run. No method waits for their servers but `finish`.
 
     Args:
-        run_dir: has run.json, which tells the children what to do.
-        names: of the trackers.
-        note: appends an event to the run's log: `note(event, **what)`.
-        before: those of the log before a rollback, told to end: they are listened to until then.
+        run_dir: run directory; the processes read their settings from its run.json.
+        names: names of the trackers.
+        note: appends an event to the run's log: `note(event, **values)`.
+        before: trackers of the log before a rollback, which have been told to end. Their messages
+            are received until they have.
     """
 
     def __init__(
         self, run_dir: Path, names: Sequence[str], note: Note, before: "Trackers | None" = None
     ):
-        self._leaving: list[_Child] = []
+        self._ending: list[TrackerProcess] = []
         if before is not None:
-            self._leaving = [*before._leaving, *before._children]
-            for child in self._leaving:
-                child.note = note
-        self._children: list[_Child] = [_Child(Path(run_dir), name, note) for name in names]
-        self._look_at = 0.0
+            self._ending = [*before._ending, *before._processes]
+            for process in self._ending:
+                process.note = note
+        self._processes: list[TrackerProcess] = [
+            TrackerProcess(Path(run_dir), name, note) for name in names
+        ]
+        self._poll_at = 0.0
 
-    def poke(self) -> None:
-        """Say what the children have said, and start one again that has died. Microseconds."""
+    def tick(self) -> None:
+        """Receive messages, and restart a process that has died. Takes microseconds."""
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
-            for child in (*self._leaving, *self._children):
-                child.look()
+        if now >= self._poll_at:
+            self._poll_at = now + POLL_SECONDS
+            for process in (*self._ending, *self._processes):
+                process.poll()
 
     def end(self, how: str) -> None:
-        """Tell the children that nothing more will be written, and wait until they have read all.
+        """Tell the processes that nothing more will be written, and wait until they have read it.
 
         Args:
-            how: `done`, `stopped`, `rollback`; or `failed`, `gave_up`.
+            how: `done`, `stopped`, `rollback`, `failed` or `gave_up`.
         """
-        for child in self._children:
-            child.end(how)
-        for child in self._children:
-            child.wait_until_read()
+        for process in self._processes:
+            process.end(how)
+        for process in self._processes:
+            process.wait_until_read()
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
-        """Wait for the children, for so long, and say what a tracker lacks, and what repairs it."""
+        """Wait at most `seconds` for the processes, and report what a tracker lacks."""
         deadline = time.monotonic() + seconds
-        for child in (*self._leaving, *self._children):
-            child.finish(deadline)
+        for process in (*self._ending, *self._processes):
+            process.finish(deadline)
 
 
-class _Child:
-    """One child: its process, the socket to it, and what it has said."""
+class TrackerProcess:
+    """The process of one tracker, and the socket to it."""
 
     def __init__(self, run_dir: Path, name: str, note: Note):
-        self.run_dir, self.name, self.note = run_dir, name, note
-        self.process: subprocess.Popen[bytes] | None = None
+        self.name, self.note = name, note
+        self.log = run_dir / name / "mirror.log"
+        self.repair = tracker_class(name).repair(run_dir)
+        self.child = Child(
+            "mirror", run_dir, name,
+            log=self.log, endless=True,
+            first_pause_seconds=FIRST_PAUSE_SECONDS, max_failures=MAX_FAILURES,
+        )  # fmt: skip
         self.channel: socket.socket | None = None
-        self._said = b""
-        self._read = self._ended = self._over = False
-        self._told_repair, self._deaths = False, 0
-        self._pause, self._start_at = FIRST_PAUSE_SECONDS, 0.0
+        self._partial_line = b""
+        self._has_read_all = self._told_to_end = self._ended = self._repair_was_logged = False
         self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        words = [sys.executable, "-m", "zerolm", "mirror", str(self.run_dir), self.name]
-        words += ["--of_process", str(os.getpid())]
-        log = self.run_dir / self.name
         try:
-            log.mkdir(exist_ok=True)
-            with open(log / "mirror.log", "ab") as output:
-                self.process = subprocess.Popen(
-                    words,
-                    env=processes.observer_environment(),
-                    stdin=theirs.fileno(),
-                    stdout=output,
-                    stderr=output,
-                )
-        except OSError as error:  # training goes on
-            self._failed(f"cannot start its process: {error}")
-            self._start_at = time.monotonic() + LONGEST_PAUSE_SECONDS
+            self.child.start(stdin=theirs.fileno())
+        except OSError as error:
+            self._fail(f"cannot start its process: {error}")
             ours.close()
         else:
             ours.setblocking(False)
-            self.channel, self._said = ours, b""
+            self.channel, self._partial_line = ours, b""
         theirs.close()
 
-    def look(self) -> None:
-        """Take in what the child has said; start it again if it has died, a few times."""
-        self._listen()
-        if self.process is not None and self.process.poll() is not None:
-            self._listen()
-            complete = self.process.returncode == 0
+    def poll(self) -> None:
+        """Receive messages; restart the process if it has died and is due."""
+        self._receive()
+        code = self.child.poll()
+        if code is not None:
+            self._receive()  # messages from just before it ended
             self._close()
-            if self._ended:
-                self._end_of(complete)
+            if self._told_to_end:
+                self._report_end(complete=code == 0)
             else:
-                self._died()
-        waits = self.process is None and not self._ended and self._deaths < MOST_DEATHS
-        if waits and time.monotonic() >= self._start_at:
+                self._report_death()
+        if self.child.due() and not self._told_to_end:
             self._start()
 
-    def _died(self) -> None:
-        self._deaths += 1
-        log = self.run_dir / self.name / "mirror.log"
-        if self._deaths >= MOST_DEATHS:
-            self._failed(
-                f"its process has ended {self._deaths} times and is not started again ({log}); "
-                f"{repair(self.run_dir, self.name)}"
+    def _report_death(self) -> None:
+        if self.child.failures < MAX_FAILURES:
+            self._fail(f"its process ended ({self.log})")
+        else:
+            self._fail(
+                f"its process has ended {self.child.failures} times and is not restarted "
+                f"({self.log}); {self.repair}"
             )
-            return
-        self._failed(f"its process ended ({log})")
-        self._start_at = time.monotonic() + self._pause
-        self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause)
 
     def end(self, how: str) -> None:
-        self._ended = True
+        self._told_to_end = True
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 self.channel.send(json.dumps({"end": how}).encode() + b"\n")
 
     def wait_until_read(self) -> None:
         deadline = time.monotonic() + READ_SECONDS
-        while self.channel is not None and not self._read:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.channel], [], [], left)[0]:
+        while self.channel is not None and not self._has_read_all:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0 or not select.select([self.channel], [], [], seconds_left)[0]:
                 return
-            self._listen()
+            self._receive()
 
     def finish(self, deadline: float) -> None:
-        """Wait for the child, end it when it is late, and have told what its tracker lacks."""
-        process = self.process
-        if process is not None:
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-                pulse.beat("end")  # to wait here is not to hang
-            late = process.poll() is None
-            if late:
-                process.kill()
-                process.wait()
-            self._listen()
-            self._close()
-            self._end_of(process.returncode == 0, "did not end in time" if late else "")
-        else:
-            self._end_of(False)
+        """Wait for the process, kill it when it is late, and report if its tracker lacks rows."""
+        code = self.child.wait(deadline)
+        late = self.child.running
+        self.child.kill()
+        self._receive()
+        self._close()
+        self._report_end(code == 0, "it did not end in time" if late else "")
 
-    def _end_of(self, complete: bool, why: str = "") -> None:
-        """Say once, of a child that will say nothing more, that its tracker may lack something."""
-        if not (complete or self._told_repair or self._over):
-            why = why or f"its process ended ({self.run_dir / self.name / 'mirror.log'})"
-            self._failed(f"may lack rows: {why}; {repair(self.run_dir, self.name)}")
-        self._over = True
+    def _report_end(self, complete: bool, reason: str = "") -> None:
+        """Report once that the process has ended and its tracker may lack rows."""
+        if not (complete or self._repair_was_logged or self._ended):
+            reason = reason or f"its process ended ({self.log})"
+            self._fail(f"may lack rows: {reason}; {self.repair}")
+        self._ended = True
 
-    def _listen(self) -> None:
-        """Read what the child has said, and say or note it."""
+    def _receive(self) -> None:
+        """Read the messages of the process without waiting, and log them."""
         while self.channel is not None:
             try:
                 data = self.channel.recv(1 << 16)
@@ -198,33 +169,25 @@ class _Child:
             except OSError:
                 data = b""
             if not data:
-                self.channel.close()
-                self.channel = None
+                self._close()
                 return
-            *lines, self._said = (self._said + data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
 
     def _take(self, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self._told_repair |= repair(self.run_dir, self.name) in message["failed"]
-            self._failed(message["failed"])
-        if "says" in message:
-            tell(f"{self.name}: {message['says']}")
-        self._read |= "read" in message
+            self._repair_was_logged |= self.repair in message["failed"]
+            self._fail(message["failed"])
+        if "log" in message:
+            print_safely(f"{self.name}: {message['log']}")
+        self._has_read_all |= "read" in message
 
-    def _failed(self, error: str) -> None:
+    def _fail(self, error: str) -> None:
         self.note("tracker_failed", tracker=self.name, error=error)
-        tell(f"{self.name}: {error}; training goes on")
+        print_safely(f"{self.name}: {error}; training continues")
 
     def _close(self) -> None:
         if self.channel is not None:
             self.channel.close()
-        self.channel = self.process = None
-
-
-def repair(run_dir: Path, name: str) -> str:
-    """Name the command that gives a tracker what it lacks."""
-    if name == "wandb":
-        return f"metrics.jsonl has everything: python -m zerolm wandb-sync {run_dir}"
-    return "metrics.jsonl has everything, and the next start writes what is missing"
+        self.channel = None

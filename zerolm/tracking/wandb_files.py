@@ -1,43 +1,46 @@
-"""Read the files in which W&B keeps a run (`run-ID.wandb`), to know what a W&B run has already.
+"""Reads W&B's own files of a run (`run-ID.wandb`), to know what a W&B run already has.
 
-The files are logs in LevelDB's format: records in parts, in blocks of 32 KiB, after a header of
-seven bytes. A file whose writer was killed ends in the middle of a record; what is before counts.
+The files are logs in LevelDB's format: after a header of 7 bytes, blocks of 32 KiB with records,
+which may be divided into fragments. A file whose writer was killed ends within a record; the
+records before it are valid.
 Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
 """
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from zerolm.common.run_files import RunFiles
 
 BLOCK_BYTES, HEADER_BYTES = 32768, 7
-WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4  # types of fragments
 
 
 def files_of(run_dir: Path, run_id: str) -> list[Path]:
-    """Return the files of a W&B run below a run directory, in the order of its starts."""
-    found = (Path(run_dir) / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
-    return sorted(found, key=lambda path: path.parent.name.rpartition("run-2")[2])
+    """Return the files of a W&B run in a run directory, in the order of its starts."""
+    paths = RunFiles(run_dir).tracker("wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
+    return sorted(paths, key=lambda path: path.parent.name.rpartition("run-2")[2])
 
 
 def raw_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a file that are whole."""
-    position, parts, size_bytes = HEADER_BYTES, b"", path.stat().st_size
+    """Yield the complete records of a file."""
+    position, record, size_bytes = HEADER_BYTES, b"", path.stat().st_size
     with open(path, "rb") as file:
         file.seek(position)
         while position + HEADER_BYTES <= size_bytes:
             left = BLOCK_BYTES - position % BLOCK_BYTES
-            if left < HEADER_BYTES:  # the rest of a block that no header fits into
+            if left < HEADER_BYTES:  # the end of a block has no room for a header
                 position += len(file.read(left))
                 continue
             header = file.read(HEADER_BYTES)
-            size, kind = int.from_bytes(header[4:6], "little"), header[6]
+            size, fragment_type = int.from_bytes(header[4:6], "little"), header[6]
             data = file.read(size)
-            if kind not in (WHOLE, FIRST, MIDDLE, LAST) or len(data) < size:
+            if fragment_type not in (FULL, FIRST, MIDDLE, LAST) or len(data) < size:
                 return
-            parts = (b"" if kind in (WHOLE, FIRST) else parts) + data
-            if kind in (WHOLE, LAST):
-                yield parts
+            record = (b"" if fragment_type in (FULL, FIRST) else record) + data
+            if fragment_type in (FULL, LAST):
+                yield record
             position += HEADER_BYTES + size
 
 
@@ -48,41 +51,29 @@ def records(path: Path) -> Iterator[Any]:
     new_record: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
     for data in raw_records(path):
         record = new_record()
-        with contextlib.suppress(Exception):  # DecodeError, of a version of protobuf or another
+        with contextlib.suppress(Exception):  # DecodeError, whose class depends on the version
             record.ParseFromString(data)
             yield record
 
 
-class Told(NamedTuple):
-    """What else than rows a W&B run has.
+def mark_as_sent(files: list[Path]) -> None:
+    """Make `wandb sync` skip offline files, because the file of a later start has all their rows.
 
-    Attributes:
-        alerts: their texts.
-        artifacts: their aliases.
-    """
-
-    alerts: set[str]
-    artifacts: set[str]
-
-
-def supersede(files: list[Path]) -> None:
-    """Have `wandb sync` pass over offline files: what a later start has written has all of it.
-
-    It sends several files of one run one over the other, each from the first line (0.31).
+    Otherwise it sends every file of a run from the first line, one over the other (W&B 0.31).
     """
     for path in files:
         if path.parent.name.startswith("offline-"):
             path.with_name(f"{path.name}.synced").touch()
 
 
-def told(run_dir: Path, run_id: str) -> Told:
-    """Read what all starts of a W&B run have written here."""
-    found = Told(set(), set())
+def logged(run_dir: Path, run_id: str) -> set[str]:
+    """Return the texts of all alerts and the aliases of all artifacts of a W&B run."""
+    found: set[str] = set()
     for path in files_of(run_dir, run_id):
         for record in records(path):
             kind = record.WhichOneof("record_type")
             if kind == "alert":
-                found.alerts.add(record.alert.text)
+                found.add(record.alert.text)
             elif kind == "artifact":
-                found.artifacts.update(record.artifact.aliases)
+                found.update(record.artifact.aliases)
     return found

@@ -1,21 +1,21 @@
-"""Make W&B runs from a run directory, whatever W&B has got: `python -m zerolm wandb-sync RUN`.
+"""`python -m zerolm wandb-sync RUN`: makes W&B runs from a run directory, whatever W&B already has.
 
-One W&B run has `metrics.jsonl`, with checkpoints as references and samples; what each rollback went
-back over is a run of its own, in the same group. The run may be going on.
+One W&B run gets metrics.jsonl, references to the checkpoints, and the samples. The rows that each
+rollback discarded become a W&B run of their own in the same group. The run may still be running.
 """
 
-import fcntl
 import json
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.machine import has_wandb_key
-from zerolm.mirror import Tail
-from zerolm.wandb_tracker import MEMORY, Identity, WandbTracker, close, identity, mode_of
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.locks import FileLock, LockTaken
+from zerolm.common.run_files import RunFiles, rollback_name
+from zerolm.tracking.mirror import Tail
+from zerolm.tracking.wandb import STATE_FILE, WandbTracker, close, new_id
+from zerolm.tracking.wandb_identity import Identity, has_key, identity, resolve_mode
 
 
 def wandb_sync(
@@ -25,89 +25,95 @@ def wandb_sync(
     project: str | None = None,
     entity: str | None = None,
     same_id: bool = False,
-    say: Callable[[str], object] = print,
+    log: Callable[[str], object] = print,
 ) -> list[str]:
-    """Send a run directory to W&B as it is now.
+    """Send the present content of a run directory to W&B.
 
     Args:
+        run_dir: run directory.
         mode: auto, online or offline.
-        project, entity: instead of those in run.json.
-        same_id: take the id of the run's own W&B run, which is overwritten over there.
+        project: name of the project (default: that of the run).
+        entity: user or team (default: that of the run).
+        same_id: overwrite the run's own W&B run instead of making a new one.
+        log: is called with one line for each W&B run.
 
     Returns:
         The ids of the W&B runs.
 
     Raises:
-        ConfigError: this is not a run directory; online without a key; the id is in use.
+        ConfigError: this is not a run directory; there is no key for online; the id is in use.
         ZerolmError: W&B failed.
     """
-    run_dir = Path(run_dir)
-    if not (run_dir / "run.json").is_file():
+    files = RunFiles(run_dir)
+    if not files.record.is_file():
         raise ConfigError(f"{run_dir}: no run.json in it, so this is not a run directory.")
-    if mode == "online" and not has_wandb_key():
+    if mode == "online" and not has_key():
         raise ConfigError(
             "--mode: online, but no key is configured. Run wandb login, set WANDB_API_KEY, or use "
             "--mode offline."
         )
-    settings = json.loads((run_dir / "run.json").read_text())["settings"]
-    own_id = uuid.uuid4().hex[:8]
-    if same_id:
-        memory = run_dir / "wandb" / MEMORY
-        if not memory.is_file():
-            raise ConfigError(f"--same_id: {memory} is not there: the run has no W&B run yet.")
-        with open(run_dir / "wandb" / "lock", "a") as lock:  # NFS locks only what may be written
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"--same_id: {run_dir} is going on and writes to that W&B run. Wait for its "
-                    f"end, or leave --same_id out."
-                ) from error
-            except OSError:  # a file system without locks
-                pass
-        own_id = json.loads(memory.read_text())["id"]
-
-    def named(suffix: str) -> Identity:
-        name = identity(run_dir, settings, suffix)
-        return replace(
-            name,
-            mode=mode_of(mode),
-            project=project or name.project,
-            entity=entity or name.entity,
+    settings = json.loads(files.record.read_text())["settings"]
+    run_id = _id_in_use(files) if same_id else new_id()
+    parts = [("", files.metrics)]
+    parts += [(f"-{rollback_name(path)}", path) for path in files.all_archived_metrics()]
+    ids = []
+    for suffix, path in parts:
+        one = identity(files.run_dir, settings, suffix)
+        one = replace(
+            one,
+            mode=resolve_mode(mode),
+            project=project or one.project,
+            entity=entity or one.entity,
         )
-
-    parts = [("", "metrics.jsonl", own_id)]
-    for path in sorted(run_dir.glob("metrics-rolled-back-*.jsonl")):
-        suffix = path.stem.removeprefix("metrics")
-        parts.append((suffix, path.name, f"{own_id}{suffix}"))
-    for suffix, file, run_id in parts:
+        ids.append(run_id + suffix)
         try:
-            _send(run_dir, file, named(suffix), run_id, whole=not suffix, say=say)
-        except Exception as error:  # whatever of network, key or disk W&B finds wanting
+            log(_send(files, path, one, ids[-1], everything=not suffix))
+        except Exception as error:  # of network, key or disk, in whatever class W&B raises
             close()
             reason = " ".join(str(error).split())[:300]
             raise ZerolmError(
-                f"{run_dir / file}: W&B did not take it: {reason}. Try again, or write it into "
+                f"{path}: W&B did not take it: {reason}. Try again, or write it into "
                 f"the run directory with --mode offline."
             ) from error
-    return [run_id for _, _, run_id in parts]
+    return ids
 
 
-def _send(
-    run_dir: Path, file: str, name: Identity, run_id: str, whole: bool, say: Callable[[str], object]
-) -> None:
-    """Make one W&B run of one file of metrics; `whole`: with all else that W&B gets."""
-    os.environ["WANDB_MODE"] = name.mode
-    target = WandbTracker(run_dir, fresh=name, fresh_id=run_id)
-    target.open()
-    rows = Tail(run_dir / file).read()
-    if whole:
-        target.samples(Tail(run_dir / "samples.jsonl").read())
+def _id_in_use(files: RunFiles) -> str:
+    """Return the id of the run's own W&B run.
+
+    Raises:
+        ConfigError: there is none, or the run is still running.
+    """
+    state = files.tracker("wandb") / STATE_FILE
+    if not state.is_file():
+        raise ConfigError(f"--same_id: {state} is missing: the run has no W&B run yet.")
+    try:
+        FileLock(files.tracker_lock("wandb")).release()
+    except LockTaken as error:
+        raise ConfigError(
+            f"--same_id: {files.run_dir} is still running and writes to that W&B run. Wait for its "
+            f"end, or leave --same_id out."
+        ) from error
+    return json.loads(state.read_text())["id"]
+
+
+def _send(files: RunFiles, metrics: Path, one: Identity, run_id: str, everything: bool) -> str:
+    """Make one W&B run from one file of metrics; return a line about it.
+
+    Args:
+        everything: also send samples and events.
+    """
+    os.environ["WANDB_MODE"] = one.mode
+    tracker = WandbTracker(files.run_dir, separate=one, separate_id=run_id)
+    tracker.open()
+    rows = Tail(metrics).read()
+    if everything:
+        tracker.samples(Tail(files.samples).read())
     for row in rows:
-        if target.wants(row):
-            target.log(row)
-    if whole:
-        for event in Tail(run_dir / "events.jsonl").read():
-            target.event(event)
-    target.finish(0)
-    say(f"{name.name} ({run_id}): {len(rows)} rows of {file}, {target.where}")
+        if tracker.wants(row):
+            tracker.log(row)
+    if everything:
+        for event in Tail(files.events).read():
+            tracker.event(event)
+    tracker.finish(0)
+    return f"{one.name} ({run_id}): {len(rows)} rows of {metrics.name}, {tracker.where}"

@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerolm import pulse
-from zerolm.checkpoint_directory import Progress, directory_name
-from zerolm.errors import CheckpointWriteError
+from zerolm.checkpoint.directory import Progress
+from zerolm.common.errors import CheckpointWriteError
+from zerolm.common.run_files import checkpoint_name
+from zerolm.config.resolved import Resolved
+from zerolm.watchdog.progress import record_progress
 
 
 class Saves:
     """The saves of a run.
 
     Args:
-        writer: a `zerolm.checkpoint_writer.CheckpointWriter`.
+        writer: a `zerolm.checkpoint.writer.CheckpointWriter`.
         settings: resolved ones.
         stop: is told how long a save takes, to leave time for the last one.
         say: prints on rank 0.
@@ -26,7 +28,7 @@ class Saves:
         newest: the newest checkpoint that is whole, as a path.
     """
 
-    def __init__(self, writer: Any, settings: Any, stop: Any, say: Callable[..., None]):
+    def __init__(self, writer: Any, settings: Resolved, stop: Any, say: Callable[..., None]):
         self._writer, self._settings, self._stop, self._say = writer, settings, stop, say
         self._failed = 0  # in a row
         self.newest: str | None = None
@@ -55,7 +57,7 @@ class Saves:
         Raises:
             CheckpointWriteError: on every rank: it, or the one before, has failed for good.
         """
-        pulse.beat("checkpoint")
+        record_progress("checkpoint")
         began = time.perf_counter()
         if self._writer.busy:
             self._say(f"step={progress.step} waits for the checkpoint before")
@@ -63,7 +65,7 @@ class Saves:
         waited = time.perf_counter() - began
         log.sync()
         best = log.best_steps("eval/loss", self._settings.checkpoint_keep_best)
-        names = [directory_name(step) for step in best]
+        names = [checkpoint_name(step) for step in best]
         copied = self._writer.save(progress, best=names, **facts())
         if last or not self._settings.async_checkpoint:
             self.finish(log, last=last)
@@ -88,7 +90,7 @@ class Saves:
         Raises:
             CheckpointWriteError: see `save`.
         """
-        pulse.beat("checkpoint")
+        record_progress("checkpoint")
         self._note(self._writer.finish(), log, last)
 
     def _note(self, outcome: Any, log: Any, last: bool) -> None:

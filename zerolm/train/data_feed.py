@@ -7,9 +7,12 @@ stage of the mixture it has reached. All ranks make the same calls.
 from collections.abc import Callable
 from typing import Any
 
-from zerolm import data, epoch_plan, metrics, probe
-from zerolm.checkpoint_directory import Progress
-from zerolm.plan import Plan
+from zerolm.checkpoint import probe
+from zerolm.checkpoint.directory import Progress
+from zerolm.data import epochs
+from zerolm.data import loader as data
+from zerolm.plan.plan import Plan
+from zerolm.train import metrics
 
 UNBOUNDED = 1 << 62  # the stream has no end: the token budget ends the run
 
@@ -29,7 +32,7 @@ class Feed:
 
     def __init__(self, plan: Plan, rank: int, device: Any, say: Callable[..., None]):
         self.plan, self.rank, self.device, self.say = plan, rank, device, say
-        self.settings: Any = plan.settings  # resolved: none of them is None any more
+        self.settings = plan.settings
         self.order: Any = None
         self.traffic: Any = None
         self.stage = 0
@@ -38,7 +41,7 @@ class Feed:
         """Return how data of which a rank has one of several parts is cut into micro-batches."""
         return {
             "seq_len": self.settings.seq_len,
-            "micro_batch_size": self.plan.micro_batch_size,
+            "micro_batch_size": self.plan.settings.micro_batch_size,
             "document_mask": self.settings.document_mask,
             "packing": self.settings.packing,
             "rank": part,
@@ -56,7 +59,7 @@ class Feed:
             end_position=UNBOUNDED,
             skipped_windows=progress.skipped_windows,
             stages=self.plan.mixture.stages[1:],
-            **self.cut_into(*self.plan.layout.training_share(self.rank)),
+            **self.cut_into(*self.plan.layout.training_shard(self.rank)),
         )
         self.order, self.traffic = stream.order, stream.traffic
         self._note_caps(progress)
@@ -68,7 +71,7 @@ class Feed:
     def _note_caps(self, progress: Progress) -> None:
         """Say, as the run begins or goes on, which caps what it left out makes it exceed."""
         left = -(-(self.settings.total_tokens - progress.tokens) // self.settings.seq_len)
-        for line in epoch_plan.left_out_notices(
+        for line in epochs.skipped_data_notices(
             self.plan.mixture,
             self.order,
             self.plan.source_names,

@@ -6,6 +6,7 @@ whole gradient is there. Nothing else changes. Read from DeepSpeed 0.19.8's own 
 """
 
 import gc
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 
-from zerolm.files import write_json
+from zerolm.common.files import write_json
 
-VARIABLE = "ZEROLM_MEMORY_PROBE"
+MEMORY_VARIABLE = "ZEROLM_MEMORY_PROBE"
 GRADIENTS = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
 GRADIENT_BUFFERS = ("grad_partitions_flat_buffer",)
 MOMENTA_OF_THE_STEP = "_muon_pending_momentum"
@@ -70,9 +71,9 @@ def model_state_bytes(engine: Any) -> dict[str, int]:
     return {name: sum(_new_bytes(_tensors(what), seen)) for name, what in owned.items()}
 
 
-def record(engine: Any, step: int) -> None:
+def record_memory(engine: Any, step: int) -> None:
     """Write this rank's count to the directory that the environment names, if it names one."""
-    directory = os.environ.get(VARIABLE)
+    directory = os.environ.get(MEMORY_VARIABLE)
     if directory:
         found = {"step": step, **model_state_bytes(engine)}
         write_json(Path(directory) / f"rank-{engine.global_rank:05d}.json", found)
@@ -98,3 +99,52 @@ def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]
         if storage._cdata not in seen and storage.nbytes() > 64:
             seen.add(storage._cdata)
             yield storage.nbytes()
+
+
+LEDGER_VARIABLE = "ZEROLM_LEDGER"
+
+
+def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> None:
+    """Append what this rank trained on in a step, if a ledger is asked for.
+
+    Args:
+        micro_batches: with the `sequence_ids` and the `sources` of their rows, as tensors.
+    """
+    directory = os.environ.get(LEDGER_VARIABLE)
+    if directory:
+        line: dict[str, Any] = {"step": step, "sequences": [], "sources": []}
+        for batch in micro_batches:
+            line["sequences"] += batch["sequence_ids"].tolist()
+            line["sources"] += batch["sources"].tolist()
+        with open(Path(directory, f"rank-{int(os.environ.get('RANK', 0)):05d}.jsonl"), "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_sequences(directory: str | Path) -> dict[int, list[int]]:
+    """Return {step: sequence numbers, ascending} over all ranks; the last line of a step counts."""
+    return {
+        step: sorted(number for entry in entries for number in entry["sequences"])
+        for step, entries in _last_lines(directory).items()
+    }
+
+
+def read_sources(directory: str | Path) -> dict[int, dict[int, int]]:
+    """Return {step: {sequence number: source}} over all ranks; the last line of a step counts."""
+    return {
+        step: {
+            number: source
+            for entry in entries
+            for number, source in zip(entry["sequences"], entry["sources"], strict=True)
+        }
+        for step, entries in _last_lines(directory).items()
+    }
+
+
+def _last_lines(directory: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """Return {step: the last line that each rank wrote of it}, steps ascending."""
+    steps: dict[int, dict[str, dict[str, Any]]] = {}
+    for path in sorted(Path(directory).glob("rank-*.jsonl")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            steps.setdefault(entry["step"], {})[path.name] = entry
+    return {step: list(ranks.values()) for step, ranks in sorted(steps.items())}

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from zerolm.loss import IGNORED
-from zerolm.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
-from zerolm.norms import Blocks, UpdateMeter, counted_here, parameter_norm, weight_squares
-from zerolm.parallel import Layout
+from zerolm.distributed.layout import Layout
+from zerolm.model.loss import IGNORED
+from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
+from zerolm.train.norms import Blocks, UpdateMeter, counted_here, parameter_norm, weight_squares
 
 Row = dict[str, Any]
 NUM_FIGURES = 5  # of SmallBatchSums
@@ -28,7 +28,7 @@ class Since:
     Attributes:
         steps: taken since the last report.
         clipped: of these, with a gradient that was clipped.
-        noise, signal: moving averages of `zerolm.noise_scale.Estimate`.
+        noise, signal: moving averages of `zerolm.train.noise_scale.Estimate`.
     """
 
     steps: int = 0
@@ -68,7 +68,7 @@ class Health:
         # With sequences cut no rank ever has the gradient of a micro-batch.
         self._noise = norm_is_of_gradient and layout.sequence == 1
         self._meter = UpdateMeter(engine, self.blocks, layout)
-        counts = layout.counts(self._rank)
+        counts = layout.contributes(self._rank)
         own = [each for each, _ in self.blocks.parameters if counted_here(each, counts)]
         self._small = SmallBatches(own, device, counts)
         self._measuring = self._sampling = False

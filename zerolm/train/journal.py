@@ -4,16 +4,19 @@ run.py tells it what has happened. Every rank has one; only the first one's writ
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from zerolm import compiled_blocks, metrics, mixture, stability, throughput, tracker
-from zerolm.checkpoint import Damage
-from zerolm.checkpoint_directory import Progress
-from zerolm.console import Console
-from zerolm.plan import Plan
-from zerolm.rollback import Entry
-from zerolm.spike import Ladder
+from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.load import Damage
+from zerolm.checkpoint.rollback import Entry
+from zerolm.data import mixture
+from zerolm.model import compile
+from zerolm.optim.spikes import SpikeGuard
+from zerolm.plan.plan import Plan
+from zerolm.tracking import run_log
+from zerolm.tracking.console import Console
+from zerolm.tracking.tracker_processes import Trackers
+from zerolm.train import stability, throughput
 
 
 class Journal:
@@ -29,25 +32,25 @@ class Journal:
         watch: times the steps between two reports.
     """
 
-    log: metrics.RunLog
+    log: run_log.RunLog
 
     def __init__(
         self, plan: Plan, rank: int, world_size: int, device: Any, say: Callable[..., None]
     ):
         self.plan, self.rank, self.world_size = plan, rank, world_size
-        self.settings: Any = plan.settings  # resolved: none of them is None any more
+        self.settings = plan.settings
         self.device, self.say = device, say
         self.peak_flops, source = throughput.device_peak_flops(device, plan.matmul_precision)
         say(f"peak: {self.peak_flops:.3g} FLOP/s a device ({source})")
         self.watch = throughput.Stopwatch(device)
         self.console = Console(rank == 0)
         self.changed = plan.changed
-        self.trackers: tracker.Trackers | None = None  # of the log, until the next one has them
+        self.trackers: Trackers | None = None  # of the log, until the next one has them
         self.said: str | None = None  # of graphs that were broken
 
     def open(self, step: int) -> None:
         """Open the log of the steps behind `step`; the lines of later ones are dropped."""
-        self.log = metrics.RunLog(Path(self.settings.run_dir), step, writes=self.rank == 0)
+        self.log = run_log.RunLog(self.plan.run_dir, step, writes=self.rank == 0)
 
     def begin(
         self,
@@ -72,7 +75,7 @@ class Journal:
             step,
             checkpoint=checkpoint,
             world_size=self.world_size,
-            zero_stage=self.plan.zero_stage,
+            zero_stage=self.plan.profile.zero_stage,
             resharded=resharded,
         )
         if self.changed:
@@ -80,16 +83,16 @@ class Journal:
             self.changed = {}  # a rollback begins again, with nothing changed since
         self.log.track(self.settings, before=self.trackers)
         self.trackers = self.log.trackers
-        self.console.begin(step, self.plan.total_steps)
+        self.console.start(step, self.plan.total_steps)
 
     def stage(self, step: int, stage: int) -> None:
         """Write down that the mixture's next stage has begun with this step."""
         stages = self.plan.mixture.stages
-        shares = mixture.shares(stages[stage], self.plan.source_names)
+        shares = mixture.stage_shares(stages[stage], self.plan.source_names)
         self.log.event("stage", step, stage=stage + 1, shares=shares)
         self.say(f"step={step} stage={stage + 1} of {len(stages)}: {shares}")
 
-    def anomaly(self, ladder: Ladder, progress: Progress, result: Any, sequences: int) -> None:
+    def anomaly(self, ladder: SpikeGuard, progress: Progress, result: Any, sequences: int) -> None:
         """Write down a step that was an anomaly, or was not taken, and the data that it saw.
 
         Args:
@@ -120,7 +123,7 @@ class Journal:
         )
         self.log.close("rollback")
 
-    def report(self, progress: Progress, row: metrics.Row) -> None:
+    def report(self, progress: Progress, row: run_log.Row) -> None:
         """Write the metrics of the interval to the log, the trackers and the console.
 
         Args:
@@ -142,8 +145,8 @@ class Journal:
         )
         seconds_left = steps_left * row["throughput/step_seconds"]
         if not self.console.figures(row, progress.step + steps_left, seconds_left):
-            self.say(metrics.console_line(row, progress.step + steps_left, seconds_left))
-        if self.settings.compile and (broken := compiled_blocks.breaks()) not in (None, self.said):
+            self.say(run_log.console_line(row, progress.step + steps_left, seconds_left))
+        if self.settings.compile and (broken := compile.breaks()) not in (None, self.said):
             self.said = broken
             self.say(broken)
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from zerolm.architecture import ROUTED_EXPERT
-from zerolm.distributed import gather_objects
-from zerolm.errors import ConfigError
-from zerolm.loss import token_losses
-from zerolm.plan import Plan
+from zerolm.common.errors import ConfigError
+from zerolm.distributed.collectives import gather_objects
+from zerolm.model.architecture import ROUTED_EXPERT
+from zerolm.model.loss import token_losses
+from zerolm.plan.plan import Plan
 
 # Of what the losses move by without a mask, what they may move by with it. Where documents are kept
 # apart they do not move by a bit: a masked weight is 0, and the sums are of the same shape. One
@@ -36,11 +36,12 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
         ConfigError: on every rank: the documents are not kept apart on one of them.
     """
     kernel = getattr(engine, "module", engine).config._attn_implementation
-    assert plan.settings.seq_len is not None
     if plan.settings.seq_len < 2:
         return f"documents are kept apart by {kernel}: not tested, a row is one token"
-    vocab_size = plan.model_config.get_text_config().vocab_size
-    batch, changed = _rows(plan.micro_batch_size, plan.settings.seq_len, vocab_size, device)
+    vocab_size = plan.model.config.get_text_config().vocab_size
+    batch, changed = _rows(
+        plan.settings.micro_batch_size, plan.settings.seq_len, vocab_size, device
+    )
     engine.eval()
     moved = _everywhere(_moved(engine, batch, changed))
     keep = ("input_ids", "targets")
@@ -71,7 +72,7 @@ def _limit(engine: Any, plan: Plan) -> float:
     """Return the share of the unmasked movement that is rounding and not a leak."""
     names = (name for name, _ in getattr(engine, "module", engine).named_parameters())
     if any(ROUTED_EXPERT.search(name) for name in names):
-        return TOLERANCES_OF_EXPERTS[plan.compute_precision]
+        return TOLERANCES_OF_EXPERTS[plan.profile.compute_precision]
     return TOLERANCE
 
 

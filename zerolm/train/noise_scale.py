@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolm.norms import square
+from zerolm.train.norms import square
 
 DECAY = 0.95  # of the averages, from one measured step to the next: the last 20 of them count
 
@@ -133,7 +133,7 @@ def estimate(
     """Return what the micro-batches of a step against its whole batch say; None if nothing.
 
     A micro-batch of n of the N targets goes backward with the sum of its losses * replicas / N
-    (zerolm/train_step.py), so the gradient of its mean loss is N / (n * replicas) times its own.
+    (zerolm/train/step.py), so the gradient of its mean loss is N / (n * replicas) times its own.
     Where they differ in n, 1 / b is the mean of their 1 / n.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerolm.parallel import Layout
+from zerolm.distributed.layout import Layout
 
 # A norm over more values than this is taken in pieces that are added in float64. On a CPU torch
 # adds one after another in float32: the square over 2^22 values is off by 2e-4, over 2^16 by 1e-6
@@ -108,7 +108,7 @@ def counted_here(parameter: Any, counts: bool) -> bool:
     """Whether this rank adds a parameter up: its part of one that is cut, else if the rank counts.
 
     Args:
-        counts: `Layout.counts` of this rank.
+        counts: `Layout.contributes` of this rank.
     """
     return counts or getattr(parameter, "tensor_model_parallel", False)  # DeepSpeed's mark
 
@@ -127,7 +127,7 @@ def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torc
         None when parameters are swapped out to NVMe, where reading them would cost a step.
     """
     rank = torch.distributed.get_rank()
-    place, places = layout.evaluation_share(rank)
+    place, places = layout.evaluation_shard(rank)
     values, numbers = [], []
     for at, (parameter, number) in enumerate(blocks.parameters):
         if hasattr(parameter, "ds_tensor") and hasattr(parameter, "ds_numel"):
@@ -136,7 +136,7 @@ def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torc
             shard = parameter.ds_tensor.data.flatten()
             values.append(shard[: max(0, parameter.ds_numel - rank * shard.numel())])
             numbers.append(number)
-        elif at % places == place and counted_here(parameter, layout.counts(rank)):
+        elif at % places == place and counted_here(parameter, layout.contributes(rank)):
             values.append(parameter.data)
             numbers.append(number)
     return blocks.squares(values, numbers, device)
@@ -173,7 +173,7 @@ def _masters(engine: Any, blocks: Blocks, layout: Layout) -> Iterator[tuple[torc
             flat = optimizer.fp32_partitioned_groups_flat[group].data
             own = max(0, min(length, parameter.ds_numel - rank * length))
             yield flat.narrow(0, offset, own), number
-        elif not counted_here(parameter, layout.counts(rank)):
+        elif not counted_here(parameter, layout.contributes(rank)):
             continue
         elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:
             yield fragment.hp_fragment.data, number

@@ -7,19 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerolm import (
-    checkpoint,
-    distributed,
-    metrics,
-    optimizer,
-    probe,
-    pulse,
-    reshard,
-    rollback,
-    run_record,
-)
-from zerolm.checkpoint_directory import MANIFEST, Checkpoint, Progress
-from zerolm.plan import Plan
+from zerolm.checkpoint import load, probe, reshard, rollback
+from zerolm.checkpoint.directory import Checkpoint, Progress
+from zerolm.common.run_files import MANIFEST
+from zerolm.distributed import collectives
+from zerolm.optim import parameter_groups
+from zerolm.plan.plan import Plan
+from zerolm.preflight import run_record
+from zerolm.tracking import run_log
+from zerolm.watchdog.progress import record_progress
 
 
 class Resumption(NamedTuple):
@@ -33,7 +29,7 @@ class Resumption(NamedTuple):
 
     progress: Progress
     found: Checkpoint | None
-    damage: list[checkpoint.Damage]
+    damage: list[load.Damage]
 
 
 def load_newest(
@@ -58,19 +54,19 @@ def load_newest(
         CheckpointError: on every rank: there are checkpoints, but none can be gone on from.
     """
     rank = engine.global_rank
-    rollbacks = distributed.broadcast_object(rollback.entries(run_dir))
-    pulse.beat("load")
+    rollbacks = collectives.broadcast_object(rollback.entries(run_dir))
+    record_progress("load")
     if rank == 0:  # now that the lock is held
         for entry in rollbacks:
-            metrics.archive(run_dir, entry["number"], entry["to_step"])
+            run_log.archive(run_dir, entry["number"], entry["to_step"])
         rollback.settle(run_dir)
-    found, damage = checkpoint.newest_whole(run_dir, rank, engine.world_size)
+    found, damage = load.newest_whole(run_dir, rank, engine.world_size)
     for damaged in damage:
         say(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
     if found is None:
         return Resumption(rollback.carried_over(progress, rollbacks), None, damage)
-    checkpoint.load(engine, found, plan, reshard.load)
-    optimizer.repeat_powers(engine.optimizer.optimizer)
+    load.load(engine, found, plan, reshard.load)
+    parameter_groups.restore_beta_powers(engine.optimizer.optimizer)
     say(f"resume: {found.directory}, step {found.progress.step}")
     where = found.directory / MANIFEST
     say(f"probe loss: {probe.check(engine, probes(), plan, found.manifest, where)}")

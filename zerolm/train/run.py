@@ -4,49 +4,38 @@
 together (feed, train step, health, checkpoints, journal, ...) know nothing of each other.
 """
 
-from pathlib import Path
 from typing import Any
 
-from zerolm import (
-    adaptive_clip,
-    distributed,
-    health,
-    ledger,
-    live_memory,
-    metrics,
-    probe,
-    pulse,
-    reporting,
-    rollback,
-    routing,
-    run_directory,
-    run_record,
-    stability,
-    topology,
-    train_step,
-    ulysses,
-    uploads,
-)
-from zerolm.checkpoint_directory import Progress, Retention
-from zerolm.checkpoint_writer import CheckpointWriter
-from zerolm.errors import EXIT_DONE, EXIT_STOPPED, GaveUp, ZerolmError
-from zerolm.evaluations import Evaluations
-from zerolm.faults import fault_point
-from zerolm.feed import Feed
-from zerolm.journal import Journal
-from zerolm.plan import Plan
-from zerolm.refusal import StepGate
-from zerolm.resumption import load_newest
-from zerolm.saves import Saves
-from zerolm.spike import COOL_DOWN, History
+from zerolm.checkpoint import probe, rollback
+from zerolm.checkpoint.directory import Progress, Retention
+from zerolm.checkpoint.writer import CheckpointWriter
+from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, GaveUp, ZerolmError
+from zerolm.common.faults import fault_point
+from zerolm.distributed import collectives, process_group, ulysses
+from zerolm.ds_config import topology
+from zerolm.evaluate.evaluator import Evaluations
+from zerolm.optim import adaptive_clip
+from zerolm.optim.spikes import COOL_DOWN, History
+from zerolm.plan.plan import Plan
+from zerolm.preflight import run_record
+from zerolm.tracking import report_process
+from zerolm.train import evidence, health, metrics, router_metrics, run_directory, stability
+from zerolm.train import step as train_step
+from zerolm.train.checkpointing import Saves
+from zerolm.train.data_feed import Feed
+from zerolm.train.journal import Journal
+from zerolm.train.resume import load_newest
+from zerolm.train.step_gate import StepGate
+from zerolm.upload import process
+from zerolm.watchdog.progress import record_progress
 
 
 class Run:
     """A run on one rank: its engine, how far it is, its journal. All ranks make the same calls."""
 
     def __init__(self, plan: Plan, engine: Any, device: Any, stop: stability.StopRequest):
-        self.plan, self.run_dir = plan, Path(plan.settings.run_dir or "")
-        self.settings: Any = plan.settings  # resolved: none of them is None any more
+        self.plan, self.run_dir = plan, plan.run_dir
+        self.settings = plan.settings
         self.engine, self.stop, self.layout = engine, stop, plan.layout
         self.rank, self.world_size = engine.global_rank, engine.world_size
         peak = plan.learning_rate.peak if plan.learning_rate else 1.0
@@ -56,33 +45,34 @@ class Run:
         retention = Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens)
         writer = CheckpointWriter(engine, self.run_dir, retention)
         self.saves = Saves(writer, self.settings, stop, self.say)
-        cut = self.feed.cut_into(*self.layout.evaluation_share(self.rank))
+        cut = self.feed.cut_into(*self.layout.evaluation_shard(self.rank))
         self.evaluations = Evaluations(plan, engine, device, cut, self.say)
-        self.uploads = uploads.Uploads(
+        self.uploads = process.Uploads(
             self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
         )
-        self.page = reporting.Reporting(self.run_dir, self.settings.report_interval, self.rank == 0)
+        self.html_report = report_process.HtmlReport(
+            self.run_dir, self.settings.report_interval, self.rank == 0
+        )
         self.progress = Progress()
         self.stopping = False
         self.gate = StepGate(self.engine)
-        self.ladder = stability.ladder(
-            plan.settings, plan.ds_config["optimizer"]["type"], plan.precision
+        self.ladder = stability.ladder(plan.settings, plan.profile)
+        self.clipping = adaptive_clip.Clipping(
+            plan.profile.gradient_clipping or 0.0, self.settings.adaptive_clip
         )
-        fixed = float(plan.ds_config.get("gradient_clipping", 0.0))
-        self.clipping = adaptive_clip.Clipping(fixed, self.settings.adaptive_clip)
         self.health = health.Health(
             engine,
             device,
-            interval=plan.settings.log_interval or 1,  # resolved, as all are
-            clips=self.clipping.clips,
+            interval=plan.settings.log_interval,
+            clips=self.clipping.is_active,
             norm_is_of_gradient=self.ladder.policy.watch_norm,
             layout=self.layout,
         )
-        self.routing = routing.Routing(plan.model_config, plan.settings.log_interval or 1)
+        self.routing = router_metrics.Routing(plan.model.config, plan.settings.log_interval)
         self.rung: str | None = None  # of the ladder, that the last step led to
 
     def say(self, *words: object) -> None:
-        distributed.say(self.rank, *words)
+        collectives.print_rank0(self.rank, *words)
 
     @property
     def finished(self) -> bool:
@@ -104,14 +94,14 @@ class Run:
         if found is not None:
             self.saves.newest = str(found.directory)
         self.ladder.history = History(**self.progress.history)
-        self.clipping.usual = adaptive_clip.Usual(**self.progress.clipping)
+        self.clipping.statistics = adaptive_clip.NormStatistics(**self.progress.clipping)
         self.record = run_directory.record(self.plan)
         self.record["skipped_windows"] = self.progress.skipped_windows
         run_directory.write(self.run_dir, self.record, self.rank)
         step = self.progress.step
         self.journal.open(step)
         self.evaluations.begin(self.journal.log, step)
-        resharded = self.plan.cut_anew(found.manifest) if found else []
+        resharded = self.plan.resharded(found.manifest) if found else []
         self.journal.begin(step, self.saves.newest, damage, found is not None, resharded)
         return found is not None
 
@@ -125,7 +115,7 @@ class Run:
         """Read one global batch, accumulate its gradient, and take the optimizer step."""
         progress, seq_len = self.progress, self.settings.seq_len
         sequences = self.plan.batch_schedule(progress.position)
-        pulse.beat("data", progress.step + 1, (progress.position, sequences))
+        record_progress("data", progress.step + 1, (progress.position, sequences))
         fault_point("step.begin", progress.step + 1)
         self.batch_tokens = sequences * seq_len
         with self.journal.watch.running():
@@ -142,14 +132,14 @@ class Run:
         if result.applied:
             progress.tokens += self.batch_tokens
             self.clipping.end_step(result.grad_norm)
-            progress.clipping = vars(self.clipping.usual)
+            progress.clipping = vars(self.clipping.statistics)
         else:
             progress.skipped_steps += 1
         if self.ladder.reason or not result.applied:
             progress.spikes += bool(self.ladder.reason)
             self.journal.anomaly(self.ladder, progress, result, sequences)
-        if result.applied and self.layout.part(self.rank) == 0:
-            ledger.record(progress.step, micro_batches)
+        if result.applied and self.layout.rank_in_replica(self.rank) == 0:
+            evidence.record_sequences(progress.step, micro_batches)
         fault_point("step.end", progress.step)
         self.journal.console.step(progress.step)
         if self.feed.enters_stage(progress):
@@ -159,7 +149,7 @@ class Run:
     def _train(self, batches: Any, sequences: int) -> tuple[list[Any], train_step.StepResult]:
         """Return the micro-batches of this rank, and what a step on them came to."""
         progress, plan, watch = self.progress, self.plan, self.journal.watch
-        micro_steps = sequences // (plan.micro_batch_size * self.layout.replicas)
+        micro_steps = sequences // (plan.settings.micro_batch_size * self.layout.replicas)
         with watch.waiting_for_data():
             micro_batches = train_step.take(batches, micro_steps)
         train_step.seed_step(self.settings.seed, progress.position, self.rank)
@@ -168,7 +158,7 @@ class Run:
         fault = fault_point("step.backward", progress.step + 1)
         result = train_step.forward_backward(
             self.engine,
-            [ulysses.own_part(batch, self.layout, self.rank) for batch in micro_batches],
+            [ulysses.shard_batch(batch, self.layout, self.rank) for batch in micro_batches],
             len(plan.sources),
             self.settings.seq_len,
             self.layout,
@@ -180,7 +170,7 @@ class Run:
         )
         tokens = progress.tokens + self.batch_tokens
         rate = plan.learning_rate(tokens) if plan.learning_rate else None
-        live_memory.record(self.engine, progress.step + 1)
+        evidence.record_memory(self.engine, progress.step + 1)
         self.health.before_update()
         train_step.apply(
             self.engine,
@@ -189,8 +179,8 @@ class Run:
             rate,
             self.ratios,
             factor=self.ladder.factor,
-            refused=self.ladder.judge_loss(result.loss),
-            judge=self.ladder.judge_norm,
+            refused=self.ladder.check_loss(result.loss),
+            judge=self.ladder.check_grad_norm,
             clip=self.clipping.bound,
         )
         return micro_batches, result
@@ -222,7 +212,7 @@ class Run:
         self.journal.rollback(self.progress.step, entry)
         if self.rank == 0:
             rollback.record(self.run_dir, entry)
-        distributed.barrier()  # every rank reads it
+        collectives.barrier()  # every rank reads it
         fault_point("rollback.load", entry["from_step"])
         self.begin()
         if self.rank == 0:
@@ -240,7 +230,7 @@ class Run:
             "tokens": progress.tokens,
             **metrics.training_row(result, names),
             **health_row,
-            **self.clipping.row(result.clipped_to),
+            **self.clipping.metrics(result.clipped_to),
             **result.router,
             "train/batch_tokens": self.batch_tokens,
             **metrics.data_row(
@@ -264,10 +254,10 @@ class Run:
             self.journal.log,
             last=self.finished or self.stopping,
             facts=lambda: {
-                "optimizer": topology.optimizer_kind(plan.ds_config),
+                "optimizer": topology.optimizer_kind(plan.profile),
                 "data_fingerprint": plan.data_fingerprint,
-                "precision": plan.precision,
-                "cut": topology.cut(plan.ds_config),
+                "precision": plan.profile.precision,
+                "cut": topology.sharding(plan.profile),
                 "order": run_record.order_of(plan),
                 "versions": self.record["versions"],
                 "model_config": self.record["model_config"],
@@ -290,18 +280,18 @@ class Run:
 
     def end(self) -> int:
         """Say how the run ended, close everything, and return the exit code."""
-        pulse.beat("end")
+        record_progress("end")
         step, log = self.progress.step, self.journal.log
         if self.finished:
             log.event("done", step, tokens=self.progress.tokens)
             self.say(f"done: {step} steps, {self.progress.tokens} tokens, {self.run_dir}")
         else:
-            reasons = distributed.gather_objects(self.stop.reason)
+            reasons = collectives.gather_objects(self.stop.reason)
             reason = next(filter(None, reasons), "a request")
             log.event("stopped", step, reason=reason)
             self.say(f"stopped on request ({reason}): the same command goes on from here")
         self.journal.close("done" if self.finished else "stopped")
-        distributed.stop(self.engine)
+        process_group.destroy(self.engine)
         self._finish()  # the other ranks have ended
         return EXIT_DONE if self.finished else EXIT_STOPPED
 
@@ -315,7 +305,7 @@ class Run:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for the page, the uploads and the trackers, each for a bounded time."""
-        self.page.finish()
+        """Wait for the HTML report, the uploads and the trackers, each for a bounded time."""
+        self.html_report.finish()
         self.uploads.finish(self.settings.upload_wait)
         self.journal.log.finish_trackers()

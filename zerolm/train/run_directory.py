@@ -3,56 +3,53 @@
 `run.json` holds everything that is needed to run it again: `--settings runs/first/run.json`.
 """
 
-import fcntl
 import platform
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from zerolm import distributed, mixture
-from zerolm.errors import ConfigError
-from zerolm.files import write_json
-from zerolm.provenance import git_commit, versions
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import write_json
+from zerolm.common.locks import FileLock, LockTaken
+from zerolm.common.provenance import git_commit, versions
+from zerolm.common.run_files import RunFiles
+from zerolm.data import mixture
+from zerolm.distributed import collectives
+from zerolm.plan.plan import Plan
 
-RECORD = "run.json"
 
-
-def claim(run_dir: str | Path) -> TextIO:
-    """Create the run directory and lock it; the lock lasts while the returned file is open.
-
-    Rank 0 alone calls. The lock is the kernel's, so a killed run leaves none behind.
+def claim(run_dir: str | Path) -> FileLock:
+    """Create the run directory and lock it. Rank 0 alone calls.
 
     Raises:
         ConfigError: another process trains into this directory now.
     """
-    run_dir = Path(run_dir)
-    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    lock = open(run_dir / "lock", "a+")
+    files = RunFiles(run_dir)
+    files.checkpoints.mkdir(parents=True, exist_ok=True)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        lock = FileLock(files.lock)
+    except LockTaken as error:
         raise ConfigError(
             f"--run_dir {run_dir}: another run is writing to it now. Stop that one, or choose "
             f"another directory."
         ) from error
-    except OSError as error:  # Lustre and NFS may be mounted without locks
-        print(f"note: {run_dir}: its file system has no locks ({error}); start only one run in it")
+    if lock.unsupported is not None:
+        print(
+            f"note: {run_dir}: its file system has no locks ({lock.unsupported}); start only one "
+            f"run in it"
+        )
     return lock
 
 
-def record(plan: Any) -> dict[str, Any]:
-    """Return the content of `run.json`: resolved settings and configs, data, versions, figures.
-
-    Args:
-        plan: what preflight decided.
-    """
+def record(plan: Plan) -> dict[str, Any]:
+    """Return the content of `run.json`: resolved settings and configs, data, versions, figures."""
     return {
         "settings": plan.settings.to_json(),
-        "model_config": plan.model_config.to_diff_dict(),
-        "ds_config": plan.ds_config,
+        "model_config": plan.model.config.to_diff_dict(),
+        "ds_config": plan.profile.json,
         "data_fingerprint": plan.data_fingerprint,
         "mixture": mixture.record(plan.mixture, plan.source_names),
         "world_size": plan.world_size,
-        "zero_stage": plan.zero_stage,
+        "zero_stage": plan.profile.zero_stage,
         "versions": versions(),
         "git_commit": git_commit(Path(__file__).parent),
         "host": platform.node(),
@@ -66,11 +63,11 @@ def write(run_dir: Path, content: dict[str, Any], rank: int) -> None:
     Raises:
         ConfigError: on every rank: a host has another file system there.
     """
-    path = run_dir / RECORD
+    path = RunFiles(run_dir).record
     if rank == 0:
         write_json(path, content)
-    distributed.barrier()  # rank 0 has written
-    distributed.agree(
+    collectives.barrier()  # rank 0 has written
+    collectives.require_on_all_ranks(
         path.is_file(),
         f"--run_dir {run_dir}: not every node sees it. Use a file system that all nodes share.",
     )

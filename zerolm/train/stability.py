@@ -12,18 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerolm import rollback
-from zerolm.checkpoint_directory import Progress
-from zerolm.distributed import broadcast_object
-from zerolm.errors import GaveUp
-from zerolm.skipped import sequence_range
-from zerolm.spike import (
-    MOST_OVERFLOWS_IN_A_ROW,
+from zerolm.checkpoint import rollback
+from zerolm.checkpoint.directory import Progress
+from zerolm.common.errors import GaveUp
+from zerolm.config.resolved import Resolved
+from zerolm.data.skips import sequence_range
+from zerolm.distributed.collectives import broadcast_object
+from zerolm.ds_config.profile import Profile
+from zerolm.optim.spikes import (
+    MAX_CONSECUTIVE_OVERFLOWS,
     ROLL_BACK,
-    SKIPS_SPAN_STEPS,
+    SKIP_WINDOW_STEPS,
     History,
-    Ladder,
     Policy,
+    SpikeGuard,
 )
 
 SAVE_MARGIN = 1.5  # the last checkpoint may take this many times the longest one so far
@@ -69,13 +71,12 @@ class StopRequest:
         self._save_seconds = max(self._save_seconds, seconds)
 
 
-def ladder(settings: Any, optimizer_type: str, precision: str) -> Ladder:
+def ladder(settings: Resolved, profile: Profile) -> SpikeGuard:
     """Return the ladder that the settings describe, without a history yet.
 
     Args:
-        settings: resolved.
-        optimizer_type: of the ds config.
-        precision: of the weights: fp16 searches its loss scale by skipping steps.
+        profile: decides whether the norm is the gradient's, and fp16 searches its loss scale by
+            skipping steps.
     """
     policy = Policy(
         threshold=settings.spike_threshold,
@@ -86,14 +87,14 @@ def ladder(settings: Any, optimizer_type: str, precision: str) -> Ladder:
         cooldown_steps=settings.cooldown_steps,
         rollback_after=settings.rollback_after,
         max_skips=settings.max_skips,
-        watch_norm=optimizer_type.lower() != "muon",
-        overflows_are_normal=precision == "fp16",
+        watch_norm=not profile.uses_muon,
+        overflows_are_normal=profile.precision == "fp16",
     )
-    return Ladder(policy, History())
+    return SpikeGuard(policy, History())
 
 
 def what_was_seen(
-    ladder: Ladder, progress: Progress, result: Any, sequences: int
+    ladder: SpikeGuard, progress: Progress, result: Any, sequences: int
 ) -> dict[str, Any]:
     """Return what an event says of a step that was an anomaly, or was not taken.
 
@@ -112,10 +113,10 @@ def what_was_seen(
 
 
 def roll_back_or_give_up(
-    ladder: Ladder,
+    ladder: SpikeGuard,
     rung: str,
     progress: Progress,
-    settings: Any,
+    settings: Resolved,
     run_dir: Path,
     batch_schedule: Callable[[int], int],
     rank: int,
@@ -132,7 +133,7 @@ def roll_back_or_give_up(
         GaveUp: the budget is spent.
     """
     spike = [*ladder.recent(progress.step), progress.step][0]
-    why = f"{ladder.reason or f'{MOST_OVERFLOWS_IN_A_ROW} overflows of fp16 in a row'}."
+    why = f"{ladder.reason or f'{MAX_CONSECUTIVE_OVERFLOWS} overflows of fp16 in a row'}."
     entry = good = None
     if rank == 0:
         found = rollback.target(run_dir, spike, 0) or rollback.target(run_dir, progress.step + 1, 0)
@@ -145,11 +146,11 @@ def roll_back_or_give_up(
     elif rung == ROLL_BACK and entry is not None:
         return entry
     elif rung == ROLL_BACK:
-        if not ladder.spoilt and not ladder.skips_are_spent(progress.step):
+        if not ladder.weights_lost and not ladder.skips_exhausted(progress.step):
             return None  # the step was refused; the next one may be better
         why += " No checkpoint is from before the spike."
     elif ladder.reason:
-        why += f" --max_skips {settings.max_skips} in {SKIPS_SPAN_STEPS} steps are spent."
+        why += f" --max_skips {settings.max_skips} in {SKIP_WINDOW_STEPS} steps are spent."
     raise GaveUp(f"step {progress.step}: {why} {_advice(good)}")
 
 

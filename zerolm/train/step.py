@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from zerolm.distributed import sum_over_ranks
-from zerolm.errors import GaveUp
-from zerolm.loss import IGNORED, sums_by_source, token_losses
-from zerolm.parallel import Layout
-from zerolm.pulse import beat
-from zerolm.refusal import Clip, Judge, StepGate
-from zerolm.routing import Routing
+from zerolm.common.errors import GaveUp
+from zerolm.distributed.collectives import sum_over_ranks
+from zerolm.distributed.layout import Layout
+from zerolm.model.loss import IGNORED, sums_by_source, token_losses
+from zerolm.train.router_metrics import Routing
+from zerolm.train.step_gate import Clip, Judge, StepGate
+from zerolm.watchdog.progress import record_progress
 
 Batch = dict[str, torch.Tensor]
 DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # of a loss and its gradient, by faults
@@ -87,7 +87,7 @@ def forward_backward(
         watching: entered for each backward pass, whose gradients it may look at.
         routing: is shown what the routers of a mixture of experts do.
     """
-    device, counts = engine.device, layout.counts(engine.global_rank)
+    device, counts = engine.device, layout.contributes(engine.global_rank)
     rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
     if "document_ids" in batches[0]:  # rows differ in how many targets they have
         counted = sum((batch["targets"] != IGNORED).sum() for batch in batches)
@@ -100,13 +100,13 @@ def forward_backward(
     by_source = sums[: 2 * num_sources].view(2, num_sources)
     has_auxiliary = False
     for number, batch in enumerate(batches):
-        beat("step")
+        record_progress("step")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
         with computing():
             losses_BT, auxiliary = token_losses(engine, batch, observe)
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
-        loss = losses_BT.sum() * (layout.averaged_over / targets)
+        loss = losses_BT.sum() * (layout.gradient_divisor / targets)
         by_source += sums_by_source(losses_BT, batch, num_sources)
         if auxiliary is not None:
             has_auxiliary = True

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zerolm.flops import peak_flops_per_second
+from zerolm.model.flops import peak_flops_per_second
 
 PROBE_SECONDS = 0.3
 PROBE_WIDTH = 1024

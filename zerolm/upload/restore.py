@@ -1,9 +1,10 @@
-"""Bring a run back from an object store: `python -m zerolm restore URL RUN_DIR`.
+"""Restores a run from an object store: `python -m zerolm restore URL RUN_DIR`.
 
-Also what `pretrain.py --upload_to` does when its run directory has no checkpoint. The newest whole
-checkpoint is fetched under a temporary name, every file is compared with its manifest on the way,
-and the directory gets its name last. A damaged one is named, and the one before it is taken; a step
-without a manifest does not exist. A store that does not answer is an error, never step 0.
+`pretrain.py --upload_to` does the same when its run directory has no checkpoint. The newest
+complete checkpoint is fetched into a temporary directory, which is renamed when every file agrees
+with the manifest. If it is damaged, that is logged and the one before is fetched. A checkpoint
+without a manifest does not exist. A store that does not answer is an error: the run must not start
+again at step 0.
 """
 
 import json
@@ -15,53 +16,39 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zerolm import events
-from zerolm.checkpoint_directory import (
-    MANIFEST,
-    TEMPORARY,
-    Checkpoint,
-    directory_name,
-    publish,
-    read,
-)
-from zerolm.errors import CheckpointError
-from zerolm.files import write_json
-from zerolm.object_store import (
-    CHECKSUMS,
-    OFF,
-    RECORD_DIRECTORY,
-    RECORD_FILES,
-    RECORD_PATTERN,
-    Mismatch,
-    Missing,
-    Store,
-    StoreError,
-)
-from zerolm.upload_rules import is_lost
+from zerolm.checkpoint.directory import Checkpoint, publish, read
+from zerolm.common import jsonl
+from zerolm.common.errors import CheckpointError
+from zerolm.common.files import write_json
+from zerolm.common.run_files import MANIFEST, TEMPORARY, RunFiles, checkpoint_name
+from zerolm.common.store import OFF, Mismatch, Missing, StoreError
+from zerolm.upload.rules import is_lost
+from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
 
 STREAMS = 4
 
 
 def restore(
-    url: str, run_dir: Path, step: int | None = None, say: Callable[[str], None] = print
+    url: str, run_dir: Path, step: int | None = None, log: Callable[[str], None] = print
 ) -> Checkpoint | None:
-    """Fetch the newest whole checkpoint of a store, and the run's record that belongs to it.
+    """Fetch the newest complete checkpoint of a store, and the run's record that belongs to it.
 
     Args:
-        run_dir: of which the caller holds the lock, so that no run is going on in it.
-        step: this one instead of the newest.
-        say: told what is damaged, and what was done.
+        url: URL of the store.
+        run_dir: run directory. The caller holds its lock, so that no run writes to it.
+        step: fetch the checkpoint of this step instead of the newest.
+        log: is called with one line for each damaged checkpoint, and for the restored one.
 
     Returns:
-        The checkpoint on disk; None when the store holds no whole one.
+        The checkpoint on disk; None when the store has no complete one.
 
     Raises:
-        CheckpointError: the store cannot be read, every checkpoint in it is damaged, the one asked
-            for is not there, or there is no room for it.
+        CheckpointError: the store cannot be read; every checkpoint in it is damaged; it lacks the
+            checkpoint of `step`; or the disk has no room.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     problems: list[str] = []
-    steps = whole_steps(url, step)
+    steps = complete_steps(url, step)
     try:
         store = Store(url)
         for name in reversed(steps):
@@ -69,81 +56,85 @@ def restore(
                 size = _fetch(store, name, run_dir)
             except Mismatch as error:
                 problems.append(f"{error}. {store.url}/{name} is damaged")
-                say(f"restore: {problems[-1]}")
+                log(f"restore: {problems[-1]}")
                 continue
-            return _told(run_dir, name, store.url, problems, size, time.monotonic() - began, say)
+            seconds = time.monotonic() - start
+            values = {"url": store.url, "bytes": size, "seconds": round(seconds, 3)}
+            checkpoint = _log_restored(run_dir, name, problems, values)
+            log(f"restore: {name} from {store.url}, {size / 1e6:.1f} MB in {seconds:.1f} s")
+            return checkpoint
     except StoreError as error:
         raise _unreadable(error) from error
     if problems:
-        raise CheckpointError([*problems, f"{url}: no checkpoint in it is whole. Nothing was lost"])
+        raise CheckpointError(
+            [*problems, f"{url}: no checkpoint in it is complete. Nothing was changed"]
+        )
     return None
 
 
-def whole_steps(url: str, step: int | None = None) -> list[str]:
-    """Return the whole checkpoints of a store in the order of time, or the one asked for, by name.
+def complete_steps(url: str, step: int | None = None) -> list[str]:
+    """Return the names of the complete checkpoints of a store, in the order of time.
+
+    Args:
+        url: URL of the store.
+        step: return only the checkpoint of this step.
 
     Raises:
-        CheckpointError: the store cannot be read, or the one asked for is not there.
+        CheckpointError: the store cannot be read, or lacks the checkpoint of `step`.
     """
     try:
-        steps = Store(url).whole()
+        steps = Store(url).complete()
     except StoreError as error:
         raise _unreadable(error) from error
     if step is None:
         return steps
-    if directory_name(step) not in steps:
+    if checkpoint_name(step) not in steps:
         has = ", ".join(steps) or "none"
-        raise CheckpointError(f"{url}: no whole {directory_name(step)}; it has {has}.")
-    return [directory_name(step)]
+        raise CheckpointError(f"{url}: no complete {checkpoint_name(step)}; it has {has}.")
+    return [checkpoint_name(step)]
 
 
 def _unreadable(error: StoreError) -> CheckpointError:
     return CheckpointError(
-        f"{error}. Nothing was restored, and a run would begin at step 0: wait until the store "
+        f"{error}. Nothing was restored, and a run would start at step 0: wait until the store "
         f"answers, or correct the URL or the credentials."
     )
 
 
 def if_lost(run_dir: Path, url: str | None) -> Checkpoint | None:
-    """Restore a run whose directory has no checkpoint, if it has a store. The first rank calls.
+    """Restore a run that has a store, if its directory has no checkpoint. First rank only.
 
     Raises:
-        CheckpointError: as `restore`. A store that holds nothing whole is no error: the run begins.
+        CheckpointError: as `restore`. A store without a complete checkpoint is not an error.
     """
     if url in (None, OFF) or not is_lost(run_dir):
         return None
     found = restore(str(url), run_dir)
     if found is None:
-        print(f"restore: {url} has no whole checkpoint: the run begins at step 0", flush=True)
+        print(f"restore: {url} has no complete checkpoint: the run starts at step 0", flush=True)
     return found
 
 
-def _told(
-    run_dir: Path,
-    name: str,
-    url: str,
-    problems: list[str],
-    size: int,
-    seconds: float,
-    say: Callable[[str], None],
+def _log_restored(
+    run_dir: Path, name: str, problems: list[str], values: dict[str, Any]
 ) -> Checkpoint:
-    found = read(run_dir / "checkpoints" / name)
-    step = found.progress.step
+    """Log the restored checkpoint and the damaged ones as events; return the checkpoint."""
+    checkpoint = read(RunFiles(run_dir).checkpoint(name))
+    step = checkpoint.progress.step
     for problem in problems:
-        events.append(run_dir, "checkpoint_damaged", step, problem=problem)
-    about = {"checkpoint": name, "url": url, "bytes": size, "seconds": round(seconds, 3)}
-    events.append(run_dir, "restored", step, **about)
-    say(f"restore: {name} from {url}, {size / 1e6:.1f} MB in {seconds:.1f} s")
-    return found
+        jsonl.append_event(run_dir, "checkpoint_damaged", step, problem=problem)
+    jsonl.append_event(run_dir, "restored", step, checkpoint=name, **values)
+    return checkpoint
 
 
 def _fetch(store: Store, name: str, run_dir: Path) -> int:
-    """Fetch one checkpoint and publish it; return its bytes.
+    """Fetch one checkpoint, publish it, and return its size in bytes.
 
     Raises:
-        Mismatch: what is damaged.
+        Mismatch: it is damaged in the store.
+        CheckpointError: there is no room for it.
     """
-    checkpoints = run_dir / "checkpoints"
+    checkpoints = RunFiles(run_dir).checkpoints
     manifest, listed = _listed(store, f"{name}/{MANIFEST}")
     _, record = _listed(store, f"{name}/{CHECKSUMS}")
     size = sum(entry["size_bytes"] for entry in listed)
@@ -159,15 +150,15 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
     temporary.mkdir()
     write_json(temporary / MANIFEST, manifest)
     try:
-        if directory_name(read(temporary).progress.step) != name:
-            raise Mismatch(f"{store.url}/{name}/{MANIFEST}: is of another step")
+        if checkpoint_name(read(temporary).progress.step) != name:
+            raise Mismatch(f"{store.url}/{name}/{MANIFEST}: belongs to another step")
         _fetch_files(store, name, temporary, [*listed, *record])
     except CheckpointError as error:
         raise Mismatch(str(error).replace(str(temporary), f"{store.url}/{name}")) from error
     except Mismatch:
-        shutil.rmtree(temporary, ignore_errors=True)  # the one before needs the room
+        shutil.rmtree(temporary, ignore_errors=True)  # the checkpoint before needs the room
         raise
-    _keep_record(temporary / RECORD_DIRECTORY, run_dir)
+    _move_record(temporary / RECORD_DIRECTORY, run_dir)
     publish(temporary, manifest)
     return size
 
@@ -182,26 +173,30 @@ def _fetch_files(store: Store, name: str, temporary: Path, entries: list[dict[st
         list(pool.map(fetch, entries))
 
 
-def _keep_record(fetched: Path, run_dir: Path) -> None:
-    """Move the run's record to its place, before the checkpoint appears that needs it."""
-    archives = sorted(path.name for path in fetched.glob(RECORD_PATTERN))
-    for file in (*RECORD_FILES, *archives):
-        source, ours = fetched / file, run_dir / file
+def _move_record(fetched: Path, run_dir: Path) -> None:
+    """Move the run's record to its place, before the checkpoint that needs it is published."""
+    events = RunFiles(run_dir).events
+    for file in record_files(fetched):
+        source, target = fetched / file, run_dir / file
         if not source.is_file():
-            ours.unlink(missing_ok=True)  # of a time that the checkpoint knows nothing of
-        elif file != events.EVENTS or not ours.is_file() or _is_longer(source, ours):
-            ours.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(source, ours)
+            target.unlink(missing_ok=True)  # newer than the checkpoint
+        elif target != events or not target.is_file() or _is_longer(source, target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source, target)
     shutil.rmtree(fetched, ignore_errors=True)
 
 
-def _is_longer(source: Path, ours: Path) -> bool:
-    """Compare two copies of a log that only grows: the longer one has all that the other has."""
-    return source.stat().st_size > ours.stat().st_size
+def _is_longer(source: Path, target: Path) -> bool:
+    """Compare two copies of a log that only grows: the longer one has all lines of the other."""
+    return source.stat().st_size > target.stat().st_size
 
 
 def _listed(store: Store, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read a list of files with sizes and checksums, trusting nothing in it."""
+    """Read and check a list of files with sizes and checksums: (the JSON object, its files).
+
+    Raises:
+        Mismatch: it is missing or damaged, or a path in it leads out of the checkpoint.
+    """
     try:
         content = json.loads(store.read(name))
         entries: list[dict[str, Any]] = [

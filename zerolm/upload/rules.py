@@ -1,6 +1,6 @@
-"""What `--upload_to` must be, and what is there already: looked at before a run begins.
+"""Checks `--upload_to` before a run starts, and reads the run.json that a restore would bring.
 
-Knows settings and the store; must not change either.
+Must not change the store or the settings.
 """
 
 import json
@@ -8,23 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint_directory import candidates
-from zerolm.errors import CheckpointError
-from zerolm.object_store import OFF, RECORD_DIRECTORY, Missing, Store, StoreError, within
-from zerolm.settings import COMMAND_LINE, Settings
-from zerolm.url import url_problem
-from zerolm.values import read_json
+from zerolm.checkpoint.directory import candidates
+from zerolm.common.errors import CheckpointError
+from zerolm.common.store import OFF, Missing, StoreError, call_within
+from zerolm.common.url import url_problem
+from zerolm.common.values import read_json
+from zerolm.config.settings import COMMAND_LINE, Settings
+from zerolm.upload.run_store import RECORD_DIRECTORY, Store
 
-REACH_SECONDS = 90.0  # for the first answers of a store, when a run starts
+REACH_SECONDS = 90.0  # for the first answers of a store at the start of a run
 
 
 def store_url(settings: Settings) -> str | None:
-    """Return the URL of the store, None when the run has none."""
+    """Return the URL of the store, None if the run has none."""
     return None if settings.upload_to == OFF else settings.upload_to
 
 
 def upload_problems(settings: Settings) -> list[str]:
-    """Return what is wrong with the settings of uploads, without any network."""
+    """Return the problems of the settings of uploads, without using the network."""
     url = store_url(settings)
     if url is None:
         return []
@@ -45,7 +46,7 @@ def upload_problems(settings: Settings) -> list[str]:
 
 
 def is_lost(run_dir: Path) -> bool:
-    """Tell whether a run directory has no checkpoint to go on from: never had, or all are lost."""
+    """Return whether a run directory has no checkpoint to resume from, now or after a loss."""
     try:
         return not candidates(run_dir)[0]
     except CheckpointError:
@@ -53,20 +54,23 @@ def is_lost(run_dir: Path) -> bool:
 
 
 def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the run.json that a restore would bring, and where it is; None when none would be.
+    """Return (URL, content) of the run.json that a restore would bring; None without a restore.
 
-    Asks the store, so one rank should. Adds to `problems` when the store does not answer: without
-    it nobody knows whether the run begins at step 0.
+    It reads from the store, so only one rank should call it.
+
+    Args:
+        settings: settings of the run.
+        problems: gets a problem if the store does not answer, since the run might start at step 0.
     """
     url = store_url(settings)
     if url is None or not is_lost(Path(settings.run_dir or "")):
         return None
     try:
-        return within(REACH_SECONDS, lambda: _newest_record(url))
+        return call_within(REACH_SECONDS, lambda: _newest_record(url))
     except StoreError as error:
         problems.append(
             f"{settings.where('upload_to')}: {url}, cannot be read, and --run_dir "
-            f"{settings.run_dir} has no checkpoint: the run might begin again at step 0. {error}. "
+            f"{settings.run_dir} has no checkpoint: the run might start again at step 0. {error}. "
             f"Correct the URL or the credentials, wait until it answers, or use --upload_to off."
         )
         return None
@@ -74,10 +78,10 @@ def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping
 
 def _newest_record(url: str) -> tuple[str, Mapping[str, Any]] | None:
     store = Store(url, attempts=2)
-    for name in reversed(store.whole()):
+    for name in reversed(store.complete()):
         where = f"{name}/{RECORD_DIRECTORY}/run.json"
         try:
             return f"{store.url}/{where}", json.loads(store.read(where))
-        except (Missing, ValueError):  # damaged: so is its checkpoint
+        except (Missing, ValueError):  # damaged, and so is its checkpoint
             continue
     return None

@@ -1,9 +1,9 @@
-"""What the ranks say of themselves, each in a file that the others and `status` read.
+"""The heartbeat files of the ranks, which the other ranks and `status` read.
 
-A heartbeat has the token of one start of the run, so that what an earlier start left is not heard.
+Each heartbeat carries the token of one launch of the run, so that files which an earlier launch
+left behind are ignored.
 """
 
-import contextlib
 import json
 import os
 import socket
@@ -11,91 +11,90 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zerolm import processes, pulse, vital_signs
+from zerolm.common import processes
+from zerolm.common.files import write_atomically
+from zerolm.common.run_files import RunFiles
+from zerolm.watchdog import liveness, progress
 
 
 class Heartbeats:
-    """The heartbeat of this rank, and those of the others.
+    """Writes the heartbeat of this rank and reads those of the others.
 
     Args:
-        run_dir: exists, once there is something to write.
-        launcher: the process that started this one, if one did.
-        signs: of this process.
+        run_dir: the run directory; must exist once there is something to write.
+        launcher: process number of the launcher, if there is one.
+        monitor: progress monitor of this process.
 
     Attributes:
-        token: of this start of the run, once the ranks have met.
-        state: `running` or `ended`, with the reason.
-        written_at: when this rank's own heartbeat could last be written; 0: never.
+        token: of this launch of the run, once the ranks are connected.
+        state: `running` or `ended`.
+        reason: why this rank has ended.
+        written_at: `time.monotonic()` of the last successful write; 0: never.
     """
 
     def __init__(
-        self, run_dir: Path, rank: int, launcher: int | None, signs: vital_signs.VitalSigns
+        self, run_dir: Path, rank: int, launcher: int | None, monitor: liveness.ProgressMonitor
     ):
-        self.run_dir, self.rank, self.launcher, self.signs = run_dir, rank, launcher, signs
-        self.host, self.machine = socket.gethostname(), processes.machine()
-        me = processes.look(os.getpid())
-        assert me is not None, "this process is in /proc"
-        self.me = me
+        self.files, self.rank = RunFiles(run_dir), rank
+        self.launcher, self.monitor = launcher, monitor
+        self.host, self.machine = socket.gethostname(), processes.machine_id()
+        process = processes.inspect_process(os.getpid())
+        assert process is not None, "this process is in /proc"
+        self.process = process
         self.token: str | None = None
         self.state, self.reason = "running", ""
         self.written_at = 0.0
 
     def identity(self) -> dict[str, Any]:
-        """Return who this rank is."""
+        """Return the constant part of the heartbeat: which process this rank is."""
         return {
-            "rank": self.rank, "host": self.host, "machine": self.machine, "pid": self.me.pid,
-            "start_ticks": self.me.start_ticks, "launcher_pid": self.launcher,
+            "rank": self.rank, "host": self.host, "machine": self.machine, "pid": self.process.pid,
+            "start_ticks": self.process.start_ticks, "launcher_pid": self.launcher,
             "supervisor": os.environ.get(processes.SUPERVISOR),
         }  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """Return who this rank is, and what it is doing now."""
-        limit = round(self.signs.limit_seconds(), 1) if self.signs.hang_timeout else 0
+        """Return the complete heartbeat: which process this rank is and what it is doing."""
+        current = progress.CURRENT
+        limit = round(self.monitor.limit_seconds(), 1) if self.monitor.hang_timeout else 0
         return {
             **self.identity(), "token": self.token,
-            "phase": pulse.PULSE.phase, "step": pulse.PULSE.step, "beats": pulse.PULSE.beats,
-            "sequences": pulse.PULSE.sequences, "waiting": vital_signs.waits_in_collective(),
-            "collectives": vital_signs.collectives(),
-            "quiet_seconds": round(self.signs.quiet_seconds(), 1),
+            "phase": current.phase, "step": current.step, "beats": current.num_records,
+            "sequences": current.sequences, "waiting": liveness.in_collective(),
+            "collectives": liveness.num_collectives(),
+            "quiet_seconds": round(self.monitor.quiet_seconds(), 1),
             "limit_seconds": limit,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "state": self.state, "reason": self.reason,
         }  # fmt: skip
 
     def write(self) -> None:
-        """Write the heartbeat; on a full disk touch the last one; a rank never dies of it."""
+        """Write the heartbeat; on a full disk, touch the last one. Never raises OSError."""
         if self.rank and self.token is None:
             return
-        path = pulse.heartbeat_path(self.run_dir, self.rank)
-        temporary = path.with_suffix(".tmp")
+        path = self.files.heartbeat(self.rank)
+        content = f"{json.dumps(self.status())}\n".encode()
         try:
-            temporary.write_text(json.dumps(self.status()) + "\n")
-            temporary.replace(path)
+            write_atomically(path, content, durable=False)
         except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             try:
                 os.utime(path)
             except OSError:
                 return
         self.written_at = time.monotonic()
 
-    def end(self, reason: str) -> None:
-        """Say that this rank has ended, and why; the first reason counts."""
+    def mark_ended(self, reason: str) -> None:
+        """Record that this rank has ended, and why; only the first call counts."""
         if self.state == "running":
             self.state, self.reason = "ended", reason
             self.write()
 
-    def of(self, rank: int) -> dict[str, Any] | None:
-        """Return what another rank of this start last said, None when it cannot be read."""
-        beat = pulse.read_heartbeat(pulse.heartbeat_path(self.run_dir, rank))
-        return beat if beat is not None and beat["token"] == self.token else None
+    def read(self, rank: int) -> dict[str, Any] | None:
+        """Return the last heartbeat of another rank of this launch, None if there is none."""
+        heartbeat = progress.read_heartbeat(self.files.heartbeat(rank))
+        return heartbeat if heartbeat is not None and heartbeat["token"] == self.token else None
 
-    def clear(self, world_size: int) -> None:
-        """Remove the files of earlier starts that no rank of this one will write."""
-        ranks = self.run_dir / pulse.RANKS
-        for path in [*ranks.glob("verdict-*"), *ranks.glob("stop-*")]:
+    def remove_stale(self, world_size: int) -> None:
+        """Remove the files of earlier launches that no rank of this launch will overwrite."""
+        for path in self.files.stale_rank_files(world_size):
             path.unlink(missing_ok=True)
-        for path in ranks.glob("rank-*"):
-            if int(path.name[5:10]) >= world_size:
-                path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""What a rank is doing now, and the heartbeat files that say so to the others.
+"""The progress of this rank, and the heartbeat files in which the ranks publish theirs.
 
-The training loop calls `beat` when it begins something else, which is a few assignments. A thread
-(watchdog.py) writes them to `ranks/rank-00000.json` in the run directory; the ranks of other hosts
-and the supervisor read those. Knows nothing of training and decides nothing. Standard library only.
+The training loop calls `record_progress` when it enters a phase, which costs a few assignments. The
+watchdog's thread writes the progress to `ranks/rank-00000.json` in the run directory, where ranks
+of other hosts and the supervisor read it. Makes no decisions. Standard library only.
 """
 
 import json
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-RANKS = "ranks"
-# What the main thread may be doing, and whether reading and writing files is progress in it.
+from zerolm.common.run_files import RunFiles
+
+# Phases of the main thread, and whether reading and writing files counts as progress in them.
 PHASES = {
     "start": True,
     "load": True,
@@ -26,70 +27,59 @@ PHASES = {
 Item = TypeVar("Item")
 
 
-class Pulse:
-    """The main thread's last sign of life.
+class Progress:
+    """What the main thread last recorded.
 
     Attributes:
         phase: a key of `PHASES`.
-        step: the optimizer step being taken, or the last one taken.
+        step: the optimizer step in progress, or the last one taken.
         sequences: (first, count) of the sequence numbers of the step's global batch.
-        beats: how often there was one.
-        since: `time.monotonic()` of the last one.
-        longest: {phase: seconds between two beats} that did come.
+        num_records: number of calls of `record_progress` so far.
+        recorded_at: `time.monotonic()` of the last call.
+        longest_seconds: {phase: longest time from one record in it to the next}.
     """
 
     def __init__(self) -> None:
-        self.phase, self.step, self.beats = "start", 0, 0
+        self.phase, self.step, self.num_records = "start", 0, 0
         self.sequences: tuple[int, int] | None = None
-        self.since = time.monotonic()
-        self.longest: dict[str, float] = {}
+        self.recorded_at = time.monotonic()
+        self.longest_seconds: dict[str, float] = {}
 
 
-PULSE = Pulse()
+CURRENT = Progress()
 
 
-def beat(phase: str, step: int | None = None, sequences: tuple[int, int] | None = None) -> None:
-    """Say what the main thread begins to do; also a sign of life within a long phase.
+def record_progress(
+    phase: str, step: int | None = None, sequences: tuple[int, int] | None = None
+) -> None:
+    """Record which phase the main thread enters, or that it makes progress in a long phase.
 
     Args:
         phase: a key of `PHASES`.
-        step: the optimizer step being taken; None: as before.
-        sequences: (first, count) of the step's sequence numbers; None: as before.
+        step: the optimizer step in progress; None: unchanged.
+        sequences: (first, count) of the step's sequence numbers; None: unchanged.
     """
     now = time.monotonic()
-    if now - PULSE.since > PULSE.longest.get(PULSE.phase, -1.0):
-        PULSE.longest[PULSE.phase] = now - PULSE.since
-    PULSE.phase = phase
+    if now - CURRENT.recorded_at > CURRENT.longest_seconds.get(CURRENT.phase, -1.0):
+        CURRENT.longest_seconds[CURRENT.phase] = now - CURRENT.recorded_at
+    CURRENT.phase = phase
     if step is not None:
-        PULSE.step = step
+        CURRENT.step = step
     if sequences is not None:
-        PULSE.sequences = sequences
-    PULSE.beats += 1
-    PULSE.since = now
+        CURRENT.sequences = sequences
+    CURRENT.num_records += 1
+    CURRENT.recorded_at = now
 
 
-def each(phase: str, items: Iterable[Item]) -> Iterator[Item]:
-    """Yield `items`, with a beat before each."""
+def with_progress(phase: str, items: Iterable[Item]) -> Iterator[Item]:
+    """Yield `items`, recording progress before each."""
     for item in items:
-        beat(phase)
+        record_progress(phase)
         yield item
 
 
-def heartbeat_path(run_dir: Path, rank: int) -> Path:
-    return Path(run_dir) / RANKS / f"rank-{rank:05d}.json"
-
-
-def stacks_path(run_dir: Path, rank: int) -> Path:
-    return Path(run_dir) / RANKS / f"rank-{rank:05d}.stacks.txt"
-
-
-def stop_path(run_dir: Path, token: str) -> Path:
-    """Return the file that asks one start of a run to save and stop: rank 0 looks for it."""
-    return Path(run_dir) / RANKS / f"stop-{token}"
-
-
 def read_heartbeat(path: Path) -> dict[str, Any] | None:
-    """Return what a rank last said, or None when it cannot be read."""
+    """Return the content of a heartbeat file, or None if it cannot be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -97,6 +87,7 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:
 
 
 def read_heartbeats(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Return {rank: its last heartbeat} of every file that can be read, whatever start it is of."""
-    found = (read_heartbeat(path) for path in sorted((Path(run_dir) / RANKS).glob("rank-*.json")))
-    return {heartbeat["rank"]: heartbeat for heartbeat in found if heartbeat is not None}
+    """Return {rank: heartbeat} of every readable heartbeat file, of this launch or an earlier."""
+    paths = RunFiles(run_dir).heartbeats()
+    contents = map(read_heartbeat, paths)
+    return {heartbeat["rank"]: heartbeat for heartbeat in contents if heartbeat is not None}

@@ -1,69 +1,25 @@
-"""Which rank holds up a run: decided from what the ranks say of themselves, never from one clock.
+"""Publishes which ranks end a run: a verdict file for the other ranks, a console line, an event.
 
-A rank that waits in a collective is held up by another one. Each counts the collectives it has
-entered: the one that is behind the others is what they wait for, if it shows no progress either.
-Every rank that reads the same heartbeats comes to the same result; the first one writes it down, as
-a file of this start of the run that all others obey. Standard library only.
+The first rank to find the ranks at fault writes `ranks/verdict-<token>.json`; all others follow it.
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import select
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerolm.pulse import RANKS
-
-Heartbeat = Mapping[str, Any]
-
-
-def hanging(heartbeats: Iterable[Heartbeat], complete: bool = True) -> tuple[list[int], str] | None:
-    """Return the ranks that hold up the run and why they are blamed, or None: it is only slow.
-
-    Args:
-        heartbeats: of every rank that has not ended: `quiet_seconds` since its last progress,
-            `limit_seconds` that it may be quiet in its phase, `waiting` in a collective,
-            `collectives` entered (None: not known), `rank`, `phase`.
-        complete: every rank is among them; another one may be at work.
-    """
-    ranks = list(heartbeats)
-    overdue = [rank for rank in ranks if rank["quiet_seconds"] > rank["limit_seconds"]]
-    if not overdue:
-        return None
-    counts = [rank["collectives"] for rank in ranks]
-    known = None not in counts and min(counts) != max(counts)
-    behind = [rank for rank in ranks if rank["collectives"] == min(counts)] if known else ranks
-    # On a GPU a rank that waits for the others may not be seen to wait: then the count decides.
-    culprits = [rank for rank in overdue if not rank["waiting"] and rank in behind]
-    if culprits:
-        return [rank["rank"] for rank in culprits], _why(culprits, ranks)
-    at_work = [rank for rank in ranks if rank not in overdue and not rank["waiting"]]
-    if at_work or len(overdue) < len(ranks) or not complete:
-        return None  # they wait for one that makes progress, or has not had its time yet
-    stuck = [rank for rank in behind if rank["waiting"]] if known else ranks
-    return [rank["rank"] for rank in stuck or ranks], (
-        "every rank waits in a collective, none is at work: the network between the hosts, or "
-        "ranks that do not make the same calls"
-    )
-
-
-def _why(culprits: list[Heartbeat], ranks: list[Heartbeat]) -> str:
-    quiet = max(rank["quiet_seconds"] for rank in culprits)
-    waiting = sum(rank["waiting"] for rank in ranks)
-    others = f"; {waiting} of {len(ranks)} ranks wait in a collective" if waiting else ""
-    return f"no progress for {quiet:.0f} s and not waiting for another rank{others}"
-
-
-def path_of(run_dir: Path, token: str) -> Path:
-    """Return the file of the verdict on one start of a run, known by its token."""
-    return run_dir / RANKS / f"verdict-{token}.json"
+from zerolm.common import jsonl
+from zerolm.common.run_files import RunFiles
 
 
 def write_once(path: Path, value: Mapping[str, Any]) -> bool:
-    """Create a file with all of its content, or return False when it exists.
+    """Create a file atomically with its content; return False if it exists already.
 
-    On a full disk, or without hard links, it is True: each rank then comes to it by itself.
+    On a full disk, or without hard links, returns True: each rank then acts on its own verdict.
     """
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -78,3 +34,56 @@ def write_once(path: Path, value: Mapping[str, Any]) -> bool:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return True
+
+
+def publish(
+    run_dir: Path,
+    token: str | None,
+    event: str,
+    step: int,
+    found_by: int,
+    how: str | None,
+    ranks: list[dict[str, Any]],
+) -> bool:
+    """Write the verdict, print it, and log the event; return False if another rank was first.
+
+    Args:
+        token: of this launch; None before the ranks are connected, when there is nobody to tell.
+        event: name of the event.
+        step: the optimizer step in progress.
+        found_by: the rank that publishes.
+        how: how the process of the rank at fault ended, if it did.
+        ranks: the entries of the ranks at fault: what they last did, `reason` and `stacks`.
+    """
+    mute_broken_output()
+    verdict = {"ended": how, "found_by": found_by, "ranks": ranks}
+    if token is not None and not write_once(
+        RunFiles(run_dir).verdict(token), {"event": event, "step": step, **verdict}
+    ):
+        return False
+    for entry in ranks:
+        print(
+            f"watchdog: rank {entry['rank']} on {entry['host']} (pid {entry['pid']}) "
+            f"{entry['reason']}. The run was in step {step}; this rank's last heartbeat: step "
+            f"{entry['step']}, {entry['phase']}. Stacks: {entry['stacks'] or 'none'}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    log_event(run_dir, event, step, **verdict)
+    return True
+
+
+def log_event(run_dir: Path, event: str, step: int, **fields: Any) -> None:
+    """Append an event to the run's log; on a full disk do nothing."""
+    with contextlib.suppress(OSError):
+        jsonl.append_event(run_dir, event, step, **fields)
+
+
+def mute_broken_output() -> None:
+    """Redirect closed output to /dev/null, so that a failing print cannot prevent a save."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            poll = select.poll()
+            poll.register(stream, 0)
+            if any(flags & (select.POLLERR | select.POLLHUP) for _, flags in poll.poll(0)):
+                with open(os.devnull, "w") as devnull:
+                    os.dup2(devnull.fileno(), stream)

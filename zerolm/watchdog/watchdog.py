@@ -1,16 +1,14 @@
-"""A thread on each rank that sees to it that no run hangs and no rank outlives it in silence.
+"""A thread on each rank that ends the run if a rank hangs or dies, and names the rank at fault.
 
-It writes this rank's heartbeat file, ends the rank when its launcher is gone, and ends the whole
-run, with the one to blame named, when a rank has died, is stopped, or makes no progress. What a
-slow step is it learns from the run; a rank that reads, writes or waits for a busy one is not hung.
-Ranks of the same machine are watched through the kernel; of the others, rank 0 watches all, and all
-watch rank 0.
+It writes this rank's heartbeat file, ends the rank if its launcher is gone, and ends the whole run
+if a rank has died, is stopped, or makes no progress. How long a phase may take is learned from the
+run; a rank that reads, writes, or waits for a working one does not hang. Ranks on the same machine
+are watched through the kernel. Across machines, rank 0 watches all ranks, and all watch rank 0.
 """
 
 import contextlib
 import os
 import secrets
-import select
 import signal
 import sys
 import threading
@@ -19,72 +17,76 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from zerolm import distributed, events, processes, pulse, stacks, verdict, vital_signs
-from zerolm.errors import EXIT_BUG
-from zerolm.heartbeats import Heartbeats
+from zerolm.common import processes
+from zerolm.common.errors import EXIT_BUG
+from zerolm.common.run_files import RunFiles
+from zerolm.distributed import collectives
+from zerolm.watchdog import hang_detection, liveness, progress, stacks, verdict
+from zerolm.watchdog.heartbeats import Heartbeats
 
-LOOK_SECONDS = 0.5  # between two looks at the processes of this machine
-BEAT_SECONDS = 2.0  # between two heartbeats
-SILENT_SECONDS = 60.0  # a rank of another machine is lost after this, if this one stands still too
-STOPPED_SECONDS = 10.0  # a stopped process (SIGSTOP) is lost after this
-SUSPENDED_SECONDS = 6.0  # a look that came so late: this process did not run, so nobody did wrong
-LINGER_SECONDS = 3.0  # so that the launcher, which looks every second, finds the dead rank first
-EXPLAIN_SECONDS = 8.0  # how long a collective's error waits for its cause to be found
-EXIT_SECONDS = 30.0  # for the interpreter to end after an error
+POLL_SECONDS = 0.5  # between two checks of the processes on this machine
+HEARTBEAT_SECONDS = 2.0  # between two heartbeats
+SILENT_SECONDS = 60.0  # without a heartbeat, while this rank is stuck too: a rank is lost
+STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for so long is lost
+SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
+EXIT_DELAY_SECONDS = 3.0  # lets the launcher, which polls every second, see the dead rank first
+DIAGNOSIS_SECONDS = 8.0  # an error of a collective waits for the thread to find its cause
+TEARDOWN_SECONDS = 30.0  # for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
-ENDED_WELL = ("done", "stopped", "gave up")
+GOOD_ENDINGS = ("done", "stopped", "gave up")
 
 
 class Watchdog:
-    """Watches this rank, and the others with it. One a process; the training loop calls `beat`.
+    """Watches this rank and the others. One per process.
 
     Args:
-        run_dir: exists on rank 0, which holds its lock.
+        run_dir: the run directory; exists on rank 0, which holds its lock.
         rank: of this process.
-        hang_timeout: seconds without progress after which a rank is hung; 0: never.
+        hang_timeout: seconds without progress after which a rank counts as hung; 0: never.
         stop: its `reason` is set to ask this rank to save and stop.
     """
 
     def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
-        self.run_dir, self.rank, self.hang_timeout, self.stop = run_dir, rank, hang_timeout, stop
-        self.began = time.time()
+        self.files, self.rank = RunFiles(run_dir), rank
+        self.hang_timeout, self.stop = hang_timeout, stop
+        self.started_at = time.time()
         # A rank without a launcher may outlive the shell that started it.
         self.launcher = os.getppid() if "RANK" in os.environ else None
         self.runner = _deepspeed_runner(self.launcher)
-        self.signs = vital_signs.VitalSigns(hang_timeout)
-        self.beats = Heartbeats(run_dir, rank, self.launcher, self.signs)
-        self.peers: dict[int, dict[str, Any]] = {}  # what they said of themselves when they met
-        # Only rank 0 knows before the ranks meet that the directory is this run's.
-        self.stacks = stacks.StackFile(pulse.stacks_path(run_dir, rank)) if rank == 0 else None
-        self._seen: dict[int, tuple[int, float]] = {}  # heartbeats of others: mtime, when it moved
+        self.monitor = liveness.ProgressMonitor(hang_timeout)
+        self.heartbeats = Heartbeats(run_dir, rank, self.launcher, self.monitor)
+        self.peers: dict[int, dict[str, Any]] = {}  # identities of the other ranks
+        # Before the ranks connect, only rank 0 knows that the directory belongs to this run.
+        self.stacks = stacks.StackFile(self.files.stacks(rank)) if rank == 0 else None
+        self._seen: dict[int, tuple[int, float]] = {}  # heartbeat files: (mtime, when it changed)
         self._stopped_since: dict[int, float] = {}
-        self._lock = threading.Lock()  # one ends the run: the thread, or the main thread's error
+        self._lock = threading.Lock()  # either the thread or the main thread's error ends the run
         self._quit = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    # ---- What the main thread calls
+    # ---- Called by the main thread
 
-    def meet(self, world_size: int) -> None:
-        """Let the ranks know each other, and watch them from now on. Every rank must call."""
+    def connect(self, world_size: int) -> None:
+        """Exchange the ranks' identities and start to watch them. Every rank must call."""
         if self.rank == 0:
-            self.beats.clear(world_size)
-        token = distributed.broadcast_object(secrets.token_hex(4))
+            self.heartbeats.remove_stale(world_size)
+        token = collectives.broadcast_object(secrets.token_hex(4))
         if self.stacks is None:
-            self.stacks = stacks.StackFile(pulse.stacks_path(self.run_dir, self.rank))
-        self.beats.token = token
-        self.beats.write()  # once all have met, every rank has one of this start
-        met = distributed.gather_objects(self.beats.identity())
-        self.peers = {peer["rank"]: peer for peer in met if peer["rank"] != self.rank}
+            self.stacks = stacks.StackFile(self.files.stacks(self.rank))
+        self.heartbeats.token = token
+        self.heartbeats.write()  # so that every rank has one of this launch when they are gathered
+        identities = collectives.gather_objects(self.heartbeats.identity())
+        self.peers = {peer["rank"]: peer for peer in identities if peer["rank"] != self.rank}
 
-    def failed(self, error: BaseException) -> None:
-        """Say that this rank ends with an error, unless another rank's end explains it.
+    def report_failure(self, error: BaseException) -> None:
+        """Report that this rank ends with an error, unless the end of another rank explains it.
 
-        In that case the process ends here, and the error, which is only its echo, is not shown.
+        In that case this process exits here and the error, a mere consequence, is not printed.
         """
         if self.stacks is not None:
-            self.stacks.end_after(EXIT_SECONDS)
-        if vital_signs.from_collective(error) and self.beats.token is not None:
-            time.sleep(EXPLAIN_SECONDS)  # the thread ends this process if it finds the cause
+            self.stacks.exit_after(TEARDOWN_SECONDS)
+        if liveness.raised_in_collective(error) and self.heartbeats.token is not None:
+            time.sleep(DIAGNOSIS_SECONDS)  # the thread ends this process if it finds the cause
         causes = [error, error.__cause__] if error.__cause__ else [error]
         lines = [f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes]
         reason = "; ".join(line.rstrip(". ") for line in lines)
@@ -92,213 +94,215 @@ class Watchdog:
             if self.stacks is not None:
                 self.stacks.write("its error", "".join(traceback.format_exception(error)))
             self._publish({self.rank: f"ended: {reason}"}, "rank_lost", reason)
-            self.beats.end(reason)
+            self.heartbeats.mark_ended(reason)
 
     def close(self, reason: str) -> None:
-        """Stop watching: the run has ended as it should, for one of `ENDED_WELL`."""
+        """Stop watching, because the run has ended for one of the `GOOD_ENDINGS`."""
         with self._lock:
             self._quit.set()
-            self.beats.end(reason)
+            self.heartbeats.mark_ended(reason)
             if self.stacks is not None:
                 self.stacks.close()
 
     # ---- The thread
 
     def _watch(self) -> None:
-        said = False
-        looked = beaten = time.monotonic()
-        while not self._quit.wait(LOOK_SECONDS):
+        error_printed = False
+        polled = beaten = time.monotonic()
+        while not self._quit.wait(POLL_SECONDS):
             now = time.monotonic()
-            if now - looked > SUSPENDED_SECONDS:
+            if now - polled > SUSPENDED_SECONDS:
                 self._stopped_since.clear()
                 self._seen.clear()
-                self.signs.forgive()
-            looked = now
+                self.monitor.reset()
+            polled = now
             try:
-                self._look()
-                if now - beaten >= BEAT_SECONDS or not self.beats.written_at:
+                self._check_processes()
+                if now - beaten >= HEARTBEAT_SECONDS or not self.heartbeats.written_at:
                     beaten = now
-                    self.signs.look()
-                    self.beats.write()
-                    self._obey()
-                    self._judge()
-            except Exception as error:  # a watchdog's own trouble must not end a run
-                if not said:
+                    self.monitor.update()
+                    self.heartbeats.write()
+                    self._follow_requests()
+                    self._check_progress()
+            except Exception as error:  # a failure of the watchdog itself must not end a run
+                if not error_printed:
                     print(f"watchdog: rank {self.rank}: {error!r}", file=sys.stderr, flush=True)
-                said = True
+                error_printed = True
 
-    def _look(self) -> None:
-        """Look at the launcher and at the ranks of this machine."""
+    def _check_processes(self) -> None:
+        """Check the launcher and the ranks of this machine."""
         if self.launcher not in (None, os.getppid()):
-            self._leave("its launcher is gone", "launcher_lost")
+            self._exit_alone("its launcher is gone", "launcher_lost")
         if self.runner is not None and not processes.alive(self.runner) and not self.stop.reason:
-            _mute_broken_output()
+            verdict.mute_broken_output()
             self.stop.reason = RUNNER_GONE
-        if self.beats.token is None or pulse.PULSE.phase == "end":
+        if self.heartbeats.token is None or progress.CURRENT.phase == "end":
             return
         for rank, peer in self.peers.items():
-            if peer["machine"] != self.beats.machine:
+            if peer["machine"] != self.heartbeats.machine:
                 continue
-            process = processes.look(peer["pid"])
+            process = processes.inspect_process(peer["pid"])
             if process is None or process.start_ticks != peer["start_ticks"]:
-                self._lost(rank, None)
+                self._handle_exit(rank, None)
             elif process.state in "ZX":
-                self._lost(rank, processes.how_it_ended(process.wait_status))
+                self._handle_exit(rank, processes.exit_reason(process.wait_status))
             elif process.state == "T" and self.hang_timeout:
                 since = self._stopped_since.setdefault(rank, time.monotonic())
                 if time.monotonic() - since > STOPPED_SECONDS:
-                    self._end({rank: "is stopped (SIGSTOP)"}, "hang")
+                    self._end_run({rank: "is stopped (SIGSTOP)"}, "hang")
             else:
                 self._stopped_since.pop(rank, None)
 
-    def _lost(self, rank: int, how: str | None) -> None:
-        """End the run for a rank whose process has ended, unless it did so as it should."""
-        beat = self.beats.of(rank)
-        if beat is not None and beat["state"] == "ended":
-            if beat["reason"] in ENDED_WELL:
+    def _handle_exit(self, rank: int, how: str | None) -> None:
+        """End the run if a rank's process has exited, unless the rank had finished."""
+        heartbeat = self.heartbeats.read(rank)
+        if heartbeat is not None and heartbeat["state"] == "ended":
+            if heartbeat["reason"] in GOOD_ENDINGS:
                 return
-            how = beat["reason"]
-        self._end({rank: f"ended: {how}" if how else "has vanished"}, "rank_lost", how)
+            how = heartbeat["reason"]
+        self._end_run({rank: f"ended: {how}" if how else "has vanished"}, "rank_lost", how)
 
-    def _judge(self) -> None:
-        """End the run for a rank that makes no progress, or of which nothing is heard any more."""
-        quiet, limit = self.signs.quiet_seconds(), self.signs.limit_seconds()
+    def _check_progress(self) -> None:
+        """End the run if a rank makes no progress, or its heartbeats have stopped."""
+        quiet, limit = self.monitor.quiet_seconds(), self.monitor.limit_seconds()
         if not self.hang_timeout:
             return
-        if self.beats.token is None:
+        if self.heartbeats.token is None:
             if quiet > limit:
-                self._leave(f"no progress for {quiet:.0f} s while the ranks gather", "hang")
+                self._exit_alone(f"no progress for {quiet:.0f} s while the ranks connect", "hang")
             return
-        silent = limit if self.signs.starting else min(SILENT_SECONDS, limit)
+        silent = limit if self.monitor.is_starting else min(SILENT_SECONDS, limit)
         if quiet > silent:
-            self._listen(silent)
-        # Rank 0 first: of thousands of ranks not all should read all heartbeats at once.
-        if quiet > limit + (0.0 if self.rank == 0 else 3 * BEAT_SECONDS + self.rank % 10):
-            beats = [self.beats.of(rank) for rank in self.peers] + [self.beats.status()]
+            self._check_heartbeats(silent)
+        # Rank 0 first, so that thousands of ranks do not all read all heartbeats at once.
+        delay = 0.0 if self.rank == 0 else 3 * HEARTBEAT_SECONDS + self.rank % 10
+        if quiet > limit + delay:
+            beats = [self.heartbeats.read(rank) for rank in self.peers]
+            beats.append(self.heartbeats.status())
             running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
-            found = verdict.hanging(running, complete=None not in beats)
-            if found is not None:
-                self._end(dict.fromkeys(*found), "hang")
+            hung = hang_detection.find_hung_ranks(running, complete=None not in beats)
+            if hung is not None:
+                self._end_run(dict.fromkeys(*hung), "hang")
 
-    def _listen(self, silent: float) -> None:
-        """End the run for a rank whose heartbeats have stopped while this one stands still.
+    def _check_heartbeats(self, silent: float) -> None:
+        """End the run if another rank's heartbeats have stopped; called while this rank is stuck.
 
-        As long as this rank goes on training, every other one is alive, whatever its file says.
+        While this rank makes progress every other rank is alive, whatever its file says.
+
+        Args:
+            silent: seconds without a new heartbeat after which a rank is lost.
         """
         now = time.monotonic()
-        if now - self.beats.written_at > 2 * BEAT_SECONDS:
+        if now - self.heartbeats.written_at > 2 * HEARTBEAT_SECONDS:
             return  # where this rank cannot write, others may not be able to either
         for rank in self.peers if self.rank == 0 else [0]:
             try:
-                moved = pulse.heartbeat_path(self.run_dir, rank).stat().st_mtime_ns
+                mtime = self.files.heartbeat(rank).stat().st_mtime_ns
             except OSError:
                 continue
-            if self._seen.setdefault(rank, (moved, now))[0] != moved:
-                self._seen[rank] = (moved, now)
+            if self._seen.setdefault(rank, (mtime, now))[0] != mtime:
+                self._seen[rank] = (mtime, now)
             quiet = now - self._seen[rank][1]
-            beat = self.beats.of(rank)
-            if quiet > silent and beat is not None and beat["state"] == "running":
-                self._end({rank: f"has been silent for {quiet:.0f} s"}, "hang")
+            heartbeat = self.heartbeats.read(rank)
+            if quiet > silent and heartbeat is not None and heartbeat["state"] == "running":
+                self._end_run({rank: f"has been silent for {quiet:.0f} s"}, "hang")
 
-    # ---- The end of the run
-
-    def _obey(self) -> None:
-        """End this rank if another one has found who is to blame; stop if a file asks for it."""
-        token = self.beats.token
+    def _follow_requests(self) -> None:
+        """Stop if a file asks for it; exit if another rank has written a verdict."""
+        token = self.heartbeats.token
         if token is None:
             return
         if self.rank == 0 and self.stop.reason is None:
             with contextlib.suppress(OSError):
-                self.stop.reason = pulse.stop_path(self.run_dir, token).read_text().strip()
-        path = verdict.path_of(self.run_dir, token)
+                self.stop.reason = self.files.stop_request(token).read_text().strip()
+        path = self.files.verdict(token)
         if path.exists():
-            found = pulse.read_heartbeat(path) or {"ranks": []}
+            found = progress.read_heartbeat(path) or {"ranks": []}
             self._exit([entry["rank"] for entry in found["ranks"]], first=False)
 
-    def _end(self, blamed: dict[int, str], event: str, how: str | None = None) -> None:
-        """End the run: name the ranks to blame, get their stacks, tell the others, and leave."""
+    # ---- The end of the run
+
+    def _end_run(self, blamed: dict[int, str], event: str, how: str | None = None) -> None:
+        """End the run: publish the verdict for the other ranks, collect stacks, and exit.
+
+        Args:
+            blamed: {rank at fault: reason}.
+            event: name of the event to log.
+            how: how the rank's process ended, if it did.
+        """
         first = self._publish(blamed, event, how)
         self._exit(list(blamed), first)
 
     def _exit(self, blamed: list[int], first: bool) -> None:
+        """Write the stacks, kill the blamed ranks of this machine, and exit.
+
+        Args:
+            first: this rank was the first to publish a verdict, so it collects the blamed ranks'
+                stacks; the others give it time for that.
+        """
         with self._lock:
             if self._quit.is_set():
                 return
             self._quit.set()
             if self.stacks is not None:
                 self.stacks.write("the run ends")
-            others = self._alive([rank for rank in blamed if rank != self.rank])
+            others = self._local_processes([rank for rank in blamed if rank != self.rank])
             if first:
-                stacks.collect(others)
+                stacks.request_stacks(others)
                 for rank in blamed:
-                    stacks.show(pulse.stacks_path(self.run_dir, rank))
+                    stacks.print_tail(self.files.stacks(rank))
             else:
-                time.sleep(2 * stacks.ANSWER_SECONDS if others else 0)
+                time.sleep(2 * stacks.RESPONSE_SECONDS if others else 0)
             for process in others:
-                processes.send_to(process, signal.SIGKILL)
-            self.beats.end("the run ended, see events.jsonl")
-            time.sleep(0 if self.rank in blamed else LINGER_SECONDS)
+                processes.signal_process(process, signal.SIGKILL)
+            self.heartbeats.mark_ended("the run ended, see events.jsonl")
+            time.sleep(0 if self.rank in blamed else EXIT_DELAY_SECONDS)
             os._exit(EXIT_BUG)
 
-    def _leave(self, why: str, event: str) -> None:
-        """End this rank alone: nobody is left to agree with."""
-        _mute_broken_output()
-        where = f"step {pulse.PULSE.step}, {pulse.PULSE.phase}"
-        host, pid, step = self.beats.host, self.beats.me.pid, pulse.PULSE.step
-        print(f"watchdog: rank {self.rank} on {host} ends: {why} ({where})",
-              file=sys.stderr, flush=True)  # fmt: skip
+    def _exit_alone(self, why: str, event: str) -> None:
+        """End only this rank, when there is no launcher or other rank to coordinate with."""
+        verdict.mute_broken_output()
+        current = progress.CURRENT
+        host, pid = self.heartbeats.host, self.heartbeats.process.pid
+        print(f"watchdog: rank {self.rank} on {host} exits: {why} (step {current.step}, "
+              f"{current.phase})", file=sys.stderr, flush=True)  # fmt: skip
         if self.rank == 0:
-            entry = {"rank": 0, "host": host, "pid": pid, "step": step}
-            entry |= {"phase": pulse.PULSE.phase, "sequences": pulse.PULSE.sequences}
-            entry |= {"reason": why, "stacks": None}
+            entry = {
+                "rank": 0, "host": host, "pid": pid, "step": current.step, "phase": current.phase,
+                "sequences": current.sequences, "reason": why, "stacks": None,
+            }  # fmt: skip
             who = {"host": host, "pid": pid, "reason": why}
-            self._event(event, step, **who, ended=None, found_by=0, ranks=[entry])
-        self.beats.end(why)
+            fields = {"ended": None, "found_by": 0, "ranks": [entry]}
+            verdict.log_event(self.files.run_dir, event, current.step, **who, **fields)
+        self.heartbeats.mark_ended(why)
         os._exit(EXIT_BUG)
 
     def _publish(self, blamed: dict[int, str], event: str, how: str | None) -> bool:
-        """Write verdict, event and one line for people; False when another rank was first."""
-        _mute_broken_output()
+        """Publish the verdict on the ranks at fault; return False if another rank was first."""
         entries = []
         for rank, reason in blamed.items():
-            known = self.beats.status() if rank == self.rank else self.beats.of(rank)
-            known = known or self.peers[rank]
+            own = rank == self.rank
+            heartbeat = self.heartbeats.status() if own else self.heartbeats.read(rank)
+            heartbeat = heartbeat or self.peers[rank]
+            path = self.files.stacks(rank)
+            # A killed rank has left no stacks; a hung one is asked for them after this.
+            has_stacks = event == "hang" or stacks.written_since(path, self.started_at)
             names = ("rank", "host", "pid", "step", "phase", "sequences")
-            path = pulse.stacks_path(self.run_dir, rank)
-            # A killed rank has left none; one that hangs is asked for them after this.
-            where = str(path) if event == "hang" or stacks.written_since(path, self.began) else None
-            entries.append({name: known.get(name) for name in names})
-            entries[-1] |= {"reason": reason, "stacks": where}
+            entry = {name: heartbeat.get(name) for name in names}
+            entries.append(entry | {"reason": reason, "stacks": str(path) if has_stacks else None})
         # A heartbeat may be some steps old; ranks are never more than one step apart.
-        step = max([pulse.PULSE.step] + [entry["step"] or 0 for entry in entries])
-        found = {"ended": how, "found_by": self.rank, "ranks": entries}
-        if self.beats.token is not None and not verdict.write_once(
-            verdict.path_of(self.run_dir, self.beats.token), {"event": event, "step": step, **found}
-        ):
-            return False
-        for entry in entries:
-            print(
-                f"watchdog: rank {entry['rank']} on {entry['host']} (pid {entry['pid']}) "
-                f"{entry['reason']}. The run was in step {step}, the rank last said step "
-                f"{entry['step']}, {entry['phase']}. Stacks: {entry['stacks'] or 'none'}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-        self._event(event, step, **found)
-        return True
+        step = max([progress.CURRENT.step] + [entry["step"] or 0 for entry in entries])
+        token = self.heartbeats.token
+        return verdict.publish(self.files.run_dir, token, event, step, self.rank, how, entries)
 
-    def _event(self, event: str, step: int, **what: Any) -> None:
-        with contextlib.suppress(OSError):  # a full disk
-            events.append(self.run_dir, event, step, **what)
-
-    def _alive(self, ranks: list[int]) -> list[processes.Process]:
+    def _local_processes(self, ranks: list[int]) -> list[processes.Process]:
         """Return the processes of those ranks that are on this machine and have not ended."""
-        here = [
-            self.peers[rank] for rank in ranks if self.peers[rank]["machine"] == self.beats.machine
-        ]
-        looks = [(peer, processes.look(peer["pid"])) for peer in here]
+        peers = [self.peers[rank] for rank in ranks]
+        local = [peer for peer in peers if peer["machine"] == self.heartbeats.machine]
+        found = [(peer, processes.inspect_process(peer["pid"])) for peer in local]
         return [
             process
-            for peer, process in looks
+            for peer, process in found
             if process is not None
             and process.start_ticks == peer["start_ticks"]
             and process.state not in "ZX"
@@ -306,20 +310,9 @@ class Watchdog:
 
 
 def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
-    """Return the `deepspeed` process that started the launcher, where it is one and is here."""
-    parent = processes.look(launcher) if launcher else None
+    """Return the `deepspeed` process that started the launcher, if it is on this machine."""
+    parent = processes.inspect_process(launcher) if launcher else None
     with contextlib.suppress(OSError):
         if parent and b"deepspeed" in Path(f"/proc/{parent.parent}/cmdline").read_bytes():
-            return processes.look(parent.parent)
+            return processes.inspect_process(parent.parent)
     return None
-
-
-def _mute_broken_output() -> None:
-    """Send output nowhere if whoever read it is gone: a failing print must not prevent a save."""
-    for stream in (1, 2):
-        with contextlib.suppress(OSError):
-            poll = select.poll()
-            poll.register(stream, 0)
-            if any(flags & (select.POLLERR | select.POLLHUP) for _, flags in poll.poll(0)):
-                with open(os.devnull, "w") as nowhere:
-                    os.dup2(nowhere.fileno(), stream)

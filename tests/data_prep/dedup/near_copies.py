@@ -1,7 +1,7 @@
-"""Documents with near-duplicates planted among them, and what is true of them by brute force.
+"""Documents with planted near-duplicates, and their similarities by brute force.
 
-Nothing here is of data_prep: words, shingles and similarities are computed in the slow and obvious
-way, over all pairs.
+Independent of data_prep: words, shingles and similarities are computed in the slow and obvious way,
+over all pairs.
 """
 
 import json
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 
 def words_of(text: str) -> list[str]:
-    """Return words by the letter of docs/deduplication.md, one character at a time."""
+    """Return words as docs/deduplication.md defines them, one character at a time."""
     text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     found, word = [], ""
     for character in text:
@@ -52,7 +52,7 @@ def similar_pairs(texts: list[str], threshold: float) -> dict[tuple[int, int], f
 
 
 def edited(words: list[str], num_edits: int, generator: random.Random) -> list[str]:
-    """Replace, remove or insert so many words, at random places."""
+    """Replace, remove or insert `num_edits` words, at random places."""
     words = list(words)
     for _ in range(num_edits):
         place = generator.randrange(len(words))
@@ -62,7 +62,7 @@ def edited(words: list[str], num_edits: int, generator: random.Random) -> list[s
 
 
 def planted_texts(num_models: int, copies: int, seed: int = 0) -> list[str]:
-    """Return texts out of Python's manual, and edited copies of each, shuffled."""
+    """Return texts of Python's manual, and edited copies of each, shuffled."""
     generator = random.Random(seed)
     manual = " ".join(topics[name] for name in sorted(topics)).split()
     texts = []

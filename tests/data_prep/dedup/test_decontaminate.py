@@ -1,7 +1,6 @@
-"""Decontamination: planted items are all found, and nothing else is dropped.
+"""Decontamination: all planted items are found, and nothing else is dropped.
 
-What is contaminated is told by brute force: sets of tuples of words, walked over one character at a
-time.
+Brute force decides what is contaminated: sets of tuples of words, split one character at a time.
 """
 
 import json
@@ -11,30 +10,30 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from near_copies import shingles_of, words_of
-from small_corpus import data_prep
-from stage_cases import documents_of, write_stage
-from texts import items, paragraphs
 
-from data_prep.decontaminate import DecontaminateOptions, run_decontaminate
-from data_prep.evaluation_items import read_items
-from data_prep.overlap import build_index
-from data_prep.phases import LocalExecutor
-from data_prep.stage_documents import stage_documents
-from data_prep.stage_files import read_records, read_stage
-from zerolm.errors import ConfigError
+from data_prep.dedup.decontaminate import DecontaminateOptions, run_decontaminate
+from data_prep.dedup.evaluation_items import read_items
+from data_prep.dedup.ngram_index import build_index
+from data_prep.read.stage_files import read_records, read_stage
+from data_prep.stages.documents import stage_documents
+from data_prep.tasks.phases import LocalExecutor
+from tests.data_prep.dedup.near_copies import shingles_of, words_of
+from tests.data_prep.small_corpus import data_prep
+from tests.data_prep.stage_cases import documents_of, write_stage
+from tests.texts import items, paragraphs
+from zerolm.common.errors import ConfigError
 
 NUM_ITEMS = 60
 
 
 def filler(generator: random.Random, count: int) -> list[str]:
-    """Return words in an order that nobody wrote."""
+    """Return random words."""
     words = sorted({word for text in paragraphs()[:300] for word in text.split()})
     return [generator.choice(words) for _ in range(count)]
 
 
 def variants(text: str, generator: random.Random) -> list[str]:
-    """Return an item as it may stand in a corpus."""
+    """Return an item in forms that it may have in a corpus."""
     words = text.split()
     marks = [word + generator.choice([",", ".", "!", " --", "”"]) for word in words]
     broken = ["".join(generator.choice(["\n", "\r\n\r\n\t", " "]) + word) for word in words]
@@ -45,7 +44,7 @@ def variants(text: str, generator: random.Random) -> list[str]:
         "«" + " ".join(marks) + "»",
         "".join(broken),
         " ".join([*filler(generator, 2000), text, *filler(generator, 2000)]),
-        " ".join([*filler(generator, 1), *words_of(text)[:13]]),  # the first run alone
+        " ".join([*filler(generator, 1), *words_of(text)[:13]]),  # the first n-gram alone
         " ".join([*words_of(text)[-13:], *filler(generator, 1)]),
     ]
 
@@ -71,7 +70,7 @@ def corpus(hellaswag) -> list[tuple[str, bool]]:
             documents.append((text, True))
         words = words_of(f"{item['ctx']} {ending}")
         start = generator.randrange(len(words) - 11)
-        shared = words[start : start + 12]  # one word less than it takes, at both ends
+        shared = words[start : start + 12]  # one word too few
         around = filler(generator, 400)
         documents.append((" ".join([*around[:200], "qqq", *shared, "qqq", *around[200:]]), False))
         gap = [*words[:12], "qqq", *words[12:24], "qqq", *words[24:36]]
@@ -89,7 +88,7 @@ def run(source: Path, output: Path, workers: int = 1, **options) -> tuple[dict, 
     return manifest, documents_of(output), list(read_records(output / "contaminated.jsonl.zst"))
 
 
-def test_planted_items_are_all_removed_and_none_else(hellaswag, corpus, tmp_path):
+def test_documents_with_planted_items_are_dropped_and_no_others(hellaswag, corpus, tmp_path):
     source = write_stage(tmp_path / "in", [text for text, _ in corpus], 250)
     manifest, kept, dropped = run(source, tmp_path / "out", evaluation=(str(hellaswag),))
     expected = [f"d{number}" for number, (_, planted) in enumerate(corpus) if not planted]
@@ -97,7 +96,7 @@ def test_planted_items_are_all_removed_and_none_else(hellaswag, corpus, tmp_path
     assert kept == [record for record in documents_of(source) if record["id"] in set(expected)]
     assert manifest["dropped"] == {"contaminated": 8 * NUM_ITEMS} and manifest["items"] == NUM_ITEMS
     lines = hellaswag.read_text().splitlines()
-    for note in dropped:  # what is said of each is true
+    for note in dropped:  # check each note
         words = words_of(corpus[int(note["id"][1:])][0])
         found = note["words"].split()
         assert words[note["at_word"] : note["at_word"] + 13] == found and len(found) == 13
@@ -111,18 +110,18 @@ def test_planted_items_are_all_removed_and_none_else(hellaswag, corpus, tmp_path
         assert any(tuple(found) in shingles_of(text) for text in [*texts, *bare])
 
 
-def test_the_verdict_is_that_of_sets_of_runs(tmp_path):
-    """Random texts of few words, so that runs, repeats and near misses of all lengths occur."""
+def test_matches_equal_those_of_sets_of_ngrams(tmp_path):
+    """Random texts of few distinct words, so that matches, repeats and near misses occur."""
     generator = random.Random(2)
     texts = [" ".join(generator.choices("ab", k=generator.randrange(0, 40))) for _ in range(400)]
     held = [" ".join(generator.choices("ab", k=generator.randrange(3, 14))) for _ in range(30)]
     held += [" ".join(generator.choices("abc", k=30)) for _ in range(5)]
     (tmp_path / "held.txt").write_text("\n\n".join(held))
     source = write_stage(tmp_path / "in", texts, 100)
-    for overlap in (0.0, 0.2):
+    for ngram_index in (0.0, 0.2):
         _, kept, _ = run(
-            source, tmp_path / f"out-{overlap}", evaluation=(str(tmp_path / "held.txt"),),
-            ngram_words=10, min_item_words=7, min_overlap=overlap,
+            source, tmp_path / f"out-{ngram_index}", evaluation=(str(tmp_path / "held.txt"),),
+            ngram_words=10, min_item_words=7, min_overlap=ngram_index,
         )  # fmt: skip
         expected = []
         for number, text in enumerate(texts):
@@ -130,14 +129,14 @@ def test_the_verdict_is_that_of_sets_of_runs(tmp_path):
                 size = min(10, len(item.split()))
                 runs = shingles_of(item, size)
                 common = len(runs & shingles_of(text, size))
-                if size >= 7 and common and common >= overlap * len(runs):
+                if size >= 7 and common and common >= ngram_index * len(runs):
                     break
             else:
                 expected.append(f"d{number}")
         assert [record["id"] for record in kept] == expected and 50 < len(expected) < 390
 
 
-def test_short_items_are_matched_whole_and_very_short_ones_are_counted(tmp_path):
+def test_short_items_are_matched_in_full_and_very_short_ones_are_counted(tmp_path):
     held = {
         "q": "Who wrote the Annals of Xanadu?",
         "a": ["Nobody did.", "It was the old emperor himself"],
@@ -162,15 +161,15 @@ def test_short_items_are_matched_whole_and_very_short_ones_are_counted(tmp_path)
 
 
 def test_a_collision_of_hashes_drops_nothing(monkeypatch):
-    from data_prep import overlap
-    from data_prep.words import hash_runs
+    from data_prep.dedup import ngram_index
+    from data_prep.dedup.word_hashes import hash_ngrams
 
     def colliding(words, ends, length):
-        hashes, run_ends = hash_runs(words, ends, length)
-        return hashes & ~hashes, run_ends  # every run has the hash 0
+        hashes, ngram_ends = hash_ngrams(words, ends, length)
+        return hashes & ~hashes, ngram_ends  # every n-gram has the hash 0
 
-    monkeypatch.setattr(overlap, "hash_runs", colliding)
-    index = build_index([overlap.Item("f:1", ["one two three"])], 3, 1)
+    monkeypatch.setattr(ngram_index, "hash_ngrams", colliding)
+    index = build_index([ngram_index.Item("f:1", ["one two three"])], 3, 1)
     assert [match.document for match in index.find(["four five six", "One, two: three"], 0)] == [1]
 
 
@@ -191,12 +190,12 @@ def test_items_are_read_from_every_kind_of_file(tmp_path, name):
     assert [item.place for item in found] == [f"{path}:1", f"{path}:2"]
 
 
-def test_both_commands_one_after_the_other_as_a_user_runs_them(hellaswag, corpus, tmp_path):
+def test_dedup_and_decontaminate_run_in_sequence_as_commands(hellaswag, corpus, tmp_path):
     texts = [text for text, _ in corpus[:80]] * 2
     raw = tmp_path / "raw.jsonl"
     raw.write_text("".join(json.dumps({"text": text, "url": "u"}) + "\n" for text in texts) + "x\n")
     words = ("--input", raw, "--output", tmp_path / "one", "--workers", 1)
-    refused = data_prep("dedup", *words)  # its last line is no document
+    refused = data_prep("dedup", *words)  # its last line is not a document
     assert refused.returncode == 2 and f"{raw}:161: not valid JSON" in refused.stderr
     words += ("--on_bad_input", "skip")
     result = data_prep("dedup", *words)
@@ -217,7 +216,7 @@ def test_both_commands_one_after_the_other_as_a_user_runs_them(hellaswag, corpus
     assert again.returncode == 0 and "decontaminate.scan" not in again.stderr
 
 
-def test_every_mistake_is_shown_and_nothing_written(tmp_path):
+def test_every_mistake_is_reported_and_nothing_written(tmp_path):
     (tmp_path / "set.jsonl").write_text('{"question": "x"}\nno json\n')
     (tmp_path / "set.bin").write_text("")
     result = data_prep(

@@ -1,4 +1,4 @@
-"""Deduplication against brute force: every pair, exact Jaccard, plain Python."""
+"""Deduplication, compared with brute force: every pair, exact Jaccard index, plain Python."""
 
 import itertools
 import math
@@ -10,16 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from near_copies import planted_texts, shingles_of, similar_pairs, words_of
-from stage_cases import documents_of, write_stage
 
-from data_prep.dedup import DedupOptions, run_dedup
-from data_prep.minhash import choose_bands
-from data_prep.phases import LocalExecutor
-from data_prep.stage_documents import stage_documents
-from data_prep.stage_files import read_records, read_stage
-from zerolm.errors import ConfigError
-from zerolm.files import sha256_file
+from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.dedup.minhash import choose_bands
+from data_prep.read.stage_files import read_records, read_stage
+from data_prep.stages.documents import stage_documents
+from data_prep.stages.options import parse_options
+from data_prep.tasks.phases import LocalExecutor
+from tests import ROOT
+from tests.data_prep.dedup.near_copies import planted_texts, shingles_of, similar_pairs, words_of
+from tests.data_prep.stage_cases import documents_of, write_stage
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file
 
 SHORT = ["a short one", "a short one", "A short one!", "", "", "--"]
 
@@ -45,7 +47,7 @@ def run(source: Path, output: Path, workers: int = 1, **options) -> tuple[dict, 
 
 
 def expected_kept(texts, pairs, threshold, exact=lambda text: text) -> set[int]:
-    """Return the documents to keep, in the words of docs/deduplication.md."""
+    """Return the documents to keep, by the rule of docs/deduplication.md."""
     seen: dict = {}
     models = [n for n, text in enumerate(texts) if seen.setdefault(exact(text), n) == n]
     kept: set[int] = set()
@@ -62,7 +64,7 @@ def source(texts, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("threshold", [0.8, 0.6])
-def test_what_is_kept_is_what_brute_force_keeps(source, texts, pairs, tmp_path, threshold):
+def test_the_same_documents_are_kept_as_by_brute_force(source, texts, pairs, tmp_path, threshold):
     manifest, kept, duplicates = run(source, tmp_path / "out", threshold=threshold)
     expected = expected_kept(texts, pairs, threshold)
     assert [record["id"] for record in kept] == [f"d{number}" for number in sorted(expected)]
@@ -82,7 +84,7 @@ def test_what_is_kept_is_what_brute_force_keeps(source, texts, pairs, tmp_path, 
 
 
 @pytest.mark.parametrize("exact", ["text", "words"])
-def test_exact_copies_alone(source, texts, tmp_path, exact):
+def test_only_exact_copies_are_dropped_without_near_duplicates(source, texts, tmp_path, exact):
     manifest, kept, duplicates = run(source, tmp_path / "out", exact=exact, near=False)
     key = {"text": lambda text: text, "words": lambda text: tuple(words_of(text))}[exact]
     expected = expected_kept(texts, {}, 0.8, exact=key)
@@ -91,14 +93,14 @@ def test_exact_copies_alone(source, texts, tmp_path, exact):
     assert all(key(texts[int(n["id"][1:])]) == key(texts[int(n["kept"][1:])]) for n in duplicates)
 
 
-def test_neither_files_nor_memory_nor_workers_make_a_difference(source, texts, tmp_path):
+def test_files_memory_and_workers_make_no_difference(source, texts, tmp_path):
     _, kept, duplicates = run(source, tmp_path / "one")
     other = write_stage(tmp_path / "clean", texts, 90)
     _, again, notes = run(other, tmp_path / "two", workers=2, memory_bytes=1 << 20)
     assert again == kept and notes == duplicates
 
 
-def test_a_bucket_of_very_many_is_not_compared_pair_by_pair(tmp_path):
+def test_comparisons_in_a_large_bucket_are_limited(tmp_path):
     template = " ".join(f"word{n}" for n in range(200))
     texts = [f"{template} {n}" for n in range(600)]
     manifest, kept, _ = run(write_stage(tmp_path / "in", texts, 300), tmp_path / "out")
@@ -109,22 +111,23 @@ def test_a_bucket_of_very_many_is_not_compared_pair_by_pair(tmp_path):
 KILLED = """
 import sys
 from pathlib import Path
-from data_prep.dedup import DedupOptions, run_dedup
-from data_prep.phases import LocalExecutor
-from data_prep.stage_documents import stage_documents
-from data_prep.stage_files import read_stage
+from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.tasks.phases import LocalExecutor
+from data_prep.stages.documents import stage_documents
+from data_prep.stages.options import parse_options
+from data_prep.read.stage_files import read_stage
 run_dedup(DedupOptions(), *stage_documents(read_stage(sys.argv[1])), Path(sys.argv[2]),
           LocalExecutor(1))
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(source, tmp_path):
+def test_a_killed_run_resumes_with_the_same_bytes(source, tmp_path):
     run(source, tmp_path / "whole")
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "cut")]
     stages = ["dedup.signatures", "dedup.buckets", "dedup.members", "dedup.write"]
-    for stage in stages:  # each time killed a phase later, with its first record just written
+    for stage in stages:  # killed later each time, when the first record of the phase is written
         first = tmp_path / "cut" / ("" if stage == "dedup.write" else "work") / "records" / stage
-        process = subprocess.Popen(command, cwd=Path(__file__).parent.parent.parent)
+        process = subprocess.Popen(command, cwd=ROOT)
         deadline = time.monotonic() + 60
         while process.poll() is None and not (first / "00000.json").exists():
             assert time.monotonic() < deadline
@@ -146,7 +149,7 @@ def files_of(directory: Path) -> dict[str, str]:
     }
 
 
-def test_a_finished_stage_is_left_alone_and_one_of_other_options_is_made_anew(source, tmp_path):
+def test_a_finished_stage_is_kept_and_one_with_other_options_is_replaced(source, tmp_path):
     first, _, _ = run(source, tmp_path / "out")
     before = (tmp_path / "out" / "stage.json").stat().st_mtime_ns
     assert run(source, tmp_path / "out", memory_bytes=1 << 22)[0] == first
@@ -156,10 +159,13 @@ def test_a_finished_stage_is_left_alone_and_one_of_other_options_is_made_anew(so
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9, 1.0])
-def test_bands_find_what_is_as_similar_as_the_threshold(threshold):
-    bands = choose_bands(threshold)
-    assert bands.bands * bands.rows <= 128
-    probability = bands.candidate_probability
+def test_bands_find_999_of_1000_pairs_at_the_threshold(threshold):
+    bands, rows = choose_bands(threshold)
+    assert bands * rows <= 128
+
+    def probability(similarity: float) -> float:
+        return 1 - (1 - similarity**rows) ** bands
+
     assert probability(threshold) >= 0.999 and probability(0.05) < 0.1
     curve = [probability(step / 100) for step in range(101)]
     assert curve == sorted(curve) and curve[0] == 0 and curve[100] == 1
@@ -167,11 +173,11 @@ def test_bands_find_what_is_as_similar_as_the_threshold(threshold):
 
 def test_signatures_agree_as_often_as_documents_are_similar(texts):
     """The estimate is unbiased: over many pairs, the share of equal bands is s^rows."""
-    from data_prep.minhash import Bands, band_hashes
-    from data_prep.words import hash_runs, hash_words
+    from data_prep.dedup.minhash import BandLayout, band_hashes
+    from data_prep.dedup.word_hashes import hash_ngrams, hash_words
 
     long = [text for text in texts if len(shingles_of(text)) > 40][:120]
-    hashes = band_hashes(*hash_runs(*hash_words(long), 13), Bands(128, 1))
+    hashes = band_hashes(*hash_ngrams(*hash_words(long), 13), BandLayout(128, 1))
     sets = [shingles_of(text) for text in long]
     errors = []
     for one, two in itertools.combinations(range(len(long)), 2):
@@ -179,16 +185,16 @@ def test_signatures_agree_as_often_as_documents_are_similar(texts):
         if 0.3 < similarity < 0.95:
             errors.append((hashes[one] == hashes[two]).mean() - similarity)
     assert len(errors) > 30
-    assert abs(sum(errors) / len(errors)) < 0.02  # sd of one: at most 0.044
+    assert abs(sum(errors) / len(errors)) < 0.02  # standard deviation of one: at most 0.044
     assert max(map(abs, errors)) < 0.2
 
 
-def test_a_recipe_with_mistakes_shows_all_of_them():
+def test_all_mistakes_of_a_recipe_are_reported():
     wrong = {"treshold": 0.8, "shingle_words": 2.5, "exact": 3, "near": 1}
     with pytest.raises(ConfigError) as caught:
-        DedupOptions.from_recipe(wrong, "r.json: dedup")
-    assert len(caught.value.problems) == 4  # values are looked at when types are right
+        parse_options(DedupOptions, wrong, "r.json: dedup")
+    assert len(caught.value.problems) == 4  # values are checked once types are right
     assert 'Did you mean "threshold"?' in caught.value.problems[0]
     with pytest.raises(ConfigError, match=r"dedup\.exact: 'best' is not text or words"):
-        DedupOptions.from_recipe({"exact": "best"}, "r.json: dedup")
-    assert DedupOptions.from_recipe({"threshold": 1}, "r").as_dict()["threshold"] == 1
+        parse_options(DedupOptions, {"exact": "best"}, "r.json: dedup")
+    assert parse_options(DedupOptions, {"threshold": 1}, "r").threshold == 1

@@ -1,14 +1,14 @@
-"""Words and the hashes of them, against a walk over characters one at a time."""
+"""Words and their hashes, compared with a loop over characters."""
 
 import random
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from near_copies import words_of
 
-from data_prep import words
-from data_prep.words import hash_runs, hash_words, split_words
+from data_prep.dedup import word_hashes
+from data_prep.dedup.word_hashes import hash_ngrams, hash_words, split_words
+from tests.data_prep.dedup.near_copies import words_of
 
 TEXTS = [
     "",
@@ -26,7 +26,7 @@ TEXTS = [
 ]
 
 
-def test_words_are_those_of_a_walk_over_characters():
+def test_words_equal_those_of_a_loop_over_characters():
     for text in TEXTS:
         assert split_words(text) == words_of(text), text
 
@@ -37,7 +37,7 @@ def test_case_punctuation_spacing_and_form_make_no_difference():
     assert np.array_equal(one, two) and len(one) == 8
 
 
-def test_hashes_are_equal_where_words_are():
+def test_hashes_are_equal_if_and_only_if_words_are():
     hashes, ends = hash_words(TEXTS)
     expected = [words_of(text) for text in TEXTS]
     assert ends.tolist() == np.cumsum([len(each) for each in expected]).tolist()
@@ -48,8 +48,8 @@ def test_hashes_are_equal_where_words_are():
 
 
 @pytest.mark.parametrize("length", [1, 2, 13])
-def test_runs_are_equal_where_their_words_are_and_stay_inside_a_text(length):
-    hashes, ends = hash_runs(*hash_words(TEXTS), length)
+def test_ngrams_are_equal_if_their_words_are_and_stay_inside_a_text(length):
+    hashes, ends = hash_ngrams(*hash_words(TEXTS), length)
     runs = []
     for text in TEXTS:
         each = words_of(text)
@@ -64,27 +64,27 @@ def test_runs_are_equal_where_their_words_are_and_stay_inside_a_text(length):
 def test_the_order_of_words_and_characters_counts():
     hashes, _ = hash_words(["ab", "ba", "aab", "aba", "a b"])
     assert len(set(hashes.tolist())) == 6
-    runs, _ = hash_runs(*hash_words(["a b", "b a"]), 2)
+    runs, _ = hash_ngrams(*hash_words(["a b", "b a"]), 2)
     assert runs[0] != runs[1]
 
 
-def test_neither_company_nor_the_cut_of_a_long_text_makes_a_difference(monkeypatch):
+def test_batches_and_pieces_of_long_texts_make_no_difference(monkeypatch):
     generator = random.Random(1)
     texts = [generator.choice(TEXTS) + " " + generator.choice(TEXTS) for _ in range(50)]
     long = " ".join(texts)
     alone = np.concatenate([hash_words([text])[0] for text in texts])
     assert np.array_equal(hash_words(texts)[0], alone)
     assert np.array_equal(hash_words([long])[0], alone)
-    monkeypatch.setattr(words, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(word_hashes, "BATCH_CHARACTERS", 100)
     assert np.array_equal(hash_words([long])[0], alone)
     assert np.array_equal(hash_words(texts)[0], alone)
 
 
-def test_hashes_can_be_kept_in_files():
-    """What was written with one release is compared with the next: these must not change."""
+def test_hashes_never_change():
+    """Files that one release wrote are compared with those of the next."""
     hashes, ends = hash_words(["The quick, brown fox; naïve 日本"])
     assert ends.tolist() == [7]
-    runs, _ = hash_runs(hashes, ends, 3)
+    runs, _ = hash_ngrams(hashes, ends, 3)
     assert [f"{value:016x}" for value in (hashes[0], hashes[6], runs[0])] == GOLDEN
 
 

@@ -1,4 +1,4 @@
-"""A task of `clean` in a file that cannot be cut: its files, and how it goes on after a kill."""
+"""`clean` of an input that cannot be split: several files for one task, and resume after a kill."""
 
 import gzip
 import json
@@ -14,15 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.bad_input import Tally
-from data_prep.clean import CleanOptions, run_clean
-from data_prep.documents import InputRules
-from data_prep.phases import LocalExecutor
-from data_prep.sources import find_inputs
-from data_prep.stage_files import read_records, read_stage
-from data_prep.units import Unit, plan_units, read_batches
+from data_prep.filters.clean import CleanOptions, run_clean
+from data_prep.read.bad_input import Tally
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.stage_files import read_records, read_stage
+from data_prep.read.work_units import WorkUnit, plan_units, read_batches
+from data_prep.tasks.phases import LocalExecutor
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {n} " + "has some words " * (n % 37) + "and an end." for n in range(3000)]
 NUM_KILLED = 1700  # the document at which the first run is killed
 RULES = InputRules(keep_records=True, on_bad_input="skip")
@@ -40,7 +40,7 @@ def keep(text, record, log=""):
 RUN = """
 import sys
 from pathlib import Path
-from tests.data_prep.test_clean_pieces import run
+from tests.data_prep.filters.test_clean import run
 run(Path(sys.argv[1]), sys.argv[2])
 """
 
@@ -48,7 +48,7 @@ run(Path(sys.argv[1]), sys.argv[2])
 def write(directory: Path, suffix: str) -> Path:
     path = directory / f"a{suffix}"
     lines = "".join(json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(TEXTS))
-    lines = lines.replace('"n": 40}', '"n": 40').encode()  # which is no JSON then
+    lines = lines.replace('"n": 40}', '"n": 40').encode()  # which is not JSON any more
     if suffix == ".parquet":
         pq.write_table(pa.table({"text": TEXTS}), path, row_group_size=1100)
     elif suffix.endswith(".zst"):
@@ -59,10 +59,10 @@ def write(directory: Path, suffix: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
-def test_batches_behind_a_place_are_those_of_a_reading_from_the_start(suffix, tmp_path):
-    """So that files cut between batches do not depend on where a task was stopped."""
+def test_batches_after_a_position_equal_those_of_reading_from_the_start(suffix, tmp_path):
+    """So that files that end between batches do not depend on where a task was stopped."""
     inputs, _ = find_inputs([str(write(tmp_path, suffix))], "text")
-    unit = Unit(plan_units(inputs)[0].pieces, 0)
+    unit = WorkUnit(plan_units(inputs)[0].ranges, 0)
     whole = list(read_batches(inputs, unit, RULES, Tally(), 20_000))
     assert len(whole) > 3
     for number in range(len(whole) - 1):
@@ -80,7 +80,7 @@ def run(directory: Path, name: str) -> dict:
     return run_clean(chosen, inputs, output, LocalExecutor(1), {})
 
 
-def test_a_killed_task_goes_on_behind_its_last_file_to_the_same_bytes(
+def test_a_killed_task_resumes_after_its_last_file_with_the_same_bytes(
     tmp_path, monkeypatch, capsys
 ):
     pytest.importorskip("datatrove")
@@ -91,7 +91,7 @@ def test_a_killed_task_goes_on_behind_its_last_file_to_the_same_bytes(
     environment = {
         **os.environ,
         "KILL": "1",
-        "PYTHONPATH": f"{ROOT}:{tmp_path}:{Path(__file__).parent}",
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
     }
     killed = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path), "killed"],
@@ -117,22 +117,22 @@ def test_a_killed_task_goes_on_behind_its_last_file_to_the_same_bytes(
     assert kept == [n for n in range(len(TEXTS)) if n % 5 and n != 40]
     judged = Counter((tmp_path / "killed.log").read_text().split())
     redone = sum(count - 1 for count in judged.values())
-    assert 0 < redone < NUM_KILLED / 2  # not the file from its beginning
+    assert 0 < redone < NUM_KILLED / 2  # it did not start over
     assert sum(entry["text_bytes"] for entry in whole["files"]) == whole["text_bytes_out"]
 
 
-def test_large_input_that_cannot_be_cut_is_deduplicated_in_files_of_bounded_size(
+def test_large_input_that_cannot_be_split_is_deduplicated_in_bounded_files(
     tmp_path, monkeypatch, capsys
 ):
-    """Else the signatures of all its documents would be in memory at once."""
+    """Otherwise the signatures of all its documents would be in memory at once."""
     lines = [json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(TEXTS[:60] * 2)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join([*lines, "no\n"]).encode()))
     words = ["dedup", "--near", "off", "--input", str(tmp_path / "a.jsonl.gz"), "--workers", "1"]
     words += ["--on_bad_input", "skip", "--output"]
     assert main([*words, str(tmp_path / "whole")]) == 0
-    monkeypatch.setattr("data_prep.stage_documents.LARGE_BYTES", 100)
-    monkeypatch.setitem(sys.modules, "datatrove.data", None)  # an extra that this does not need
-    for _ in range(2):  # the second finds it there
+    monkeypatch.setattr("data_prep.stages.documents.LARGE_BYTES", 100)
+    monkeypatch.setitem(sys.modules, "datatrove.data", None)  # an extra that is not needed here
+    for _ in range(2):  # the second one finds it published
         assert main([*words, str(tmp_path / "read")]) == 0
     assert "1 lines that are not JSON" in capsys.readouterr().out.split("read/dup")[0]
     one, two = (read_stage(tmp_path / name) for name in ("whole", "read"))
@@ -148,7 +148,7 @@ def test_large_input_that_cannot_be_cut_is_deduplicated_in_files_of_bounded_size
     assert main([*words, str(tmp_path / "refused")]) == 2
 
 
-def test_a_document_of_which_filters_leave_nothing_is_kept_with_the_dropped(tmp_path):
+def test_a_document_that_filters_empty_is_dropped_with_its_text(tmp_path):
     pytest.importorskip("datatrove")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "no end of a line", "k": 1}) + "\n")
     inputs, _ = find_inputs([str(tmp_path / "a.jsonl")], "text")

@@ -6,13 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-from small_corpus import TEXTS, data_prep, write_jsonl
 from transformers import AutoTokenizer
 
-from data_prep.inspect import find_window
-from zerolm.excerpts import read_window
-from zerolm.order import Order, Stage
-from zerolm.shards import open_source
+from data_prep.inspect.sequences import find_window
+from tests.data_prep.small_corpus import TEXTS, data_prep, write_jsonl
+from zerolm.data.order import Order, Stage
+from zerolm.data.window_text import read_window
+from zerolm.shards.reader import open_source
 
 SEQ_LEN = 24
 
@@ -64,7 +64,7 @@ def test_the_command_shows_the_text(shards):
     assert "--- document 1 (" in result.stdout
 
 
-def test_with_a_seed_it_shows_the_sequence_of_a_run(shards):
+def test_with_a_seed_the_sequence_of_a_run_is_shown(shards):
     source = open_source(shards)
     count = (source.num_tokens - 1) // SEQ_LEN
     for sequence in (0, 3, count + 5, 10**12):
@@ -88,7 +88,7 @@ def test_a_document_and_its_json(shards):
 
 
 def test_a_sequence_of_a_run_is_found_through_its_stages(shards, tmp_path):
-    """From run.json alone: a mixture of two copies, one of which is alone from sequence 6 on."""
+    """From run.json only: a mixture of two copies, and only the second from sequence 6 on."""
     shutil.copytree(shards, tmp_path / "other")
     sources = [open_source(shards), open_source(tmp_path / "other")]
     prints = "\n".join(source.fingerprint for source in sources)
@@ -126,10 +126,10 @@ def test_a_sequence_of_a_run_is_found_through_its_stages(shards, tmp_path):
     [
         (["--sequence", "99", "--seq_len", "24"], "--sequence 99: "),
         (["--sequence", "-1", "--seq_len", "0"], "--sequence -1: is not a whole number"),
-        (["--sequence", "0", "--seq_len", "9999"], "are not one window of --seq_len 9999"),
+        (["--sequence", "0", "--seq_len", "9999"], "are too few for a window of --seq_len 9999"),
         (["--sequence", "0"], "--sequence: needs --seq_len"),
         (["--document", "7"], "--document 7: "),
-        (["--document", "0", "--seq_len", "24"], "--seq_len 24: says nothing about --document"),
+        (["--document", "0", "--seq_len", "24"], "--seq_len 24: does not apply to --document"),
         (["--step", "1"], "SHARDS needs --sequence N or --document N"),
         (["--run", "r", "--step", "1"], "needs either SHARDS or --run RUN"),
     ],
@@ -140,7 +140,7 @@ def test_windows_that_do_not_exist_are_refused(shards, words, named):
 
 
 def test_verify_ends_with_2_on_any_damage(shards, tmp_path):
-    assert data_prep("verify", shards).stdout.startswith(f"{shards}: whole. 7 documents, ")
+    assert data_prep("verify", shards).stdout.startswith(f"{shards}: complete. 7 documents, ")
     data = bytearray((shards / "shard-00001.bin").read_bytes())
     data[0] ^= 1
     (tmp_path / "copy").mkdir()
@@ -152,6 +152,6 @@ def test_verify_ends_with_2_on_any_damage(shards, tmp_path):
             target.write_bytes(path.read_bytes())
     (tmp_path / "copy" / "shard-00001.bin").write_bytes(data)
     result = data_prep("verify", shards, tmp_path / "copy", tmp_path / "absent")
-    assert result.returncode == 2 and "whole" in result.stdout
-    first, second = result.stderr.splitlines()
+    assert result.returncode == 2 and "complete" in result.stdout
+    _, first, second = result.stderr.splitlines()
     assert "shard-00001.bin: SHA-256" in first and "absent: no manifest.json" in second

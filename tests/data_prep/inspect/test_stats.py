@@ -1,4 +1,4 @@
-"""`python -m data_prep stats`: every figure against a plain count in Python."""
+"""`python -m data_prep stats`: every statistic against a direct count in Python."""
 
 import json
 import math
@@ -6,11 +6,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from small_corpus import data_prep
 
-from data_prep import stats
-from data_prep.progress import Progress
-from zerolm.shards import ShardWriter, open_source
+from data_prep.inspect import stats
+from data_prep.tasks.progress import Progress
+from tests.data_prep.small_corpus import data_prep
+from zerolm.shards.reader import open_source
+from zerolm.shards.writer import ShardWriter
 
 VOCABULARY, EOS = 300, 2
 
@@ -35,12 +36,12 @@ def corpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_figures_are_those_of_a_plain_count(corpus, monkeypatch, workers):
+def test_statistics_equal_direct_counts(corpus, monkeypatch, workers):
     directory, documents = corpus
     if workers == 1:  # pieces and partitions far smaller than the data
         monkeypatch.setattr(stats, "PIECE_TOKENS", 500)
         monkeypatch.setattr(stats, "PARTITION_DOCUMENTS", 50)
-    (found,) = stats.measure([open_source(directory)], workers, 5, Progress("stats", None))
+    (found,) = stats.measure_shards([open_source(directory)], workers, 5, Progress("stats", None))
     times = Counter(int(token) for document in documents for token in document)
     lengths = np.array([len(document) for document in documents])
     assert found["num_tokens"] == lengths.sum() and found["num_documents"] == len(documents)
@@ -63,7 +64,7 @@ def test_figures_are_those_of_a_plain_count(corpus, monkeypatch, workers):
         assert (limit["documents"], limit["of_tokens"]) == (len(above), above.sum())
     for share, value in length["quantiles"].items():
         exact = np.quantile(lengths, float(share), method="inverted_cdf")
-        assert value == pytest.approx(exact, rel=2 ** (1 / stats.BINS_AN_OCTAVE) - 1, abs=1)
+        assert value == pytest.approx(exact, rel=2 ** (1 / stats.BINS_PER_OCTAVE) - 1, abs=1)
     assert sum(row[1] for row in length["histogram"]) == len(documents)
     assert sum(row[2] for row in length["histogram"]) == lengths.sum()
     same = Counter(tuple(document.tolist()) for document in documents)
@@ -75,12 +76,12 @@ def test_figures_are_those_of_a_plain_count(corpus, monkeypatch, workers):
         first.setdefault(tuple(document.tolist()), number)
     expected = sorted(
         ((-count, first[key]) for key, count in same.items() if count > 1),
-    )[: stats.SHOWN_REPEATS]
+    )[: stats.MAX_SHOWN_REPEATS]
     shown = [(-each["times"], each["document"]) for each in twice["most_repeated"]]
     assert shown == expected
 
 
-def test_the_command_writes_a_page_and_the_figures(corpus, tmp_path):
+def test_the_command_writes_html_and_json(corpus, tmp_path):
     directory, documents = corpus
     result = data_prep(
         *("stats", directory, "--output", tmp_path / "stats.html", "--json", tmp_path / "s.json")
@@ -93,7 +94,7 @@ def test_the_command_writes_a_page_and_the_figures(corpus, tmp_path):
     assert "data:image/png;base64," in page and "http" not in page
 
 
-def test_what_cannot_be_written_or_read_is_refused(corpus, tmp_path):
+def test_unreadable_inputs_and_unsupported_outputs_are_refused(corpus, tmp_path):
     result = data_prep("stats", corpus[0], tmp_path / "absent", "--output", tmp_path / "a.pdf")
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "absent: no manifest.json" in result.stderr and "must end in .html or" in result.stderr

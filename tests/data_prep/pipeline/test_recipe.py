@@ -1,4 +1,4 @@
-"""`python -m data_prep run`: a pipeline from its recipe, its restarts, and its refusals."""
+"""`python -m data_prep run`: recipes, restarts and refusals."""
 
 import json
 import shutil
@@ -11,14 +11,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from data_prep.__main__ import main
-from data_prep.dedup import DedupOptions
-from data_prep.stage_files import read_records, read_stage
-from data_prep.stage_options import options_from
-from zerolm.errors import ConfigError
-from zerolm.manifest import read_manifest
-from zerolm.packing import index_file
+from data_prep.dedup.dedup import DedupOptions
+from data_prep.read.stage_files import read_records, read_stage
+from data_prep.stages.options import parse_options
+from tests import ROOT
+from zerolm.common.errors import ConfigError
+from zerolm.data.packing import index_file
+from zerolm.shards.manifest import read_manifest
 
-ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {n} says that the number {n} is followed by {n + 1}. " * 3 for n in range(40)]
 
 
@@ -56,7 +56,7 @@ def files_below(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_pipeline_goes_from_text_to_shards_and_starts_again_where_it_changed(recipe, capsys):
+def test_a_pipeline_makes_shards_and_restarts_at_the_first_changed_stage(recipe, capsys):
     output = recipe.parent / "out" / "web"
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     clean = read_stage(output / "clean")
@@ -90,7 +90,7 @@ def test_a_pipeline_goes_from_text_to_shards_and_starts_again_where_it_changed(r
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     shown = capsys.readouterr().out
     assert "web/clean: is complete" in shown
-    assert "web/dedup: is made again" in shown
+    assert "web/dedup: runs again" in shown
     assert files_below(output) == first  # no other document is a copy by its words
 
     page = (recipe.parent / "out" / "report.html").read_text()
@@ -109,7 +109,7 @@ def test_a_pipeline_goes_from_text_to_shards_and_starts_again_where_it_changed(r
 
 
 def test_a_tokenizer_and_packing_are_stages_of_a_recipe(recipe, capsys):
-    """Ids against Transformers with the tokenizer that was trained; rows by closed form."""
+    """Ids are compared with Transformers and the trained tokenizer, rows with a closed form."""
     (recipe.parent / "notes.jsonl").write_text(json.dumps({"body": "Notes of few words here."}))
     notes = {"input": ["notes.jsonl"], "text_field": "body"}
     sources = {"web": {"input": ["raw/*.jsonl"]}, "notes": notes}
@@ -147,17 +147,20 @@ def test_a_tokenizer_and_packing_are_stages_of_a_recipe(recipe, capsys):
     change(recipe, train_tokenizer={**training, "vocab_size": 290})
     assert states() == ["changed", "complete", "changed", "changed", "complete", *["changed"] * 2]
     assert main(["run", str(recipe), "--workers", "1"]) == 0
-    assert "tokenizer: is made again" in capsys.readouterr().out
+    assert "tokenizer: is trained again" in capsys.readouterr().out
     assert states() == ["complete"] * 7
-    for wrong, said in (
+    for wrong, message in (
         ({"train_tokenizer": {"vocab_size": 100}}, "train_tokenizer.vocab_size 100: has no room"),
-        ({"tokenize": {"tokenizer": "tokenizer"}}, "tokenize.tokenizer: is needed, or else train"),
-        ({"pack": {"seq_len": 0}}, "pack.seq_len: 0 is not from 1"),
+        (
+            {"tokenize": {"tokenizer": "tokenizer"}},
+            "tokenize.tokenizer: give either this key or train",
+        ),
+        ({"pack": {"seq_len": 0}}, "pack.seq_len: 0 is not between 1"),
     ):
         whole = recipe.read_text()
         change(recipe, **wrong)
         assert main(["run", str(recipe), "--check"]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         recipe.write_text(whole)
 
 
@@ -170,7 +173,7 @@ def test_a_recipe_means_the_same_from_every_directory(recipe, monkeypatch, capsy
     assert "changed" not in shown
 
 
-def test_what_is_not_beside_the_recipe_is_not_looked_for_elsewhere(recipe, monkeypatch, capsys):
+def test_paths_are_not_searched_in_the_working_directory(recipe, monkeypatch, capsys):
     elsewhere = recipe.parent / "elsewhere"
     elsewhere.mkdir()
     for name in ("raw", "tokenizer"):
@@ -186,7 +189,7 @@ def test_what_is_not_beside_the_recipe_is_not_looked_for_elsewhere(recipe, monke
     assert f"{recipe.parent}/lid.bin: no such file" in shown
 
 
-def test_a_stage_that_is_taken_out_of_the_recipe_stays(recipe, capsys):
+def test_a_stage_removed_from_the_recipe_is_kept(recipe, capsys):
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     output = recipe.parent / "out" / "web"
     first, whole = files_below(output), json.loads(recipe.read_text())
@@ -204,7 +207,7 @@ def test_a_stage_that_is_taken_out_of_the_recipe_stays(recipe, capsys):
     assert "web/shards: is complete" in capsys.readouterr().out
 
 
-def test_what_was_let_in_is_not_too_long_for_a_later_stage(recipe):
+def test_an_accepted_document_is_not_too_long_for_a_later_stage(recipe):
     for path in (recipe.parent / "raw").iterdir():
         path.unlink()
     texts = ['"quoted" \n' * 17 + str(number) for number in range(9)]
@@ -217,7 +220,7 @@ def test_what_was_let_in_is_not_too_long_for_a_later_stage(recipe):
     assert manifest["num_documents"] == len(texts)
 
 
-def test_a_filter_that_was_edited_is_another_one(recipe, monkeypatch, capsys):
+def test_an_edited_filter_function_changes_the_stage(recipe, monkeypatch, capsys):
     module = recipe.parent / "own_filters_of_this_test.py"
     module.write_text("def keep(text, record):\n    return True\n")
     monkeypatch.syspath_prepend(recipe.parent)
@@ -229,7 +232,7 @@ def test_a_filter_that_was_edited_is_another_one(recipe, monkeypatch, capsys):
     assert "clean         changed" in capsys.readouterr().out
 
 
-def test_the_memory_of_dedup_changes_no_result_and_makes_nothing_again(recipe, capsys):
+def test_the_memory_of_dedup_does_not_change_the_stage(recipe, capsys):
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     capsys.readouterr()
     change(recipe, dedup={"near": False, "memory_bytes": 2e9})
@@ -237,14 +240,14 @@ def test_the_memory_of_dedup_changes_no_result_and_makes_nothing_again(recipe, c
     assert "dedup         complete" in capsys.readouterr().out
 
 
-def test_how_tasks_are_run_is_in_no_published_file(recipe):
+def test_executor_options_are_in_no_published_file(recipe):
     change(recipe, executor={"slurm": {"env_command": "export TOKEN=secret-of-mine"}})
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     for path in (recipe.parent / "out").rglob("*"):
         assert not path.is_file() or b"secret-of-mine" not in path.read_bytes(), path
 
 
-def test_every_mistake_of_a_recipe_is_named_before_anything_is_written(recipe, capsys):
+def test_all_problems_of_a_recipe_are_reported_before_anything_is_written(recipe, capsys):
     change(
         recipe,
         sorces={},
@@ -262,7 +265,7 @@ def test_every_mistake_of_a_recipe_is_named_before_anything_is_written(recipe, c
         'dedup.treshold: is not an option. Did you mean "threshold"?',
         "sources.web.text_feild: is not an option",
         "sources.b/d: is not a name",
-        "tokenize.val_fraction: 2 is not from 0 to below 1",
+        "tokenize.val_fraction: 2 is not at least 0 and below 1",
         "--executor sluurm: is not one of",
     ):
         assert piece in shown
@@ -276,7 +279,7 @@ def test_check_writes_nothing(recipe, capsys):
     assert sorted(recipe.parent.rglob("*")) == before
 
 
-def test_a_stage_that_was_stopped_goes_on(recipe, capsys):
+def test_a_stopped_stage_continues(recipe, capsys):
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     output = recipe.parent / "out" / "web"
     first = files_below(output)
@@ -290,7 +293,7 @@ def test_a_stage_that_was_stopped_goes_on(recipe, capsys):
     kept = (output / "clean" / "records" / "clean" / "00000.json").stat().st_mtime_ns
     capsys.readouterr()
     assert main(["run", str(recipe), "--workers", "1"]) == 0
-    assert "web/clean: goes on" in capsys.readouterr().out
+    assert "web/clean: continues" in capsys.readouterr().out
     assert lost.exists()
     assert (output / "clean" / "records" / "clean" / "00000.json").stat().st_mtime_ns == kept
     assert files_below(output) == first
@@ -307,10 +310,10 @@ def test_progress_shows_every_phase(recipe, capsys):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "data_prep" / "recipes").glob("*.json")), ids=lambda path: path.stem
 )
-def test_recipes_that_come_with_it_run_where_their_files_are(
+def test_shipped_recipes_are_valid_where_their_inputs_exist(
     path, tmp_path, tokenizer_directory, capsys
 ):
-    """Their inputs are made where they say, small; the filters are theirs."""
+    """Small inputs are written to the paths in the recipe; the filters are unchanged."""
     if "gopher" in path.read_text():
         pytest.importorskip("datatrove")
     content = json.loads(path.read_text())
@@ -339,7 +342,7 @@ def test_recipes_that_come_with_it_run_where_their_files_are(
     assert "clean" in capsys.readouterr().out
 
 
-def test_bad_input_ends_the_command_with_its_place(recipe):
+def test_bad_input_is_reported_with_file_and_line(recipe):
     (recipe.parent / "raw" / "2.jsonl").write_text('{"text": 3}\n')
     result = subprocess.run(
         [sys.executable, "-m", "data_prep", "run", str(recipe), "--workers", "2"],
@@ -350,16 +353,25 @@ def test_bad_input_ends_the_command_with_its_place(recipe):
     assert "Traceback" not in result.stderr
 
 
-def test_whole_numbers_may_be_written_as_1e9_and_are_whole_then():
-    options = options_from(
+def test_integers_may_be_written_as_1e9():
+    options = parse_options(
         DedupOptions, {"memory_bytes": 1e9, "permutations": 64.0, "shingle_words": 5.0}, "r"
     )
     assert [type(value) for value in (options.memory_bytes, options.permutations)] == [int, int]
     assert options.bands is not None
 
 
+def test_numbers_may_be_written_as_in_flags():
+    given = {"memory_bytes": "2GiB", "shingle_words": "1e1", "permutations": "0.5k"}
+    options = parse_options(DedupOptions, {**given, "threshold": "0.5"}, "r")
+    assert options.memory_bytes == 2 << 30 and options.threshold == 0.5
+    assert (options.shingle_words, options.permutations) == (10, 500)
+    with pytest.raises(ConfigError, match=r"r\.memory_bytes: '2XB' is not a whole number"):
+        parse_options(DedupOptions, {"memory_bytes": "2XB"}, "r")
+
+
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity", "1e30", "true", "1.5"])
 @pytest.mark.parametrize("key", ["memory_bytes", "shingle_words", "permutations"])
-def test_numbers_that_are_none_are_refused(number, key):
+def test_invalid_numbers_are_refused(number, key):
     with pytest.raises(ConfigError, match=f"r.{key}: .* is not a whole number"):
-        options_from(DedupOptions, {key: json.loads(number)}, "r")
+        parse_options(DedupOptions, {key: json.loads(number)}, "r")

@@ -1,6 +1,6 @@
-"""Bad input through the real command: counted, named, left out or refused; never a traceback.
+"""Bad input to the real command is counted, named, skipped or refused; never a traceback.
 
-Every case is alone under `fail`, and together with all others and with good documents under `skip`.
+Each case runs alone under `fail`, and with all others and good documents under `skip`.
 """
 
 import gzip
@@ -20,15 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from small_corpus import ROOT, data_prep
 from transformers import AutoTokenizer
 
-from data_prep.documents import InputRules
-from data_prep.phases import LocalExecutor
-from data_prep.sources import find_inputs
-from data_prep.tokenization import TokenizeOptions, run_tokenization
-from data_prep.tokenizers import load_tokenizer
-from zerolm.errors import ConfigError
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.tasks.phases import LocalExecutor
+from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenizer.load import load_tokenizer
+from tests.data_prep.small_corpus import ROOT, data_prep
+from zerolm.common.errors import ConfigError
 
 GOOD = b'{"text": "good"}\n'
 LIMIT = 10_000  # --max_document_bytes
@@ -51,18 +51,18 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 class Case(NamedTuple):
-    """What a file holds, and what becomes of it."""
+    """The content of a file, and the expected result."""
 
     content: bytes
     bad: dict[str, int]  # documents by reason
-    texts: list[str] | int  # the good documents, or so many times "good"
-    said: str  # with {file} for the path
+    texts: list[str] | int  # the good documents, or how often "good"
+    message: str  # with {file} for the path
     skipped: dict[str, int] = {}  # noqa: RUF012 - never changed
 
 
-def line(content: bytes, reason: str, said: str) -> Case:
-    """A bad line between two good ones."""
-    return Case(GOOD + content + b"\n" + GOOD, {reason: 1}, ["good"] * 2, "{file}:2: " + said)
+def line(content: bytes, reason: str, message: str) -> Case:
+    """Return a bad line between two good ones."""
+    return Case(GOOD + content + b"\n" + GOOD, {reason: 1}, ["good"] * 2, "{file}:2: " + message)
 
 
 BOMB = zlib.compressobj(9, zlib.DEFLATED, 31)
@@ -77,8 +77,10 @@ CASES = {
     "old_mac.jsonl": Case(b'{"text": "a"}\r' * 2, {"bad_json": 1}, [], "{file}:1: not valid JSON"),
     "list.jsonl": line(b'["a"]', "not_an_object", "a JSON list, not an object"),
     "other_field.jsonl": line(b'{"body": "a"}', "no_text_field", "no key 'text'; it has 'body'"),
-    "number.jsonl": line(b'{"text": 5}', "not_a_string", "the text is 5, a int and not a string"),
-    "object.jsonl": line(b'{"text": {"a": "b"}}', "not_a_string", "the text is {'a': 'b'}, a dict"),
+    "number.jsonl": line(b'{"text": 5}', "not_a_string", "the text is 5, of type int, not a"),
+    "object.jsonl": line(
+        b'{"text": {"a": "b"}}', "not_a_string", "the text is {'a': 'b'}, of type dict"
+    ),
     "latin.jsonl": line(b'{"text": "caf\xe9"}', "not_utf8", "not UTF-8: byte 0xe9"),
     "surrogate.jsonl": line(rb'{"text": "a\ud800"}', "lone_surrogate", "the text has a lone"),
     "utf16.jsonl": Case(
@@ -127,22 +129,22 @@ HARMLESS = {
 
 
 def odd_files(directory: Path) -> dict[str, str]:
-    """Make what is no file that can be opened; return {name: what is said}."""
+    """Create paths that cannot be opened as files; return {name: message}."""
     os.mkfifo(directory / "pipe.jsonl")
     (directory / "link.jsonl").symlink_to(directory / "absent")
     (directory / "loop.txt").symlink_to(directory / "loop.txt")
     Path(os.fsdecode(bytes(directory) + b"/caf\xe9.jsonl")).write_bytes(GOOD)
-    said = {
+    messages = {
         r"caf\xe9.jsonl": "has a name that is not UTF-8",
         "pipe.jsonl": "it is neither a file nor a directory",
-        "link.jsonl": "a link to nothing",
+        "link.jsonl": "a broken link",
         "loop.txt": "is not a readable file",
     }
-    if os.geteuid() != 0:  # who may read everything
+    if os.geteuid() != 0:  # root may read everything
         (directory / "secret.jsonl").write_bytes(GOOD)
         (directory / "secret.jsonl").chmod(0)
-        said["secret.jsonl"] = "Check its permissions"
-    return said
+        messages["secret.jsonl"] = "Check its permissions"
+    return messages
 
 
 def decoded(shards: Path) -> dict[str, list[str]]:
@@ -161,7 +163,7 @@ def decoded(shards: Path) -> dict[str, list[str]]:
     return texts
 
 
-def test_all_bad_input_together_is_skipped_counted_and_named(tmp_path, tokenizer_directory):
+def test_bad_input_of_every_kind_is_skipped_counted_and_named(tmp_path, tokenizer_directory):
     corpus = tmp_path / "corpus"
     (corpus / "directory.jsonl").mkdir(parents=True)
     (corpus / "directory.jsonl" / "inner.txt").write_text("inner")
@@ -174,7 +176,7 @@ def test_all_bad_input_together_is_skipped_counted_and_named(tmp_path, tokenizer
         *("--output", tmp_path / "s", "--on_bad_input", "skip"),
     ]
     result = data_prep(*command)
-    assert result.returncode == 2, "more than a hundredth was bad"
+    assert result.returncode == 2, "more than 1% was bad"
     assert "more than --max_bad_fraction 0.01" in result.stderr
     assert not (tmp_path / "s" / "manifest.json").exists()
 
@@ -193,7 +195,7 @@ def test_all_bad_input_together_is_skipped_counted_and_named(tmp_path, tokenizer
     assert report["lost_bytes"] > 0
     assert manifest["skipped_documents"] == skipped
     for reason, count in bad.items():
-        assert any(f"bad input: {count:,} " in said for said in result.stdout.splitlines()), reason
+        assert any(f"bad input: {count:,} " in line for line in result.stdout.splitlines()), reason
     found = decoded(tmp_path / "s")
     assert found.pop("inner.txt") == ["inner"]
     for name, case in cases.items():
@@ -214,30 +216,33 @@ def command(capsys, tokenizer_directory):
 
     before = signal.getsignal(signal.SIGTERM)
 
-    def run(source: Path, output: Path, *words: object) -> tuple[int, list[str]]:
+    def run(source: Path, output: Path, *arguments: object) -> tuple[int, list[str]]:
         flags = ["tokenize", "--input", source, "--tokenizer", tokenizer_directory, *FLAGS]
-        code = main([*map(str, flags), "--output", str(output), "--workers", "1", *map(str, words)])
-        return code, capsys.readouterr().err.splitlines()
+        code = main(
+            [*map(str, flags), "--output", str(output), "--workers", "1", *map(str, arguments)]
+        )
+        lines = capsys.readouterr().err.splitlines()
+        return code, [line for line in lines if line != "python -m data_prep tokenize: refused"]
 
     yield run
     signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_bad_input_is_refused_by_its_place(tmp_path, command, name):
+def test_each_bad_input_is_refused_with_its_place(tmp_path, command, name):
     case = CASES[name]
     path = tmp_path / name
     path.write_bytes(case.content)
     code, lines = command(path, tmp_path / "s")
     assert code == 2 and len(lines) == max(1, len(case.bad) if "bomb" in name else 1), lines
-    assert any(case.said.replace("{file}", str(path)) in said for said in lines), lines
-    assert all(said.startswith(str(path)) for said in lines)
+    assert any(case.message.replace("{file}", str(path)) in line for line in lines), lines
+    assert all(line.startswith(str(path)) for line in lines)
     assert sorted(each.name for each in tmp_path.iterdir()) == [name]
 
 
-def test_what_was_encoded_before_a_bad_line_is_kept(tmp_path, tokenizer_directory, capsys):
-    """Of a compressed file too, which is one unit: hours of work, for the same with "skip"."""
-    path, output = tmp_path / "a.jsonl.gz", tmp_path / "s{x}"  # a name as any other
+def test_documents_encoded_before_a_bad_line_are_kept(tmp_path, tokenizer_directory, capsys):
+    """Also in a compressed file, which is one unit; a run with "skip" resumes from them."""
+    path, output = tmp_path / "a.jsonl.gz", tmp_path / "s{x}"  # braces are ordinary characters
     rng = random.Random(0)
     lines = [b'{"text": "%x"}\n' % rng.getrandbits(400) for _ in range(20000)]
     path.write_bytes(gzip.compress(b"".join(lines) + b"bad\n" + GOOD))
@@ -249,7 +254,7 @@ def test_what_was_encoded_before_a_bad_line_is_kept(tmp_path, tokenizer_director
     parts = sorted((output / "parts").rglob("*.ids"))
     times = [part.stat().st_mtime_ns for part in parts]
     assert len(parts) > 1 and not (output / "manifest.json").exists()
-    assert "What is encoded is kept" in capsys.readouterr().err
+    assert "The encoded parts are kept" in capsys.readouterr().err
     changed = []
 
     class Executor(LocalExecutor):
@@ -267,16 +272,17 @@ def test_what_was_encoded_before_a_bad_line_is_kept(tmp_path, tokenizer_director
     assert manifest["num_documents"] == 20001
 
 
-def test_what_is_no_file_is_refused_all_at_once(tmp_path, command):
+def test_paths_that_cannot_be_opened_are_refused_all_at_once(tmp_path, command):
     (tmp_path / "corpus").mkdir()
     odd = odd_files(tmp_path / "corpus")
     code, lines = command(tmp_path / "corpus", tmp_path / "s")
     assert code == 2 and len(lines) == len(odd)
-    for name, said in odd.items():
-        assert any(f"{tmp_path / 'corpus' / name}: " in each and said in each for each in lines)
+    for name, message in odd.items():
+        start = f"{tmp_path / 'corpus' / name}: "
+        assert any(start in each and message in each for each in lines)
 
 
-def test_words_that_are_not_utf8_are_refused(tmp_path, command):
+def test_arguments_that_are_not_utf8_are_refused(tmp_path, command):
     code, lines = command(tmp_path / "caf\udce9.jsonl", tmp_path / "s\udce9")
     assert code == 2 and len(lines) == 2 and r"caf\udce9.jsonl': is not UTF-8" in lines[0]
 
@@ -288,7 +294,7 @@ def test_flags_for_bad_input_are_checked(tmp_path, command):
     assert code == 2 and len(lines) == 5, lines
 
 
-# The peak of the process itself: ru_maxrss would be that of the one that started it, if larger.
+# The peak of the process itself: ru_maxrss includes the peak of its parent before the exec.
 PEAK = """
 from pathlib import Path
 print("peak", int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024)
@@ -303,10 +309,10 @@ import numpy, orjson, tokenizers
 """
 
 
-def peak_of(program: str, *words: object) -> tuple[str, int]:
+def peak_of(program: str, *arguments: object) -> tuple[str, int]:
     """Run a program; return its standard output, and its peak of memory in MiB."""
     result = subprocess.run(
-        [sys.executable, "-c", program + PEAK, *map(str, words)],
+        [sys.executable, "-c", program + PEAK, *map(str, arguments)],
         cwd=ROOT, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -314,7 +320,7 @@ def peak_of(program: str, *words: object) -> tuple[str, int]:
 
 
 def giant_line(path: Path, megabytes: int) -> None:
-    """Write gzip of a good line, one of so many MiB of text, and a good one; a member a MiB."""
+    """Write gzip of a good line, one with that many MiB of text, and a good one."""
     text = "".join(random.Random(0).choices("etaoin shrdlu", k=1 << 20)).encode()
     block = gzip.compress(text, 1)
     with path.open("wb") as file:
@@ -338,7 +344,7 @@ def peak_with_a_giant_line(tmp_path, tokenizer, megabytes: int) -> int:
 
 
 def test_a_giant_line_needs_no_memory(tmp_path, tokenizer_directory):
-    """Of 48 MB a limit of 1 MB keeps nothing: little more is used than the libraries take."""
+    """A limit of 1 MB keeps nothing of 48 MB: memory stays close to that of the libraries."""
     _, libraries = peak_of(LIBRARIES)
     assert peak_with_a_giant_line(tmp_path, tokenizer_directory, 48) < libraries + 40
 
@@ -351,7 +357,7 @@ def test_a_line_of_a_gigabyte_needs_no_memory(tmp_path, tokenizer_directory):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_damaged_files_lose_nothing_silently(tmp_path, command, seed):
-    """Changed bytes anywhere, in all formats: undamaged documents stay, or it is said."""
+    """Bytes change anywhere, in all formats: documents are kept, or damage is reported."""
     rng = random.Random(seed)
     texts = [f"{number} " + "word " * rng.randrange(30) for number in range(300)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
@@ -369,11 +375,11 @@ def test_damaged_files_lose_nothing_silently(tmp_path, command, seed):
             content[at] ^= 1 << rng.randrange(8)
         path = tmp_path / name
         path.write_bytes(content)
-        code, said = command(
+        code, lines_shown = command(
             path, tmp_path / f"s-{name}", "--on_bad_input", "skip", "--max_bad_fraction", 1
         )
         if code == 2:
-            assert "would have no documents" in said[0], said
+            assert "would have no documents" in lines_shown[0], lines_shown
             continue
         assert code == 0
         found = decoded(tmp_path / f"s-{name}")[name]

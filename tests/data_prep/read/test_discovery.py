@@ -1,4 +1,4 @@
-"""data_prep/sources.py: every kind of input gives the same documents, in order, or a refusal."""
+"""Every kind of input gives the same documents, in order, or is refused."""
 
 import gzip
 import json
@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stage_cases import write_stage
 
-from data_prep.documents import InputRules
-from data_prep.readers import HubId, Input
-from data_prep.sources import find_inputs
-from data_prep.units import Tally, plan_units, read_batches
-from zerolm.errors import ConfigError
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.readers import HubDataset, Input
+from data_prep.read.work_units import Tally, plan_units, read_batches
+from tests.data_prep.stage_cases import write_stage
+from zerolm.common.errors import ConfigError
 
 TEXTS = [f"document {number} " + "word " * (number % 7) * 9 for number in range(60)]
 
@@ -81,10 +81,10 @@ def test_every_format_gives_all_documents_in_order(tmp_path, write, chunk_bytes,
     assert read([path], chunk_bytes=chunk_bytes, unit_bytes=unit_bytes) == TEXTS
 
 
-def test_a_hub_data_set_is_streamed_and_gone_on_with(tmp_path):
-    """`datasets` opens a local folder of data files as it opens a repository of the hub."""
+def test_a_hub_data_set_is_streamed_and_resumed(tmp_path):
+    """`datasets` opens a local folder of data files in the same way as a hub repository."""
     write_parquet(tmp_path / "train")
-    hub = HubId(str(tmp_path), None, "train")
+    hub = HubDataset(str(tmp_path), None, "train")
     inputs = [Input("namespace/name", "namespace/name", "hub", None, hub=hub)]
     (unit,) = plan_units(inputs)
     tally = Tally()
@@ -102,7 +102,7 @@ def test_a_hub_data_set_is_streamed_and_gone_on_with(tmp_path):
 
 
 def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
-    """Also in a unit that begins in the middle, and in compressed files."""
+    """Also in a unit that starts in the middle, and in compressed files."""
     (tmp_path / "a.jsonl").write_bytes(jsonl() + b"broken\n" + jsonl())
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     for name in ("a.jsonl", "a.jsonl.gz"):
@@ -129,7 +129,7 @@ def test_inputs_are_read_in_the_order_given_and_directories_by_path(tmp_path):
         "a/three.txt",
     ]
     _, notes = find_inputs(arguments, "text")
-    assert len(notes) == 1 and "left aside 1 of 3 files" in notes[0] and "notes.md" in notes[0]
+    assert len(notes) == 1 and "ignored 1 of 3 files" in notes[0] and "notes.md" in notes[0]
     assert read([str(tmp_path / "?" / "t*.txt")]) == ["a/three.txt", "b/two.txt"]
     deep = read([str(tmp_path / "a" / "**" / "*.txt")])
     assert deep == ["a/deep/four.txt", "a/three.txt"]
@@ -143,7 +143,7 @@ def test_a_truncated_compressed_file_is_refused_with_its_line(tmp_path, write):
         read([str(path)], chunk_bytes=200)
     name, line, _ = str(caught.value).split(":", 2)
     assert name == str(path) and 1 < int(line) <= len(TEXTS) + 1
-    assert "the compressed data ends too early. The file is cut" in str(caught.value)
+    assert "the compressed data ends too early. The file is truncated" in str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, suffix):
         read([str(path)])
 
 
-def test_every_wrong_input_is_listed(tmp_path):
+def test_every_invalid_input_is_listed(tmp_path):
     (tmp_path / "a.md").write_text("a")
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("a")
@@ -169,31 +169,31 @@ def test_every_wrong_input_is_listed(tmp_path):
         tmp_path / "*.gz": "the glob matches nothing",
         numbers: "has type int64, not string",
         other: "no column 'text'; it has body",
-        "namespace/absent": "cannot be opened as a data set of the hub",
+        "namespace/absent": "cannot be opened as a hub data set",
     }
     with pytest.raises(ConfigError) as caught:
         find_inputs([*map(str, wrong), str(tmp_path / "a.txt"), str(tmp_path)], "text")
     for argument, named in wrong.items():
         lines = [line for line in caught.value.problems if str(argument) in line and named in line]
         assert len(lines) == 1, (argument, caught.value.problems)
-    assert any("is named already" in line for line in caught.value.problems)
+    assert any("is already named" in line for line in caught.value.problems)
 
 
 @pytest.mark.parametrize("records", ["records/clean", "work/records/dedup.signatures"])
-def test_a_stage_that_was_not_finished_is_no_data(tmp_path, records):
+def test_an_unfinished_stage_is_refused(tmp_path, records):
     stage = tmp_path / "corpus" / "stage"
     (stage / records).mkdir(parents=True)
     (stage / records / "00000.json").write_text("{}")
     (stage / "00000.jsonl").write_bytes(jsonl())
     for argument in (stage, stage.parent):
-        with pytest.raises(ConfigError, match=f"{stage} is a stage that was not finished"):
+        with pytest.raises(ConfigError, match=f"{stage} is an unfinished stage"):
             find_inputs([str(argument)], "text")
-    (stage / records / "00000.json").unlink()  # any directory may have such names
+    (stage / records / "00000.json").unlink()  # other directories may have such names
     assert len(find_inputs([str(stage)], "text")[0]) == 1
 
 
-def test_stages_below_a_directory_are_named_and_not_read_together(tmp_path, monkeypatch):
-    """Else the documents of each, and the lists of what they dropped, would be one corpus."""
+def test_stages_below_a_directory_are_refused_by_name(tmp_path, monkeypatch):
+    """Otherwise the documents of all stages, and their lists of dropped ones, would be read."""
     (tmp_path / "out").mkdir()
     for name in ("clean", "dedup"):
         write_stage(tmp_path / "out" / name, ["a", "b"], 1)
@@ -208,7 +208,7 @@ def test_stages_below_a_directory_are_named_and_not_read_together(tmp_path, monk
         find_inputs(["*.zst"], "text")
 
 
-def test_what_a_stage_holds_has_no_limit(tmp_path):
+def test_documents_of_a_stage_have_no_size_limit(tmp_path):
     texts = ["long " * 99, "x"]
     inputs, _ = find_inputs([str(write_stage(tmp_path / "s", texts, 1))], "text")
     raw = [replace(each, of_stage=False) for each in inputs]

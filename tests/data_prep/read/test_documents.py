@@ -1,4 +1,4 @@
-"""data_prep/documents.py: what is a document, and what a broken one is called."""
+"""Parsing: what is a document, and how a broken one is reported."""
 
 import json
 from collections import Counter
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.documents import Chunk, InputRules
-from data_prep.documents import read_documents as read
+from data_prep.read.documents import Chunk, InputRules
+from data_prep.read.documents import read_documents as read
 
 
 def lines(data: bytes, start: int = 0) -> Chunk:
@@ -16,7 +16,7 @@ def lines(data: bytes, start: int = 0) -> Chunk:
 
 
 def read_documents(chunks, field="text", **rules):
-    """Read chunks that are each for themselves."""
+    """Parse each chunk on its own, and join the results."""
     found = [read(chunk, InputRules(field, **rules)) for chunk in chunks]
     return (
         [document for documents, _, _ in found for document in documents],
@@ -27,7 +27,7 @@ def read_documents(chunks, field="text", **rules):
 
 @given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), min_size=1)))
 def test_json_lines_give_their_texts(texts):
-    """Whatever is in them, U+2028 and other line ends of Unicode too, escaped in JSON or not."""
+    """For any content, such as U+2028 and other Unicode line ends, escaped in JSON or not."""
     for ascii_only in (True, False):
         data = "".join(json.dumps({"text": t}, ensure_ascii=ascii_only) + "\n" for t in texts)
         documents, skipped, problems = read_documents([lines(data.encode())], "text")
@@ -35,7 +35,7 @@ def test_json_lines_give_their_texts(texts):
         assert not skipped and not problems
 
 
-def test_what_is_harmless_is_counted():
+def test_empty_and_null_documents_and_blank_lines_are_counted():
     data = b'{"text": "a"}\n\n{"text": ""}\r\n{"text": null}\n  \n{"text": "b"}'
     documents, skipped, problems = read_documents([lines(data)], "text")
     assert [document.text for document in documents] == ["a", "b"]
@@ -52,14 +52,14 @@ def test_what_is_harmless_is_counted():
         (b'["a"]', "a JSON list, not an object"),
         (b'{"body": "a"}', "no key 'text'; it has 'body'"),
         (b"{}", "no key 'text'; it has no keys"),
-        (b'{"text": 5}', "the text is 5, a int and not a string"),
-        (b'{"text": ["a"]}', "a list and not a string"),
+        (b'{"text": 5}', "the text is 5, of type int, not a string"),
+        (b'{"text": ["a"]}', "of type list, not a string"),
         (b'{"text": "a\xff"}', "not UTF-8: byte 0xff"),
         (b'{"text": "a\\ud800"}', r"lone surrogate (U+D800, character 1)"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_broken_line_is_named_by_its_place(line, named):
+def test_a_broken_line_is_reported_with_its_place(line, named):
     before = b'{"text": "a"}\n\n'
     data = before + line + b'\n{"text": "b"}\n'
     documents, _, problems = read_documents([lines(data, start=1000)], "text")
@@ -68,7 +68,7 @@ def test_a_broken_line_is_named_by_its_place(line, named):
     assert 1000 + len(before) <= problems[0].start < 1000 + len(before + line)
 
 
-def test_a_text_file_is_one_document_as_it_is():
+def test_a_text_file_is_one_unchanged_document():
     text = "\r\nfirst\rsecond\n\n  "
     chunk = Chunk("a.txt", "text", 0, text.encode(), 0)
     assert read_documents([chunk], "text")[0][0].text == text
@@ -77,13 +77,13 @@ def test_a_text_file_is_one_document_as_it_is():
     assert problem.start == 10 and problem.detail.startswith("not UTF-8: byte 0xe9")
 
 
-def test_a_byte_order_mark_is_not_text():
+def test_a_byte_order_mark_is_dropped():
     mark = b"\xef\xbb\xbf"
     chunks = [Chunk("a.txt", "text", 0, mark + b"a", 0), lines(mark + b'{"text": "b"}\n')]
     assert [document.text for document in read_documents(chunks, "text")[0]] == ["a", "b"]
 
 
-def test_rows_are_named_by_their_number():
+def test_problems_of_rows_have_their_row_number():
     values = ["a", None, "", "b", "\ud800", b"c", b"\xff", 5]
     documents, skipped, problems = read_documents([Chunk("a.parquet", "rows", 10, values, 0)])
     assert [(document.text, document.start) for document in documents] == [
@@ -108,8 +108,8 @@ ODD = st.sampled_from(
 
 
 @given(st.lists(st.fixed_dictionaries({}, optional={"text": ODD, "id": ODD}), max_size=5))
-def test_the_verdicts_are_those_of_json(records):
-    """Of Python's own parser, whatever the fast one refuses or rounds."""
+def test_results_equal_those_of_json(records):
+    """Python's own parser decides, whatever the fast one refuses or rounds."""
     data = "".join(json.dumps(record) + "\n" for record in records).encode()
     parsed = [json.loads(line) for line in data.splitlines()]
 
@@ -131,7 +131,7 @@ def test_the_verdicts_are_those_of_json(records):
 
 
 @given(st.binary(max_size=40), st.sampled_from([b'{"text": "%s"}', b'{"text": %s}', b"%s"]))
-def test_any_bytes_get_the_verdict_of_json(garbage, around):
+def test_any_bytes_are_accepted_or_refused_as_by_json(garbage, around):
     line = (around % garbage).replace(b"\n", b"")
     documents, skipped, problems = read_documents([lines(line + b"\n")])
     try:
@@ -164,8 +164,8 @@ def test_a_dotted_field_is_a_key_or_else_a_path():
     ]  # fmt: skip
 
 
-def test_a_document_that_is_too_long_is_a_problem_to_the_byte():
-    """Of a line, all its bytes count; of a row, those of the text in UTF-8."""
+def test_the_size_limit_is_exact_to_the_byte():
+    """All bytes of a line count; of a row, those of the text in UTF-8."""
     line = b'{"text": "abc"}'
     for limit, expected in ((len(line), ["abc"]), (len(line) - 1, [])):
         documents, _, problems = read_documents([lines(line + b"\n")], max_document_bytes=limit)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.stage_counts import MAX_EXAMPLES, Counts, merge_counts
-from data_prep.stage_files import (
+from data_prep.read.stage_files import (
     StageWriter,
     is_stage,
     provenance_of,
@@ -14,7 +13,8 @@ from data_prep.stage_files import (
     read_stage,
     stage_file,
 )
-from zerolm.errors import ConfigError
+from data_prep.stages.counts import merge_counts
+from zerolm.common.errors import ConfigError
 
 RECORDS = [
     {"text": "first\nline", "id": "a", "score": 0.1, "nested": {"é": [1, None, True]}},
@@ -35,11 +35,11 @@ def publish(directory: Path) -> dict:
     counts = merge_counts([])
     return publish_stage(
         directory, "clean", entries, inputs="f", text_field="text",
-        counts=counts, options={"filters": []}, before={"inputs": ["raw"]},
+        counts=counts, options={"filters": []}, provenance={"inputs": ["raw"]},
     )  # fmt: skip
 
 
-def test_a_stage_is_read_as_it_was_written_also_by_zstd_itself(tmp_path):
+def test_a_stage_is_read_as_it_was_written_by_us_and_by_zstd(tmp_path):
     publish(tmp_path)
     stage = read_stage(tmp_path)
     assert [path.name for path in stage.paths] == ["00000.jsonl.zst", "00001.jsonl.zst"]
@@ -57,32 +57,32 @@ def test_a_stage_is_read_as_it_was_written_also_by_zstd_itself(tmp_path):
     assert sums.stdout.split()[0] == entry["sha256"]
 
 
-def test_the_same_documents_give_the_same_bytes(tmp_path):
+def test_equal_documents_give_equal_bytes(tmp_path):
     assert write(tmp_path / "one") == write(tmp_path / "two")
 
 
-def test_an_exception_leaves_nothing(tmp_path):
+def test_an_exception_leaves_no_file(tmp_path):
     with pytest.raises(ZeroDivisionError), StageWriter(tmp_path / "00000.jsonl.zst") as writer:
         writer.write(RECORDS[0], 1)
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_that_is_not_whole_is_refused_with_every_file(tmp_path):
-    with pytest.raises(ConfigError, match="has not ended"):
+def test_an_incomplete_stage_is_refused_with_every_file(tmp_path):
+    with pytest.raises(ConfigError, match="is unfinished"):
         read_stage(tmp_path)
     publish(tmp_path)
     assert is_stage(tmp_path)
-    (tmp_path / "00000.jsonl.zst").write_bytes(b"cut")
+    (tmp_path / "00000.jsonl.zst").write_bytes(b"short")
     (tmp_path / "00001.jsonl.zst").unlink()
     with pytest.raises(ConfigError) as refused:
         read_stage(tmp_path)
     assert len(refused.value.problems) == 2
-    with pytest.raises(ConfigError, match="cut or damaged"):
+    with pytest.raises(ConfigError, match="truncated or damaged"):
         list(read_records(tmp_path / "00000.jsonl.zst"))
 
 
-def test_a_file_that_is_cut_is_refused(tmp_path):
+def test_a_truncated_file_is_refused(tmp_path):
     write(tmp_path)
     path = tmp_path / "00000.jsonl.zst"
     path.write_bytes(path.read_bytes()[:-20])
@@ -97,24 +97,3 @@ def test_provenance_is_everything_but_the_files(tmp_path):
     assert before["before"] == {"inputs": ["raw"]}
     assert before["num_files"] == 2
     assert "files" not in before
-
-
-def test_counts_of_tasks_add_up(tmp_path):
-    records = []
-    for task in range(3):
-        counts = Counts()
-        for number in range(4):
-            counts.came_in(100)
-            counts.dropped("short", 100, f"{task}-{number}", "x" * 500)
-        counts.came_in(3)
-        counts.went_out(3)
-        records.append(counts.record())
-    merged = merge_counts(json.loads(json.dumps(records)))
-    assert merged["documents_in"] == 15
-    assert merged["documents_out"] == 3
-    assert merged["dropped"] == {"short": 12}
-    assert merged["dropped_bytes"] == {"short": 1200}
-    assert merged["lengths_in"] == {"2": 3, "64": 12}
-    assert [example["id"] for example in merged["examples"]["short"]] == ["0-0", "0-1", "0-2"]
-    assert len(merged["examples"]["short"]) == MAX_EXAMPLES
-    assert len(merged["examples"]["short"][0]["text"]) == 200

@@ -1,4 +1,4 @@
-"""data_prep/streams.py: lines and decompression, against plain Python and the compressors."""
+"""Lines and decompression, compared with plain Python and the compressors."""
 
 import gzip
 import itertools
@@ -11,8 +11,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep import streams
-from data_prep.streams import Stream, count_lines, read_lines
+from data_prep.read import streams
+from data_prep.read.streams import Stream, count_lines, read_line_blocks
 
 CONTENT = "".join(
     f"line {n} {random.Random(n).getrandbits(n % 400)}\n" for n in range(3000)
@@ -44,8 +44,8 @@ class Blocks(list):
     st.lists(st.integers(0, 40), max_size=4).map(sorted),
 )
 @settings(max_examples=300)
-def test_any_cuts_of_a_file_give_each_line_once(data, block, chunk, limit, cuts):
-    """However it is cut, into blocks or into ranges; a line belongs to where it starts."""
+def test_any_ranges_of_a_file_give_each_line_once(data, block, chunk, limit, cuts):
+    """Whatever the ranges and blocks are; a line belongs to the range in which it starts."""
     cuts = [0, *(cut for cut in cuts if cut < len(data)), None]
     found = []
     for start, stop in itertools.pairwise(cuts):
@@ -53,12 +53,10 @@ def test_any_cuts_of_a_file_give_each_line_once(data, block, chunk, limit, cuts)
             continue
         rest = data[max(0, start - 1) :]
         blocks = Blocks(rest[at : at + block] for at in range(0, len(rest), block))
-        for lines in read_lines(blocks, start, stop, chunk, limit):
+        for lines in read_line_blocks(blocks, start, stop, chunk, limit):
             assert lines.stop > lines.start and data[lines.start : lines.stop].endswith(lines.data)
             assert not found or found[-1].stop == lines.start
-            assert lines.data or lines.stop - lines.start > limit, (
-                "a line that is short was dropped"
-            )
+            assert lines.data or lines.stop - lines.start > limit, "a short line was dropped"
             found.append(lines)
     assert (found[-1].stop if found else 0) == len(data)
     for lines in found:
@@ -72,7 +70,7 @@ def test_any_cuts_of_a_file_give_each_line_once(data, block, chunk, limit, cuts)
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("start", [0, 1, 12_345, len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 9])
-def test_a_stream_begins_anywhere(tmp_path, monkeypatch, suffix, start):
+def test_a_stream_can_start_anywhere(tmp_path, monkeypatch, suffix, start):
     monkeypatch.setattr(streams, "READ_BYTES", 1000)
     monkeypatch.setattr(streams, "BLOCK_BYTES", 1500)
     half = len(CONTENT) // 2
@@ -83,8 +81,8 @@ def test_a_stream_begins_anywhere(tmp_path, monkeypatch, suffix, start):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_what_gzip_takes_is_taken(tmp_path, monkeypatch, fast):
-    """Members of no content, names and comments in the header, zeros of a tape at the end."""
+def test_every_form_of_gzip_is_read(tmp_path, monkeypatch, fast):
+    """Empty members, names and comments in the header, and zero padding at the end."""
     if not fast:
         monkeypatch.setattr(streams, "_fast_zlib", lambda: zlib)
     named = b"\x1f\x8b\x08\x18" + bytes(6) + b"name\0comment\0" + gzip.compress(CONTENT)[10:]
@@ -106,12 +104,12 @@ def test_what_gzip_takes_is_taken(tmp_path, monkeypatch, fast):
         (".gz", gzip.compress(CONTENT)[:-8] + bytes(8), "damaged"),
     ],
 )
-def test_what_is_wrong_with_a_compressed_file_is_said(tmp_path, suffix, stored, reason):
+def test_a_broken_compressed_file_reports_the_reason(tmp_path, suffix, stored, reason):
     stream = stream_of(tmp_path, suffix, stored)
     found = b"".join(stream)
     assert stream.failure.reason == reason
     if len(stored) > 200:
-        assert found == CONTENT, "what comes before the damage is lost"
+        assert found == CONTENT, "data before the damage is lost"
 
 
 def test_a_missing_file_is_a_failure(tmp_path):
@@ -120,8 +118,8 @@ def test_a_missing_file_is_a_failure(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_all_that_is_before_the_end_of_a_cut_file_is_read(tmp_path, suffix):
-    """To the last byte that the compressor's own library gets out of it."""
+def test_all_data_of_a_truncated_file_is_read(tmp_path, suffix):
+    """Up to the last byte that the compressor's own library can decompress."""
     stored = COMPRESS[suffix](CONTENT)
     for cut in random.Random(0).sample(range(1, len(stored)), 20):
         stream = stream_of(tmp_path, suffix, stored[:cut])
@@ -135,8 +133,8 @@ def test_all_that_is_before_the_end_of_a_cut_file_is_read(tmp_path, suffix):
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_no_damage_is_silent_and_what_is_before_it_is_read(tmp_path, monkeypatch, suffix, fast):
-    """A byte that was changed; checksums find what still can be decompressed."""
+def test_damage_is_reported_and_data_before_it_is_read(tmp_path, monkeypatch, suffix, fast):
+    """One byte is changed; checksums find damage that can still be decompressed."""
     if not fast and suffix == ".gz":
         monkeypatch.setattr(streams, "_fast_zlib", lambda: zlib)
     stored = COMPRESS[suffix](CONTENT)
@@ -154,9 +152,9 @@ def test_no_damage_is_silent_and_what_is_before_it_is_read(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_file_that_expands_too_much_is_left_at_the_same_place(tmp_path, monkeypatch, suffix):
-    """Wherever reading began; and it is as long as allowed."""
-    monkeypatch.setattr(streams, "FREE_BYTES", 1 << 20)
+def test_a_file_that_expands_too_much_ends_at_the_same_place(tmp_path, monkeypatch, suffix):
+    """Wherever reading starts; and it is read as far as allowed."""
+    monkeypatch.setattr(streams, "MIN_CHECKED_BYTES", 1 << 20)
     stored = COMPRESS[suffix](bytes(1 << 24))
     ends = []
     for start in (0, 5, 1 << 19):
@@ -168,7 +166,7 @@ def test_a_file_that_expands_too_much_is_left_at_the_same_place(tmp_path, monkey
     assert sum(len(block) for block in stream) == 1 << 24 and stream.failure is None
 
 
-def test_lines_are_counted_as_editors_do(monkeypatch, tmp_path):
+def test_line_numbers_are_those_of_an_editor(monkeypatch, tmp_path):
     monkeypatch.setattr(streams, "READ_BYTES", 7)
     data = b"one\ntwo\n\nfour\nfive"
     offsets = [0, 3, 4, 8, 9, 14, 18, 40]
@@ -176,8 +174,8 @@ def test_lines_are_counted_as_editors_do(monkeypatch, tmp_path):
     assert count_lines(stream, offsets) == [data.count(b"\n", 0, at) + 1 for at in offsets]
 
 
-def test_pyarrow_zstd_files_are_whole(tmp_path):
-    """As the stages of a pipeline write them, also without a document."""
+def test_zstd_files_written_by_pyarrow_are_complete(tmp_path):
+    """As the stages of a pipeline write them, also without documents."""
     for content in (b"", CONTENT):
         path = tmp_path / "a.zst"
         with pa.CompressedOutputStream(str(path), "zstd") as file:

@@ -1,4 +1,4 @@
-"""data_prep/units.py: slices of the inputs that together are everything, and how they are read."""
+"""Work units cover the inputs exactly once, and can be resumed anywhere."""
 
 import datetime
 import decimal
@@ -14,18 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import streams
-from data_prep.documents import InputRules
-from data_prep.sources import find_inputs
-from data_prep.units import (
+from data_prep.read import streams
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.work_units import (
     MIN_UNIT_BYTES,
     Tally,
     default_unit_bytes,
-    fingerprint,
+    inputs_fingerprint,
     plan_units,
     read_batches,
 )
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
 
 SKIP = InputRules(on_bad_input="skip", max_bad_fraction=1, max_document_bytes=5000)
 RNG = random.Random(3)
@@ -41,7 +41,7 @@ GOOD = [
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """A directory of every kind of file, some damaged; reads of few bytes, as of a large corpus."""
+    """A directory of every kind of file, some damaged; small reads, as if the corpus were large."""
     monkeypatch.setattr(streams, "READ_BYTES", 1000)
     monkeypatch.setattr(streams, "BLOCK_BYTES", 1500)
     directory = tmp_path / "corpus"
@@ -72,8 +72,8 @@ def read(inputs, units, chunk_bytes=700):
     return documents, tally.record()
 
 
-def test_units_of_any_size_are_the_same_documents(corpus):
-    """With the same origins and the same counts of what is bad."""
+def test_units_of_any_size_give_the_same_documents(corpus):
+    """With the same origins and the same counts of bad input."""
     whole, record = read(corpus, plan_units(corpus, 1 << 30))
     cut_file = [text for text, number, _ in whole if number == 2]
     assert 100 < len(cut_file) < len(GOOD) and cut_file == GOOD[: len(cut_file)]
@@ -90,8 +90,8 @@ def test_units_of_any_size_are_the_same_documents(corpus):
     assert plan_units(corpus, 5000) == plan_units(corpus, 5000)
 
 
-def test_a_task_goes_on_behind_any_batch(corpus):
-    """With the tally of then; also inside of compressed files, over JSON as a record keeps it."""
+def test_reading_resumes_after_any_batch(corpus):
+    """With the tally at that batch, restored from JSON; also inside compressed files."""
     for unit in plan_units(corpus, 20_000):
         tally = Tally()
         states, documents = [], []
@@ -107,12 +107,12 @@ def test_a_task_goes_on_behind_any_batch(corpus):
                 for document in batch.documents
             ]
             assert documents[:done] + rest == documents
-            # what a compressed file took to skip is known to a block of the file only
+            # in a compressed file the skipped bytes are known up to a block
             assert abs(later.input_bytes - tally.input_bytes) <= 2 * streams.READ_BYTES
             assert later.record() | {"input_bytes": 0} == tally.record() | {"input_bytes": 0}
 
 
-def test_origins_are_bytes_of_the_text_and_rows(corpus):
+def test_origins_are_bytes_or_rows(corpus):
     documents, _ = read(corpus, plan_units(corpus))
     rows = pq.read_table(corpus[-1].name)["text"].to_pylist()
     for text, number, start in documents:
@@ -122,8 +122,8 @@ def test_origins_are_bytes_of_the_text_and_rows(corpus):
             assert json.loads(DATA[start:].partition(b"\n")[0])["text"] == text
 
 
-def test_units_depend_on_the_inputs_alone(tmp_path):
-    """And a small corpus has enough of them for many workers."""
+def test_units_depend_on_the_inputs_only(tmp_path):
+    """And a small corpus has enough units for many workers."""
     (tmp_path / "a.jsonl").write_bytes(b"x" * (64 << 20))
     (inputs, _) = find_inputs([str(tmp_path)], "text")
     assert default_unit_bytes(inputs) == MIN_UNIT_BYTES
@@ -131,17 +131,17 @@ def test_units_depend_on_the_inputs_alone(tmp_path):
     assert len(units) == (64 << 20) // MIN_UNIT_BYTES
     assert sum(unit.size_bytes for unit in units) >= 64 << 20
     assert units == plan_units(pickle.loads(pickle.dumps(inputs)))
-    limits = [(piece.start, piece.stop) for unit in units for piece in unit.pieces]
+    limits = [(piece.start, piece.stop) for unit in units for piece in unit.ranges]
     assert limits[0][0] == 0 and limits[-1][1] == 64 << 20
     assert all(one[1] == two[0] for one, two in itertools.pairwise(limits))
 
 
-def test_the_fingerprint_sees_another_file_and_other_rules(tmp_path):
+def test_the_fingerprint_depends_on_files_and_rules(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(DATA)
 
     def now(rules=SKIP):
-        return fingerprint(find_inputs([str(path)], "text")[0], rules)
+        return inputs_fingerprint(find_inputs([str(path)], "text")[0], rules)
 
     first = now()
     assert now() == first != now(InputRules())
@@ -154,16 +154,16 @@ def test_a_file_that_changes_is_refused(tmp_path):
     path.write_bytes(DATA)
     inputs, _ = find_inputs([str(path)], "text")
     path.write_bytes(DATA + DATA)
-    with pytest.raises(ConfigError, match=r"a.jsonl: had .* bytes when the command began"):
+    with pytest.raises(ConfigError, match=r"a.jsonl: had .* bytes when the command started"):
         read(inputs, plan_units(inputs))
 
 
-def test_a_damaged_row_group_does_not_lose_the_others(tmp_path):
+def test_a_damaged_row_group_does_not_affect_the_others(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": GOOD}), path, row_group_size=30, write_page_checksum=True)
     column = pq.read_metadata(path).row_group(2).column(0)
     data = bytearray(path.read_bytes())
-    data[column.dictionary_page_offset + 200] ^= 1  # behind the header of the page
+    data[column.dictionary_page_offset + 200] ^= 1  # after the header of the page
     path.write_bytes(data)
     inputs, _ = find_inputs([str(path)], "text")
     documents, record = read(inputs, plan_units(inputs))
@@ -173,8 +173,8 @@ def test_a_damaged_row_group_does_not_lose_the_others(tmp_path):
         list(read_batches(inputs, plan_units(inputs)[0], InputRules(), Tally()))
 
 
-def test_no_damage_of_parquet_is_silent(tmp_path):
-    """Changed bytes anywhere, of a file that has checksums; whole row groups stay."""
+def test_damage_of_parquet_is_reported(tmp_path):
+    """Bytes are changed anywhere in a file with checksums; undamaged row groups are read."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": GOOD}), path, row_group_size=50, write_page_checksum=True)
     whole = path.read_bytes()
@@ -192,7 +192,7 @@ def test_no_damage_of_parquet_is_silent(tmp_path):
             assert set(texts) <= set(GOOD)
 
 
-def test_parquet_with_text_that_is_not_utf8_loses_that_row_only(tmp_path):
+def test_a_parquet_row_that_is_not_utf8_does_not_affect_the_others(tmp_path):
     path = tmp_path / "a.parquet"
     array = pa.array([b"one", b"\xff", None, b"two"]).view(pa.string())
     pq.write_table(pa.table({"text": array}), path)
@@ -203,14 +203,14 @@ def test_parquet_with_text_that_is_not_utf8_loses_that_row_only(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_parquet_of_other_string_types(tmp_path, kind):
+def test_parquet_with_other_string_types_is_read(tmp_path, kind):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(["a", "b", None]).cast(kind)}), path)
     inputs, _ = find_inputs([str(path)], "text")
     assert [text for text, _, _ in read(inputs, plan_units(inputs))[0]] == ["a", "b"]
 
 
-def test_a_field_in_an_object_of_parquet_and_kept_records(tmp_path):
+def test_a_nested_field_of_parquet_is_read_with_and_without_records(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"a": {"b": "one", "c": 1}, "id": 5}, {"a": {"b": None, "c": 2}, "id": 6}]
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -224,7 +224,7 @@ def test_a_field_in_an_object_of_parquet_and_kept_records(tmp_path):
     assert document.record == rows[0]
 
 
-def test_kept_columns_of_parquet_are_json(tmp_path):
+def test_parquet_columns_become_json_values(tmp_path):
     path = tmp_path / "a.parquet"
     row = {
         "text": "a",
@@ -244,7 +244,7 @@ def test_kept_columns_of_parquet_are_json(tmp_path):
     }  # fmt: skip
 
 
-def test_every_problem_of_a_unit_is_named_but_not_without_end(tmp_path):
+def test_the_first_ten_problems_of_a_unit_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\nx\n{"text": 1}\n' * 2)
     (tmp_path / "b.jsonl").write_bytes(b"x\n" * 100)
     inputs, _ = find_inputs([str(tmp_path)], "text")
@@ -258,15 +258,15 @@ def test_every_problem_of_a_unit_is_named_but_not_without_end(tmp_path):
     ]
 
 
-def test_stage_directories_give_their_files_alone(tmp_path):
-    from data_prep.stage_files import STAGE, StageWriter
+def test_only_the_files_of_a_stage_are_read_from_its_directory(tmp_path):
+    from data_prep.read.stage_files import STAGE_MANIFEST, StageWriter
 
     writer = StageWriter(tmp_path / "00000.jsonl.zst")
     writer.write({"text": "in", "id": "1"}, 2)
     entry = writer.close()
     (tmp_path / "duplicates.jsonl.zst").write_bytes(Path(tmp_path / "00000.jsonl.zst").read_bytes())
     stage = {"format": "zerolm-stage", "version": 1, "text_field": "text", "files": [entry]}
-    (tmp_path / STAGE).write_text(json.dumps(stage))
+    (tmp_path / STAGE_MANIFEST).write_text(json.dumps(stage))
     inputs, _ = find_inputs([str(tmp_path)], "text")
     assert [Path(each.name).name for each in inputs] == ["00000.jsonl.zst"]
     assert [text for text, _, _ in read(inputs, plan_units(inputs))[0]] == ["in"]

@@ -1,15 +1,15 @@
-"""Bad input means the same to every stage as to `tokenize`: counted alike, with the same flags."""
+"""Every stage has the same flags for bad input as `tokenize`, and the same counts."""
 
 import json
 from pathlib import Path
 
 import pytest
-from test_bad_input import CASES, HARMLESS, LIMIT
 
 from data_prep.__main__ import main
+from tests.data_prep.read.test_bad_input import CASES, HARMLESS, LIMIT
 
 
-def words_of(stage: str, directory: Path) -> list[str]:
+def arguments_of(stage: str, directory: Path) -> list[str]:
     own = {
         "clean": ("--filters", str(directory / "filters.json")),
         "dedup": ("--near", "off"),
@@ -48,7 +48,7 @@ def test_bad_input_is_counted_by_every_stage_as_tokenize_does(stage, directory, 
         recipe.write_text(json.dumps({"output": "out", "sources": {"a": {**source, **more}}}))
         if stage == "run":
             return main(["run", str(recipe), "--workers", "1"])
-        words = [*words_of(stage, directory), "--workers", "1", "--on_bad_input", "skip"]
+        words = [*arguments_of(stage, directory), "--workers", "1", "--on_bad_input", "skip"]
         return main(words + ["--max_bad_fraction", str(fraction)] * (fraction is not None))
 
     assert run(None) == 2
@@ -56,7 +56,7 @@ def test_bad_input_is_counted_by_every_stage_as_tokenize_does(stage, directory, 
     output = directory / ("out/a/clean" if stage == "run" else stage)
     files = {path: path.stat().st_mtime_ns for path in output.glob("0*.jsonl.zst")}
     assert files and run(1) == 0
-    assert {path: path.stat().st_mtime_ns for path in files} == files  # nothing is made again
+    assert {path: path.stat().st_mtime_ns for path in files} == files  # nothing is written again
     shown = capsys.readouterr()
     assert "Traceback" not in shown.out + shown.err
     manifest = json.loads((output / "stage.json").read_text())

@@ -1,4 +1,4 @@
-"""Where stages may be written: never over other files, and never where they would be read."""
+"""Stages are never written over other files, nor where they would be read as input."""
 
 import json
 import os
@@ -8,16 +8,16 @@ import subprocess
 import sys
 
 import pytest
-from small_corpus import ROOT, write_jsonl
 
 from data_prep.__main__ import main
-from data_prep.stage_files import StageWriter, stage_file
+from data_prep.read.stage_files import StageWriter, stage_file
+from tests.data_prep.small_corpus import ROOT, write_jsonl
 
 TEXTS = [f"Document {n} has a few words." for n in range(5)]
 
 
 def write_shard(directory) -> bytes:
-    """Write documents as others name their files too, and return the file's bytes."""
+    """Write a file of documents that is named as in a stage, and return its bytes."""
     with StageWriter(directory / stage_file(0)) as writer:
         for number, text in enumerate(TEXTS):
             writer.write({"text": text, "id": number}, len(text))
@@ -52,7 +52,7 @@ def test_no_stage_is_written_over_other_files_or_among_its_input(name, output, c
 
 
 @pytest.mark.parametrize("directory", ["corpus", "out", "others", "."])
-def test_what_is_dropped_is_kept_nowhere_else_than_in_a_new_directory(directory, corpus, capsys):
+def test_dropped_documents_are_only_written_to_a_new_directory(directory, corpus, capsys):
     write_shard(corpus.parent / "others")
     words = command("clean", "--input", "corpus", "--output", "out", "--keep_dropped", directory)
     assert main(words) == 2
@@ -61,8 +61,8 @@ def test_what_is_dropped_is_kept_nowhere_else_than_in_a_new_directory(directory,
 
 
 @pytest.mark.parametrize("name", ["clean", "dedup", "decontaminate"])
-def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(name, corpus):
-    """A limit on the size of files stands for it: the kernel fails the write in the same way."""
+def test_a_full_disk_gives_one_line_and_leaves_no_file(name, corpus):
+    """A limit on the size of files makes the kernel fail the write in the same way."""
     texts = ["two " + random.Random(n).randbytes(40000).hex() for n in range(50)]
     write_jsonl(corpus / "a.jsonl", texts)
     (corpus / stage_file(0)).unlink()
@@ -77,15 +77,15 @@ def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(name, corpus):
     assert not list((corpus.parent / "out").rglob("*.jsonl.zst*"))
 
 
-def test_a_glob_that_would_read_the_output_of_the_command_itself_is_refused(corpus, capsys):
+def test_a_glob_that_matches_the_output_is_refused(corpus, capsys):
     words = command("clean", "--input", "corpus/**/*.zst", "--output", "corpus/new")
     assert main(words) == 0
-    (corpus / "new" / "stage.json").unlink()  # as a kill would leave it
+    (corpus / "new" / "stage.json").unlink()  # as after a kill
     assert main(words) == 2
-    assert "is in it, which is read by --input corpus/**/*.zst" in capsys.readouterr().err
+    assert "which is read by --input corpus/**/*.zst" in capsys.readouterr().err
 
 
-def test_a_recipe_whose_output_is_among_its_input_is_refused(corpus, capsys):
+def test_a_recipe_whose_output_is_inside_its_input_is_refused(corpus, capsys):
     recipe = corpus.parent / "r.json"
     write_jsonl(corpus / "a.jsonl", TEXTS)
     recipe.write_text(json.dumps({"output": "corpus/out", "sources": {"a": {"input": ["corpus"]}}}))

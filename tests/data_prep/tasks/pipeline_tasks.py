@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,26 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from pipeline_tasks import Cubes
 
-from data_prep.executors import RayExecutor, make_executor
-from data_prep.phases import Executor, LocalExecutor, Phase, completed, fingerprint, run_phase
-from data_prep.slurm import SlurmExecutor
-from data_prep.sources import find_inputs
-from data_prep.tokenization import TokenizeOptions, run_tokenization
-from data_prep.tokenizers import load_tokenizer
-from zerolm.errors import ConfigError, ZerolmError
+from data_prep.read.discovery import find_inputs
+from data_prep.tasks.executors import RayExecutor, make_executor
+from data_prep.tasks.phases import (
+    Executor,
+    LocalExecutor,
+    Phase,
+    fingerprint,
+    run_phase,
+    valid_records,
+)
+from data_prep.tasks.slurm import SlurmExecutor
+from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenizer.load import load_tokenizer
+from tests.data_prep.tasks.pipeline_tasks import Cubes
+from zerolm.common.errors import ConfigError, ZerolmError
 
 pytest.importorskip("datatrove")
 
-# sbatch runs its array at once, as Slurm would: the script, with the variables of each index
+# sbatch runs its array at once: the script, with the variables that Slurm sets for each index
 SBATCH = """
 import os, re, subprocess, sys
 script = open(sys.argv[-1]).read()
@@ -63,7 +70,7 @@ COMMANDS = {
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch) -> Path:
-    """Put commands on PATH that do what Slurm's do, in this process's place; return their log."""
+    """Put local stand-ins for Slurm's commands on PATH; return the directory of their jobs."""
     programs = tmp_path / "slurm"
     (programs / "jobs").mkdir(parents=True)
     for name, text in COMMANDS.items():
@@ -82,17 +89,17 @@ def phase(directory: Path, num_tasks: int = 3) -> Phase:
 OPTIONS = {"time": "1:00:00", "partition": "cpu", "poll_seconds": 0.05, "tasks_per_job": 2}
 
 
-def test_slurm_runs_every_task_and_a_lost_one_again(tmp_path, slurm, monkeypatch, capfd):
+def test_slurm_runs_every_task_and_repeats_a_lost_one(tmp_path, slurm, monkeypatch, capfd):
     """Each array index is a real process that loads datatrove's pickle and runs our tasks."""
     executor = SlurmExecutor(2, OPTIONS)
     cubes = phase(tmp_path / "out")
-    monkeypatch.setenv("LOSE", "1")  # as a node that fails: the second index, with task 2
-    with pytest.raises(ZerolmError, match=r"1 of 3 tasks have not ended: cubes 2"):
+    monkeypatch.setenv("LOSE", "1")  # the node of the second index, with task 2, fails
+    with pytest.raises(ZerolmError, match=r"1 of 3 tasks did not finish: cubes 2"):
         run_phase(cubes, executor)
-    assert [record is not None for record in completed(cubes)] == [True, True, False]
+    assert [record is not None for record in valid_records(cubes)] == [True, True, False]
     shown = capfd.readouterr().err
     assert "cubes 2: Slurm job 1_1: NODE_FAIL|1:0|node7" in shown
-    assert "1_1 has left no " in shown
+    assert "1_1 has no log " in shown
     script = next((cubes.records / "jobs").glob("*/launch_script.slurm")).read_text()
     assert "#SBATCH --array=0-1%2\n" in script
     assert "#SBATCH --partition=cpu\n" in script
@@ -100,10 +107,10 @@ def test_slurm_runs_every_task_and_a_lost_one_again(tmp_path, slurm, monkeypatch
     monkeypatch.delenv("LOSE")
     records = run_phase(cubes, executor)
     assert [record["cube"] for record in records] == [0, 1, 8]
-    assert (tmp_path / "out" / "log").read_text().split() == ["0", "1", "2"]  # none of them twice
+    assert (tmp_path / "out" / "log").read_text().split() == ["0", "1", "2"]  # each of them once
 
 
-def test_a_refusal_on_a_slurm_node_is_shown_here(tmp_path, slurm, capfd):
+def test_a_refusal_on_a_slurm_node_is_reported_locally(tmp_path, slurm, capfd):
     cubes = phase(tmp_path / "out", 1)
     (tmp_path / "out" / "refuse-0").touch()
     with pytest.raises(ConfigError, match=r"input 0: is bad"):
@@ -116,10 +123,10 @@ def test_a_refusal_on_a_slurm_node_is_shown_here(tmp_path, slurm, capfd):
 
 @pytest.mark.parametrize("end", ["interrupt", "refused"])
 def test_no_array_outlives_the_command(tmp_path, slurm, monkeypatch, end):
-    """Of several arrays datatrove knows the last one only."""
+    """datatrove itself keeps only the last of several arrays."""
     monkeypatch.setenv("LOSE", "0 1 2")  # nothing runs
     if end == "interrupt":
-        monkeypatch.setattr("data_prep.slurm.time.sleep", Mock(side_effect=KeyboardInterrupt))
+        monkeypatch.setattr("data_prep.tasks.slurm.time.sleep", Mock(side_effect=KeyboardInterrupt))
     else:
         monkeypatch.setenv("REFUSE", "3")
     cubes = phase(tmp_path / "out", 5)
@@ -152,18 +159,18 @@ def corpus(tmp_path) -> Path:
     return tmp_path
 
 
-def test_two_processes_at_one_task_make_the_same_shards(
+def test_two_processes_that_run_one_task_make_the_same_shards(
     corpus, slurm, monkeypatch, tokenizer_directory
 ):
-    """As when Slurm starts a task again before its first process is gone."""
+    """Slurm may restart a task before its first process has ended."""
     monkeypatch.setenv("WRITERS", "2")
     here = tokenize(corpus, "here", LocalExecutor(1), tokenizer_directory)
     there = SlurmExecutor(3, {**OPTIONS, "tasks_per_job": 3})
     assert tokenize(corpus, "there", there, tokenizer_directory) == here
 
 
-@pytest.mark.soak  # a Ray cluster of its own: minutes on a busy machine
-def test_ray_runs_every_task_and_only_what_is_missing(corpus, tmp_path, tokenizer_directory):
+@pytest.mark.soak  # starts a Ray cluster: minutes on a busy machine
+def test_ray_runs_every_task_and_then_only_missing_ones(corpus, tmp_path, tokenizer_directory):
     ray = pytest.importorskip("ray")
     cubes = phase(tmp_path / "out")
     try:
@@ -179,14 +186,14 @@ def test_ray_runs_every_task_and_only_what_is_missing(corpus, tmp_path, tokenize
         ray.shutdown()
 
 
-def test_wrong_options_are_refused_together(monkeypatch, tmp_path):
+def test_all_wrong_options_are_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     options = {"slurm": {"partion": "x", "qos": 3}, "rayy": {}}
     with pytest.raises(ConfigError) as refused:
         make_executor("slurm", 2, options, "r.json")
     text = "\n".join(refused.value.problems)
     for piece in (
-        'executor.rayy: there are no options of it. Did you mean "ray"?',
+        'executor.rayy: is not an executor with options. Did you mean "ray"?',
         'executor.slurm.partion: is not an option. Did you mean "partition"?',
         "executor.slurm.qos: 3 is not of type str",
         "executor.slurm.time: is missing",

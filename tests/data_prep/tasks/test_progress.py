@@ -1,4 +1,4 @@
-"""data_prep/progress.py: a bar where somebody looks at it, plain lines in a log."""
+"""Progress: a bar on a terminal, plain lines in a log."""
 
 import fcntl
 import json
@@ -10,10 +10,9 @@ import sys
 import termios
 import time
 
-from small_corpus import ROOT, TEXTS, write_jsonl
-
-from data_prep import progress
-from data_prep.progress import Progress, TaskProgress, Watch
+from data_prep.tasks import progress
+from data_prep.tasks.progress import Progress, ProgressWatcher, TaskProgress
+from tests.data_prep.small_corpus import ROOT, TEXTS, write_jsonl
 
 
 def test_a_log_has_plain_lines(capsys, monkeypatch):
@@ -28,7 +27,7 @@ def test_a_log_has_plain_lines(capsys, monkeypatch):
     assert "read_mb=2.0 of_mb=4.0 documents=15 tokens=5000" in second
 
 
-def test_inputs_of_unknown_size_have_no_end(capsys, monkeypatch):
+def test_inputs_of_unknown_size_have_no_remaining_time(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     Progress("tokenize", None).add(0, 10, 5000)
     line = capsys.readouterr().err
@@ -58,8 +57,8 @@ def test_a_terminal_has_a_bar_and_pipes_have_the_summary(tmp_path, tokenizer_dir
     assert b"7 documents" in result.stdout and b"\r" not in result.stdout
 
 
-def test_a_watch_adds_up_what_tasks_note_and_names_the_slowest(tmp_path, monkeypatch, capsys):
-    """Two tasks are done and one runs, for 100 seconds where the others took 2."""
+def test_the_watcher_adds_up_tasks_and_names_the_slowest(tmp_path, monkeypatch, capsys):
+    """Two tasks are done after 2 seconds; one has been running for 100 seconds."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     for task in range(2):
         record = {
@@ -75,7 +74,7 @@ def test_a_watch_adds_up_what_tasks_note_and_names_the_slowest(tmp_path, monkeyp
     TaskProgress(running, 3_000_000).add(500_000, 3, 20)
     assert json.loads(running.read_text())["host"] == "here"
     shown = Progress("tokenize", 5_000_000)
-    watch = Watch(shown, tmp_path, ["a.jsonl", "b.jsonl", "c.jsonl"])
+    watch = ProgressWatcher(shown, tmp_path, ["a.jsonl", "b.jsonl", "c.jsonl"])
     watch._show()
     assert (shown.input_bytes, shown.num_documents, shown.num_tokens) == (2_500_000, 17, 130)
     line = capsys.readouterr().err

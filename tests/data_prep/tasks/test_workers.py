@@ -1,4 +1,4 @@
-"""data_prep/workers.py: results in order, bounded, and no hang whatever happens to a worker."""
+"""Results of workers come in order, memory is bounded, and the death of a worker hangs nothing."""
 
 import fcntl
 import multiprocessing
@@ -12,17 +12,17 @@ from functools import partial
 
 import psutil
 import pytest
-from small_corpus import ROOT
 
-from data_prep import workers
-from data_prep.workers import AHEAD_PER_WORKER, ordered_map
-from zerolm.errors import ConfigError, ZerolmError
+from data_prep.tasks import workers
+from data_prep.tasks.workers import MAX_AHEAD_PER_WORKER, ordered_map
+from tests.data_prep.small_corpus import ROOT
+from zerolm.common.errors import ConfigError, ZerolmError
 
 
-@pytest.fixture(params=["copies", "new"])
+@pytest.fixture(params=["fork", "spawn"])
 def started(request, monkeypatch):
-    """Workers that are copies of this process, and new ones."""
-    monkeypatch.setattr(workers, "_has_one_thread", lambda: request.param == "copies")
+    """Forked workers, and spawned ones."""
+    monkeypatch.setattr(workers, "_has_one_thread", lambda: request.param == "fork")
 
 
 def squarer(delay=0.0):
@@ -63,7 +63,7 @@ def children_left() -> list:
 
 
 def test_results_are_in_the_order_of_the_items(started):
-    """Though a third of the items take longer."""
+    """Also if some items take longer."""
     results = ordered_map(partial(squarer, 0.01), range(50), 3)
     assert list(results) == [number * number for number in range(50)]
     assert children_left() == []
@@ -81,7 +81,7 @@ def test_nothing_is_read_far_ahead():
 
     results = ordered_map(squarer, items(), 2)
     for done, _ in enumerate(results):
-        assert read - done <= 2 * AHEAD_PER_WORKER
+        assert read - done <= 2 * MAX_AHEAD_PER_WORKER
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_nothing_is_read_far_ahead():
         ("killed", ZerolmError, "was killed by SIGKILL"),
     ],
 )
-def test_what_goes_wrong_in_a_worker_ends_the_map(started, kind, error, message):
+def test_a_failure_in_a_worker_ends_the_map(started, kind, error, message):
     with pytest.raises(error, match=message):
         list(ordered_map(partial(failing, kind), range(50), 2))
     assert children_left() == []
@@ -109,7 +109,7 @@ def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(started):
     def items():
         yield 30_000_000
         first, _ = sorted(children_left(), key=lambda child: child.name)
-        first.join(60)  # meanwhile nobody reads its answer, which fills the pipe
+        first.join(60)  # meanwhile its answer, which is not read, fills the pipe
         yield 1
 
     with pytest.raises(ZerolmError, match=r"worker-0 .* was killed by SIGKILL"):
@@ -136,14 +136,14 @@ def test_a_failing_source_of_items_ends_the_workers():
 
 ORPHANS = """
 import fcntl, os, sys, time
-from data_prep.workers import ordered_map
+from data_prep.tasks.workers import ordered_map
 
 def sleeper():
     return lambda item: print(os.getpid(), flush=True) or time.sleep(60)
 
 if __name__ == "__main__":
-    if sys.argv[2] == "new":
-        from data_prep import workers
+    if sys.argv[2] == "spawn":
+        from data_prep.tasks import workers
         workers._has_one_thread = lambda: False
     lock = open(sys.argv[1], "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -151,9 +151,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["copies", "new"])
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
 def test_workers_of_a_killed_process_end_at_once_and_hold_no_lock(tmp_path, kind):
-    """In the middle of an item, whose answer nobody would take."""
+    """Also in the middle of an item."""
     (tmp_path / "orphans.py").write_text(ORPHANS)
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "orphans.py"), str(tmp_path / "lock"), kind],

@@ -1,4 +1,4 @@
-"""A corpus and a tokenizer made by arithmetic, so that the shards of them can be compared for ever.
+"""A corpus and a tokenizer made by arithmetic, so that their shards never change.
 
 The tokenizer is written out here and not trained: no change of a library's trainer moves an id.
 """

@@ -1,13 +1,13 @@
-"""Best-fit packing against placing one document after the other, by a search through all rows."""
+"""Best-fit packing against a direct implementation that searches all rows for each document."""
 
 import numpy as np
 import pytest
 
-from data_prep.best_fit import cut_documents, fill_rows, order_rows
+from data_prep.tokenize.best_fit import cut_documents, fill_rows, order_rows
 
 
 def one_by_one(lengths, capacity):
-    """Best fit decreasing, as it is defined: a look at every open row for every document.
+    """Best fit decreasing by its definition: check every open row for every document.
 
     Rows of equal room are taken in the order in which they came to have it.
     """
@@ -29,7 +29,7 @@ def one_by_one(lengths, capacity):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_it_fills_rows_as_placing_one_by_one_does(seed):
+def test_rows_equal_those_of_placing_one_by_one(seed):
     generator = np.random.default_rng(seed)
     capacity = int(generator.integers(1, 60))
     high = capacity + 1 if seed % 3 else max(2, capacity // 3)
@@ -43,7 +43,7 @@ def test_it_fills_rows_as_placing_one_by_one_does(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rows_hold_the_same_lengths_as_those_of_placing_one_by_one(seed):
+def test_rows_hold_the_same_lengths_as_placing_one_by_one(seed):
     generator = np.random.default_rng(100 + seed)
     lengths = generator.integers(1, 40, 300)
     rows, num_rows = fill_rows(lengths, 39)
@@ -56,7 +56,7 @@ def test_rows_hold_the_same_lengths_as_those_of_placing_one_by_one(seed):
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 7, 16])
-def test_cutting_makes_every_id_but_the_first_a_target_once(seq_len):
+def test_cutting_makes_every_id_except_the_first_a_target_once(seq_len):
     lengths = np.array([1, 2, seq_len, seq_len + 1, seq_len + 2, 5 * seq_len + 3, 1])
     ends = np.cumsum(lengths)
     starts, pieces = cut_documents(ends, seq_len)
@@ -71,7 +71,7 @@ def test_cutting_makes_every_id_but_the_first_a_target_once(seq_len):
     assert len(whole) <= len(pieces)
 
 
-def test_rows_come_in_the_order_of_their_longest_pieces():
+def test_rows_are_ordered_by_their_longest_pieces():
     lengths = np.array([3, 9, 4, 6, 10, 9])
     starts = np.cumsum(lengths) - lengths
     rows, num_rows = fill_rows(lengths, 10)

@@ -1,4 +1,4 @@
-"""`python -m data_prep tokenize`: nothing is lost or reordered, whoever does it."""
+"""`python -m data_prep tokenize`: nothing is lost or reordered, for any number of workers."""
 
 import hashlib
 import json
@@ -8,26 +8,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_corpus import write_golden_corpus, write_golden_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_corpus import TEXTS, data_prep, write_jsonl
-from tokenized import documents_of, files_of, run_here
 from transformers import AutoTokenizer
 
-from data_prep.documents import Document
-from data_prep.encoders import load_encoder
-from data_prep.phases import LocalExecutor
-from data_prep.sources import find_inputs
-from data_prep.tokenization import TokenizeOptions, run_tokenization
-from data_prep.tokenize import DocumentEncoder
-from data_prep.tokenizers import load_tokenizer
-from zerolm.excerpts import load_decoder
-from zerolm.shards import ShardWriter
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import Document
+from data_prep.tasks.phases import LocalExecutor
+from data_prep.tokenize.encode_documents import DocumentEncoder
+from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenizer.encoders import load_encoder
+from data_prep.tokenizer.load import load_tokenizer
+from tests.data_prep.small_corpus import TEXTS, data_prep, write_jsonl
+from tests.data_prep.tokenize.golden_corpus import write_golden_corpus, write_golden_tokenizer
+from tests.data_prep.tokenize.tokenized import documents_of, files_of, run_here
+from zerolm.data.window_text import load_decoder
+from zerolm.shards.writer import ShardWriter
 
 
 def reference_documents(tokenizer_directory, texts) -> list[list[int]]:
-    """What transformers gives, document by document, with an EOS id."""
+    """Return the ids that transformers gives for each document, with an EOS id."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
     return [
         tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -42,7 +42,7 @@ def held_out(text: str, fraction: float) -> bool:
 
 
 def test_ids_are_those_of_transformers_and_every_document_ends_once(tmp_path, tokenizer_directory):
-    """Several inputs, flags with dashes, small shards; the text that spells EOS does not end."""
+    """Several inputs, flags with dashes, small shards; a spelled-out EOS is text."""
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("one text file\n")
     result = data_prep(
@@ -69,7 +69,7 @@ def test_ids_are_those_of_transformers_and_every_document_ends_once(tmp_path, to
 
 
 def test_outputs_are_identical_for_any_number_of_workers(tmp_path, tokenizer_directory):
-    """Every byte of every file, with units enough for all workers."""
+    """Every byte of every file is compared; there are enough units for all workers."""
     rng = random.Random(1)
     texts = [" ".join(rng.choices(TEXTS, k=rng.randrange(20, 60))) for _ in range(900)]
     write_jsonl(tmp_path / "a.jsonl", texts)
@@ -93,7 +93,7 @@ def test_outputs_are_identical_for_any_number_of_workers(tmp_path, tokenizer_dir
     assert 40 < len(found[1]) < 150
 
 
-def test_the_held_out_split_depends_on_the_text_alone(tmp_path, tokenizer_directory):
+def test_the_held_out_split_depends_on_the_text_only(tmp_path, tokenizer_directory):
     """Not on order or neighbours; copies stay together; a larger fraction only adds."""
     texts = [f"text {number}" for number in range(300)]
     sides = {}
@@ -112,7 +112,7 @@ def test_the_held_out_split_depends_on_the_text_alone(tmp_path, tokenizer_direct
 
 
 def test_any_text_survives_the_way_through_the_shards(tokenizer_directory):
-    """Byte-level BPE: decoding a document's ids gives its text, whatever Unicode it is."""
+    """Byte-level BPE: decoding a document's ids gives its text, for any Unicode."""
     decode = load_decoder(tokenizer_directory)
     encoder = load_encoder(tokenizer_directory)
     documents_encoder = DocumentEncoder(0, 300, None)

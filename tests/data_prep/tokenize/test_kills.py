@@ -1,4 +1,4 @@
-"""A tokenization that is killed, at any moment, and started again: the same bytes, nothing lost."""
+"""Tokenizations that are killed at any moment and resumed write the same bytes."""
 
 import contextlib
 import gzip
@@ -14,14 +14,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from golden_corpus import golden_texts, write_golden_tokenizer
-from small_corpus import ROOT
+
+from tests.data_prep.small_corpus import ROOT
+from tests.data_prep.tokenize.golden_corpus import golden_texts, write_golden_tokenizer
 
 # The command with small parts and units, so that a few seconds of work have many of both.
 COMMAND = """
 import sys
 from dataclasses import replace
-from data_prep import __main__, tokenization
+from data_prep import __main__
+from data_prep.tokenize import run as tokenization
 run = tokenization.run_tokenization
 def with_small_parts(inputs, tokenizer, outputs, options, *more):
     options = replace(options, part_seconds=0.02, unit_bytes=int(sys.argv[1]))
@@ -92,7 +94,7 @@ def num_parts(directory: Path) -> int:
 
 
 def kill(process: subprocess.Popen, what: str) -> bool:
-    """Kill the command with all of its processes, or one of its workers; say whether it ran."""
+    """Kill the command and all its processes, or a worker; return whether it was running."""
     if process.poll() is not None:
         return False
     if what == "group":
@@ -114,7 +116,7 @@ def is_published(directory: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """A directory with a corpus, and what one worker makes of it: `whole`."""
+    """A directory with a corpus, and the shards that one worker makes of it: `whole`."""
     directory = tmp_path_factory.mktemp("kills")
     texts = write_corpus(directory / "corpus", NUM_DOCUMENTS)
     write_golden_tokenizer(directory / "tokenizer")
@@ -130,8 +132,8 @@ def uninterrupted(tmp_path_factory):
     return directory
 
 
-def test_killed_commands_go_on_to_the_same_bytes(uninterrupted):
-    """A worker, then everything, each when some parts more are there; then with four workers."""
+def test_killed_commands_resume_to_the_same_bytes(uninterrupted):
+    """Kill a worker, then the whole group, each after some more parts; finish with four workers."""
     directory = uninterrupted
     output = directory / "killed"
     for what, more_parts in (("worker", 3), ("group", 2)):
@@ -142,8 +144,8 @@ def test_killed_commands_go_on_to_the_same_bytes(uninterrupted):
             time.sleep(0.01)
         assert kill(process, what), "it was done before it could be killed"
         assert num_parts(output) >= before + more_parts and not is_published(output)
-    told = finish(start(directory, "killed", 4))
-    assert "goes on from what the last run of this command has left" in told
+    output_text = finish(start(directory, "killed", 4))
+    assert "resuming the interrupted run of this command" in output_text
     assert contents(directory, "killed") == contents(directory, "whole")
     assert not (output / "parts").exists() and not (output / ".unfinished").exists()
 
@@ -163,7 +165,7 @@ def test_damaged_parts_and_changed_inputs_are_made_again(uninterrupted):
     damaged.write_bytes(content)
     changed = directory / "corpus" / "1.jsonl.gz"
     as_it_was = changed.read_bytes()
-    try:  # another document, for as long as this run; then what it was
+    try:  # another document during this run; restored afterwards
         changed.write_bytes(gzip.compress(b'{"text": "changed"}\n'))
         finish(start(directory, "damaged", 2))
     finally:
@@ -178,7 +180,7 @@ def test_damaged_parts_and_changed_inputs_are_made_again(uninterrupted):
     assert names["num_documents"] < json.loads(whole["/manifest.json"])["num_documents"]
 
 
-def test_another_command_starts_afresh_and_says_so(uninterrupted):
+def test_another_command_removes_the_parts_and_reports_why(uninterrupted):
     directory = uninterrupted
     output = directory / "other"
     process = start(directory, "other", 1)
@@ -202,7 +204,7 @@ def test_another_command_starts_afresh_and_says_so(uninterrupted):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "is removed, since it had another --val_fraction, outputs" in done.stderr
+    assert "run of another command left (it differs in --val_fraction, outputs)" in done.stderr
     assert (
         json.loads((output / "manifest.json").read_text())["num_documents"]
         == NUM_DOCUMENTS * 49 // 50
@@ -212,7 +214,7 @@ def test_another_command_starts_afresh_and_says_so(uninterrupted):
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 def test_twenty_kills_at_random_moments_change_no_byte(uninterrupted):
-    """Of one worker or of everything, with 1, 2 or 4 workers and other units, until it is done."""
+    """Kills of a worker or of the group, with 2 or 4 workers; then other numbers of units."""
     directory = uninterrupted
     expected = contents(directory, "whole")
     rng = random.Random(20261121)

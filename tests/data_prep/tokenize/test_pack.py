@@ -1,4 +1,4 @@
-"""`python -m data_prep pack`: the index, from what the shards hold."""
+"""`python -m data_prep pack`: the index, compared with the content of the shards."""
 
 import fcntl
 import json
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.pack import efficiency, pack
+from data_prep.tokenize.pack import efficiency, pack
 from tests.launching import write_shards
-from zerolm.errors import ShardError, ShardReadError
-from zerolm.packing import index_file, open_packing, verify_packings
-from zerolm.settings import BEST_FIT, Settings
-from zerolm.shards import open_source
-from zerolm.sources import Sources, source_problems
+from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.config.settings import BEST_FIT, Settings
+from zerolm.data.packing import index_file, open_packing, verify_packings
+from zerolm.data.sources import Sources, source_problems
+from zerolm.shards.reader import open_source
 
 SEQ_LEN = 64
 SETTINGS = Settings(packing=BEST_FIT)
@@ -26,7 +26,7 @@ def shards(tmp_path):
 
 
 def documents(source):
-    """Every document as (start, end), from the files."""
+    """Return (start, end) of every document, read from the files."""
     found, start = [], 0
     for file in sorted(source.directory.glob("*.idx")):
         base = start
@@ -45,7 +45,7 @@ def rows_of(source, packing):
 
 
 @pytest.mark.parametrize("block_pieces", [1 << 20, 57])
-def test_an_index_holds_every_document_once_and_cuts_only_long_ones(shards, block_pieces):
+def test_an_index_contains_every_document_once_and_cuts_only_long_ones(shards, block_pieces):
     source = open_source(shards)
     assert len(source.manifest["shards"]) > 1
     pack(source, SEQ_LEN, block_pieces)
@@ -61,7 +61,7 @@ def test_an_index_holds_every_document_once_and_cuts_only_long_ones(shards, bloc
     assert pieces == expected
 
 
-def test_the_command_says_how_full_the_rows_are(shards, capsys):
+def test_the_command_prints_padding_and_cut_documents(shards, capsys):
     assert main(["pack", str(shards), "--seq_len", str(SEQ_LEN)]) == 0
     printed = capsys.readouterr().out.splitlines()
     source = open_source(shards)
@@ -85,7 +85,7 @@ def test_the_command_says_how_full_the_rows_are(shards, capsys):
     assert efficiency(source, SEQ_LEN, {"num_rows": 1, "num_padding": 0})[0].rows == windows
 
 
-def test_the_same_index_comes_out_again_and_is_not_made_twice(shards, tmp_path):
+def test_packing_is_deterministic_and_an_existing_index_is_kept(shards, tmp_path):
     source = open_source(shards)
     pack(source, SEQ_LEN)
     before = {path.name: path.read_bytes() for path in shards.glob("packing-*")}
@@ -99,7 +99,7 @@ def test_the_same_index_comes_out_again_and_is_not_made_twice(shards, tmp_path):
     assert {path.name: path.read_bytes() for path in shards.glob("packing-*")} == before
 
 
-def test_a_stale_index_is_refused_and_made_anew(shards, tmp_path):
+def test_a_stale_index_is_refused_and_written_again(shards, tmp_path):
     source = open_source(shards)
     pack(source, SEQ_LEN)
     other = open_source(write_shards(tmp_path / "other", 300, seed=6))
@@ -113,7 +113,7 @@ def test_a_stale_index_is_refused_and_made_anew(shards, tmp_path):
     assert open_packing(other, SEQ_LEN).manifest["source_fingerprint"] == other.fingerprint
 
 
-def test_a_damaged_index_is_named(shards):
+def test_a_damaged_index_is_reported(shards):
     source = open_source(shards)
     pack(source, SEQ_LEN)
     assert verify_packings(source) == []
@@ -130,7 +130,7 @@ def test_a_damaged_index_is_named(shards):
         open_packing(source, SEQ_LEN)
 
 
-def test_a_damaged_index_is_made_anew(shards):
+def test_a_damaged_index_is_written_again(shards):
     source = open_source(shards)
     pack(source, SEQ_LEN)
     for part in ("rows", "pieces"):
@@ -142,8 +142,8 @@ def test_a_damaged_index_is_made_anew(shards):
 
 
 @pytest.mark.parametrize(("part", "at"), [("pieces", 6), ("pieces", 9), ("rows", 1), ("rows", 6)])
-def test_a_row_that_cannot_be_is_an_error_of_reading(shards, part, at):
-    """Damage since the run began: of the first row's start, its length, or where the row ends."""
+def test_an_impossible_row_is_a_read_error(shards, part, at):
+    """Damage after the run started: to the first row's start, its length, or its end."""
     source = open_source(shards)
     pack(source, SEQ_LEN)
     packing, file = open_packing(source, SEQ_LEN), index_file(shards, SEQ_LEN, part)
@@ -154,21 +154,21 @@ def test_a_row_that_cannot_be_is_an_error_of_reading(shards, part, at):
         packing.pieces(0)
 
 
-def test_two_do_not_pack_the_same_at_once(shards):
+def test_two_processes_do_not_write_the_same_index(shards):
     source = open_source(shards)
     lock = index_file(shards, SEQ_LEN, "lock")
     with open(lock, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ShardError, match="another process packs there now"):
+        with pytest.raises(ShardError, match="another process is packing there"):
             pack(source, SEQ_LEN)
     pack(source, SEQ_LEN)  # what a killed one leaves is no obstacle
     assert not lock.exists()
 
 
-def test_shards_in_a_store_are_refused_as_such(shards, capsys):
+def test_shards_in_a_store_are_refused(shards, capsys):
     assert main(["pack", "s3://bucket/web", f"file://{shards}", "--seq_len", "8"]) == 2
     said = capsys.readouterr().err
-    assert "s3://bucket/web: an index lies beside" in said and f"file://{shards}: an" in said
+    assert "s3://bucket/web: the index is" in said and f"file://{shards}: the index is" in said
 
 
 def test_a_crash_publishes_no_index(shards, monkeypatch):
@@ -178,13 +178,13 @@ def test_a_crash_publishes_no_index(shards, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.pack.order_rows", full)
+        patch.setattr("data_prep.tokenize.pack.order_rows", full)
         with pytest.raises(ShardError, match="No space left on device"):
             pack(source, SEQ_LEN)
     assert not list(shards.glob("packing-*"))
 
 
-def test_wrong_words_are_refused_together(shards, tmp_path, capsys):
+def test_invalid_arguments_are_reported_together(shards, tmp_path, capsys):
     words = ["pack", str(tmp_path / "absent"), str(shards), "--seq_len", "0"]
     assert main(words) == 2
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""data_prep/parts.py, assemble.py: shards are the same documents however they lie in parts."""
+"""Parts and assembly: shards do not depend on how the documents are divided into parts."""
 
 import hashlib
 import random
@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import xxhash
 
-from data_prep import assemble
-from data_prep.parts import (
+from data_prep.tasks.phases import LocalExecutor
+from data_prep.tokenize import assemble
+from data_prep.tokenize.parts import (
     Batch,
     PartWriter,
-    are_whole,
-    files_of,
+    is_record_intact,
+    part_files,
     part_name,
     read_parts,
 )
-from data_prep.phases import LocalExecutor
-from zerolm.files import attempt_token
+from zerolm.common.files import attempt_token
 
 
 def shards_one_by_one(lengths: list[int], shard_tokens: int) -> list[list[int]]:
-    """The rule of docs/formats.md, written down as it is said: a document at a time."""
+    """Apply the rule of docs/formats.md directly, one document at a time."""
     shards: list[list[int]] = [[]]
     for number, length in enumerate(lengths):
         if shards[-1] and sum(lengths[each] for each in shards[-1]) + length > shard_tokens:
@@ -35,7 +35,7 @@ def shards_one_by_one(lengths: list[int], shard_tokens: int) -> list[list[int]]:
 def write_parts(
     directory, documents: list[np.ndarray], cuts: list[int], token: str | None = None
 ) -> list[list]:
-    """Write documents, cut into parts; return what the record of a unit says of each part."""
+    """Write documents in parts; return the entry of each part in the unit's record."""
     parts = []
     limits = [0, *sorted(cuts), len(documents)]
     token, previous = token or attempt_token(), None
@@ -54,7 +54,7 @@ def write_parts(
 
 
 def check_shards(directory, documents, expected, entries):
-    """Against the rule written plainly; sums and hashes against the libraries that define them."""
+    """Compare shards with the direct rule, and checksums with the libraries that define them."""
     assert len(entries) == len(expected) == len(list(directory.glob("shard-*.bin")))
     for number, (entry, members) in enumerate(zip(entries, expected, strict=True)):
         content = np.concatenate([documents[each] for each in members]).tobytes()
@@ -71,10 +71,8 @@ def check_shards(directory, documents, expected, entries):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_shards_hold_the_documents_that_fit_whatever_the_parts_and_whoever_assembles(
-    tmp_path, monkeypatch, seed
-):
-    """By tasks; by a thread that gets the units in another order; by a thread that comes late."""
+def test_shards_are_the_same_for_any_parts_and_any_assembler(tmp_path, monkeypatch, seed):
+    """By tasks; by a thread that gets the units in another order; by a thread that starts late."""
     rng = random.Random(seed)
     lengths = [rng.choice([1, 2, 9, 30, 200]) for _ in range(rng.randrange(1, 60))]
     documents = [np.array([rng.randrange(500) for _ in range(n)], "<u2") for n in lengths]
@@ -87,16 +85,16 @@ def test_shards_hold_the_documents_that_fit_whatever_the_parts_and_whoever_assem
     for name in ("tasks", "thread", "late"):
         directory = tmp_path / name
         directory.mkdir()
-        (directory / "shard-09999.bin").write_bytes(b"left there")
+        (directory / "shard-09999.bin").write_bytes(b"stale")
         made = {}
         if name != "tasks":
-            monkeypatch.setattr(assemble, "LATE_BYTES", 20 if name == "late" else 1 << 28)
+            monkeypatch.setattr(assemble, "MAX_LEFT_BYTES", 20 if name == "late" else 1 << 28)
             arguments = ([directory], tmp_path / "parts", shard_tokens, 2)
-            with assemble.AssembleAhead(*arguments) as ahead:
+            with assemble.BackgroundAssembly(*arguments) as ahead:
                 for unit in rng.sample(units, len(units)):
                     ahead.add(unit)
                 if name == "late":
-                    ahead._is_ended = True
+                    ahead._all_added = True
                 ahead.start()
                 made = ahead.finish()
             left = sum(lengths) - sum(entry["num_tokens"] for entry in made.values())
@@ -109,16 +107,16 @@ def test_shards_hold_the_documents_that_fit_whatever_the_parts_and_whoever_assem
         check_shards(directory, documents, expected, entries)
 
 
-def test_an_assembly_that_is_left_early_leaves_no_half_of_a_shard(tmp_path):
+def test_a_stopped_assembly_leaves_no_partial_shard(tmp_path):
     documents = [np.full(5, number, "<u2") for number in range(9)]
     parts = write_parts(tmp_path, documents, [3, 6])
     (tmp_path / "out").mkdir()
-    with assemble.AssembleAhead([tmp_path / "out"], tmp_path, 1000, 2) as ahead:
+    with assemble.BackgroundAssembly([tmp_path / "out"], tmp_path, 1000, 2) as ahead:
         ahead.start()
         ahead.add({"task": 0, "parts": [[parts[0]]]})
         ahead.add({"task": 2, "parts": [[parts[2]]]})  # and never the one between
     assert list((tmp_path / "out").iterdir()) == []
-    with assemble.AssembleAhead([tmp_path / "absent"], tmp_path, 1000, 2) as ahead:
+    with assemble.BackgroundAssembly([tmp_path / "absent"], tmp_path, 1000, 2) as ahead:
         ahead.start()
         ahead.add({"task": 0, "parts": [[parts[0]]]})
         with pytest.raises(FileNotFoundError):
@@ -126,17 +124,17 @@ def test_an_assembly_that_is_left_early_leaves_no_half_of_a_shard(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "record", "other"])
-def test_parts_behind_a_damaged_one_are_made_again(tmp_path, damage):
+def test_parts_after_a_damaged_one_are_made_again(tmp_path, damage):
     documents = [np.full(5, number, "<u2") for number in range(9)]
     write_parts(tmp_path, documents, [3, 6])
     before = read_parts(tmp_path, "f")
     names = [part["name"] for part in before]
     assert [name[:6] for name in names] == ["00000-", "00001-", "00002-"]
     record = {
-        "files": {name: size for part in before for name, size, _ in files_of(part)},
-        "checksums": [checksum for part in before for _, _, checksum in files_of(part)],
+        "files": {name: size for part in before for name, size, _ in part_files(part)},
+        "checksums": [checksum for part in before for _, _, checksum in part_files(part)],
     }
-    assert are_whole(tmp_path, record)
+    assert is_record_intact(tmp_path, record)
     ids = tmp_path / f"{names[1]}.0.ids"
     content = ids.read_bytes()
     if damage == "flip":
@@ -149,13 +147,13 @@ def test_parts_behind_a_damaged_one_are_made_again(tmp_path, damage):
         (tmp_path / f"{names[1]}.json").write_text('{"name": "00001", "spl')
     kept = 0 if damage == "other" else 1
     if damage in ("flip", "cut", "remove"):
-        assert not are_whole(tmp_path, record)
+        assert not is_record_intact(tmp_path, record)
     assert read_parts(tmp_path, "g" if damage == "other" else "f") == before[:kept]
     assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == set(names[:kept])
 
 
-def test_two_writers_of_a_unit_do_not_harm_each_other(tmp_path):
-    """As when Slurm starts a task again on another node while the first one still writes."""
+def test_two_writers_of_a_unit_do_not_mix_their_parts(tmp_path):
+    """Slurm may restart a task on another node while the first attempt still writes."""
     documents = [np.full(5, number, "<u2") for number in range(9)]
     one = write_parts(tmp_path, documents, [3, 6], "othernode-1-0123abcd")
     two = write_parts(tmp_path, documents, [4], "thisnode-1-4567cdef")  # cut where its time ended

@@ -1,4 +1,4 @@
-"""python -m data_prep tokenize: killed, stopped, and its memory."""
+"""`python -m data_prep tokenize`: kills, stops, and memory."""
 
 import json
 import os
@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from small_corpus import ROOT, TEXTS
 
-from zerolm.shards import ShardWriter, open_source
+from tests.data_prep.small_corpus import ROOT, TEXTS
+from zerolm.shards.reader import open_source
+from zerolm.shards.writer import ShardWriter
 
 
 @pytest.fixture
 def endless(tmp_path, tokenizer_directory):
-    """A tokenization that has written something and would go on for many seconds."""
+    """A running tokenization that has written some parts and needs many more seconds."""
     document = json.dumps({"text": "".join(TEXTS)}) + "\n"
     (tmp_path / "a.jsonl").write_text(document * (60_000_000 // len(document)))
     process = subprocess.Popen(
@@ -64,7 +65,7 @@ def test_a_killed_worker_ends_the_command_with_an_error(tmp_path, endless):
     _, stderr = endless.communicate(timeout=60)
     assert endless.returncode == 1
     assert f"(pid {workers[1].pid}) was killed by SIGKILL" in stderr
-    assert "the same command goes on from there" in stderr and "Traceback" not in stderr
+    assert "the same command resumes from them" in stderr and "Traceback" not in stderr
     assert_all_gone(children)
     assert not (tmp_path / "s" / "manifest.json").exists()
 
@@ -72,7 +73,7 @@ def test_a_killed_worker_ends_the_command_with_an_error(tmp_path, endless):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
-def test_a_stopped_command_leaves_no_process_and_says_how_to_go_on(tmp_path, endless, number, code):
+def test_a_stopped_command_leaves_no_process_and_can_resume(tmp_path, endless, number, code):
     children = children_of(endless)
     if number == signal.SIGINT:
         os.killpg(endless.pid, number)  # as a terminal does: to everybody
@@ -80,13 +81,13 @@ def test_a_stopped_command_leaves_no_process_and_says_how_to_go_on(tmp_path, end
         endless.send_signal(number)
     _, stderr = endless.communicate(timeout=60)
     assert endless.returncode == code and "Traceback" not in stderr, stderr
-    assert "nothing is published" in stderr and "the same command goes on from there" in stderr
+    assert "nothing is published" in stderr and "the same command resumes from them" in stderr
     assert_all_gone(children)
     assert not (tmp_path / "s" / "manifest.json").exists()
 
 
 def test_workers_end_when_the_command_is_killed(tmp_path, endless):
-    """And what it had written is no data, nor in the way of the next one."""
+    """What it has written is not data, and does not hinder the next writer."""
     children = children_of(endless)
     endless.kill()
     endless.wait(timeout=60)

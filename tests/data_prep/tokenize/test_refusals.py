@@ -1,16 +1,16 @@
-"""python -m data_prep tokenize: what is refused, before any work, and what is said of a failure."""
+"""`python -m data_prep tokenize`: refusals before any work, and messages of failures."""
 
 import resource
 import subprocess
 import sys
 
 import pytest
-from small_corpus import ROOT, TEXTS, data_prep, write_jsonl
-from tokenized import files_of, run_here
 
-from data_prep import shard_manifests
-from zerolm.errors import ZerolmError
-from zerolm.shards import open_source
+from data_prep.tokenize import manifests as shard_manifests
+from tests.data_prep.small_corpus import ROOT, TEXTS, data_prep, write_jsonl
+from tests.data_prep.tokenize.tokenized import files_of, run_here
+from zerolm.common.errors import ZerolmError
+from zerolm.shards.reader import open_source
 
 BROKEN = {
     "json.jsonl": (b'{"text": "a"}\n{"text": \n', ":2: not valid JSON"),
@@ -21,7 +21,7 @@ BROKEN = {
         b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xabV*I\xad",
         ":1: the compressed data ends too early",
     ),
-    "empty.jsonl": (b'\n{"text": ""}\n', "would have no documents, of 0 read and 2 skipped"),
+    "empty.jsonl": (b'\n{"text": ""}\n', "would have no documents (0 were read, 2 skipped)"),
 }
 
 
@@ -35,7 +35,7 @@ def test_broken_documents_are_refused_with_file_and_line(tmp_path, tokenizer_dir
     )
     assert result.returncode == 2 and result.stdout == ""
     assert named in result.stderr and "Traceback" not in result.stderr
-    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert len(result.stderr.splitlines()) == 2, result.stderr  # a heading and the problem
     assert not (tmp_path / "s").exists()
 
 
@@ -50,7 +50,8 @@ def test_every_problem_of_a_command_is_shown_before_any_work(tmp_path, tokenizer
         *("--val_fraction", 1.5),
     )
     assert result.returncode == 2
-    lines = result.stderr.splitlines()
+    heading, *lines = result.stderr.splitlines()
+    assert heading == "python -m data_prep tokenize: refused"
     for words in (
         "--workers many: is not a whole number from 1",
         "--shard_tokens 0: is not a whole number from 1 up",
@@ -84,11 +85,11 @@ def test_finished_shards_are_never_overwritten(tmp_path, tokenizer_directory):
     [
         (["--val_fraction", "0.1"], "--val_fraction: needs --val_output too"),
         (["--val_output", "v"], "--val_output: needs --val_fraction too"),
-        (["--worker", "2"], '--worker is not a flag of it. Did you mean "--workers"?'),
+        (["--worker", "2"], '--worker: no such flag. Did you mean "--workers"?'),
         (["--val_fraction", "1e-9", "--val_output", "{tmp}/v"], "v: would have no documents"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(tmp_path, tokenizer_directory, words, named):
+def test_contradictory_flags_are_refused(tmp_path, tokenizer_directory, words, named):
     (tmp_path / "a.txt").write_text("a")
     result = data_prep(
         *("tokenize", "--input", tmp_path / "a.txt", "--tokenizer", tokenizer_directory),
@@ -98,7 +99,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path, tokenizer_directory
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_it_says_which_output_is_published_when_the_other_cannot_be(
+def test_an_output_that_cannot_be_published_is_reported_with_the_one_that_was(
     tmp_path, tokenizer_directory, monkeypatch
 ):
     publish = shard_manifests.publish_all
@@ -118,7 +119,7 @@ def test_it_says_which_output_is_published_when_the_other_cannot_be(
 
 
 def test_a_full_disk_is_an_error_of_one_line(tmp_path, tokenizer_directory):
-    """A limit on the size of files stands for it: the kernel fails the write in the same way."""
+    """Simulated by a limit on file sizes, which makes the kernel fail the write in the same way."""
     limit = (tokenizer_directory / "tokenizer.json").stat().st_size
     write_jsonl(tmp_path / "a.jsonl", TEXTS * (limit // 10))
     result = subprocess.run(

@@ -1,16 +1,16 @@
-"""Tokenizing in this process, and shards read without the project's reader."""
+"""Tokenize in this process, and read shards without the project's reader."""
 
 import json
 from pathlib import Path
 
 import numpy as np
-from small_corpus import write_jsonl
 
-from data_prep.phases import LocalExecutor
-from data_prep.sources import find_inputs
-from data_prep.tokenization import TokenizeOptions, run_tokenization
-from data_prep.tokenizers import load_tokenizer
-from zerolm.shards import open_source
+from data_prep.read.discovery import find_inputs
+from data_prep.tasks.phases import LocalExecutor
+from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenizer.load import load_tokenizer
+from tests.data_prep.small_corpus import write_jsonl
+from zerolm.shards.reader import open_source
 
 
 def documents_of(directory) -> list[list[int]]:

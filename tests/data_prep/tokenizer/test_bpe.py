@@ -1,13 +1,13 @@
-"""data_prep/tokenizer_training.py: the same texts, the same files; words split as was asked for."""
+"""`train_bpe`: training is deterministic, and merges never cross the pieces of the split."""
 
 import pytest
 import regex
-from small_corpus import TEXTS
-from tokenizer_definitions import LLAMA3, O200K
 from transformers import AutoTokenizer
 
-from data_prep.tokenizer_training import Recipe, split_pattern, train_tokenizer
-from zerolm.errors import ConfigError
+from data_prep.tokenizer.bpe import BpeOptions, split_pattern, train_bpe
+from tests.data_prep.small_corpus import TEXTS
+from tests.data_prep.tokenizer.tokenizer_definitions import LLAMA3, O200K
+from zerolm.common.errors import ConfigError
 
 PROSE = [
     "In 1984 there were 12345 of them, 7 more; don't ask.\n\n    if x == 1000000:\n\treturn 99\n",
@@ -16,7 +16,7 @@ PROSE = [
 
 
 def test_training_is_deterministic_and_transformers_loads_the_result(tmp_path, tokenizer_directory):
-    assert train_tokenizer(TEXTS * 2, Recipe(300), tmp_path / "again", progress=False) == 300
+    assert train_bpe(TEXTS * 2, BpeOptions(300), tmp_path / "again", progress=False) == 300
     for path in tokenizer_directory.iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
@@ -25,11 +25,11 @@ def test_training_is_deterministic_and_transformers_loads_the_result(tmp_path, t
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_training_says_when_the_text_has_too_few_words(tmp_path):
-    assert train_tokenizer(["ab ab"], Recipe(5000), tmp_path / "small", progress=False) < 300
+def test_training_returns_the_size_reached_if_the_text_has_too_few_pairs(tmp_path):
+    assert train_bpe(["ab ab"], BpeOptions(5000), tmp_path / "small", progress=False) < 300
 
 
-def test_the_splits_are_those_that_are_known_by_these_names():
+def test_split_patterns_are_the_published_ones():
     assert split_pattern("llama3") == LLAMA3
     assert split_pattern("o200k") == O200K
     gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -39,10 +39,10 @@ def test_the_splits_are_those_that_are_known_by_these_names():
 @pytest.mark.parametrize("whitespace", ["runs", "single"])
 @pytest.mark.parametrize("digits", ["1", "3", "any"])
 @pytest.mark.parametrize("split", ["gpt2", "llama3", "o200k"])
-def test_no_token_goes_beyond_a_piece(tmp_path, split, digits, whitespace):
-    """Every text in pieces by another library's regular expressions; digits and spaces counted."""
-    recipe = Recipe(420, split, digits, whitespace, ("<|user|>", "<|bot|>"))
-    train_tokenizer(PROSE, recipe, tmp_path / "t", progress=False)
+def test_no_token_crosses_a_piece(tmp_path, split, digits, whitespace):
+    """Pieces come from another library's regular expressions; digits and spaces are counted."""
+    options = BpeOptions(420, split, digits, whitespace, ("<|user|>", "<|bot|>"))
+    train_bpe(PROSE, options, tmp_path / "t", progress=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t")
     assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|user|>", "<|bot|>"]
     pieces = regex.compile(split_pattern(split, digits, whitespace))
@@ -65,16 +65,16 @@ def _ids(tokenizer, text):
 
 def test_pairs_that_are_rare_are_not_merged(tmp_path):
     texts = ["so common common common common rare"]
-    recipe = Recipe(400, min_frequency=3)
-    assert train_tokenizer(texts, recipe, tmp_path / "t", progress=False) < 400
+    options = BpeOptions(400, min_frequency=3)
+    assert train_bpe(texts, options, tmp_path / "t", progress=False) < 400
     tokens = AutoTokenizer.from_pretrained(tmp_path / "t").tokenize(" common rare")
     assert tokens[0] == "Ġcommon" and tokens[1:] == ["Ġ", "r", "a", "r", "e"]
 
 
-def test_every_problem_of_a_recipe_is_said_together(tmp_path):
-    recipe = Recipe(200, "lama3", "2", "none", ("<|user|>", "<|user|>", ""))
+def test_all_invalid_options_are_reported_at_once(tmp_path):
+    options = BpeOptions(200, "lama3", "2", "none", ("<|user|>", "<|user|>", ""))
     with pytest.raises(ConfigError) as refused:
-        train_tokenizer(["text"], recipe, tmp_path / "t", progress=False)
+        train_bpe(["text"], options, tmp_path / "t", progress=False)
     text = str(refused.value)
     for named in ("--split lama3", 'mean "llama3"', "--digits 2", "--whitespace none", "--special",
                   "is empty", "Give at least 260"):  # fmt: skip

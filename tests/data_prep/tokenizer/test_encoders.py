@@ -1,4 +1,5 @@
-"""data_prep/encoders.py: whatever the backend, the ids are those of the library `tokenizers`."""
+"""`Encoder` and `choose_backend`: with every backend, the ids are those of the library
+`tokenizers`."""
 
 import json
 import random
@@ -7,14 +8,14 @@ import unicodedata
 import numpy as np
 import pytest
 import tokenizers
-from tokenizer_definitions import DEFINITIONS, texts, write_definition
 
-from data_prep import backends, encoder_choice, encoders, equality, fuzz_texts
-from data_prep.backends import FAST_BACKENDS, BackendRefused, open_backend
-from data_prep.encoder_choice import Choice, choose_backend
-from data_prep.encoders import EncoderError, load_encoder
-from data_prep.equality import Proof, prove
-from zerolm.errors import ConfigError
+from data_prep.tokenizer import backends, encoder_choice, encoders, equivalence, fuzz_texts
+from data_prep.tokenizer.backends import FAST_BACKENDS, BackendUnavailable, open_backend
+from data_prep.tokenizer.encoder_choice import EncoderChoice, choose_backend
+from data_prep.tokenizer.encoders import EncoderError, load_encoder
+from data_prep.tokenizer.equivalence import EquivalenceResult, check_equivalence
+from tests.data_prep.tokenizer.tokenizer_definitions import DEFINITIONS, texts, write_definition
+from zerolm.common.errors import ConfigError
 
 ODD = [
     "It spells <|endoftext|> out, <|pad|> <s> [UNK] <unk> function return  <tool>  x",
@@ -42,7 +43,7 @@ def copies(tmp_path_factory):
 
 
 def library_ids(directory, documents) -> list[list[int]]:
-    """What `tokenizers` gives, document by document."""
+    """Return the ids of each document as `tokenizers` gives them."""
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in documents]
@@ -53,14 +54,14 @@ def lists(encoded) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_every_backend_that_takes_a_tokenizer_gives_the_ids_of_the_library(copies, name):
+def test_every_backend_that_supports_a_tokenizer_gives_the_ids_of_the_library(copies, name):
     documents = [*texts(), *ODD[:5]]
     right = library_ids(copies[name], documents)
     assert lists(load_encoder(copies[name]).encode(documents)) == right
     for backend in FAST_BACKENDS:
         try:
             encode = open_backend(backend, copies[name])
-        except BackendRefused:
+        except BackendUnavailable:
             assert (name, backend) not in {(each, "gigatoken") for each in ("gpt2", "llama3")}
             assert name not in ("gpt2", "llama3", "o200k")
             continue
@@ -69,15 +70,15 @@ def test_every_backend_that_takes_a_tokenizer_gives_the_ids_of_the_library(copie
         assert [piece.tolist() for piece in np.split(ids, ends[:-1])] == expected, backend
 
 
-def test_documents_outside_of_the_proven_set_go_through_the_library(copies):
+def test_documents_outside_the_proven_code_points_are_encoded_by_the_library(copies):
     rng = random.Random(1)
-    choice = Choice("fastokens", "tokenizers", "x", proven=((0, 128), (0xC0, 0x180)))
+    choice = EncoderChoice("fastokens", "tokenizers", "x", proven=((0, 128), (0xC0, 0x180)))
     encoder = load_encoder(copies["llama3"], choice)
     documents = [rng.choice(["plain", "žluť", "日本", "mixed ž 日", ""]) for _ in range(200)]
     encoded = encoder.encode(documents)
     assert lists(encoded) == library_ids(copies["llama3"], documents)
     outside = [text for text in documents if "日" in text]
-    counts = encoder.counters()
+    counts = encoder.counts
     assert counts["tokenizers.documents"] == len(outside)
     assert counts["tokenizers.bytes"] == sum(len(text.encode()) for text in outside)
     assert counts["fastokens.documents"] == 200 - len(outside)
@@ -87,21 +88,21 @@ def test_documents_outside_of_the_proven_set_go_through_the_library(copies):
 
 
 def test_a_sample_is_checked_and_a_difference_stops(copies, monkeypatch):
-    monkeypatch.setattr(encoders, "CHECKED_ONE_IN", 3)
-    choice = Choice("gigatoken", "tokenizers", "0", ALL_OF_UNICODE)
+    monkeypatch.setattr(encoders, "CHECK_ONE_IN", 3)
+    choice = EncoderChoice("gigatoken", "tokenizers", "0", ALL_OF_UNICODE)
     encoder = load_encoder(copies["gpt2"], choice)
     documents = [f"document {number}: " + "word " * (number % 50) ** 2 * 3 for number in range(60)]
     assert lists(encoder.encode(documents)) == library_ids(copies["gpt2"], documents)
-    checked = encoder.counters()["checked.documents"]
+    checked = encoder.counts["checked.documents"]
     assert 8 < checked < 40
     again = load_encoder(copies["gpt2"], choice)
     for document in documents[::-1]:  # one by one: the sample is a function of the document
         again.encode([document])
-    assert again.counters() == encoder.counters()
+    assert again.counts == encoder.counts
 
     fast = encoder._fast
     encoder.__dict__["_fast"] = lambda given: fast([text.replace("17", "18") for text in given])
-    monkeypatch.setattr(encoders, "CHECKED_ONE_IN", 1)
+    monkeypatch.setattr(encoders, "CHECK_ONE_IN", 1)
     with pytest.raises(
         EncoderError, match=r"gigatoken 0.*'document 17: .*--encoder tokenizers"
     ) as e:
@@ -109,25 +110,29 @@ def test_a_sample_is_checked_and_a_difference_stops(copies, monkeypatch):
     assert e.value.document == 17
 
 
-def test_what_is_proven_is_kept_and_used_for_small_inputs_too(copies, cache, monkeypatch):
+def test_equivalence_results_are_cached_and_used_for_small_inputs_too(copies, cache, monkeypatch):
     assert choose_backend(copies["gpt2"], input_bytes=1000).backend == "tokenizers"
-    proofs = []
+    checks = []
     monkeypatch.setattr(
-        encoder_choice, "prove", lambda *given: proofs.append(given) or Proof(None, ((0, 200),))
+        encoder_choice,
+        "check_equivalence",
+        lambda *given: checks.append(given) or EquivalenceResult(None, ((0, 200),)),
     )
     choice = choose_backend(copies["gpt2"], input_bytes=1 << 30)
     assert choice.backend == "gigatoken" and choice.proven == ((0, 200),)
-    assert choose_backend(copies["gpt2"], input_bytes=1000) == choice and len(proofs) == 1
+    assert choose_backend(copies["gpt2"], input_bytes=1000) == choice and len(checks) == 1
     assert choose_backend(copies["llama3"], input_bytes=1000).backend == "tokenizers"
-    (kept,) = cache.rglob("*.json")
-    kept.write_text("{")
-    assert choose_backend(copies["gpt2"]) == choice and len(proofs) == 2
-    assert json.loads(kept.read_text())["proven"] == [[0, 200]]
+    (cached,) = cache.rglob("*.json")
+    cached.write_text("{")
+    assert choose_backend(copies["gpt2"]) == choice and len(checks) == 2
+    assert json.loads(cached.read_text())["proven"] == [[0, 200]]
 
 
 def test_a_backend_that_is_not_equal_is_not_chosen(copies, monkeypatch):
     monkeypatch.setattr(
-        encoder_choice, "prove", lambda *given: Proof("gives [1] for 'a' instead of [2]")
+        encoder_choice,
+        "check_equivalence",
+        lambda *given: EquivalenceResult("gives [1] for 'a' instead of [2]"),
     )
     choice = choose_backend(copies["gpt2"])
     assert choice.backend == choice.reference == "tokenizers"
@@ -144,7 +149,8 @@ def test_a_backend_that_is_not_equal_is_not_chosen(copies, monkeypatch):
 
 def test_without_the_optional_packages_the_library_encodes(copies, monkeypatch):
     monkeypatch.setattr(
-        "data_prep.backends.installed_version", lambda name: "1" if name == "tokenizers" else None
+        "data_prep.tokenizer.backends.installed_version",
+        lambda name: "1" if name == "tokenizers" else None,
     )
     choice = choose_backend(copies["gpt2"])
     assert choice.backend == "tokenizers"
@@ -154,7 +160,7 @@ def test_without_the_optional_packages_the_library_encodes(copies, monkeypatch):
 
 
 class Panic(BaseException):
-    """As a panic of Rust comes: no `Exception`."""
+    """Like a Rust panic, which is not an `Exception`."""
 
 
 def failing_at(word, encode):
@@ -166,22 +172,22 @@ def failing_at(word, encode):
     return encode_or_panic
 
 
-def test_documents_at_which_a_backend_panics_go_through_the_library(copies, monkeypatch):
-    choice = Choice("gigatoken", "tokenizers", "0", ALL_OF_UNICODE)
+def test_documents_at_which_a_backend_panics_are_encoded_by_the_library(copies, monkeypatch):
+    choice = EncoderChoice("gigatoken", "tokenizers", "0", ALL_OF_UNICODE)
     encoder = load_encoder(copies["gpt2"], choice)
-    encoder.__dict__["_fast"] = backends._guarded(failing_at("bad", encoder._fast))
+    encoder.__dict__["_fast"] = backends._raise_backend_failed(failing_at("bad", encoder._fast))
     documents = [f"{'bad' if number % 10 == 3 else 'good'} {number} ž" for number in range(50)]
     right = library_ids(copies["gpt2"], documents)
     assert lists(encoder.encode(documents)) == right
     assert lists(encoder.encode(documents[4:13])) == right[4:13]
-    counts = encoder.counters()
+    counts = encoder.counts
     assert counts["failed.documents"] == counts["tokenizers.documents"] == 5
     assert counts["gigatoken.documents"] == 45 + 9
-    monkeypatch.setattr(encoders, "MAX_FAILED", 5)
-    assert lists(encoder.encode(documents)) == right  # by the library alone
-    assert encoder.counters()["tokenizers.documents"] == 5 + 50
+    monkeypatch.setattr(encoders, "MAX_FAILED_DOCUMENTS", 5)
+    assert lists(encoder.encode(documents)) == right  # now by the library only
+    assert encoder.counts["tokenizers.documents"] == 5 + 50
     reference = failing_at("bad 43", encoder._reference)
-    encoder.__dict__["_reference"] = backends._guarded(reference)
+    encoder.__dict__["_reference"] = backends._raise_backend_failed(reference)
     with pytest.raises(
         EncoderError, match=r"tokenizers: fails at a document .panicked at bad 43"
     ) as e:
@@ -189,7 +195,7 @@ def test_documents_at_which_a_backend_panics_go_through_the_library(copies, monk
     assert e.value.document == 43
 
 
-def test_a_backend_that_panics_in_the_proof_is_not_chosen(copies, monkeypatch):
+def test_a_backend_that_panics_in_the_check_is_not_chosen(copies, monkeypatch):
     right = open_backend("tokenizers", copies["gpt2"])
     monkeypatch.setattr(encoder_choice, "FAST_BACKENDS", ("gigatoken", "fastokens"))
     for name, load in (
@@ -202,7 +208,7 @@ def test_a_backend_that_panics_in_the_proof_is_not_chosen(copies, monkeypatch):
     backends._open.cache_clear()
     assert choice.backend == "tokenizers"
     assert "gigatoken gives Panic for '{' instead of [" in choice.notes[0]
-    assert choice.notes[1] == "fastokens does not take this tokenizer (panicked at x)"
+    assert choice.notes[1] == "fastokens does not support this tokenizer (panicked at x)"
 
 
 def test_unigram_and_wordpiece_fall_back(copies):
@@ -222,11 +228,13 @@ def random_unicode(seed: int) -> list[str]:
     ]
 
 
-def test_the_whole_of_it_with_a_real_proof(copies, monkeypatch):
-    """Of a tenth of the code points, to be quick; the soak tries all of them."""
-    few = [number for number in fuzz_texts.code_points() if number < 0x250 or number % 10 == 0]
-    monkeypatch.setattr(fuzz_texts, "code_points", lambda: few)
-    monkeypatch.setattr(equality, "RANDOM_TEXTS", 1000)
+def test_choosing_and_encoding_with_a_real_check(copies, monkeypatch):
+    """With a tenth of the code points, to be quick; the soak test tries all of them."""
+    few = [
+        number for number in fuzz_texts.likely_code_points() if number < 0x250 or number % 10 == 0
+    ]
+    monkeypatch.setattr(fuzz_texts, "likely_code_points", lambda: few)
+    monkeypatch.setattr(equivalence, "RANDOM_TEXTS", 1000)
     choice = choose_backend(copies["llama3"])
     assert choice.backend == "gigatoken"
     proven = {number for start, stop in choice.proven for number in range(start, stop)}
@@ -243,14 +251,14 @@ def test_the_whole_of_it_with_a_real_proof(copies, monkeypatch):
 def test_what_is_proven_holds_for_random_unicode(copies, name, backend):
     try:
         candidate = open_backend(backend, copies[name])
-    except BackendRefused:
-        pytest.skip("does not take this tokenizer")
+    except BackendUnavailable:
+        pytest.skip("does not support this tokenizer")
     content = json.loads((copies[name] / "tokenizer.json").read_text())
     vocabulary = [each if isinstance(each, str) else each[0] for each in content["model"]["vocab"]]
-    proof = prove(open_backend("tokenizers", copies[name]), candidate, vocabulary)
-    if proof.refused:
-        pytest.skip(proof.refused)
-    choice = Choice(backend, "tokenizers", "x", proof.proven)
+    result = check_equivalence(open_backend("tokenizers", copies[name]), candidate, vocabulary)
+    if result.refused:
+        pytest.skip(result.refused)
+    choice = EncoderChoice(backend, "tokenizers", "x", result.proven)
     for seed in range(10):
         documents = random_unicode(100 + seed)
         encoded = load_encoder(copies[name], choice).encode(documents)

@@ -1,21 +1,24 @@
-"""data_prep/equality.py: differences are found, explained or refused; the proven set is exact."""
+"""`check_equivalence`: differences are found, and excluded or refused; the proven code points are
+exact."""
 
 import re
+import threading
+import time
 import unicodedata
 
 import numpy as np
 import pytest
 
-from data_prep import equality, fuzz_texts
-from data_prep.equality import prove
+from data_prep.tokenizer import equivalence, fuzz_texts
+from data_prep.tokenizer.equivalence import check_equivalence
 
 LETTERS = [*range(0xA0, 0x180), 0x301, 0x3C9, 0x4E2D, 0xAC00, 0x1F600]
 
 
 @pytest.fixture(autouse=True)
 def few_texts(monkeypatch):
-    monkeypatch.setattr(fuzz_texts, "code_points", lambda: LETTERS)
-    monkeypatch.setattr(equality, "RANDOM_TEXTS", 600)
+    monkeypatch.setattr(fuzz_texts, "likely_code_points", lambda: LETTERS)
+    monkeypatch.setattr(equivalence, "RANDOM_TEXTS", 600)
 
 
 def encode(texts, change=lambda text: text):
@@ -29,26 +32,28 @@ def changed_by(change):
 
 
 def test_equal_encoders_are_proven_for_every_code_point_tried():
-    proof = prove(encode, encode, ["the", "<|endoftext|>"])
-    assert proof.refused is None and proof.num_excluded == 0
-    proven = {number for start, stop in proof.proven for number in range(start, stop)}
+    result = check_equivalence(encode, encode, ["the", "<|endoftext|>"])
+    assert result.refused is None and result.num_excluded == 0
+    proven = {number for start, stop in result.proven for number in range(start, stop)}
     assert proven == {*range(128), *LETTERS}
-    assert proof.num_texts > 600 and proof.num_bytes > 100_000
+    assert result.num_texts > 600 and result.num_bytes > 100_000
 
 
 def test_a_code_point_that_makes_a_difference_is_not_proven():
-    proof = prove(encode, changed_by(lambda text: text.replace("ē", "x")), [])
-    proven = {number for start, stop in proof.proven for number in range(start, stop)}
-    assert proof.refused is None
+    result = check_equivalence(encode, changed_by(lambda text: text.replace("ē", "x")), [])
+    proven = {number for start, stop in result.proven for number in range(start, stop)}
+    assert result.refused is None
     assert proven == {*range(128), *LETTERS} - {ord("ē")}
 
 
 def test_a_difference_of_two_code_points_together_excludes_them():
-    """In no text of the sweep; random texts find it."""
+    """No single code point shows the difference; random texts find it."""
     pair = "\u0301\u03c9"
-    proof = prove(encode, changed_by(lambda text: text.replace(pair, "x")), [pair + "token"])
-    proven = {number for start, stop in proof.proven for number in range(start, stop)}
-    assert proof.refused is None and proof.num_excluded > 0
+    result = check_equivalence(
+        encode, changed_by(lambda text: text.replace(pair, "x")), [pair + "token"]
+    )
+    proven = {number for start, stop in result.proven for number in range(start, stop)}
+    assert result.refused is None and result.num_excluded > 0
     assert not set(map(ord, pair)) <= proven
 
 
@@ -65,9 +70,9 @@ def test_a_difference_of_two_code_points_together_excludes_them():
     ids=["contraction", "newline", "spaces", "special token", "cut", "more"],
 )
 def test_a_difference_within_ascii_refuses_the_encoder(change, shown):
-    proof = prove(encode, changed_by(change), ["<|end|>"])
-    assert proof.refused is not None and not proof.proven
-    assert re.search(shown, proof.refused), proof.refused
+    result = check_equivalence(encode, changed_by(change), ["<|end|>"])
+    assert result.refused is not None and not result.proven
+    assert re.search(shown, result.refused), result.refused
 
 
 def test_an_encoder_that_fails_on_a_text_is_refused():
@@ -76,18 +81,35 @@ def test_an_encoder_that_fails_on_a_text_is_refused():
             raise RuntimeError("panicked")
         return encode(texts)
 
-    proof = prove(encode, fails, [])
-    assert "RuntimeError for '{'" in proof.refused
+    result = check_equivalence(encode, fails, [])
+    assert "RuntimeError for '{'" in result.refused
+
+
+def test_the_candidate_is_called_by_one_thread_at_a_time():
+    lock = threading.Lock()
+
+    def exclusive(texts):
+        if not lock.acquire(blocking=False):
+            raise RuntimeError("Already borrowed")
+        try:
+            time.sleep(0.001)  # lets other threads run
+            return encode(texts)
+        finally:
+            lock.release()
+
+    assert check_equivalence(encode, exclusive, []).refused is None
 
 
 def test_an_encoder_with_hardly_anything_proven_is_refused():
-    proof = prove(encode, changed_by(lambda text: text.encode("ascii", "replace").decode()), [])
-    assert proof.refused is not None
+    result = check_equivalence(
+        encode, changed_by(lambda text: text.encode("ascii", "replace").decode()), []
+    )
+    assert result.refused is not None
 
 
 def test_the_texts_try_every_likely_code_point(monkeypatch):
     monkeypatch.undo()
-    numbers = set(fuzz_texts.code_points())
+    numbers = set(fuzz_texts.likely_code_points())
     known = {
         number
         for number in range(128, 0x110000)
@@ -95,8 +117,8 @@ def test_the_texts_try_every_likely_code_point(monkeypatch):
     }
     assert known <= numbers and len(numbers) - len(known) < 8000
     for number in (0xE9, 0x4E2D, 0x1F600):
-        assert fuzz_texts.in_contexts(number).count(chr(number)) >= 2
+        assert fuzz_texts.code_point_text(number).count(chr(number)) >= 2
     allowed = [0xE9, 0x4E2D]
-    texts = list(fuzz_texts.at_random(7, allowed, 200))
-    assert texts == list(fuzz_texts.at_random(7, allowed, 200))
+    texts = list(fuzz_texts.random_texts(7, allowed, 200))
+    assert texts == list(fuzz_texts.random_texts(7, allowed, 200))
     assert {number for text in texts for number in map(ord, text)} <= {*range(128), *allowed}

@@ -1,4 +1,4 @@
-"""data_prep/tokenizers.py: the ids are those of transformers and tiktoken, made by the copy."""
+"""`load_tokenizer`: the saved copy gives the ids of transformers and tiktoken."""
 
 import json
 import shutil
@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import pytest
 import tiktoken
-from small_corpus import TEXTS
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from data_prep.encoders import load_encoder
-from data_prep.tokenizers import load_tokenizer
-from zerolm.errors import ConfigError
-from zerolm.excerpts import load_decoder
+from data_prep.tokenizer.encoders import load_encoder
+from data_prep.tokenizer.load import load_tokenizer
+from tests.data_prep.small_corpus import TEXTS
+from zerolm.common.errors import ConfigError
+from zerolm.data.window_text import load_decoder
 
 
 def change(directory, target, file="tokenizer_config.json", **keys):
@@ -33,13 +33,13 @@ def copy_of(tokenizer, target):
 
 
 def ids_of(copy, texts) -> list[list[int]]:
-    """What a copy gives, document by document."""
+    """Return the ids of each document as the saved copy gives them."""
     ids, ends, _ = load_encoder(copy).encode(texts)
     return [piece.tolist() for piece in np.split(ids, ends[:-1])]
 
 
 def reference_ids(directory, texts) -> list[list[int]]:
-    """What transformers gives, document by document."""
+    """Return the ids of each document as transformers gives them."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return [
         tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -55,8 +55,8 @@ def test_ids_are_those_of_transformers(tmp_path, tokenizer_directory):
     assert [decode(each) for each in ids] == TEXTS
 
 
-def test_the_quick_way_to_load_agrees_with_transformers(tmp_path, tokenizer_directory):
-    """The same tokenizer with one key that only transformers may judge."""
+def test_loading_without_transformers_agrees_with_transformers(tmp_path, tokenizer_directory):
+    """The same tokenizer, once with a key that only transformers interprets."""
     quick = load_tokenizer(str(tokenizer_directory))
     changed = change(tokenizer_directory, tmp_path / "changed", padding_side="left")
     slow = load_tokenizer(str(changed))
@@ -83,9 +83,7 @@ def test_the_fingerprint_changes_with_anything_that_changes_ids(tmp_path, tokeni
     assert len(prints) == 3
 
 
-def test_truncation_and_padding_of_a_tokenizer_are_not_for_pretraining(
-    tmp_path, tokenizer_directory
-):
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path, tokenizer_directory):
     truncation = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     padding = {
         "strategy": {"Fixed": 64},
@@ -116,7 +114,7 @@ def test_tokens_added_by_the_config_are_counted(tmp_path, tokenizer_directory):
     assert len(AutoTokenizer.from_pretrained(copy)) == 302
 
 
-def test_a_vocabulary_with_holes_has_room_for_its_largest_id(tmp_path, tokenizer_directory):
+def test_vocab_size_covers_the_largest_id_if_ids_have_gaps(tmp_path, tokenizer_directory):
     content = json.loads((tokenizer_directory / "tokenizer.json").read_text())
     vocab = {token: (n if n < 299 else 4000) for token, n in content["model"]["vocab"].items()}
     model = {**content["model"], "vocab": vocab}
@@ -159,7 +157,7 @@ def local_tiktoken(tmp_path, monkeypatch, tokenizer_directory) -> tiktoken.Encod
 
 
 def test_tiktoken_encodings(tmp_path, local_tiktoken):
-    """By name, and again from the copy, which needs neither the name nor the network."""
+    """Loaded by name, then from the saved copy, which needs no network."""
     tokenizer = load_tokenizer("tiktoken:local_test")
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (301, 300)
     copy = copy_of(tokenizer, tmp_path / "copy")

@@ -1,14 +1,14 @@
-"""data_prep/tokenizer_report.py and text_sample.py: figures against counts made by hand."""
+"""Reports on tokenizers, and samples of text, against counts made by hand."""
 
 import json
 import random
 
 import numpy as np
 import tokenizers
-from small_corpus import data_prep, write_jsonl
 
-from data_prep.text_sample import Sample
-from data_prep.tokenizer_report import as_html, fertility, measure
+from data_prep.tokenizer.report import fertility, format_html, measure_tokenizer
+from data_prep.tokenizer.text_sample import Sample
+from tests.data_prep.small_corpus import data_prep, write_jsonl
 
 
 def by_character(texts):
@@ -19,7 +19,7 @@ def by_character(texts):
 def test_figures_are_those_counted_by_hand():
     spellings = {number: "x" * (number % 7 + 1) for number in range(1, 100)}
     sources = {"one": ["abc", "é"], "two": ["", "aa" * 50], "none": []}
-    report = measure(by_character, 100, spellings, sources)
+    report = measure_tokenizer(by_character, 100, spellings, sources)
     assert report["sources"]["one"] == {
         "documents": 2, "bytes": 5, "tokens": 4, "bytes_per_token": 1.25,
     }  # fmt: skip
@@ -93,5 +93,5 @@ def test_train_on_a_sample_and_compare(tmp_path):
     assert "bytes/token" in result.stdout and "tokens/word" in result.stdout
 
 
-def test_a_page_shows_what_is_in_the_table():
-    assert "<td>a &lt;b&gt;</td>" in as_html([["a <b>", "1"]])
+def test_html_shows_the_escaped_cells():
+    assert "<td>a &lt;b&gt;</td>" in format_html([["a <b>", "1"]])

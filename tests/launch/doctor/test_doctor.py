@@ -1,5 +1,7 @@
-"""What the doctor concludes from facts, which are changed one at a time; and that this host's real
-facts are green. Two real hosts are in tests/end_to_end/test_doctor_two_hosts.py."""
+"""The doctor's findings: from made-up facts that are changed one at a time, and from this host.
+
+Two real hosts are tested in tests/end_to_end/test_doctor_two_hosts.py.
+"""
 
 import copy
 import json
@@ -9,14 +11,16 @@ import sys
 
 import pytest
 
-from launch.findings import ALL, NOTE, OK, RED, Finding, Run, compare, odd_ones, table
+from launch.doctor.checks import outliers, run_checks
+from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, table
+from launch.doctor.requirements import Requirements
 from tests.launching import LLAMA, ROOT, environment, write_json, write_shards
 
 FACTS = {
     "problems": [],
     "versions": {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8",
                  "transformers": "5.23.0", "zerolm": "0.1.0"},
-    "commit": "1234", "code": {"pretrain.py": "a", "zerolm/loss.py": "b"},
+    "commit": "1234", "code": {"pretrain.py": "a", "zerolm/model/loss.py": "b"},
     "configs": {"ds.json": "c"},
     "data": {"problems": [], "sources": {"shards/web": {
         "fingerprint": "f", "shards": {"shard-00000.bin": "d", "shard-00001.bin": "e"},
@@ -28,41 +32,45 @@ FACTS = {
     "port": None, "locks": [[], []],
     "operators": {"built": ["fused_adam"], "missing": []},
 }  # fmt: skip
-RUN = Run({f"node{n}": 8 for n in range(1, 4)}, 10 << 30, lambda kind: ["fused_adam"], False)
+REQUIRED = Requirements(
+    {f"node{n}": 8 for n in range(1, 4)}, 10 << 30, lambda device_kind: ["fused_adam"], deep=False
+)
 
 
-def judged(host: str, place: str, value: object) -> list[Finding]:
-    """Return what is found when one fact of one host of three is another."""
-    facts = {name: copy.deepcopy(FACTS) for name in RUN.slots}
-    *parents, last = place.split("/")
+def findings_after_change(host: str, path: str, value: object) -> list[Finding]:
+    """Return the findings that are not OK after one fact of one of three hosts is changed."""
+    facts = {name: copy.deepcopy(FACTS) for name in REQUIRED.slots}
+    *parents, last = path.split("/")
     target = facts[host]
     for key in parents:
         target = target[key.replace("|", "/")]
     target[last.replace("|", "/")] = value
-    return [one for one in compare(facts, RUN) if one.state != OK]
+    return [finding for finding in run_checks(facts, REQUIRED) if finding.state != OK]
 
 
-def test_hosts_that_are_alike_have_one_green_line_a_check():
-    found = compare(dict.fromkeys(RUN.slots, FACTS), RUN)
-    assert {one.state for one in found} == {OK}
-    assert len({one.check for one in found}) == len(found) == 12
-    assert {one.host for one in found} == {ALL, "node1"}  # the port is the first host's
+def test_equal_hosts_have_one_green_line_for_each_check():
+    found = run_checks(dict.fromkeys(REQUIRED.slots, FACTS), REQUIRED)
+    assert {finding.state for finding in found} == {OK}
+    assert len({finding.check for finding in found}) == len(found) == 12
+    assert {finding.host for finding in found} == {ALL, "node1"}  # the port is the first host's
 
 
-# What is planted: (fact, its value), and what the line must say: (check, words, words of the fix).
-PLANTED = {
+# {fault: (changed fact, its value, check, part of the line, part of its fix)}
+FAULTS = {
     "package": ("versions/torch", "2.12.0", "versions", "torch 2.12.0, the others have 2.13.0",
                 "install torch 2.13.0"),
     "python": ("versions/python", "3.12.1", "versions", "python 3.12.1", "use 3.11.7"),
-    "code": ("code/zerolm|loss.py", "x", "code", "zerolm/loss.py differ", "copy them"),
+    "code": ("code/zerolm|model|loss.py", "x", "code", "zerolm/model/loss.py differ", "copy them"),
     "config": ("configs/ds.json", "x", "configs", "ds.json differs", "copy it"),
     "absent config": ("configs/ds.json", None, "configs", "ds.json is not there", "copy it"),
-    "other data": ("data/sources/shards|web/fingerprint", "x", "data", "by its manifest", "verify"),
-    "other bytes": ("data/sources/shards|web/shards/shard-00001.bin", "x", "data",
-                    "shards/web: shard-00001.bin: other bytes", "data_prep verify shards/web"),
+    "different manifest": ("data/sources/shards|web/fingerprint", "x", "data",
+                           "its manifest differs", "verify"),
+    "different bytes": ("data/sources/shards|web/shards/shard-00001.bin", "x", "data",
+                    "shards/web: shard-00001.bin: contents differ", "data_prep verify shards/web"),
     "slow storage": ("data/sources/shards|web/seconds", 64.0, "storage", "1 MiB/s", "local disk"),
-    "other device": ("devices/kind", "cpu", "devices", "cpu, the others have cuda", "driver"),
-    "missing device": ("devices/count", 7, "devices", "7 device(s), its slots are 8", "slots=7"),
+    "different device": ("devices/kind", "cpu", "devices", "cpu, the others have cuda", "driver"),
+    "missing device": ("devices/count", 7, "devices", "7 device(s), the hostfile has slots=8",
+                       "slots=7"),
     "busy device": ("devices/busy", ["device 3: 9000 of 81559 MiB are in use"], "devices",
                     "device 3: 9000", "nvidia-smi"),
     "late clock": ("clock", [-30.0, 0.1], "clock", "-30.0 s off the others", "chrony"),
@@ -72,69 +80,69 @@ PLANTED = {
     "stale lock": ("locks", [["ext/fused_adam/lock"], []], "build locks", "ext/fused_adam/lock",
                    "rm ext/fused_adam/lock"),
     "no compiler": ("operators", {"built": [], "missing": ["a C++ compiler"]}, "operators",
-                    "fused_adam: not built, and to build it a C++ compiler lacks", "install"),
+                    "fused_adam: not built, and building needs a C++ compiler", "install"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_host_that_differs_is_named_with_what_and_the_fix(name):
-    place, value, check, what, fix = PLANTED[name]
-    for host in ("node2", "node1"):  # the first one is no better than the others
-        red = [one for one in judged(host, place, value) if one.state == RED]
-        if name == "other device":  # a GPU's operators are not a CPU's
-            red = [one for one in red if one.check == check]
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_host_that_differs_is_named_with_the_fact_and_the_fix(name):
+    path, value, check, fact, fix = FAULTS[name]
+    for host in ("node2", "node1"):  # the first host is not taken as the reference
+        red = [line for line in findings_after_change(host, path, value) if line.state == RED]
+        if name == "different device":  # a GPU's operators are not a CPU's
+            red = [line for line in red if line.check == check]
         (line,) = red
         assert (line.check, line.host) == (check, host)
-        assert what in line.what and fix in line.fix, line
+        assert fact in line.fact and fix in line.fix, line
 
 
-def test_a_clock_is_not_blamed_for_a_slow_connection():
-    assert not judged("node2", "clock", [-30.0, 29.0])
+def test_a_clock_within_the_uncertainty_of_a_slow_connection_is_ok():
+    assert not findings_after_change("node2", "clock", [-30.0, 29.0])
 
 
-def test_the_port_matters_on_the_first_host_alone():
-    assert not judged("node2", "port", "port 29500: in use. End that.")
-    (line,) = judged("node1", "port", "port 29500: in use. End that.")
-    assert (line.what, line.fix) == ("port 29500: in use", "end that")
+def test_the_port_is_checked_on_the_first_host_only():
+    assert not findings_after_change("node2", "port", "port 29500: in use. End that.")
+    (line,) = findings_after_change("node1", "port", "port 29500: in use. End that.")
+    assert (line.fact, line.fix) == ("port 29500: in use", "end that")
 
 
 def test_an_operator_that_can_be_built_is_a_note():
-    (line,) = judged("node3", "operators", {"built": [], "missing": []})
-    assert line.state == NOTE and "takes minutes more" in line.what
+    (line,) = findings_after_change("node3", "operators", {"built": [], "missing": []})
+    assert line.state == NOTE and "takes some minutes longer" in line.fact
 
 
-def test_what_a_shared_disk_shows_on_all_hosts_is_said_once():
-    facts = {name: copy.deepcopy(FACTS) for name in RUN.slots}
+def test_a_problem_of_a_shared_disk_is_one_line_for_all_hosts():
+    facts = {name: copy.deepcopy(FACTS) for name in REQUIRED.slots}
     for fact in facts.values():
         fact["data"]["problems"] = ["shards/web: no manifest.json"]
-    (line,) = [one for one in compare(facts, RUN) if one.state == RED]
+    (line,) = [line for line in run_checks(facts, REQUIRED) if line.state == RED]
     assert line.host == "node1, node2, node3"
 
 
-def test_most_hosts_are_right_and_the_first_where_two_tie():
-    assert odd_ones({"a": 1, "b": 2, "c": 2}) == (2, ["a"])
-    assert odd_ones({"a": 1, "b": 2}) == (1, ["b"])
+def test_the_majority_is_right_and_the_first_host_if_there_is_none():
+    assert outliers({"a": 1, "b": 2, "c": 2}) == (2, ["a"])
+    assert outliers({"a": 1, "b": 2}) == (1, ["b"])
 
 
-def test_the_table_has_aligned_columns_and_colors_only_what_is_red():
+def test_the_table_has_aligned_columns_and_colors_red_lines_only():
     found = [Finding("disk", "node1", RED, "full", "free some"), Finding("data", ALL, OK, "same")]
     red, green = table(found, color=True).splitlines()
     assert red == "\033[31mdisk  node1  RED  full.  Fix: free some.\033[0m"
     assert green == "data  all    ok   same"
 
 
-def test_this_host_is_well_and_a_port_in_use_is_red(tmp_path):
+def test_this_host_has_no_problem_except_a_port_in_use(tmp_path):
     corpus = write_shards(tmp_path / "counting", 40)
     model = write_json(tmp_path / "model.json", LLAMA)
     run_dir = tmp_path / "runs" / "first"
-    words = [sys.executable, "-m", "launch", "doctor", "--"]
+    command = [sys.executable, "-m", "launch", "doctor", "--"]
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        words += [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
-        words += ["pretrain.py", "--deepspeed_config", "ds_configs/zero2.json", "--model_config"]
-        words += [model, "--data", corpus, "--run_dir", run_dir]
+        command += [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
+        command += ["pretrain.py", "--deepspeed_config", "ds_configs/zero2.json", "--model_config"]
+        command += [model, "--data", corpus, "--run_dir", run_dir]
         done = subprocess.run(
-            words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
         )
     assert done.returncode == 2, done.stdout + done.stderr
     red = [line for line in done.stdout.splitlines() if " RED " in line]
@@ -143,8 +151,8 @@ def test_this_host_is_well_and_a_port_in_use_is_red(tmp_path):
     assert not run_dir.parent.exists()
 
 
-def test_a_host_that_never_answers_is_bounded_and_named(tmp_path):
-    """`ssh` that hangs, as one whose host has gone down in the middle does."""
+def test_a_host_that_does_not_answer_is_named_after_the_timeout(tmp_path):
+    """With an `ssh` that hangs, as when a host goes down during a connection."""
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexec sleep 600\n")
     ssh.chmod(0o755)
@@ -159,11 +167,11 @@ def test_a_host_that_never_answers_is_bounded_and_named(tmp_path):
     assert "nowhere  RED  no answer in 2 s" in done.stdout and "Traceback" not in done.stderr
 
 
-def test_facts_are_json_that_a_login_shell_may_talk_into(tmp_path):
-    """The collector's lines are marked, so a banner before them does no harm."""
-    words = [sys.executable, "-m", "launch", "doctor", "--collect"]
+def test_answers_are_marked_to_tell_them_from_other_output(tmp_path):
+    """A login shell may print a banner before the collector's lines."""
+    command = [sys.executable, "-m", "launch", "doctor", "--collect"]
     done = subprocess.run(
-        words, cwd=ROOT, input='{"ask": "clock"}\n{"ask": "nothing"}\n', env=environment(),
+        command, cwd=ROOT, input='{"ask": "clock"}\n{"ask": "nothing"}\n', env=environment(),
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     clock, error = (line.partition("@zerolm ")[2] for line in done.stdout.splitlines())

@@ -8,21 +8,21 @@ import sys
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch import __main__ as command_line
-from launch import hardware
-from launch.reliability import daly_interval, interruptions
+from launch import __main__
+from launch.plan import hardware
+from launch.plan.reliability import daly_interval, interruptions
 from tests.launching import ROOT
 
 MODELS = sorted((ROOT / "model_configs").glob("*.json"))
 PLACES = {"8 x H100": ("H100", 8), "64 x A100": ("A100-80GB", 64)}
-GOLDEN = ROOT / "tests" / "launch" / "golden_plans.json"
+GOLDEN = ROOT / "tests" / "launch" / "plan" / "golden_plans.json"
 # What a change of transformers may move a little; everything else is equal.
 TRACED = ("memory", "activations", "micro_batch_size")
 
 
 def plan(*words):
     """Run the command in this process and return what it printed."""
-    return command_line.main(["plan", *map(str, words)])
+    return __main__.main(["plan", *map(str, words)])
 
 
 def plan_json(capsys, *words):

@@ -4,9 +4,9 @@ from statistics import median
 
 import pytest
 
-from launch import hardware, published, step_time
+from launch.plan import hardware, published, step_time
 from tests.launching import ROOT
-from zerolm.flops import peak_flops_per_second
+from zerolm.model.flops import peak_flops_per_second
 
 
 def test_the_table_in_docs_is_what_the_command_prints():

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from launch import __main__ as command_line
-from launch import hardware, scaling
-from zerolm.errors import ConfigError
+from launch import __main__
+from launch.plan import hardware, scaling
+from zerolm.common.errors import ConfigError
 
 
 def test_chinchilla_is_the_optimum_of_its_own_budget():
@@ -55,8 +55,8 @@ def test_money_and_time_become_operations():
 
 
 def test_the_command_prints_the_choices(capsys):
-    assert command_line.main(["plan", "--budget", "1e22", "--json"]) == 0
+    assert __main__.main(["plan", "--budget", "1e22", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["choices"][0]["name"] == "20 tokens per parameter"
-    assert command_line.main(["plan", "--budget", "1e22"]) == 0
+    assert __main__.main(["plan", "--budget", "1e22"]) == 0
     assert "arXiv 2404.10102" in capsys.readouterr().out

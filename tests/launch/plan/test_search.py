@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from launch import __main__ as command_line
+from launch import __main__
 from tests.launching import ROOT, environment, write_shards
-from zerolm.flags import parse_settings
+from zerolm.config.flags import parse_settings
 
 LLAMA_7B = ROOT / "model_configs" / "llama-7b.json"
 
 
 def search(capsys, *words):
-    code = command_line.main(["plan", "--search", "--json", *map(str, words)])
+    code = __main__.main(["plan", "--search", "--json", *map(str, words)])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -58,7 +58,7 @@ def test_pretrain_accepts_the_profile_that_is_written(devices, tmp_path, capsys)
     model = ROOT / "model_configs" / "llama-1.3b.json"
     ds = tmp_path / "best.json"
     words = ["--model_config", str(model), "--devices", str(devices), "--write", str(ds)]
-    assert command_line.main(["plan", "--search", *words]) == 0
+    assert __main__.main(["plan", "--search", *words]) == 0
     said = capsys.readouterr().out
     assert "Tensor, pipeline and sequence parallelism are not tried" in said
     (line,) = [line for line in said.splitlines() if line.startswith("wrote ")]
@@ -82,4 +82,4 @@ def test_a_profile_is_not_searched_and_given():
     tiny = str(ROOT / "model_configs" / "tiny.json")
     ds = str(ROOT / "ds_configs" / "zero2.json")
     words = ["--model_config", tiny, "--deepspeed_config", ds]
-    assert command_line.main(["plan", "--search", *words]) == 2
+    assert __main__.main(["plan", "--search", *words]) == 2

@@ -1,4 +1,4 @@
-"""Rendered files: what each scheduler's own rules say of them, and that no secret is in one."""
+"""Rendered files: each follows its scheduler's own schema, and none contains a secret."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.launching import ROOT
-from zerolm.errors import EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
+from zerolm.common.errors import EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text())["schemas"]
 # https://docs.skypilot.co/en/latest/reference/yaml-spec.html, and sky/utils/schemas.py
@@ -23,37 +23,37 @@ SKYPILOT_RESOURCES = {
     "infra", "accelerators", "cpus", "memory", "instance_type", "use_spot", "disk_size",
     "disk_tier", "network_tier", "ports", "image_id", "job_recovery", "any_of", "ordered",
 }  # fmt: skip
-# sbatch's own options, of those that the script may use (man sbatch, Slurm 25.05)
+# the options of sbatch that the script may use (man sbatch, Slurm 25.05)
 SBATCH = {
     "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "requeue",
     "open-mode", "output", "partition", "account",
 }  # fmt: skip
-RUN = ["--run_dir", "runs/first run", "--data", "shards/it's", "--model_config", "model.json",
-       "--deepspeed_config", "zero3.json"]  # fmt: skip
-WORDS = ["--nodes", "2", "--devices_per_node", "8", "--image", "example/zerolm:1",
+PRETRAIN_FLAGS = ["--run_dir", "runs/first run", "--data", "shards/it's",
+                  "--model_config", "model.json", "--deepspeed_config", "zero3.json"]  # fmt: skip
+FLAGS = ["--nodes", "2", "--devices_per_node", "8", "--image", "example/zerolm:1",
          "--accelerator", "H100", "--volume", "claim", "--directory", "/shared/zerolm",
          "--env", "NCCL_SOCKET_IFNAME=eth0", "--secret", "WANDB_API_KEY"]  # fmt: skip
 
 
-def render(kind, *words, flags=RUN, **more):
+def render(kind, *flags, pretrain_flags=PRETRAIN_FLAGS, **more):
     return subprocess.run(
-        [sys.executable, "-m", "launch", "render", kind, *words, "--", *flags],
+        [sys.executable, "-m", "launch", "render", kind, *flags, "--", *pretrain_flags],
         cwd=ROOT, capture_output=True, text=True, timeout=60, **more,
     )  # fmt: skip
 
 
-def rendered(kind, *words) -> str:
-    result = render(kind, *WORDS, *words)
+def rendered(kind, *flags) -> str:
+    result = render(kind, *FLAGS, *flags)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def node_words(words: list[str]) -> list[str]:
-    """Return what pretrain.py gets, after checking what the node gets."""
-    place = words.index("node")
-    assert words[place - 2 : place] == ["-m", "launch"]
-    assert words[place + 1 : place + 5] == ["--nodes", "2", "--devices_per_node", "8"]
-    return words[words.index("pretrain.py", place) + 1 :]
+def flags_of_pretrain(argv: list[str]) -> list[str]:
+    """Return pretrain.py's flags in a node's command, after checking `launch node`'s flags."""
+    node = argv.index("node")
+    assert argv[node - 2 : node] == ["-m", "launch"]
+    assert argv[node + 1 : node + 5] == ["--nodes", "2", "--devices_per_node", "8"]
+    return argv[argv.index("pretrain.py", node) + 1 :]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def node_words(words: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def script(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("slurm") / "run.sbatch"
-    result = render("slurm", *WORDS, "--time", "4h", "--slurm=--partition=gpu", f"--output={path}")
+    result = render("slurm", *FLAGS, "--time", "4h", "--slurm=--partition=gpu", f"--output={path}")
     assert result.returncode == 0, result.stderr
     assert f"sbatch {path}" in result.stdout
     return path
@@ -83,7 +83,7 @@ def test_slurm_script_passes_shellcheck(script):
     assert result.returncode == 0, result.stdout
 
 
-def test_slurm_script_asks_for_one_task_a_node_a_signal_and_a_requeue(script):
+def test_slurm_script_requests_one_task_per_node_a_signal_and_requeueing(script):
     lines = script.read_text().splitlines()
     options = dict(
         (line.removeprefix("#SBATCH --") + "=").split("=")[:2]
@@ -100,8 +100,8 @@ def test_slurm_script_asks_for_one_task_a_node_a_signal_and_a_requeue(script):
     )
 
 
-def test_slurm_script_runs_the_supervisor_over_one_task_on_each_node(script, tmp_path):
-    """Run the script itself: `scontrol`, and a Python that says what it was started with."""
+def test_slurm_script_runs_the_supervisor_with_one_task_on_each_node(script, tmp_path):
+    """Run the script with a fake `scontrol`, and a fake Python that prints its arguments."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (programs / "scontrol").write_text("#!/bin/sh\necho node-a\nsleep 0.1\necho node-b\n")
@@ -110,20 +110,20 @@ def test_slurm_script_runs_the_supervisor_over_one_task_on_each_node(script, tmp
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$NCCL_SOCKET_IFNAME" "$@"\n')
     for program in (programs / "scontrol", python):
         program.chmod(0o755)
-    here = tmp_path / "run.sbatch"
-    here.write_text(script.read_text().replace("cd /shared/zerolm", f"cd {tmp_path}"))
+    copy = tmp_path / "run.sbatch"
+    copy.write_text(script.read_text().replace("cd /shared/zerolm", f"cd {tmp_path}"))
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node-[a-b]"}
-    without = subprocess.run(["bash", here], env=environment, capture_output=True, text=True)
+    without = subprocess.run(["bash", copy], env=environment, capture_output=True, text=True)
     assert without.returncode != 0 and "WANDB_API_KEY: set it in the shell" in without.stderr
     environment["WANDB_API_KEY"] = "secret-value"
-    result = subprocess.run(["bash", here], env=environment, capture_output=True, text=True)
+    result = subprocess.run(["bash", copy], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    interface, *words = result.stdout.splitlines()
+    interface, *argv = result.stdout.splitlines()
     assert interface == "eth0"
-    assert words[:5] == ["-m", "launch", "supervise", "--requeue", "--"]
-    assert words[5] == "srun" and "--ntasks-per-node=1" in words and "--nodes=2" in words
-    assert words[words.index("--master_addr") + 1] == "node-a"
-    assert node_words(words) == RUN
+    assert argv[:5] == ["-m", "launch", "supervise", "--requeue", "--"]
+    assert argv[5] == "srun" and "--ntasks-per-node=1" in argv and "--nodes=2" in argv
+    assert argv[argv.index("--master_addr") + 1] == "node-a"
+    assert flags_of_pretrain(argv) == PRETRAIN_FLAGS
     assert "secret-value" not in result.stdout
 
 
@@ -139,7 +139,7 @@ def assert_valid(value) -> None:
 
 
 def assert_pod(container, pod) -> None:
-    """Check what every pod needs, and that the secret is referred to, not there."""
+    """Check what every pod needs, and that the secret is a reference."""
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment["NCCL_SOCKET_IFNAME"]["value"] == "eth0"
     reference = environment["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"]
@@ -152,13 +152,13 @@ def assert_pod(container, pod) -> None:
     assert pod["terminationGracePeriodSeconds"] == 600
 
 
-def test_jobset_fits_its_schema_and_starts_again_all_but_the_hopeless():
+def test_jobset_fits_its_schema_and_restarts_except_after_final_exit_codes():
     value = yaml.safe_load(rendered("kubernetes"))
     assert_valid(value)
     (replicated,) = value["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert (job["completionMode"], job["parallelism"], job["completions"]) == ("Indexed", 2, 2)
-    assert job["backoffLimit"] == 0  # one pod that fails starts all of them again
+    assert job["backoffLimit"] == 0  # one failed pod restarts all of them
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
     assert set(rule["onExitCodes"]["values"]) == {EXIT_REFUSED, EXIT_GAVE_UP}
@@ -170,13 +170,13 @@ def test_jobset_fits_its_schema_and_starts_again_all_but_the_hopeless():
     assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy requires
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert_pod(container, pod)
-    words = container["command"]
-    assert node_words(words) == RUN
+    argv = container["command"]
+    assert flags_of_pretrain(argv) == PRETRAIN_FLAGS
     # the name of pod 0, as JobSet's documentation gives it
-    assert words[words.index("--master_addr") + 1] == "first-run-node-0-0.first-run"
+    assert argv[argv.index("--master_addr") + 1] == "first-run-node-0-0.first-run"
 
 
-def test_trainjob_fits_its_schema_and_runs_the_same_words(tmp_path):
+def test_trainjob_fits_its_schema_and_runs_the_same_flags(tmp_path):
     value = yaml.safe_load(rendered("trainjob"))
     assert_valid(value)
     trainer = value["spec"]["trainer"]
@@ -185,10 +185,10 @@ def test_trainjob_fits_its_schema_and_runs_the_same_words(tmp_path):
     (patch,) = value["spec"]["runtimePatches"]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert_pod(trainer, job["template"]["spec"]["template"]["spec"])
-    shell = [word.replace("/shared/zerolm", str(tmp_path)) for word in trainer["command"]]
-    words = ["printf", "%s\\n", *trainer["args"]]
-    result = subprocess.run([*shell, *words], capture_output=True, text=True, timeout=60)
-    assert node_words(result.stdout.splitlines()) == RUN
+    shell = [each.replace("/shared/zerolm", str(tmp_path)) for each in trainer["command"]]
+    argv = ["printf", "%s\\n", *trainer["args"]]
+    result = subprocess.run([*shell, *argv], capture_output=True, text=True, timeout=60)
+    assert flags_of_pretrain(result.stdout.splitlines()) == PRETRAIN_FLAGS
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "trainjob"])
@@ -200,10 +200,10 @@ def test_the_schema_refuses_a_key_that_does_not_exist(kind):
         assert not jsonschema.Draft7Validator(SCHEMAS[value["kind"]]).is_valid(wrong)
 
 
-def test_kubernetes_does_not_expand_what_the_user_wrote():
-    result = render("kubernetes", *WORDS, flags=["--run_dir", "runs/$(HOME)"])
-    words = yaml.safe_load(result.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]
-    command = words["template"]["spec"]["containers"][0]["command"]
+def test_kubernetes_does_not_expand_variables_in_the_users_flags():
+    result = render("kubernetes", *FLAGS, pretrain_flags=["--run_dir", "runs/$(HOME)"])
+    job = yaml.safe_load(result.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    command = job["template"]["spec"]["containers"][0]["command"]
     assert command[-1] == "runs/$$(HOME)"  # $$ is how Kubernetes writes one $
 
 
@@ -211,7 +211,7 @@ def test_kubernetes_does_not_expand_what_the_user_wrote():
 # SkyPilot
 
 
-def test_skypilot_task_has_the_keys_of_skypilot_and_runs_the_same_words(tmp_path):
+def test_skypilot_task_has_only_skypilots_keys_and_runs_the_same_flags(tmp_path):
     task = yaml.safe_load(rendered("skypilot"))
     assert task.keys() <= SKYPILOT_KEYS and task["resources"].keys() <= SKYPILOT_RESOURCES
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == "H100:8"
@@ -227,39 +227,39 @@ def test_skypilot_task_has_the_keys_of_skypilot_and_runs_the_same_words(tmp_path
     result = subprocess.run(
         ["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60
     )
-    words = result.stdout.splitlines()
-    assert words[words.index("--master_addr") + 1] == "10.0.0.1"
-    assert node_words(words) == RUN
+    argv = result.stdout.splitlines()
+    assert argv[argv.index("--master_addr") + 1] == "10.0.0.1"
+    assert flags_of_pretrain(argv) == PRETRAIN_FLAGS
 
 
 # -------------------------------------------------------------------------------------------------
 # The same settings, and refusals
 
 
-def test_all_four_hand_the_same_words_to_pretrain():
-    quoted = shlex.join(RUN)
+def test_slurm_and_skypilot_pass_the_same_flags_to_pretrain():
+    quoted = shlex.join(PRETRAIN_FLAGS)
     assert quoted in rendered("slurm") and quoted in rendered("skypilot")
 
 
-def test_settings_of_a_file_are_named_in_every_file(tmp_path):
+def test_a_settings_file_is_passed_to_pretrain(tmp_path):
     settings = tmp_path / "run.json"
     settings.write_text(json.dumps({"run_dir": "runs/second", "data": ["shards/web"]}))
-    result = render("slurm", *WORDS, "--settings", str(settings), flags=["--seed", "1"])
+    result = render("slurm", *FLAGS, "--settings", str(settings), pretrain_flags=["--seed", "1"])
     assert f"pretrain.py --settings {settings} --seed 1" in result.stdout
     assert "--job-name=second" in result.stdout
 
 
-def test_every_problem_is_refused_at_once(tmp_path):
+def test_all_problems_are_reported_at_once(tmp_path):
     output = tmp_path / "file"
     result = render(
         "kubernetes", "--nodes", "2", "--devices_per_node", "8", "--directory", "here",
         "--env", "WANDB_API_KEY=secret-value", "--secret", "HF_TOKEN=secret-value",
-        "--output", str(output), flags=["--datta", "shards"],
+        "--output", str(output), pretrain_flags=["--datta", "shards"],
     )  # fmt: skip
     assert result.returncode == EXIT_REFUSED and not output.exists()
-    for words in (
+    for message in (
         "--datta, no such flag", "--run_dir is missing", "Write --secret WANDB_API_KEY",
         "--secret: HF_TOKEN, must be", "--directory: here", "--image is missing",
     ):  # fmt: skip
-        assert words in result.stderr
+        assert message in result.stderr
     assert "secret-value" not in result.stderr + result.stdout and "Traceback" not in result.stderr

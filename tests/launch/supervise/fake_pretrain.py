@@ -1,6 +1,6 @@
-"""Stands in for a launch in the tests of the supervisor: copied to a `pretrain.py`, started as one.
+"""A fake launch for the tests of the supervisor, which copy it to `pretrain.py` and start it.
 
-What it does at its nth start is the nth word of `PLAN`; the last one is for all further starts.
+Its nth start does what the nth word of the variable `PLAN` says; further starts repeat the last.
 """
 
 import json
@@ -15,12 +15,12 @@ run_dir = Path(sys.argv[sys.argv.index("--run_dir") + 1])
 starts = run_dir / "starts"
 
 
-def event(name: str, **what: object) -> None:
+def log_event(name: str, **values: object) -> None:
     with open(run_dir / "events.jsonl", "a") as file:
-        file.write(json.dumps({"event": name, "time": "", "step": 7, **what}) + "\n")
+        file.write(json.dumps({"event": name, "time": "", "step": 7, **values}) + "\n")
 
 
-def checkpoint(step: int) -> None:
+def publish_checkpoint(step: int) -> None:
     directory = run_dir / "checkpoints" / f"step-{step:08d}"
     directory.mkdir(parents=True)
     (directory / "MANIFEST.json").write_text("{}")
@@ -28,35 +28,35 @@ def checkpoint(step: int) -> None:
 
 number = len(starts.read_text().split()) if starts.exists() else 0
 plan = os.environ["PLAN"].split()
-act = plan[min(number, len(plan) - 1)]
+action = plan[min(number, len(plan) - 1)]
 with open(starts, "a") as file:
     file.write(f"{os.environ['ZEROLM_SUPERVISOR']}\n")
-print(f"start {number}: {act} {' '.join(sys.argv[1:])}", flush=True)
-if act == "done":
-    event("done")
-elif act == "silent":  # what `deepspeed` does when its node launcher is killed
+print(f"start {number}: {action} {' '.join(sys.argv[1:])}", flush=True)
+if action == "done":
+    log_event("done")
+elif action == "silent":  # as `deepspeed` does when its node launcher is killed
     pass
-elif act == "stopped":
-    event("stopped", reason="--stop_after")
-    sys.exit(1)  # what the launcher makes of it after a SIGTERM
-elif act == "gave_up":
-    event("gave_up", reason="a NaN")
+elif action == "stopped":
+    log_event("stopped", reason="--stop_after")
+    sys.exit(1)  # as the launcher does after a SIGTERM
+elif action == "gave_up":
+    log_event("gave_up", reason="a NaN")
     sys.exit(76)
-elif act == "refuse":
+elif action == "refuse":
     print("pretrain.py: refused, nothing was written.")
     sys.exit(2)
-elif act == "crash":
+elif action == "crash":
     rank = {"rank": 3, "host": "node7", "pid": 9, "step": 7, "phase": "step",
             "sequences": [48, 8], "reason": "ended: SIGKILL", "stacks": None}  # fmt: skip
-    event("rank_lost", ended="SIGKILL", ranks=[rank])
+    log_event("rank_lost", ended="SIGKILL", ranks=[rank])
     print("RuntimeError: out of something")
     sys.exit(1)
-elif act == "advance":  # a crash, but after a newer checkpoint
-    checkpoint(10 * (number + 1))
+elif action == "advance":  # a crash, but after a newer checkpoint
+    publish_checkpoint(10 * (number + 1))
     sys.exit(1)
-elif act in ("orphan", "sleep"):
+elif action in ("orphan", "sleep"):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    if act == "sleep":
+    if action == "sleep":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
     sys.exit(1)

@@ -18,10 +18,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from zerolm import reshard
-from zerolm.distributed import release_shared_memory
-from zerolm.errors import CheckpointError
-from zerolm.optimizer import parameter_groups
+from zerolm.checkpoint import reshard
+from zerolm.common.errors import CheckpointError
+from zerolm.distributed.process_group import release_shared_memory
+from zerolm.optim.parameter_groups import parameter_groups
 
 WORDS, WIDTH, STEPS, ROWS = 37, 9, 3, 12  # odd sizes: no part is without filling
 

@@ -7,27 +7,22 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, environment
-from zerolm import checkpoint_directory, topology
-from zerolm.checkpoint_directory import (
-    MANIFEST,
-    POINTER,
-    Progress,
-    Retention,
-    candidates,
-    publish,
-    rotate,
-)
-from zerolm.errors import CheckpointError
-from zerolm.faults import POINTS
-from zerolm.files import sha256_file
+from zerolm.checkpoint import directory as checkpoint_directory
+from zerolm.checkpoint.directory import Progress, Retention, candidates, publish, rotate
+from zerolm.common.errors import CheckpointError
+from zerolm.common.faults import POINTS
+from zerolm.common.files import sha256_file
+from zerolm.common.run_files import MANIFEST, checkpoint_name
+from zerolm.ds_config import topology
+from zerolm.ds_config.profile import Profile
 
 PUBLISHER_POINTS = ("manifest", "rename", "pointer", "rotate", "rotated")
-ADAMW = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+ADAMW = Profile.parse({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}})
 
 
 def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
     """Write a temporary directory of two files, and return it with its manifest."""
-    temporary = run_dir / "checkpoints" / f".tmp-{checkpoint_directory.directory_name(step)}"
+    temporary = run_dir / "checkpoints" / f".tmp-{checkpoint_name(step)}"
     temporary.mkdir(parents=True)
     files = []
     for name in ("model.pt", "optimizer.pt"):
@@ -63,7 +58,7 @@ def test_the_newest_is_found_and_only_the_last_stay(tmp_path) -> None:
         write(tmp_path, step, Retention(last=2))
     assert checkpoint_directory.newest(tmp_path).progress.step == 20
     assert names(tmp_path) == ["latest", "step-00000015", "step-00000020"]
-    assert (tmp_path / "checkpoints" / POINTER).read_text() == "step-00000020\n"
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000020\n"
     assert checkpoint_directory.problems_of(checkpoint_directory.newest(tmp_path)) == []
 
 
@@ -79,7 +74,7 @@ def test_milestones_and_the_best_stay_for_good(tmp_path) -> None:
 PUBLISHING = """
 import json, sys
 from pathlib import Path
-from zerolm.checkpoint_directory import Retention, publish, rotate
+from zerolm.checkpoint.directory import Retention, publish, rotate
 temporary, manifest = Path(sys.argv[1]), json.loads(sys.argv[2])
 rotate(publish(temporary, manifest), Retention(last=1))
 """
@@ -132,7 +127,7 @@ def test_lost_checkpoints_are_refused_and_never_step_zero(tmp_path) -> None:
     "pointer", [None, "", "step-00000099\n"], ids=["absent", "empty", "dangling"]
 )
 def test_the_pointer_does_not_decide(tmp_path, pointer) -> None:
-    path = write(tmp_path, 5).parent / POINTER
+    path = write(tmp_path, 5).parent / "latest"
     path.unlink()
     if pointer is not None:
         path.write_text(pointer)

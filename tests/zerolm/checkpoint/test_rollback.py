@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zerolm import rollback
-from zerolm.checkpoint_directory import FORMAT, VERSION, Progress, by_step, digest_of, read
-from zerolm.errors import ConfigError
-from zerolm.schedule import BatchSchedule
+from zerolm.checkpoint import rollback
+from zerolm.checkpoint.directory import FORMAT, VERSION, Progress, by_step, digest_of, read
+from zerolm.common.errors import ConfigError
+from zerolm.optim.schedule import BatchSchedule
 
 BATCH = BatchSchedule(8)
 
@@ -153,6 +153,6 @@ def test_what_an_earlier_rollback_set_aside_is_removed(run_dir) -> None:
 
 
 def test_a_damaged_record_is_named(run_dir) -> None:
-    (run_dir / rollback.RECORD).write_text("[")
+    (run_dir / "rollbacks.json").write_text("[")
     with pytest.raises(ConfigError, match=r"rollbacks\.json"):
         rollback.settle(run_dir)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolm import unpickling
-from zerolm.errors import CheckpointError
+from zerolm.checkpoint import safe_load
+from zerolm.common.errors import CheckpointError
 
 
 class Malicious:
@@ -25,11 +25,11 @@ def test_a_pickle_that_calls_something_is_refused_and_does_nothing(tmp_path, map
     path, mark = tmp_path / "model_states.pt", tmp_path / "mark"
     torch.save({"module": {"weight": torch.ones(3)}, "more": Malicious(mark)}, path)
     assert (
-        "posix.mkdir" in unpickling.problems_of(path)[0]
-        and str(path) in (unpickling.problems_of(path)[0])
+        "posix.mkdir" in safe_load.problems_of(path)[0]
+        and str(path) in (safe_load.problems_of(path)[0])
     )
     with pytest.raises(CheckpointError, match=r"model_states\.pt: holds more than tensors"):
-        unpickling.read_data(path, mapped=mapped)
+        safe_load.read_data(path, mapped=mapped)
     assert not mark.exists()
     torch.load(path, weights_only=False)
     assert mark.exists(), "the file was as malicious as it was meant to be"
@@ -50,9 +50,9 @@ def test_what_deepspeed_writes_is_data(tmp_path) -> None:
         "flat": torch.arange(5.0),
     }
     torch.save(written, path)
-    assert unpickling.problems_of(path) == []
+    assert safe_load.problems_of(path) == []
     for mapped in (False, True):
-        read = unpickling.read_data(path, mapped=mapped)
+        read = safe_load.read_data(path, mapped=mapped)
         assert read["zero_stage"] is ZeroStageEnum.weights
         assert read["loss_scaler"].cur_scale == 2**16
         assert read["slices"] == written["slices"] and torch.equal(read["flat"], written["flat"])
@@ -66,7 +66,7 @@ def test_deepspeed_reads_through_it_while_asked_to(tmp_path) -> None:
 
     path, mark = tmp_path / "states.pt", tmp_path / "mark"
     torch.save(Malicious(mark), path)
-    with unpickling.only_data(Engine), pytest.raises(CheckpointError):
+    with safe_load.only_data(Engine), pytest.raises(CheckpointError):
         Engine.checkpoint_engine.load(path, map_location="cpu")
     assert not mark.exists()
     Engine.checkpoint_engine.load(path, map_location="cpu")

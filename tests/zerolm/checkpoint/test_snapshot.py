@@ -4,8 +4,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from zerolm.files import sha256_file
-from zerolm.snapshot import Cancelled, HostCopy, verify_written, write_hashed
+from zerolm.checkpoint.snapshot import Cancelled, HostCopy, verify_written, write_hashed
+from zerolm.common.files import sha256_file
 
 
 class Scaler:

@@ -4,10 +4,14 @@ import sys
 import pytest
 
 from tests.launching import ROOT, environment
-from zerolm.errors import ConfigError
-from zerolm.faults import Fault, parse_faults
+from zerolm.common.errors import ConfigError
+from zerolm.common.faults import Fault, parse_faults
 
-PLACE = "from zerolm.faults import fault_point; print(fault_point('step.end', 7)); print('alive')"
+PLACE = """
+from zerolm.common.faults import fault_point
+print(fault_point('step.end', 7))
+print('alive')
+"""
 
 
 def passing(times: int = 1, **variables: str) -> subprocess.CompletedProcess:

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from zerolm import jsonl
+from zerolm.common import jsonl
 
 
 def write(path, steps, size: int = 0) -> None:
@@ -17,7 +17,7 @@ def test_the_end_is_what_reading_everything_gives(tmp_path, size) -> None:
     write(path, [1, 1, 2, 3, 3, 3, 4, 6], size)
     everything = jsonl.read_all(path)
     for step in range(8):
-        rows, end = jsonl.read_end(path, step)
+        rows, end = jsonl.rows_from(path, step)
         assert rows == [row for row in everything if row["step"] >= step]
         kept = [json.loads(line) for line in path.read_bytes()[:end].splitlines()]
         assert kept == [row for row in everything if row["step"] <= step]
@@ -28,18 +28,18 @@ def test_a_line_that_is_not_whole_is_cut_off(tmp_path) -> None:
     write(path, [1, 2, 3])
     with open(path, "a") as file:
         file.write('{"step": 4, "lo')
-    rows, end = jsonl.read_end(path, 2)
+    rows, end = jsonl.rows_from(path, 2)
     assert [row["step"] for row in rows] == [2, 3]
-    jsonl.cut_end(path, end)
+    jsonl.truncate(path, end)
     assert [row["step"] for row in jsonl.read_all(path)] == [1, 2]
     assert path.read_bytes().endswith(b"\n")
 
 
 def test_nothing_is_an_empty_file(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert jsonl.read_end(path, 0) == ([], 0)
-    jsonl.cut_end(path, 0)
-    assert path.read_bytes() == b"" and jsonl.read_end(path, 5) == ([], 0)
+    assert jsonl.rows_from(path, 0) == ([], 0)
+    jsonl.truncate(path, 0)
+    assert path.read_bytes() == b"" and jsonl.rows_from(path, 5) == ([], 0)
 
 
 def test_only_the_end_is_read(tmp_path, monkeypatch) -> None:
@@ -53,6 +53,6 @@ def test_only_the_end_is_read(tmp_path, monkeypatch) -> None:
         "_lines_backwards",
         lambda path: (blocks.append(start) or (start, line) for start, line in original(path)),
     )
-    rows, _ = jsonl.read_end(path, 99_998)
+    rows, _ = jsonl.rows_from(path, 99_998)
     assert [row["step"] for row in rows] == [99_998, 99_999]
     assert len(blocks) == 3

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from zerolm.line_file import LineFile
+from zerolm.common.jsonl import LineFile
 
 
 class Disk:

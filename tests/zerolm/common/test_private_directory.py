@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from zerolm import data_cache, store_copies
-from zerolm.block_cache import BlockCache, Cache, claim
-from zerolm.errors import ShardReadError
-from zerolm.own_directory import make_own, own_directory, own_problem
-from zerolm.settings import Settings
+from zerolm.common.errors import ShardReadError
+from zerolm.common.files import make_private, privacy_problem, private_directory
+from zerolm.config.settings import Settings
+from zerolm.shards import cache_budget, local_copies
+from zerolm.shards.block_cache import BlockCache, Cache, lock_cache
 
 ENTRY = {"file": "tokenizer.json", "sha256": hashlib.sha256(b"{}").hexdigest()}
 
@@ -43,43 +43,43 @@ def as_foreign(path):
 @pytest.mark.parametrize("planted", [as_link, as_writable, as_file, as_foreign])
 @pytest.mark.parametrize("name", ["data-cache", "copies"])
 def test_what_somebody_else_has_planted_is_refused(monkeypatch, planted, name):
-    directory = own_directory(name)
+    directory = private_directory(name)
     planted(directory)
     if planted is as_foreign:
         real = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: real + 1)
-        monkeypatch.setattr("zerolm.own_directory.own_directory", lambda name: directory)
-        monkeypatch.setattr(data_cache, "own_directory", lambda name: directory)
-        monkeypatch.setattr(store_copies, "own_directory", lambda name: directory)
+        monkeypatch.setattr("zerolm.common.files.private_directory", lambda name: directory)
+        monkeypatch.setattr(cache_budget, "private_directory", lambda name: directory)
+        monkeypatch.setattr(local_copies, "private_directory", lambda name: directory)
     with pytest.raises(PermissionError, match=r"link to one|others|another user"):
-        make_own(directory)
+        make_private(directory)
     if name == "data-cache":
-        found = data_cache._room_problems(Settings(), directory, 1 << 16, ())
+        found = cache_budget._directory_problems(Settings(), directory, 1 << 16, ())
         assert len(found) == 1 and "cannot be trusted" in found[0]
         return
     with pytest.raises(ShardReadError, match="no tokenizer can be copied there"):
-        store_copies.tokenizer([ENTRY], lambda entry: b"{}")
+        local_copies.tokenizer_directory([ENTRY], lambda entry: b"{}")
     digest = hashlib.sha256(b"ends").hexdigest()
-    assert store_copies.index(digest, lambda: b"ends") == b"ends"  # and nothing is kept
+    assert local_copies.index_content(digest, lambda: b"ends") == b"ends"  # and nothing is kept
     assert not directory.is_dir() or not list(directory.iterdir())
 
 
 def test_what_is_made_is_this_users_alone(temporary):
     before = os.umask(0)
     try:
-        claim(Cache(own_directory("data-cache") / f"{0:016x}-16", 16)).close()
-        made = store_copies.tokenizer([ENTRY], lambda entry: b"{}")
+        lock_cache(Cache(private_directory("data-cache") / f"{0:016x}-16", 16)).release()
+        made = local_copies.tokenizer_directory([ENTRY], lambda entry: b"{}")
     finally:
         os.umask(before)
     assert (made / "tokenizer.json").read_bytes() == b"{}"
-    for directory in (made, made.parent, own_directory("data-cache")):
-        assert directory.stat().st_mode & 0o777 == 0o700 and own_problem(directory) is None
+    for directory in (made, made.parent, private_directory("data-cache")):
+        assert directory.stat().st_mode & 0o777 == 0o700 and privacy_problem(directory) is None
 
 
 def test_a_link_in_the_place_of_a_cache_is_not_written_through(temporary):
     (temporary / "precious").write_text("mine")
-    cache = own_directory("data-cache") / f"{0:016x}-16"
-    make_own(cache)
+    cache = private_directory("data-cache") / f"{0:016x}-16"
+    make_private(cache)
     (cache / "blocks").symlink_to(temporary / "precious")
     with pytest.raises(OSError, match="symbolic links"):
         BlockCache(cache, 16, 16)
@@ -87,19 +87,19 @@ def test_a_link_in_the_place_of_a_cache_is_not_written_through(temporary):
 
 
 def test_the_indexes_that_were_used_last_are_kept(monkeypatch):
-    monkeypatch.setattr(store_copies, "MOST_INDEXES", 2)
+    monkeypatch.setattr(local_copies, "MAX_INDEXES", 2)
     contents = [bytes([number]) * 8 for number in range(3)]
     digests = [hashlib.sha256(content).hexdigest() for content in contents]
     fetched = []
 
     def read(number, seconds):
         fetch = lambda: fetched.append(number) or contents[number]  # noqa: E731
-        assert store_copies.index(digests[number], fetch) == contents[number]
-        os.utime(own_directory("copies") / f"{digests[number]}.idx", (seconds, seconds))
+        assert local_copies.index_content(digests[number], fetch) == contents[number]
+        os.utime(private_directory("copies") / f"{digests[number]}.idx", (seconds, seconds))
 
     for seconds, number in enumerate([0, 0, 1, 0, 2, 0, 1]):
         read(number, seconds)
     assert fetched == [0, 1, 2, 1]
-    (own_directory("copies") / f"{digests[1]}.idx").write_bytes(b"damaged")
+    (private_directory("copies") / f"{digests[1]}.idx").write_bytes(b"damaged")
     read(1, 9)
     assert fetched == [0, 1, 2, 1, 1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerolm import defaults
+from zerolm.config import defaults
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from zerolm.flags import help_text, parse_settings
-from zerolm.settings import FLAGS, split_weight
-from zerolm.values import parse_number
-
-ROOT = Path(__file__).parent.parent.parent
+from tests import ROOT
+from zerolm.common.values import parse_number
+from zerolm.config.flags import help_text, parse_settings
+from zerolm.config.settings import FLAGS, split_weight
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,7 @@ def test_a_settings_file_is_refused_by_key(tmp_path):
     assert 'Did you mean "seq_len"?' in problems[0]
     file.write_text('{"seed": 1, "seed": 2}')
     _, problems = parse_settings(["--settings", str(file)])
-    assert len(problems) == 1 and "stands twice" in problems[0]
+    assert len(problems) == 1 and "occurs twice" in problems[0]
 
 
 def test_run_json_replays_to_equal_settings(tmp_path):
@@ -133,7 +131,7 @@ def test_run_json_replays_to_equal_settings(tmp_path):
 
 def test_help_explains_every_flag_and_exits_0():
     done = subprocess.run(
-        [sys.executable, "-c", "from zerolm.flags import *; parse_settings(['--help'])"],
+        [sys.executable, "-c", "from zerolm.config.flags import *; parse_settings(['--help'])"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -146,7 +144,7 @@ def test_help_explains_every_flag_and_exits_0():
 
 
 def test_settings_import_nothing_heavy():
-    code = "import sys, zerolm.settings; print([m for m in sys.modules if m in sys.argv])"
+    code = "import sys, zerolm.config.settings; print([m for m in sys.modules if m in sys.argv])"
     heavy = ["torch", "numpy", "deepspeed", "transformers", "pydantic"]
     done = subprocess.run(
         [sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, timeout=60

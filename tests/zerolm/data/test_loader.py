@@ -1,26 +1,25 @@
-"""Batches: what they hold, against a plain reference, and that nothing but the seed orders them."""
-
-from pathlib import Path
+"""Batches equal a plain reference, and only the seed decides their order."""
 
 import numpy as np
 import pytest
 import torch
-from streams_of_tokens import (
+
+from tests import ROOT
+from tests.zerolm.data.token_streams import (
     EOS,
     SEQ_LEN,
     Ledger,
+    all_ids,
     ledger,
     stream,
     validation,
-    whole,
     write_source,
     write_sources,
 )
-
-from zerolm.data import make_loader
-from zerolm.errors import ShardError
-from zerolm.order import Order, num_windows
-from zerolm.schedule import BatchSchedule
+from zerolm.common.errors import ShardError
+from zerolm.data.loader import make_loader
+from zerolm.data.order import Order, num_windows
+from zerolm.optim.schedule import BatchSchedule
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def test_batches_hold_the_windows_that_the_order_names(sources):
     placed = Order([num_windows(5000, SEQ_LEN), num_windows(1500, SEQ_LEN)], [0.7, 0.3], 9)(
         np.arange(320)
     )
-    tokens = [whole(source) for source in sources]
+    tokens = [all_ids(source) for source in sources]
     row = 0
     for batch in stream(sources):
         assert all(tensor.dtype == torch.int64 for tensor in batch.values())
@@ -72,17 +71,17 @@ def test_global_batches_do_not_depend_on_ranks_micro_batches_or_workers(sources,
 
 
 @pytest.mark.parametrize("schedule", [BatchSchedule(16), BatchSchedule(32, 16, 160)])
-def test_left_out_windows_are_the_only_gap_on_any_number_of_ranks(sources, schedule):
-    windows = [[24, 40], [64, 67], [100, 180]]  # they need not begin where a batch does
-    left_out = {number for start, end in windows for number in range(start, end)}
-    expected = ledger(sources, batch_schedule=schedule, skipped_windows=windows)
+def test_skipped_ranges_are_the_only_gap_on_any_number_of_ranks(sources, schedule):
+    ranges = [[24, 40], [64, 67], [100, 180]]  # they need not start where a batch does
+    skipped = {number for start, end in ranges for number in range(start, end)}
+    expected = ledger(sources, batch_schedule=schedule, skipped_windows=ranges)
     seen = [number for ids in expected.ids for number in ids]
-    assert seen == [number for number in range(max(seen) + 1) if number not in left_out]
-    whole_order = ledger(sources, batch_schedule=schedule)
-    assert list(map(len, expected.ids)) == list(map(len, whole_order.ids)), "batches stay as large"
+    assert seen == [number for number in range(max(seen) + 1) if number not in skipped]
+    full_order = ledger(sources, batch_schedule=schedule)
+    assert list(map(len, expected.ids)) == list(map(len, full_order.ids)), "same batch sizes"
     for world_size, micro_batch_size in ((2, 4), (4, 1), (4, 4)):
         changes = {"world_size": world_size, "micro_batch_size": micro_batch_size}
-        again = ledger(sources, batch_schedule=schedule, skipped_windows=windows, **changes)
+        again = ledger(sources, batch_schedule=schedule, skipped_windows=ranges, **changes)
         assert again == expected
 
 
@@ -96,7 +95,7 @@ def test_every_window_comes_once_an_epoch(sources):
         micro_batch_size=8,
     )
     first_epoch = torch.cat([batch["targets"] for batch in epoch])[:windows]
-    in_order = torch.from_numpy(whole(sources[0])[1 : 1 + windows * SEQ_LEN]).view(-1, SEQ_LEN)
+    in_order = torch.from_numpy(all_ids(sources[0])[1 : 1 + windows * SEQ_LEN]).view(-1, SEQ_LEN)
     assert sorted(first_epoch.tolist()) == sorted(in_order.tolist())
     assert first_epoch.tolist() != in_order.tolist()
 
@@ -115,7 +114,7 @@ def test_a_resume_yields_the_same_tail(sources, num_workers):
         position += len(ids)
 
 
-def test_a_far_position_is_reached_at_once(sources):
+def test_a_far_position_is_reached_immediately(sources):
     far = stream(sources, position=10**15, end_position=10**15 + 16)
     ids = torch.cat([batch["sequence_ids"] for batch in far])
     assert ids.tolist() == list(range(10**15, 10**15 + 16))
@@ -126,17 +125,17 @@ def test_the_recipe_in_the_documentation_names_the_documents_of_a_step(
 ):
     web = write_source(tmp_path / "shards" / "web", 40_000, seed=1, shard_tokens=7000)
     code = write_source(tmp_path / "shards" / "code", 20_000, seed=2, shard_tokens=9000)
-    text = (Path(__file__).parents[2] / "docs" / "data_order.md").read_text()
+    text = (ROOT / "docs" / "data_order.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(text.split("```python\n")[1].split("```")[0], {})
     lines = iter(capsys.readouterr().out.splitlines())
     changes = {"seq_len": 512, "seed": 1234, "batch_schedule": BatchSchedule(64)}
     for batch in stream([web, code], position=128, end_position=192, **changes):
         for row, source in enumerate(batch["sources"].tolist()):
-            tokens = whole([web, code][source])
+            tokens = all_ids([web, code][source])
             number = int(batch["sequence_ids"][row])
             window = [*batch["input_ids"][row].tolist(), int(batch["targets"][row, -1])]
-            start = next(  # wherever the text of this sequence is found
+            start = next(  # where the text of this sequence is found
                 start
                 for start in range(0, len(tokens), 512)
                 if tokens[start : start + 513].tolist() == window
@@ -175,7 +174,7 @@ def test_document_mask_restarts_positions_and_drops_targets_across_documents(sou
 def test_validation_is_the_same_on_any_number_of_ranks(
     sources, world_size, micro_batch_size, document_mask
 ):
-    tokens = [whole(source) for source in sources]
+    tokens = [all_ids(source) for source in sources]
     expected = {
         number: (source, tokens[source][start : start + SEQ_LEN + 1])
         for number, (source, start) in enumerate(
@@ -215,7 +214,7 @@ def test_validation_is_the_same_on_any_number_of_ranks(
 @pytest.mark.parametrize(
     "asked, split", [(1, [1, 0]), (20, [10, 10]), (300, [207, 93]), (10**6, [312, 93])]
 )
-def test_validation_splits_evenly_as_far_as_it_goes(sources, asked, split):
+def test_validation_splits_evenly_over_sources(sources, asked, split):
     used = torch.cat(
         [batch["sources"] for batch in validation(sources, num_sequences=asked, micro_batch_size=1)]
     )

@@ -1,4 +1,4 @@
-"""Loader workers change nothing, outlive signals, and do not outlive their parent."""
+"""Loader workers do not change batches, survive signals, and do not outlive their parent."""
 
 import multiprocessing
 import pickle
@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from streams_of_tokens import SEQ_LEN, ledger, stream, validation, write_sources
 
-from zerolm.data import make_loader, prefetch_to_device
-from zerolm.schedule import BatchSchedule
+from tests.zerolm.data.token_streams import SEQ_LEN, ledger, stream, validation, write_sources
+from zerolm.data.loader import make_loader, prefetch_to_device
+from zerolm.optim.schedule import BatchSchedule
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_loader_workers_change_nothing(
     sources, monkeypatch, num_workers, world_size, micro_batch_size
 ):
     # Messages of a few micro-batches, so that workers take turns and the last one is not full.
-    monkeypatch.setattr("zerolm.data.MESSAGE_BYTES", 3 * 4 * (SEQ_LEN + 1) * 4)
+    monkeypatch.setattr("zerolm.data.loader.MESSAGE_BYTES", 3 * 4 * (SEQ_LEN + 1) * 4)
     schedule = BatchSchedule(32, 16, 160)
     changes = {"batch_schedule": schedule, "micro_batch_size": micro_batch_size}
     assert ledger(sources, **changes) == ledger(
@@ -36,7 +36,7 @@ def test_loader_workers_change_nothing(
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_workers_may_be_spawned_and_a_plain_loader_gives_the_same(sources):
+def test_spawned_workers_and_a_plain_loader_give_the_same_batches(sources):
     expected = list(stream(sources, end_position=64))
     spawning = make_loader(stream(sources, end_position=64), 2, pin_memory=False)
     spawning.multiprocessing_context = "spawn"
@@ -48,9 +48,9 @@ def test_workers_may_be_spawned_and_a_plain_loader_gives_the_same(sources):
             assert all(torch.equal(batch[name], same[name]) for name in same)
 
 
-def test_workers_outlive_signals_that_are_not_their_parents(sources, monkeypatch):
+def test_workers_survive_signals_that_are_not_their_parents(sources, monkeypatch):
     """DeepSpeed's launcher and Ctrl-C signal workers too; the rank still has to save and stop."""
-    monkeypatch.setattr("zerolm.data.MESSAGE_BYTES", 1)
+    monkeypatch.setattr("zerolm.data.loader.MESSAGE_BYTES", 1)
     expected = list(stream(sources))
     loader = iter(make_loader(stream(sources), 1, pin_memory=False))
     received = [next(loader)]
@@ -73,10 +73,10 @@ def test_workers_do_not_outlive_a_killed_parent(sources, tmp_path):
     (tmp_path / "stream").write_bytes(pickle.dumps(stream(sources, end_position=1 << 60)))
     script = """
 import multiprocessing, os, pathlib, pickle, signal, sys
-import zerolm.data
-zerolm.data.MESSAGE_BYTES = 1 << 19  # more than a pipe holds
+from zerolm.data import loader
+loader.MESSAGE_BYTES = 1 << 19  # more than a pipe holds
 stream = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
-batches = iter(zerolm.data.make_loader(stream, 2, pin_memory=False))
+batches = iter(loader.make_loader(stream, 2, pin_memory=False))
 next(batches)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

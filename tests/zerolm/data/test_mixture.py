@@ -1,4 +1,4 @@
-"""Mixtures with stages and caps: equal to a reference that deals one sequence after the other."""
+"""Mixtures with stages and caps equal a reference that assigns one sequence after the other."""
 
 import itertools
 import math
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zerolm.mixture import Mixture, redistributed, same_until, tempered
-from zerolm.order import MAX_SEQUENCES, Order, Stage
+from zerolm.data.mixture import Mixture, redistribute, same_order_until, temperature_weights
+from zerolm.data.order import MAX_SEQUENCES, Order, Stage
 
 M64 = (1 << 64) - 1
-NUM = 300  # sequences that the slow reference deals
+NUM = 300  # sequences that the slow reference assigns
 GOLDEN_STAGED = [
     [0, 0, 1, 0, 0, 1, 2, 0],
     [758, 793, 12, 785, 453, 82, 29, 814],
@@ -36,7 +36,7 @@ def key(*parts):
 
 
 def shuffled(items, k):
-    """The list in the order that a key gives it: place x of the result has item p(x)."""
+    """Return a list permuted with a key: place x of the result has item p(x)."""
     size = len(items)
     bits = max(6, (size - 1).bit_length()) if size > 1 else 0
     low_bits = bits // 2
@@ -60,8 +60,8 @@ def shuffled(items, k):
     return [items[place] for place in places]
 
 
-def dealt(sizes, stages, seed):
-    """Yield (source, window, epoch) of sequence 0, 1, 2, ...: piles, hands and counters only."""
+def reference(sizes, stages, seed):
+    """Yield (source, window, epoch) of sequence 0, 1, 2, ..., with lists and counters only."""
     drawn = [0] * len(sizes)
     epochs: dict[tuple[int, int], list[int]] = {}
     for number, (start, weights) in enumerate(stages):
@@ -72,23 +72,23 @@ def dealt(sizes, stages, seed):
             block *= 2
         stage_key = (1,) if number == 0 else (3, start)
         begin, targets = start, [0] * len(sizes)
-        for hand in itertools.count():
+        for block_number in itertools.count():
             if begin >= stop:
                 break
             end = min(begin + block, stop)
-            cards, level, after = [], Fraction(0), 0
+            slots, level, after = [], Fraction(0), 0
             for source, weight in enumerate(exact):
                 level += weight / sum(exact)
                 upto = math.floor((end - start) * level)
                 target = upto - after
-                cards += [source] * (target - targets[source])
+                slots += [source] * (target - targets[source])
                 targets[source] = target
                 after = upto
             numbered = []
-            for source in cards:
+            for source in slots:
                 numbered.append((source, drawn[source]))
                 drawn[source] += 1
-            for source, sample in shuffled(numbered, key(seed & M64, *stage_key, hand)):
+            for source, sample in shuffled(numbered, key(seed & M64, *stage_key, block_number)):
                 epoch, index = divmod(sample, sizes[source])
                 if (source, epoch) not in epochs:
                     k = key(seed & M64, 2, source, epoch)
@@ -112,15 +112,15 @@ def mixtures(draw, max_stages=4):
 
 @given(mixtures(), st.integers(-3, 1 << 70))
 @settings(max_examples=15, deadline=None)
-def test_every_sequence_is_what_a_dealer_would_deal(mixture, seed):
+def test_the_order_equals_a_sequential_reference(mixture, seed):
     sizes, stages = mixture
     order = Mixture(stages, [None] * len(sizes)).order(sizes, seed)
     placed = list(zip(*(part.tolist() for part in order(np.arange(NUM))), strict=True))
-    expected = list(itertools.islice(dealt(sizes, stages, seed), NUM))
+    expected = list(itertools.islice(reference(sizes, stages, seed), NUM))
     assert placed == expected
     far = np.array([0, 17, NUM - 1, 10**9, MAX_SEQUENCES - 1])
     assert order(far[:3]).window.tolist() == [expected[number][1] for number in far[:3]]
-    order(far)  # it has no end
+    order(far)  # the last stage has no end
 
 
 @given(mixtures())
@@ -137,9 +137,9 @@ def test_counts_are_the_weights_times_the_length_of_each_stage(mixture):
         due = [d + (stop - stage.start) * w / sum(exact) for d, w in zip(due, exact, strict=True)]
         counts = order.counts(stop).tolist()
         assert sum(counts) == stop
-        whole = stop < 10**12 or (stop - stage.start) % order.block == 0
+        complete = stop < 10**12 or (stop - stage.start) % order.block == 0
         for count, share in zip(counts, due, strict=True):
-            assert abs(count - share) < number + 1 or not whole
+            assert abs(count - share) < number + 1 or not complete
     for number in (0, 1, 63, 64, NUM // 2, NUM, *edges[:-1]):
         seen = np.bincount(sources[:number], minlength=len(sizes)).tolist()
         assert order.counts(number).tolist() == seen
@@ -150,7 +150,7 @@ def test_stages_never_change():
     order = Order([1000, 300, 50], [0.7, 0.3, 0], 42, stages=[Stage(1000, (0.2, 0.3, 0.5))])
     before = Order([1000, 300, 50], [0.7, 0.3, 0], 42, stages=[Stage(10**6, (1, 1, 1))])
     plain = Order([1000, 300], [0.7, 0.3], 42)
-    ids = np.arange(960)  # whole blocks of the first stage: as in a run without stages
+    ids = np.arange(960)  # complete blocks of the first stage: as in a run without stages
     for ours, other, same in zip(order(ids), before(ids), plain(ids), strict=True):
         assert (ours == other).all() and (ours == same).all()
     assert [part.tolist() for part in order(np.arange(996, 1004))] == GOLDEN_STAGED
@@ -158,7 +158,7 @@ def test_stages_never_change():
 
 @given(mixtures(), mixtures(), st.integers(1, NUM), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_mixtures_that_are_the_same_so_far_have_the_same_order_so_far(one, other, end, graft):
+def test_mixtures_that_agree_up_to_a_sequence_have_the_same_order_up_to_it(one, other, end, graft):
     sizes, stages = one
     theirs = [Stage(s.start, (s.weights * 5)[: len(sizes)]) for s in other[1]]
     if graft:  # the past of one, the future of the other
@@ -166,31 +166,32 @@ def test_mixtures_that_are_the_same_so_far_have_the_same_order_so_far(one, other
         theirs = past + [s for s in theirs if s.start >= end and any(s.weights)]
     if not all(any(s.weights) for s in theirs):
         return
-    if same_until(stages, theirs, end):
+    if same_order_until(stages, theirs, end):
         orders = [Mixture(s, [None] * len(sizes)).order(sizes, 1) for s in (stages, theirs)
                   if len(s) > 1 or all(s[0].weights)]  # fmt: skip
         ids = np.arange(end)
         assert len({tuple(np.concatenate(order(ids)).tolist()) for order in orders}) == 1
 
 
-def test_what_a_run_may_change_of_its_stages():
+def test_which_stages_a_run_may_change():
     now = [Stage(0, (7, 3)), Stage(640, (1, 1))]
-    assert same_until(now, [Stage(0, (0.7, 0.3)), Stage(704, (1, 2))], 640)  # not begun
-    assert same_until(now, now[:1], 640)  # called off
-    assert not same_until(now, now[:1], 641)  # too late
-    assert not same_until(now, [Stage(0, (7, 3.1)), now[1]], 1)  # the past
+    assert same_order_until(now, [Stage(0, (0.7, 0.3)), Stage(704, (1, 2))], 640)  # not started
+    assert same_order_until(now, now[:1], 640)  # removed
+    assert not same_order_until(now, now[:1], 641)  # too late
+    assert not same_order_until(now, [Stage(0, (7, 3.1)), now[1]], 1)  # the past
     early = [Stage(0, (7, 3)), Stage(100, (1, 1))]
-    assert same_until(now, early, 64)
-    assert not same_until(now, early, 65)  # the block at 64 is cut at 100, which deals it anew
-    assert same_until([Stage(0, (5000.0,))], [Stage(0, (1.0,))], 10**9)  # of one source
+    assert same_order_until(now, early, 64)
+    # The block at 64 ends at 100 in the other, which permutes it differently.
+    assert not same_order_until(now, early, 65)
+    assert same_order_until([Stage(0, (5000.0,))], [Stage(0, (1.0,))], 10**9)  # of one source
 
 
 @given(mixtures(), st.lists(st.one_of(st.none(), st.integers(10, 60)), min_size=5, max_size=5))
 @settings(max_examples=25, deadline=None)
-def test_a_source_at_its_cap_leaves_and_the_others_fill_its_place(mixture, tenths):
+def test_a_source_at_its_cap_is_dropped_and_the_others_share_its_place(mixture, tenths):
     sizes, stages = mixture
     caps = [None if t is None else Fraction(t, 10) for t in tenths[: len(sizes)]]
-    result = redistributed(stages, caps, sizes)
+    result = redistribute(stages, caps, sizes)
     until = min(NUM * 3, NUM * 3 if result.supply is None else result.supply)
     order = result.order(sizes, 9)
     sources = order(np.arange(until)).source
@@ -201,7 +202,7 @@ def test_a_source_at_its_cap_leaves_and_the_others_fill_its_place(mixture, tenth
         asked = [s for s in stages if s.start <= stage.start][-1]
         for n, (got, wanted) in enumerate(zip(stage.weights, asked.weights, strict=True)):
             assert got in (0, wanted)
-            if got == 0 and wanted:  # it had its whole cap, to within one
+            if got == 0 and wanted:  # it has used its cap, to within one
                 assert order.counts(stage.start)[n] >= left[n] - 1
         if index + 1 < len(result.stages):
             assert stage.start < result.stages[index + 1].start
@@ -212,10 +213,12 @@ def test_a_source_at_its_cap_leaves_and_the_others_fill_its_place(mixture, tenth
         assert all(counts[n] >= left[n] - 1 for n, w in enumerate(active) if w)
 
 
-def test_temperature_flattens_what_sizes_would_say():
+def test_temperature_flattens_the_weights_by_size():
     sizes = [10**12, 10**9, 12_345]
-    assert tempered(sizes, 1) == [float(size) for size in sizes]
+    assert temperature_weights(sizes, 1) == [float(size) for size in sizes]
     for temperature in (0.5, 1.5, 2, 3.3, 100):
         powers = np.array(sizes, float) ** (1 / temperature)
-        assert tempered(sizes, temperature) == pytest.approx(powers / powers.sum(), rel=1e-11)
-    assert tempered([4, 1], 2) == [0.666666666667, 0.333333333333]
+        assert temperature_weights(sizes, temperature) == pytest.approx(
+            powers / powers.sum(), rel=1e-11
+        )
+    assert temperature_weights([4, 1], 2) == [0.666666666667, 0.333333333333]

@@ -1,4 +1,4 @@
-"""The order of the data: exact, fair, stable for ever, and equal to a plain scalar reference."""
+"""The order of the data: exact, fair, stable, and equal to a plain scalar reference."""
 
 import math
 from fractions import Fraction
@@ -6,8 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from zerolm.errors import ConfigError
-from zerolm.order import MAX_SEQUENCES, Order, num_windows
+from zerolm.common.errors import ConfigError
+from zerolm.data.order import MAX_SEQUENCES, Order, num_windows
 
 M64 = (1 << 64) - 1
 
@@ -30,7 +30,7 @@ GOLDEN_MANY = [
 
 
 def reference(sizes, weights, seed, block, sequence_id):
-    """The order as docs/data_order.md tells it: one sequence, Python integers only."""
+    """The order as docs/data_order.md describes it: one sequence, Python integers only."""
 
     def mix(x):
         x = (x + 0x9E3779B97F4A7C15) & M64
@@ -161,7 +161,7 @@ def test_counts_equal_a_count_of_the_placements():
     assert Order([9], [1], seed=1).counts(123).tolist() == [123]
 
 
-def test_each_source_of_a_mixture_goes_through_its_epochs_in_turn():
+def test_epochs_of_each_source_of_a_mixture_follow_each_other():
     sizes = [100, 33, 1000]
     order = Order(sizes, [0.5, 0.25, 0.25], seed=8)
     placed = order(np.arange(order.block * 60))
@@ -169,12 +169,12 @@ def test_each_source_of_a_mixture_goes_through_its_epochs_in_turn():
         mine = placed.source == source
         epochs, windows = placed.epoch[mine], placed.window[mine]
         drawn = np.arange(len(epochs)) // size
-        assert (np.sort(epochs) == drawn).all()  # whole epochs, no window twice in one
+        assert (np.sort(epochs) == drawn).all()  # complete epochs, no window twice in one
         assert len(np.unique(epochs * size + windows)) == len(epochs)
         assert (epochs != drawn).sum() <= order.block * (1 + drawn[-1])  # overlap inside a block
 
 
-def test_a_sequence_does_not_depend_on_what_else_is_asked():
+def test_a_sequence_does_not_depend_on_the_others_of_the_call():
     order = Order([1000, 300, 5], [0.6, 0.3, 0.1], seed=2)
     ids = np.random.default_rng(0).permutation(20_000)
     together = order(ids)
@@ -186,7 +186,7 @@ def test_a_sequence_does_not_depend_on_what_else_is_asked():
     assert [part.shape for part in order(np.zeros(0, np.int64))] == [(0,)] * 3
 
 
-def test_weights_mean_the_decimals_that_were_written():
+def test_weights_are_the_decimals_that_were_written():
     ids = np.arange(10_000)
     by_share = Order([500, 500], [0.7, 0.3], seed=4)(ids)
     for weights in ([7, 3], [70.0, 30.0], [np.float64(0.7), np.float64(0.3)], [1.4, 0.6]):
@@ -195,7 +195,7 @@ def test_weights_mean_the_decimals_that_were_written():
 
 
 def test_windows_are_spread_over_the_source():
-    """A shuffle against a uniform one, by chi-squared, for small sources and for a large one."""
+    """Compared with a uniform shuffle by chi-squared, for small sources and a large one."""
     num_epochs = 20_000
     for size in (2, 3, 5, 6, 17, 40):
         epochs = np.arange(num_epochs)[:, None] * size + np.arange(2)
@@ -210,7 +210,7 @@ def test_windows_are_spread_over_the_source():
 
 
 @pytest.mark.parametrize(
-    "weights, said",
+    "weights, message",
     [
         ([0.5, 0.0], "weight 0.0 of source 1"),
         ([-1, 2], "weight -1 of source 0"),
@@ -218,8 +218,8 @@ def test_windows_are_spread_over_the_source():
         ([1, 1e-9], "Raise it"),
     ],
 )
-def test_unusable_weights_are_refused(weights, said):
-    with pytest.raises(ConfigError, match=said) as refusal:
+def test_unusable_weights_are_refused(weights, message):
+    with pytest.raises(ConfigError, match=message) as refusal:
         Order([10, 10], weights, seed=0)
     assert len(refusal.value.problems) == (2 if weights[0] != weights[0] else 1)
 

@@ -1,4 +1,4 @@
-"""Packed rows as batches: what they hold, against a plain reading of the index and the shards."""
+"""Batches of packed rows equal a plain reading of the index and the shards."""
 
 import pickle
 from functools import lru_cache
@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.pack import pack
+from data_prep.tokenize.pack import pack
 from tests.launching import EOS, write_shards
-from zerolm.data import TokenStream, ValidationStream, make_loader
-from zerolm.errors import ShardError
-from zerolm.excerpts import read_row
-from zerolm.order import Order
-from zerolm.packing import PIECE, ROW_END, data_fingerprint, num_rows, open_packing
-from zerolm.schedule import BatchSchedule
-from zerolm.shards import open_source
+from zerolm.common.errors import ShardError
+from zerolm.data.loader import TokenStream, ValidationStream, make_loader
+from zerolm.data.order import Order
+from zerolm.data.packing import PIECE, ROW_END, data_fingerprint, num_rows, open_packing
+from zerolm.data.window_text import read_row
+from zerolm.optim.schedule import BatchSchedule
+from zerolm.shards.reader import open_source
 
 SEQ_LEN = 48
 
@@ -23,11 +23,11 @@ SEQ_LEN = 48
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     root = tmp_path_factory.mktemp("packed")
-    found = [open_source(write_shards(root / str(seed), 300, seed=seed)) for seed in (1, 2)]
-    assert all(len(source.manifest["shards"]) > 1 for source in found)
-    for source in found:
+    opened = [open_source(write_shards(root / str(seed), 300, seed=seed)) for seed in (1, 2)]
+    assert all(len(source.manifest["shards"]) > 1 for source in opened)
+    for source in opened:
         pack(source, SEQ_LEN)
-    return found
+    return opened
 
 
 def stream(sources, **changes):
@@ -64,9 +64,7 @@ def plain_row(source, row):
 
 @pytest.mark.parametrize("document_mask", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_row_holds_its_documents_and_what_fills_it_up_has_no_loss(
-    sources, document_mask, num_workers
-):
+def test_a_row_holds_its_documents_and_its_padding_has_no_loss(sources, document_mask, num_workers):
     placed = Order([num_rows(source, SEQ_LEN, "best_fit") for source in sources], [0.6, 0.4], 3)
     loader = make_loader(stream(sources, document_mask=document_mask), num_workers, False)
     filled = 0
@@ -112,7 +110,7 @@ def _last_rows(source, rows):
 
 
 def test_ranks_and_positions_do_not_change_the_rows(sources):
-    whole = {
+    expected = {
         int(number): ids
         for batch in stream(sources)
         for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True)
@@ -120,7 +118,7 @@ def test_ranks_and_positions_do_not_change_the_rows(sources):
     for rank in range(2):
         for batch in stream(sources, rank=rank, world_size=2, position=16):
             for number, ids in zip(batch["sequence_ids"], batch["input_ids"], strict=True):
-                assert torch.equal(ids, whole[int(number)])
+                assert torch.equal(ids, expected[int(number)])
 
 
 def test_validation_reads_the_first_rows(sources):
@@ -146,7 +144,7 @@ def test_a_pickled_stream_carries_no_index(sources):
     assert len(pickle.dumps(used)) < 20_000
 
 
-def test_the_rows_are_part_of_what_the_data_is(sources, tmp_path):
+def test_the_fingerprint_of_the_data_includes_the_rows(sources, tmp_path):
     assert data_fingerprint(sources, SEQ_LEN, "concat") == data_fingerprint(sources, 7, "concat")
     assert data_fingerprint(sources, SEQ_LEN, "concat") != data_fingerprint(
         sources, SEQ_LEN, "best_fit"

@@ -1,14 +1,14 @@
-"""Sources of random documents, and what streams of them hold: for the tests of batches."""
+"""Sources of random documents, and the content of streams of them, for the tests of batches."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from zerolm.data import TokenStream, ValidationStream, make_loader
-from zerolm.schedule import BatchSchedule
-from zerolm.shard_writer import ShardWriter
-from zerolm.shards import open_source
+from zerolm.data.loader import TokenStream, ValidationStream, make_loader
+from zerolm.optim.schedule import BatchSchedule
+from zerolm.shards.reader import open_source
+from zerolm.shards.writer import ShardWriter
 
 SEQ_LEN, EOS = 16, 3
 
@@ -56,15 +56,15 @@ def stream(sources, **changes):
     return TokenStream(sources, **{**settings, **changes})
 
 
-def whole(source):
-    """All ids of a source, read without the project's reader."""
+def all_ids(source):
+    """Return all ids of a source, read without the project's reader."""
     files = sorted(source.directory.glob("*.bin"))
     return np.concatenate([np.fromfile(file, source.dtype) for file in files]).astype(np.int64)
 
 
 @dataclass
 class Ledger:
-    """What all ranks saw, by global batch: the rows in order of sequence number."""
+    """The rows that all ranks saw, per global batch, in order of sequence number."""
 
     ids: list
     inputs: list
@@ -79,7 +79,7 @@ class Ledger:
 
 
 def ledger(sources, world_size=1, num_workers=0, **changes):
-    """Read every rank's stream in this process and put the global batches together."""
+    """Read every rank's stream in this process and join the global batches."""
     streams = [
         stream(sources, rank=rank, world_size=world_size, **changes) for rank in range(world_size)
     ]

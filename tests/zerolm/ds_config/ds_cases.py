@@ -2,10 +2,11 @@
 
 import json
 
-from zerolm.ds_resolve import resolve
-from zerolm.ds_rules import rule_notices, rule_problems
-from zerolm.ds_schema import schema_problems
-from zerolm.settings import Settings
+from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.resolve import resolve_profile
+from zerolm.ds_config.rules import rule_notices, rule_problems
+from zerolm.ds_config.schema import schema_problems
 
 # The file of a user that must work as it is.
 USER = json.loads(
@@ -22,14 +23,16 @@ SETTINGS = Settings(
 
 
 def found(config, on_gpu=False, world_size=2):
-    problems = schema_problems(config, "ds.json")
-    return problems + rule_problems(config, "ds.json", on_gpu=on_gpu, world_size=world_size)
+    profile = Profile.parse(config, "ds.json")
+    problems = schema_problems(profile)
+    return problems + rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
 
 
 def resolved(config, settings=SETTINGS, **more):
     sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "replicas": 2}
     steps = {"warmup_steps": 5, "total_steps": 100}
-    return resolve(config, settings, **{**sizes, **steps, "on_gpu": True, **more})
+    profile = Profile.parse(config, "ds.json")
+    return resolve_profile(profile, settings, **{**sizes, **steps, "on_gpu": True, **more}).json
 
 
 def zero(stage, **more):
@@ -37,4 +40,5 @@ def zero(stage, **more):
 
 
 def notices(config, on_gpu=False, world_size=2):
-    return rule_notices(config, "ds.json", on_gpu=on_gpu, world_size=world_size)
+    profile = Profile.parse(config, "ds.json")
+    return rule_notices(profile, on_gpu=on_gpu, world_size=world_size)

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from zerolm.distributed import release_shared_memory
+from zerolm.distributed.process_group import release_shared_memory
 
 WIDTH, ROWS = 48, 8
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from zerolm import fused_kernels
+from zerolm.ds_config import host
+from zerolm.ds_config.profile import Profile
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
 TORCHS = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}
@@ -32,25 +33,25 @@ def toolkit(tmp_path, monkeypatch):
 
 
 def test_without_nvcc_deepspeeds_adam_is_refused_with_the_way_out(toolkit):
-    (problem,) = fused_kernels.host_problems(ADAM, "ds.json")
+    (problem,) = host.kernel_problems(Profile.parse(ADAM, "ds.json"))
     for part in ("ds.json: optimizer.type: AdamW", "no nvcc", "torch_adam and fused"):
         assert part in problem
     for config in (TORCHS, OFFLOADED):
-        assert fused_kernels.host_problems(config, "ds.json") == []
-    (problem,) = fused_kernels.host_problems(QUANTIZED, "ds.json")
+        assert host.kernel_problems(Profile.parse(config, "ds.json")) == []
+    (problem,) = host.kernel_problems(Profile.parse(QUANTIZED, "ds.json"))
     assert "zero_quantized_weights" in problem and "quantizer" in problem
 
 
 def test_nvcc_of_another_major_version_is_refused(toolkit, monkeypatch):
     toolkit("13.1")
-    assert fused_kernels.host_problems(ADAM, "ds.json") == []
+    assert host.kernel_problems(Profile.parse(ADAM, "ds.json")) == []
     toolkit("12.8")
-    (problem,) = fused_kernels.host_problems(ADAM, "ds.json")
+    (problem,) = host.kernel_problems(Profile.parse(ADAM, "ds.json"))
     assert "is of CUDA 12.8, torch of 13.0" in problem
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
-    assert fused_kernels.host_problems(ADAM, "ds.json") == []
+    assert host.kernel_problems(Profile.parse(ADAM, "ds.json")) == []
 
 
 def test_a_host_without_gpus_is_not_asked_for_nvcc(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert fused_kernels.host_problems(ADAM, "ds.json") == []
+    assert host.kernel_problems(Profile.parse(ADAM, "ds.json")) == []

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.zerolm.initialization_families import COMMON, FAMILIES
-from zerolm import ds_optimizers, muon
-from zerolm.settings import Settings
+from tests.zerolm.model.initialization_families import COMMON, FAMILIES
+from zerolm.config.settings import Settings
+from zerolm.ds_config import muon, optimizers
+from zerolm.ds_config.profile import Profile
+from zerolm.optim import custom
 
 OTHER_KINDS = {"LBFGS", "SparseAdam", "Muon"}  # they refuse flat cuts, or dense gradients
 
@@ -40,7 +42,7 @@ KINDS = sorted(
 )
 
 
-def test_what_is_refused_for_being_cut_is_what_torch_computes_otherwise_on_cuts():
+def test_refused_optimizers_are_those_whose_steps_differ_on_shards():
     by_value = {
         kind: torch.allclose(stepped(kind, True), stepped(kind, False), rtol=1e-6, atol=1e-7)
         for kind in KINDS
@@ -48,7 +50,8 @@ def test_what_is_refused_for_being_cut_is_what_torch_computes_otherwise_on_cuts(
     }
     assert {"AdamW", "NAdam", "SGD", "Adafactor"} <= set(by_value)
     assert [kind for kind, fine in by_value.items() if not fine] == ["Adafactor"]
-    assert "adafactor" in ds_optimizers.NOT_BY_VALUE
+    assert "adafactor" in optimizers.NOT_ELEMENTWISE
+    assert by_value == {kind: custom.is_elementwise(kind, {}) for kind in by_value}
 
 
 def test_adafactor_learns_something_else_for_each_world_size():
@@ -76,7 +79,7 @@ def test_adafactor_learns_something_else_for_each_world_size():
 )
 def test_a_refusal_says_why_and_what_else(kind, why):
     config = {"optimizer": {"type": kind}, "zero_allow_untested_optimizer": True}
-    [problem] = ds_optimizers.optimizer_problems(config, on_gpu=True)
+    [problem] = optimizers.optimizer_problems(Profile.parse(config), on_gpu=True)
     assert problem.startswith(f"optimizer.type: {kind}, ") and why in problem
     assert problem.endswith("Use AdamW, Muon or Lion.")
 
@@ -88,7 +91,7 @@ def test_every_problem_of_a_muon_is_found_at_once():
         "zero_optimization": {"stage": 3},
         "scheduler": {"type": "WarmupLR"},
     }
-    found = "\n".join(muon.problems(config))
+    found = "\n".join(muon.problems(Profile.parse(config)))
     for part in (
         "params.momentun: not a parameter of Muon, DeepSpeed would ignore it. Did you mean",
         "params.momentum: 1.0, must be a number of at least 0 below 1",
@@ -102,7 +105,7 @@ def test_every_problem_of_a_muon_is_found_at_once():
     fine = {"params": {"lr": "auto", "muon_lr": 0.02, "momentum": 0.95}, "type": "Muon"}
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config = {"optimizer": fine, "gradient_clipping": 0, "zero_optimization": offload}
-    assert ds_optimizers.optimizer_problems(config, on_gpu=False) == []
+    assert optimizers.optimizer_problems(Profile.parse(config), on_gpu=False) == []
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama-tied-padded", "gpt_neox", "mixtral"])
@@ -116,17 +119,17 @@ def test_muon_takes_the_matrices_and_no_table(family):
     for name, parameter in model.named_parameters():
         is_table = any(name.endswith(table) for table in tables)
         assert parameter.use_muon == (parameter.ndim >= 2 and not is_table), name
-        assert parameter.use_muon == muon.is_for_matrices(name, tuple(parameter.shape)), name
+        assert parameter.use_muon == muon.takes(name, tuple(parameter.shape)), name
     values = sum(each.numel() for each in model.parameters() if each.use_muon)
-    assert f"with {values:,} values; AdamW" in muon.shares(model)
+    assert f"with {values:,} values; AdamW" in muon.describe(model)
 
 
 def test_muon_and_adaptive_clipping_do_not_go_together():
     config = {"optimizer": {"type": "Muon"}}
     settings = Settings(adaptive_clip=2.5, origins={"adaptive_clip": "command line"})
-    [problem] = muon.setting_problems(config, settings)
+    [problem] = muon.setting_problems(Profile.parse(config), settings)
     assert problem.startswith("command line: 2.5, but Muon's norm")
-    assert muon.setting_problems({}, settings) == []
+    assert muon.setting_problems(Profile.parse({}), settings) == []
 
 
 def test_stacked_experts_are_refused_where_deepspeed_takes_flat_matrices_only():
@@ -137,9 +140,10 @@ def test_stacked_experts_are_refused_where_deepspeed_takes_flat_matrices_only():
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-    [problem] = muon.shape_problems(config, shapes, "ds.json")
+    [problem] = muon.shape_problems(Profile.parse(config), shapes)
     assert "experts.down_proj is [4, 8, 8]. Use stage 2 or 3." in problem
     other = copy.deepcopy(config)
     other["zero_optimization"]["stage"] = 2
-    assert muon.shape_problems(other, shapes, "ds.json") == []
-    assert len(muon.notices(other)) == 1 and not muon.notices(config)
+    assert muon.shape_problems(Profile.parse(other), shapes) == []
+    assert len(muon.notices(Profile.parse(other))) == 1
+    assert not muon.notices(Profile.parse(config))

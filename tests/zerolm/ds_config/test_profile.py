@@ -4,23 +4,24 @@ import inspect
 import re
 
 import pytest
-from ds_cases import USER, found, resolved, zero
 
-from zerolm.ds_config import contradictions, fixed_settings, fixed_tokens, load_ds_config
-from zerolm.ds_schema import BLOCKS, known_keys
-from zerolm.errors import ConfigError
-from zerolm.flags import parse_settings
+from tests.zerolm.ds_config.ds_cases import USER, found, resolved, zero
+from zerolm.common.errors import ConfigError
+from zerolm.config.flags import parse_settings
+from zerolm.ds_config.implied import contradictions, implied_settings, implied_token_counts
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.schema import BLOCKS, known_keys
 
 
 @pytest.mark.parametrize("writer", [{"type": "fast", "decoupled": True}, {"type": "python"}])
 def test_the_checkpoint_writer_decides_what_training_waits_for(writer):
     config = {**USER, "checkpoint": {"writer": writer}}
     assert found(config) == []
-    fixed, problems = fixed_settings(config, seq_len=8, world_size=2)
-    assert problems == [] and fixed["async_checkpoint"].value is (writer.get("decoupled") is True)
+    implied, problems = implied_settings(Profile.parse(config), seq_len=8, replicas=2)
+    assert problems == [] and implied["async_checkpoint"].value is (writer.get("decoupled") is True)
     assert "writer" not in resolved(config)["checkpoint"], "DeepSpeed's own is not used"
     settings, _ = parse_settings(["--no-async_checkpoint"])
-    contradicted = contradictions(fixed, settings, "ds.json")
+    contradicted = contradictions(implied, settings, Profile.parse(config, "ds.json"))
     assert len(contradicted) == (1 if writer.get("decoupled") else 0)
 
 
@@ -45,10 +46,10 @@ def test_every_key_that_deepspeed_reads_at_the_top_is_known():
 def test_comments_are_allowed_as_deepspeed_allows_them(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{\n  # ours\n  "zero_optimization": {"stage": 2} // and theirs\n}')
-    assert load_ds_config(file) == zero(2)
+    assert Profile.read(file).json == zero(2)
     file.write_text('{"zero_optimization": {"stage": 2}')
     with pytest.raises(ConfigError, match=r"ds\.json: cannot be read as JSON"):
-        load_ds_config(file)
+        Profile.read(file)
 
 
 def test_numbers_of_the_json_become_settings():
@@ -57,9 +58,9 @@ def test_numbers_of_the_json_become_settings():
         "gradient_accumulation_steps": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.99]}},
     }
-    fixed, problems = fixed_settings(config, seq_len=10, world_size=3)
+    implied, problems = implied_settings(Profile.parse(config), seq_len=10, replicas=3)
     assert not problems
-    assert {name: value for name, (value, *_) in fixed.items()} == {
+    assert {name: value for name, (value, *_) in implied.items()} == {
         "batch_tokens": 240,
         "micro_batch_size": 2,
         "learning_rate": 1e-3,
@@ -73,9 +74,11 @@ def test_step_counts_of_a_scheduler_are_compared_with_tokens():
     config = {"scheduler": {"type": "WarmupCosineLR", "params": params}}
     for words, expected in (("--total_tokens 10k", 0), ("--total_tokens 11k", 1), ("", 0)):
         settings, _ = parse_settings(words.split())
-        fixed, problems = fixed_tokens(config, settings, lambda steps: steps * 100)
+        implied, problems = implied_token_counts(
+            Profile.parse(config), settings, lambda steps: steps * 100
+        )
         assert len(problems) == expected
-        assert fixed["warmup_tokens"].value == 500
+        assert implied["warmup_tokens"].value == 500
 
 
 def test_a_batch_that_contradicts_itself_is_refused():
@@ -84,5 +87,5 @@ def test_a_batch_that_contradicts_itself_is_refused():
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
     }
-    _, problems = fixed_settings(config, seq_len=1, world_size=2)
+    _, problems = implied_settings(Profile.parse(config), seq_len=1, replicas=2)
     assert len(problems) == 1 and "32" in problems[0] and "= 16" in problems[0]

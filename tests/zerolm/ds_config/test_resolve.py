@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ds_cases import USER, found, notices, resolved, zero
 
+from tests import ROOT
 from tests.launching import run_workers, write_json
-from zerolm import ds_config
-from zerolm.ds_config import load_ds_config
+from tests.zerolm.ds_config.ds_cases import USER, found, notices, resolved, zero
+from zerolm.ds_config.profile import Profile
 
-SHIPPED = Path(__file__).parent.parent.parent / "ds_configs"
+SHIPPED = ROOT / "ds_configs"
 # Those for a GPU's kernels and for a disk are in test_nvme.py.
 PROFILES = sorted(
     {*SHIPPED.glob("*.json")} - {SHIPPED / "zeropp.json", SHIPPED / "zero3_nvme.json"}
@@ -21,14 +21,15 @@ PROFILES = sorted(
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_shipped_profiles_have_no_problems_and_resolve(path):
-    config = load_ds_config(path)
+    profile = Profile.read(path)
+    config = profile.json
     assert found(config) == [] and found(config, on_gpu=True) == []
     assert '"auto"' not in json.dumps(resolved(config))
-    clipping = 0.0 if ds_config.optimizer_type(config) == "Muon" else 1.0
-    assert ds_config.precision(config) == "bf16" and config["gradient_clipping"] == clipping
+    clipping = 0.0 if profile.uses_muon else 1.0
+    assert profile.precision == "bf16" and profile.gradient_clipping == clipping
     assert notices(config, on_gpu=True) == []
-    assert str(ds_config.zero_stage(config)) in path.stem
-    assert (ds_config.optimizer_offload(config) == "cpu") == ("offload" in path.stem)
+    assert str(profile.zero_stage) in path.stem
+    assert (profile.optimizer_offload == "cpu") == ("offload" in path.stem)
 
 
 def test_shipped_profiles_add_up_gradients_exactly(tmp_path):
@@ -36,7 +37,7 @@ def test_shipped_profiles_add_up_gradients_exactly(tmp_path):
     files = []
     for path in PROFILES:
         sizes = {"micro_batch_size": 8, "accumulation": 1, "on_gpu": False}
-        config = resolved(load_ds_config(path), **sizes)
+        config = resolved(Profile.read(path).json, **sizes)
         config["zero_optimization"].update(reduce_bucket_size=10_000, sub_group_size=10_000)
         files.append(write_json(tmp_path / path.name, config))
     report = tmp_path / "report.json"

@@ -3,11 +3,12 @@
 import copy
 
 import pytest
-from ds_cases import USER, found, notices, resolved, zero
 
-from zerolm import ds_config, ds_rules
-from zerolm.ds_config import block, fixed_settings, fixed_tokens
-from zerolm.settings import Settings
+from tests.zerolm.ds_config.ds_cases import USER, found, notices, resolved, zero
+from zerolm.config.settings import Settings
+from zerolm.ds_config import rules
+from zerolm.ds_config.implied import implied_settings, implied_token_counts
+from zerolm.ds_config.profile import Profile, block
 
 BAD = {
     "a typo at the top": ({"zero_optimisation": {}}, "zero_optimisation", '"zero_optimization"'),
@@ -161,7 +162,7 @@ BAD = {
 
 @pytest.mark.parametrize(("config", "key", "fix"), BAD.values(), ids=list(BAD))
 def test_what_cannot_run_is_one_line_with_file_key_and_fix(monkeypatch, config, key, fix):
-    monkeypatch.setattr(ds_rules, "cpu_has_fp16", lambda: False)
+    monkeypatch.setattr(rules, "cpu_has_fp16", lambda: False)
     on_gpu = block(config, "fp16").get("enabled") and "torch_autocast" in config
     problems = found(config, on_gpu=bool(on_gpu))
     assert len(problems) == 1 and "\n" not in problems[0]
@@ -170,7 +171,7 @@ def test_what_cannot_run_is_one_line_with_file_key_and_fix(monkeypatch, config, 
 
 @pytest.mark.parametrize("config", [{}, {"zero_optimization": {"overlap_comm": True}}])
 def test_a_file_without_a_stage_is_run_at_stage_1(config):
-    assert found(config) == [] and ds_config.zero_stage(config) == 1
+    assert found(config) == [] and Profile.parse(config).zero_stage == 1
     assert resolved(config)["zero_optimization"]["stage"] == 1
     assert any("stage 1" in notice for notice in notices(config))
 
@@ -180,11 +181,11 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def test_arithmetic_is_that_of_autocast():
-    assert ds_config.precision(AUTOCAST) == "fp32"
-    assert ds_config.compute_precision(AUTOCAST) == "bf16"
+    assert Profile.parse(AUTOCAST).precision == "fp32"
+    assert Profile.parse(AUTOCAST).compute_precision == "bf16"
     off = {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}
-    assert ds_config.compute_precision(off) == "fp32"
-    assert ds_config.compute_precision(BF16) == "bf16"
+    assert Profile.parse(off).compute_precision == "fp32"
+    assert Profile.parse(BF16).compute_precision == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -229,8 +230,8 @@ def test_no_value_of_any_key_is_a_traceback(value):
         parent[path[-1]] = value
         found(odd, on_gpu=True)
         found(odd, on_gpu=False)
-        fixed_settings(odd, seq_len=8, world_size=2)
-        fixed_tokens(odd, Settings(), lambda steps: steps)
+        implied_settings(Profile.parse(odd), seq_len=8, replicas=2)
+        implied_token_counts(Profile.parse(odd), Settings(), lambda steps: steps)
 
 
 def leaves(config, before=()):

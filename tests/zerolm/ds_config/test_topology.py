@@ -2,7 +2,8 @@
 
 import pytest
 
-from zerolm import topology
+from zerolm.ds_config import topology
+from zerolm.ds_config.profile import Profile
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
 
@@ -11,13 +12,13 @@ def manifest(ds_config: dict, world_size: int = 2, stage: int = 2) -> dict:
     return {
         "world_size": world_size,
         "zero_stage": stage,
-        "optimizer": topology.optimizer_kind(ds_config),
-        "cut": topology.cut(ds_config),
+        "optimizer": topology.optimizer_kind(Profile.parse(ds_config)),
+        "cut": topology.sharding(Profile.parse(ds_config)),
     }
 
 
-def changes(saved: dict, ds_config: dict, world_size: int = 2, stage: int = 2) -> list[str]:
-    return topology.changes(saved, world_size=world_size, zero_stage=stage, ds_config=ds_config)
+def changes(saved: dict, ds_config: dict, world_size: int = 2) -> list[str]:
+    return topology.changes(saved, Profile.parse(ds_config), world_size)
 
 
 def test_the_same_topology_needs_nothing() -> None:
@@ -27,15 +28,19 @@ def test_the_same_topology_needs_nothing() -> None:
 def test_all_that_changed_is_said_at_once() -> None:
     offloaded = {
         **ADAMW,
-        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 100},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "sub_group_size": 100,
+        },
     }
-    assert changes(manifest(ADAMW), offloaded, 4, 3) == [
+    assert changes(manifest(ADAMW), offloaded, 4) == [
         "world size 2 -> 4",
         "ZeRO stage 2 -> 3",
         "optimizer AdamW, offload none -> AdamW, offload cpu",
         "sub_group_size None -> 100",
     ]
-    assert topology.problems(manifest(ADAMW), "MANIFEST.json", offloaded) == []
+    assert topology.problems(manifest(ADAMW), "MANIFEST.json", Profile.parse(offloaded)) == []
 
 
 @pytest.mark.parametrize(
@@ -50,10 +55,10 @@ def test_all_that_changed_is_said_at_once() -> None:
         (
             ADAMW,
             {**ADAMW, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            "states on NVMe are not cut anew",
+            "states on NVMe cannot be resharded",
         ),
     ],
 )
-def test_what_cannot_be_cut_anew_is_refused_with_the_reason(saved, ours, part) -> None:
-    (problem,) = topology.problems(manifest(saved), "MANIFEST.json", ours)
+def test_what_cannot_be_resharded_is_refused_with_the_reason(saved, ours, part) -> None:
+    (problem,) = topology.problems(manifest(saved), "MANIFEST.json", Profile.parse(ours))
     assert problem.startswith("MANIFEST.json: optimizer: ") and part in problem

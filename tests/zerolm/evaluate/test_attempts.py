@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zerolm.begun import FILE, Begun
-from zerolm.evaluations import LOSS, Evaluations
+from zerolm.evaluate.attempts import Begun
+from zerolm.evaluate.evaluator import LOSS, Evaluations
 
 
 def test_what_was_begun_and_not_ended_is_known_to_every_later_start(tmp_path) -> None:
@@ -14,7 +14,7 @@ def test_what_was_begun_and_not_ended_is_known_to_every_later_start(tmp_path) ->
     assert begun.settle() is None
     begun.begin(5, 500, "loss")
     begun.end()
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / "evaluation_begun.json").exists()
     begun.begin(5, 500, "piqa")
     entry = {"step": 5, "tokens": 500, "what": "piqa"}
     for left in (entry, None, None):
@@ -30,7 +30,7 @@ def test_what_was_begun_and_not_ended_is_known_to_every_later_start(tmp_path) ->
     third = Begun(tmp_path)
     third.settle()
     assert third.given_up() == {6: 600}
-    (tmp_path / FILE).write_text('{"be')
+    (tmp_path / "evaluation_begun.json").write_text('{"be')
     assert Begun(tmp_path).settle() is None
 
 
@@ -62,10 +62,11 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
         global_rank=0, world_size=1, device=torch.device("cpu"), eval=lambda: 0, train=lambda: 0
     )
     settings = SimpleNamespace(
-        run_dir=run_dir, hellaswag=None, eval_tasks=[], prompts=None, eval_interval=1,
+        hellaswag=None, eval_tasks=[], prompts=None, eval_interval=1,
         downstream_interval=None,
     )  # fmt: skip
-    plan = SimpleNamespace(settings=settings, zero_stage=zero_stage, val_sources=[1])
+    profile = SimpleNamespace(zero_stage=zero_stage)
+    plan = SimpleNamespace(settings=settings, run_dir=run_dir, profile=profile, val_sources=[1])
     found = Evaluations(plan, engine, "cpu", {}, lambda *_: None)
 
     def fail(progress, log) -> None:
@@ -104,4 +105,4 @@ def test_a_rank_of_its_own_goes_on_after_a_failed_forward_pass(tmp_path, group) 
     progress = SimpleNamespace(step=4, tokens=400)
     start.if_due(progress, log, lambda interval: True, lambda: None)
     assert log.events[0][2]["error"] == "MemoryError: a forward pass"
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / "evaluation_begun.json").exists()

@@ -8,12 +8,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.launching import LLAMA
 from tests.texts import items, write_items, write_task, write_tokenizer
-from zerolm import hellaswag
 from zerolm.__main__ import main
-from zerolm.errors import ConfigError
-from zerolm.evaluate_export import evaluate_export
-from zerolm.likelihood import Row, batches, log_likelihoods
-from zerolm.text_coder import TextCoder
+from zerolm.common.errors import ConfigError
+from zerolm.evaluate import hellaswag
+from zerolm.evaluate.exported_model import evaluate_export
+from zerolm.evaluate.likelihood import Row, batches, log_likelihoods
+from zerolm.evaluate.text_coder import TextCoder
 
 ITEMS, POSITIONS = 200, 96  # some contexts are too long for the model, and are cut
 

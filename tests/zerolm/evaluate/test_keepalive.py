@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from zerolm import patience
-from zerolm.patience import AT_WORK, Patience, hear
+from zerolm.evaluate import keepalive
+from zerolm.evaluate.keepalive import AT_WORK, Patience, hear
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(patience, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(patience, "MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(keepalive, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(keepalive, "MESSAGE_SECONDS", 0.05)
 
 
 def come(found: list, count: int) -> bool:
@@ -46,7 +46,7 @@ def test_nothing_is_sent_after_a_forward_pass_that_failed(quick) -> None:
 
 
 def test_beats_end_after_the_longest_time(quick, monkeypatch) -> None:
-    monkeypatch.setattr(patience, "LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(keepalive, "LONGEST_SECONDS", 0.2)
     beats: list = []
     with Patience(lambda: beats.append(1), others=False):
         time.sleep(0.5)

@@ -9,11 +9,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data_prep.tokenizers import load_tokenizer
+from data_prep.tokenizer.load import load_tokenizer
 from tests.launching import LLAMA
 from tests.texts import write_items, write_task
 from zerolm.__main__ import main
-from zerolm.harness import quiet
+from zerolm.evaluate.lm_eval import quiet
 
 
 def test_only_progress_bars_are_kept_out_of_a_log(capsys) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.launching import LLAMA, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
-from zerolm import preflight
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
+from zerolm.preflight import check as preflight
 
 
 @pytest.fixture(scope="module")

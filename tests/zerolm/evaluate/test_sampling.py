@@ -6,8 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from tests.launching import LLAMA
-from zerolm.errors import ConfigError
-from zerolm.sampling import (
+from zerolm.common.errors import ConfigError
+from zerolm.evaluate.sampling import (
     Choice,
     Prompt,
     distribution,

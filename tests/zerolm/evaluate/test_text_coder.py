@@ -4,11 +4,11 @@ import pytest
 import tiktoken
 from transformers import AutoTokenizer
 
-from data_prep.tokenizers import load_tokenizer
+from data_prep.tokenizer.load import load_tokenizer
 from tests.texts import VOCABULARY, paragraphs, write_tokenizer
-from zerolm.errors import ConfigError
-from zerolm.likelihood import Row
-from zerolm.text_coder import TextCoder, max_length
+from zerolm.common.errors import ConfigError
+from zerolm.evaluate.likelihood import Row
+from zerolm.evaluate.text_coder import TextCoder, max_length
 
 
 @pytest.fixture(scope="module")

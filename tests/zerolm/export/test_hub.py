@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from huggingface_hub import constants
 
-from zerolm import hub
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
+from zerolm.export import hub
 
 TOKEN = "hf_" + "a" * 34
 

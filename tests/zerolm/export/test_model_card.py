@@ -4,7 +4,7 @@ import json
 
 from huggingface_hub import ModelCard
 
-from zerolm.model_card import model_card
+from zerolm.export.model_card import model_card
 
 MANIFEST = {
     "progress": {"step": 20, "tokens": 40_000},

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from initialization_families import FAMILIES, family_config
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from zerolm import weight_files
+from tests.zerolm.model.initialization_families import FAMILIES, family_config
+from zerolm.export import weights
 
 
 def contents(directory) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def test_the_files_are_those_of_save_pretrained(family, dtype, tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     releases = []
-    size = weight_files.write_weights(
+    size = weights.write_weights(
         skeleton, state.__getitem__, lambda: releases.append(1), ours, dtype, 20_000
     )
     for parameter in model.parameters():
@@ -42,13 +42,13 @@ def test_the_files_are_those_of_save_pretrained(family, dtype, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert size == sum(tensor.nbytes for tensor in expected.values())
     assert len(releases) > config.num_hidden_layers, "a block after the other, not all at once"
-    index = json.loads((ours / weight_files.INDEX).read_text())
+    index = json.loads((ours / weights.INDEX).read_text())
     assert index["metadata"]["total_size"] == size
     for name, file in index["weight_map"].items():
         with safe_open(ours / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118
     if family not in ("mixtral", "olmoe"):  # their experts are views, which Hugging Face miscounts
-        assert index == json.loads((theirs / weight_files.INDEX).read_text())
+        assert index == json.loads((theirs / weights.INDEX).read_text())
 
 
 def test_weights_that_depend_on_other_blocks_are_turned_around_at_once(monkeypatch):
@@ -56,8 +56,8 @@ def test_weights_that_depend_on_other_blocks_are_turned_around_at_once(monkeypat
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(family_config("llama"))
     meta = skeleton.state_dict()
-    apart = list(weight_files._blocks(skeleton, meta, list(meta)))
+    apart = list(weights._blocks(skeleton, meta, list(meta)))
     assert len(apart) == 2 + 3 and [n for names in apart for n in names] == sorted(
         meta, key=[n for names in apart for n in names].index
     )
-    assert list(weight_files._blocks(skeleton, meta, ["made of all"])) == [list(meta)]
+    assert list(weights._blocks(skeleton, meta, ["made of all"])) == [list(meta)]

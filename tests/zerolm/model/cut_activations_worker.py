@@ -5,9 +5,9 @@ import torch
 from transformers import AutoConfig
 
 from tests.launching import LLAMA, VOCABULARY
-from zerolm.loss import token_losses
-from zerolm.model import build_model
-from zerolm.optimizer import parameter_groups
+from zerolm.model.build import build_model
+from zerolm.model.loss import token_losses
+from zerolm.optim.parameter_groups import parameter_groups
 
 SEQ_LEN = 64
 CONFIG = AutoConfig.for_model(**LLAMA)
@@ -24,7 +24,7 @@ DS = {
 def main() -> None:
     deepspeed.init_distributed("gloo")
     model = build_model(
-        CONFIG, seed=0, dtype=torch.bfloat16, zero_stage=1, ds_config=DS,
+        CONFIG, seed=0, dtype=torch.bfloat16, zero3_config=None,
         attn_implementation="sdpa", gradient_checkpointing=False, device=torch.device("cpu"),
     )  # fmt: skip
     engine, *_ = deepspeed.initialize(

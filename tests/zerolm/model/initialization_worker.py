@@ -7,11 +7,17 @@ import sys
 
 import deepspeed
 import torch
-from initialization_families import FAMILIES, SEED, family_config, sha256_of, write_result
 from transformers import AutoModelForCausalLM
 
-from zerolm import model as zerolm_model
-from zerolm.distributed import release_shared_memory
+from tests.zerolm.model.initialization_families import (
+    FAMILIES,
+    SEED,
+    family_config,
+    sha256_of,
+    write_result,
+)
+from zerolm.distributed.process_group import release_shared_memory
+from zerolm.model import build as zerolm_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -33,8 +39,7 @@ def build(family, stage, precision, **zero):
         config,
         seed=SEED,
         dtype=DTYPES[precision],
-        zero_stage=stage,
-        ds_config=ds_config(stage, precision, **zero),
+        zero3_config=ds_config(stage, precision, **zero) if stage == 3 else None,
         attn_implementation=attention,
         gradient_checkpointing=True,
         device="cpu",

@@ -7,13 +7,17 @@ import sys
 
 import pytest
 import torch
-from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import LAUNCH_SECONDS, LLAMA, ROOT, environment, free_port
-from zerolm import activations, memory, parallel
-from zerolm.loss import token_losses
-from zerolm.recomputation import SELECTIVE, checkpoint_words
+from tests.zerolm.model.live_bytes import LiveBytes
+from zerolm.config.settings import SELECTIVE
+from zerolm.distributed import layout
+from zerolm.model import activation_memory
+from zerolm.model.activation_checkpointing import checkpoint_words
+from zerolm.model.loss import token_losses
+from zerolm.plan import memory
+from zerolm.plan.rank_share import config_of_rank
 
 SEQ_LEN, VOCABULARY = 128, 1000
 SIZES = {
@@ -69,7 +73,7 @@ def saved_bytes(config, precision, attention, checkpointing):
 def test_saved_bytes_are_those_of_torch(family, precision):
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     for attention in ("sdpa", "eager"):
-        traced = activations.trace(config, SEQ_LEN, precision, eager=attention == "eager")
+        traced = activation_memory.trace(config, SEQ_LEN, precision, eager=attention == "eager")
         for checkpointing in (False, True):
             counted = saved_bytes(config, precision, attention, checkpointing)
             error = traced.saved(checkpointing) / counted - 1
@@ -83,7 +87,7 @@ def test_selective_recomputation_keeps_what_is_predicted_and_gives_the_same_grad
     family, attention
 ):
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
-    traced = activations.trace(config, SEQ_LEN, "bf16", eager=attention == "eager")
+    traced = activation_memory.trace(config, SEQ_LEN, "bf16", eager=attention == "eager")
     assert traced.inputs < traced.kept < 0.7 * traced.layers
     ids = torch.randint(0, VOCABULARY, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     gradients = []
@@ -128,7 +132,7 @@ def test_the_peak_of_a_micro_batch_is_that_of_its_live_tensors(
     with LiveBytes(known) as live:
         losses, _ = token_losses(model, {"input_ids": ids, "targets": ids})
         losses.sum().backward()
-    predicted = activations.trace(config, SEQ_LEN, precision, eager=False).peak(checkpointing)
+    predicted = activation_memory.trace(config, SEQ_LEN, precision, eager=False).peak(checkpointing)
     error = predicted / live.peak - 1
     print(f"{vocabulary} {precision} {checkpointing}: {live.peak} counted, {error:+.2%}")
     assert abs(error) < 0.05
@@ -141,7 +145,7 @@ def test_what_cannot_be_traced_is_estimated(monkeypatch):
     def fails(*words, **more):
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
-    monkeypatch.setattr(activations, "trace", fails)
+    monkeypatch.setattr(activation_memory, "trace", fails)
     assert memory.activation_bytes(config, SEQ_LEN, "bf16", False) == pytest.approx(exact, rel=0.3)
 
 
@@ -150,14 +154,14 @@ def test_tracing_leaves_transformers_as_it_was():
 
     before = moe._grouped_mm
     config = AutoConfig.for_model("mixtral", **SIZES, **FAMILIES["mixtral"])
-    activations.trace(config, SEQ_LEN, "fp32", eager=False)
-    assert moe._grouped_mm is before and config._attn_implementation != activations.FUSED
+    activation_memory.trace(config, SEQ_LEN, "fp32", eager=False)
+    assert moe._grouped_mm is before and config._attn_implementation != activation_memory.FUSED
 
 
 @pytest.mark.soak
 def test_saved_bytes_with_cut_matrices_are_those_of_two_ranks_of_autotp():
     words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-    words += [str(free_port()), "-m", "tests.zerolm.cut_activations_worker"]
+    words += [str(free_port()), "-m", "tests.zerolm.model.cut_activations_worker"]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True,
         timeout=LAUNCH_SECONDS,
@@ -165,9 +169,9 @@ def test_saved_bytes_with_cut_matrices_are_those_of_two_ranks_of_autotp():
     assert done.returncode == 0, done.stderr[-4000:]
     counted = int(re.search(r"counted=(\d+)", done.stdout)[1])
     config = AutoConfig.for_model(**LLAMA)
-    own = parallel.part_of(config, parallel.Layout(2, tensor=2))
+    own = config_of_rank(config, layout.Layout(2, tensor=2))
     part, whole = (
-        activations.trace(one, 64, "bf16", eager=False).saved(False) for one in (own, config)
+        activation_memory.trace(one, 64, "bf16", eager=False).saved(False) for one in (own, config)
     )
     print(f"{counted} counted, the part {part / counted - 1:+.2%}, all {whole / counted - 1:+.2%}")
     assert abs(part / counted - 1) < 0.01 < whole / counted - 1

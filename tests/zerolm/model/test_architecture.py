@@ -3,20 +3,19 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm.architecture import (
+from tests import ROOT
+from zerolm.common.errors import ConfigError
+from zerolm.model.architecture import (
     load_model_config,
     num_active_parameters,
     num_parameters,
     parameter_shapes,
 )
-from zerolm.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "model_configs").glob("*.json"))
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
 
@@ -88,7 +87,7 @@ def test_shipped_configs_are_accepted_and_name_no_special_tokens(file):
 
 
 def type_name(config):
-    from zerolm.architecture import causal_lm_class
+    from zerolm.model.architecture import causal_lm_class
 
     return causal_lm_class(config).__name__
 
@@ -205,7 +204,9 @@ def test_config_that_no_model_can_be_built_from_is_refused():
 
 
 def test_import_is_cheap():
-    code = "import sys, zerolm.architecture, zerolm.flops; print('torch' in sys.modules)"
+    code = (
+        "import sys, zerolm.model.architecture, zerolm.model.flops; print('torch' in sys.modules)"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
     )

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoConfig, GptOssForCausalLM
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
-from zerolm import flash_attention
-from zerolm import model as zerolm_model
+from zerolm.model import attention, build
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
 HOPPER, BLACKWELL, CONSUMER = 9, 10, 12
@@ -18,7 +17,7 @@ def config_of(family="llama", **more):
 
 def test_cards_are_those_that_the_kernels_have_a_backward_pass_for():
     for version, cards in {2: [8, 9, 10, 12], 3: [9], 4: [9, 10, 11, 12]}.items():
-        good = [card for card in range(7, 14) if not flash_attention.card_obstacle(version, card)]
+        good = [card for card in range(7, 14) if not attention.card_obstacle(version, card)]
         assert set(cards) <= set(good) and 7 not in good
         assert version == 2 or good == cards
         known = FLASH_ATTENTION_COMPATIBILITY_MATRIX[version].get("cuda_min_major_version", 8)
@@ -47,9 +46,7 @@ def test_cards_are_those_that_the_kernels_have_a_backward_pass_for():
 def test_what_a_kernel_would_leave_out_or_fail_at_is_refused(
     version, family, more, card, complaint
 ) -> None:
-    found = flash_attention.model_obstacle(
-        config_of(family, **more), f"flash_attention_{version}", card
-    )
+    found = attention.model_obstacle(config_of(family, **more), f"flash_attention_{version}", card)
     assert (complaint is None) == (found is None), found
     assert complaint is None or complaint in found
 
@@ -58,10 +55,10 @@ def test_auto_passes_over_a_kernel_that_would_leave_dropout_out(monkeypatch):
     """A Hopper card with all three packages; without the check auto would take version 3."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(flash_attention, "_is_installed", lambda version: True)
+    monkeypatch.setattr(attention, "_is_installed", lambda version: True)
 
     def auto(**more):
-        return zerolm_model.choose_attention(config_of(**more), "auto", "cuda", torch.bfloat16)
+        return build.choose_attention(config_of(**more), "auto", "cuda", torch.bfloat16)
 
     assert auto() == "flash_attention_3"
     assert auto(attention_dropout=0.1) == "flash_attention_2"

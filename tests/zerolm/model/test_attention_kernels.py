@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from zerolm.attention_kernels import plain_attention_notice
+from zerolm.model.attention import plain_attention_notice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from initialization_families import FAMILIES, SEED, family_config, plain_weights, sha256_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm import model as zerolm_model
-from zerolm.errors import ConfigError
+from tests import ROOT
+from tests.zerolm.model.initialization_families import (
+    FAMILIES,
+    SEED,
+    family_config,
+    plain_weights,
+    sha256_of,
+)
+from zerolm.common.errors import ConfigError
+from zerolm.model import build
 
 HERE = Path(__file__).parent
 LAUNCH_TIMEOUT_SECONDS = 400  # the first launch on a machine compiles DeepSpeed's CPU collectives
@@ -26,9 +33,7 @@ def launch_worker(world_size, result):
         port = probe.getsockname()[1]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
-        ),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -100,7 +105,7 @@ def test_fingerprint_is_one_for_all_stages_and_worlds(world, family):
     for precision, dtype in DTYPES.items():
         config = family_config(family)
         alone = build_alone(config, dtype)
-        expected = zerolm_model.weights_fingerprint(alone)
+        expected = build.weights_fingerprint(alone)
         for stage in (1, 2, 3):
             assert world[f"{family} zero{stage} {precision}"]["fingerprint"] == expected
 
@@ -159,34 +164,31 @@ def build_alone(config, dtype=torch.float32, seed=SEED, **changes):
     settings = {
         "seed": seed,
         "dtype": dtype,
-        "zero_stage": 0,
-        "ds_config": {},
-        "attn_implementation": zerolm_model.choose_attention(config, "auto", "cpu", dtype),
+        "zero3_config": None,
+        "attn_implementation": build.choose_attention(config, "auto", "cpu", dtype),
         "gradient_checkpointing": False,
         "device": "cpu",
     }
-    return zerolm_model.build_model(config, **{**settings, **changes})
+    return build.build_model(config, **{**settings, **changes})
 
 
 def test_another_seed_gives_other_weights():
     config = family_config("llama")
-    fingerprints = {
-        zerolm_model.weights_fingerprint(build_alone(config, seed=seed)) for seed in (0, 1, 1)
-    }
+    fingerprints = {build.weights_fingerprint(build_alone(config, seed=seed)) for seed in (0, 1, 1)}
     assert len(fingerprints) == 2
 
 
 def test_fingerprint_sees_one_flipped_bit_and_two_exchanged_values():
     model = build_alone(family_config("llama"), torch.bfloat16)
-    before = zerolm_model.weights_fingerprint(model)
+    before = build.weights_fingerprint(model)
     weight = model.lm_head.weight.data.view(-1)
     weight[7:8].view(torch.int16).bitwise_xor_(1)
-    assert zerolm_model.weights_fingerprint(model) != before
+    assert build.weights_fingerprint(model) != before
     weight[7:8].view(torch.int16).bitwise_xor_(1)
-    assert zerolm_model.weights_fingerprint(model) == before
+    assert build.weights_fingerprint(model) == before
     assert weight[100] != weight[101]
     weight[100:102] = weight[100:102].flip(0)
-    assert zerolm_model.weights_fingerprint(model) != before
+    assert build.weights_fingerprint(model) != before
 
 
 def test_training_model_has_no_cache_and_leaves_the_config_alone():
@@ -233,7 +235,7 @@ def test_self_check_names_what_is_wrong(family, name, change, complaint):
     config = family_config(family)
     model = build_alone(config)
     spoil(model, name, change)
-    report = zerolm_model.check_initialization(model, config)
+    report = build.check_initialization(model, config)
     assert report.problems
     assert all(problem.startswith(f"{name}: ") for problem in report.problems)
     assert any(complaint in problem for problem in report.problems), report.problems
@@ -246,14 +248,14 @@ def test_self_check_accepts_the_weights_that_transformers_itself_draws():
         config = family_config(family)
         for dtype in DTYPES.values():
             plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            report = zerolm_model.check_initialization(plain, config)
+            report = build.check_initialization(plain, config)
             assert not report.problems, (family, report.problems)
 
 
 def test_auto_attention_is_the_best_that_the_class_and_the_device_have():
     def choose(family):
         config = family_config(family)
-        return zerolm_model.choose_attention(config, "auto", "cpu", torch.bfloat16)
+        return build.choose_attention(config, "auto", "cpu", torch.bfloat16)
 
     assert choose("llama") == "sdpa"
     assert choose("mamba") == "eager"  # it has no attention to be fast at
@@ -270,7 +272,7 @@ def test_auto_attention_is_the_best_that_the_class_and_the_device_have():
 )
 def test_attention_that_cannot_work_is_refused(family, requested, complaint):
     with pytest.raises(ConfigError, match="--attn_implementation: ") as refusal:
-        zerolm_model.choose_attention(family_config(family), requested, "cpu", torch.bfloat16)
+        build.choose_attention(family_config(family), requested, "cpu", torch.bfloat16)
     assert complaint in str(refusal.value)
     assert len(refusal.value.problems) == 1
 
@@ -283,9 +285,9 @@ def test_class_without_initial_values_is_refused():
 
 @pytest.mark.parametrize("family", ["llama-tied-padded", "gpt2"])
 def test_documented_recipe_gives_the_weights(family):
-    text = (HERE.parents[1] / "docs" / "initialization.md").read_text()
+    text = (ROOT / "docs" / "initialization.md").read_text()
     recipe: dict = {}
     exec(text.split("```python\n")[1].split("```")[0], recipe)
     documented = recipe["initial_model"](family_config(family), SEED, torch.bfloat16)
     built = build_alone(family_config(family), torch.bfloat16)
-    assert zerolm_model.weights_fingerprint(documented) == zerolm_model.weights_fingerprint(built)
+    assert build.weights_fingerprint(documented) == build.weights_fingerprint(built)

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm import activations, chunked_head
-from zerolm.loss import IGNORED, token_losses
+from tests.zerolm.model.live_bytes import LiveBytes
+from zerolm.model import activation_memory, chunked_loss
+from zerolm.model.loss import IGNORED, token_losses
 
 VOCABULARY = 1000
 SIZES = {
@@ -57,7 +57,7 @@ def losses_and_gradients(model, precision):
 def test_losses_and_gradients_are_those_of_all_logits_at_once(family, precision) -> None:
     plain = model_of(family, DTYPES[precision])
     chunked = copy.deepcopy(plain)
-    chunked_head.install(chunked, 50)  # 128 tokens: the last chunk is not whole
+    chunked_loss.install(chunked, 50)  # 128 tokens: the last chunk is not whole
     expected, auxiliary, gradients = losses_and_gradients(plain, precision)
     found, same, others = losses_and_gradients(chunked, precision)
     assert found.dtype == torch.float32 and not found[0, 5:9].any()
@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     targets = torch.tensor([0, 4, IGNORED, 2, 2, 1, IGNORED])
 
     def losses(hidden, weight, bias):
-        return chunked_head._ChunkedLosses.apply(hidden, weight, bias, targets, 3, IGNORED)
+        return chunked_loss._ChunkedLosses.apply(hidden, weight, bias, targets, 3, IGNORED)
 
     plain = torch.nn.functional.cross_entropy(
         torch.nn.functional.linear(hidden, weight, bias), targets, reduction="none"
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
 def test_whoever_asks_for_logits_gets_those_of_the_models_own_head() -> None:
     plain = model_of("llama")
     chunked = copy.deepcopy(plain)
-    chunked_head.install(chunked, 50)
+    chunked_loss.install(chunked, 50)
     ids = batch_of()["input_ids"]
     assert torch.equal(plain(input_ids=ids).logits, chunked(input_ids=ids).logits)
     token_losses(chunked, batch_of())
@@ -99,7 +99,7 @@ def test_whoever_asks_for_logits_gets_those_of_the_models_own_head() -> None:
 
 def test_a_compiled_model_has_the_same_losses() -> None:
     model = model_of("llama")
-    chunked_head.install(model, 50)
+    chunked_loss.install(model, 50)
     expected, _ = token_losses(model, batch_of())
     model.compile(backend="aot_eager")
     found, _ = token_losses(model, batch_of())
@@ -114,14 +114,14 @@ def test_the_peak_is_the_predicted_one(precision, chunk) -> None:
     rows, length, vocabulary = 4, 128, 20_000
     model = model_of("llama", DTYPES[precision], vocab_size=vocabulary)
     config = copy.deepcopy(model.config)
-    chunked_head.install(model, chunk)
+    chunked_loss.install(model, chunk)
     for one in model.parameters():
         one.grad = torch.zeros_like(one)  # gradients are counted elsewhere
     batch = batch_of(rows, length, vocabulary)
     known = [*model.parameters(), *(one.grad for one in model.parameters()), *batch.values()]
     with LiveBytes(known) as live:
         token_losses(model, batch)[0].sum().backward()
-    traced = activations.trace(config, length, precision, eager=False)
+    traced = activation_memory.trace(config, length, precision, eager=False)
     predicted = traced.chunked(chunk, config, precision).peak(False, rows)
     print(f"{precision} {chunk}: {live.peak} counted, {predicted / live.peak - 1:+.2%}")
     assert abs(predicted / live.peak - 1) < 0.05

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm import compiled_blocks
-from zerolm.flags import parse_settings
-from zerolm.model_rules import matmul_problems, model_problems
-from zerolm.recomputation import checkpoint_words
+from zerolm.config.flags import parse_settings
+from zerolm.model import compile
+from zerolm.model.activation_checkpointing import checkpoint_words
+from zerolm.preflight.model_rules import matmul_problems, model_problems
 
 SIZES = {
     "hidden_size": 32,
@@ -59,15 +59,15 @@ def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(
     loss, gradients = step()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert "3 blocks" in compiled_blocks.compile_blocks(model)
+    assert "3 blocks" in compile.compile_blocks(model)
     found, others = step()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert compiled_blocks.breaks() is None
+    assert compile.breaks() is None
     assert [name for name, _ in model.named_parameters()] == names
     assert found == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
     model.eval()
-    with torch.no_grad(), compiled_blocks.eager():
+    with torch.no_grad(), compile.eager():
         model(input_ids=ids[:, :5], use_cache=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
@@ -93,9 +93,9 @@ def test_what_cannot_be_compiled_is_refused_with_its_reason(monkeypatch):
     assert problems == []
     (problem,) = model_problems(settings, config)
     assert "selective" in problem and "Remove one" in problem
-    monkeypatch.setattr(compiled_blocks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compile.shutil, "which", lambda name: None)
     settings, _ = parse_settings(["--compile"])
     (problem,) = model_problems(settings, config, "cpu")
     assert "no C++ compiler" in problem and "--compile" in problem
-    if compiled_blocks.importlib.util.find_spec("triton") is None:
-        assert "triton" in str(compiled_blocks.obstacle(config, "cuda"))
+    if compile.importlib.util.find_spec("triton") is None:
+        assert "triton" in str(compile.obstacle(config, "cuda"))

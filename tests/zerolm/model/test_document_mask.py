@@ -5,6 +5,8 @@ kernels of flash attention, which need a GPU, are put into transformers' own cod
 attention over the documents that they are told of.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -12,15 +14,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention
 
-from zerolm import leakage
-from zerolm.document_mask import (
+from zerolm.common.errors import ConfigError
+from zerolm.data.window_stream import number_documents
+from zerolm.model.document_mask import (
     chunks_begin_again,
     isolating_inputs,
     layer_kinds,
     obstacle,
 )
-from zerolm.errors import ConfigError
-from zerolm.windows import number_documents
+from zerolm.train import mask_check
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -243,15 +245,15 @@ class ItsPlan:
     """What the test at the start of a run asks of a plan."""
 
     def __init__(self, model, precision="fp32"):
-        self.model_config, self.micro_batch_size = model.config, 2
-        self.compute_precision = precision
-        self.settings = type("Settings", (), {"seq_len": 24})
+        self.model = model
+        self.profile = SimpleNamespace(compute_precision=precision)
+        self.settings = SimpleNamespace(seq_len=24, micro_batch_size=2)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "mixtral", "gpt2"])
 def test_a_run_begins_with_documents_that_are_kept_apart(name):
     model = build(name, "sdpa")
-    said = leakage.check(model, ItsPlan(model), "cpu")
+    said = mask_check.check(model, ItsPlan(model), "cpu")
     assert said.startswith("documents are kept apart by sdpa: ") and model.training
 
 
@@ -260,16 +262,16 @@ def test_a_run_whose_kernel_takes_no_notice_of_documents_is_refused(monkeypatch,
     model = build("llama", "eager")
     if precision == "bf16":
         model.bfloat16()
-    said = leakage.check(model, ItsPlan(model, precision), "cpu")
+    said = mask_check.check(model, ItsPlan(model, precision), "cpu")
     assert "kept apart by eager: in every bit" in said
 
     def deaf(batch, model):
         return {"position_ids": batch["position_ids"], "attention_mask": None}
 
-    monkeypatch.setattr("zerolm.loss.isolating_inputs", deaf)
+    monkeypatch.setattr("zerolm.model.loss.isolating_inputs", deaf)
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
     with pytest.raises(ConfigError, match=r"--document_mask: with eager .* are not kept apart"):
-        leakage.check(model, ItsPlan(model, precision), "cpu")
+        mask_check.check(model, ItsPlan(model, precision), "cpu")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -282,7 +284,7 @@ def test_one_deaf_layer_of_many_is_enough_to_refuse(monkeypatch, precision):
             torch.nn.init.normal_(parameter, std=0.02)
     if precision == "bf16":
         model.bfloat16()
-    assert "in every bit" in leakage.check(model, ItsPlan(model, precision), "cpu")
+    assert "in every bit" in mask_check.check(model, ItsPlan(model, precision), "cpu")
 
     def deaf(module, words, more):
         mask = more["attention_mask"]
@@ -293,17 +295,17 @@ def test_one_deaf_layer_of_many_is_enough_to_refuse(monkeypatch, precision):
 
     model.model.layers[8].self_attn.register_forward_pre_hook(deaf, with_kwargs=True)
     with pytest.raises(ConfigError, match="are not kept apart"):
-        leakage.check(model, ItsPlan(model, precision), "cpu")
+        mask_check.check(model, ItsPlan(model, precision), "cpu")
 
 
 def test_a_model_in_which_nothing_moves_is_not_said_to_be_tested():
     model = build("llama", "eager")
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    assert ": not tested, the model" in leakage.check(model, ItsPlan(model), "cpu")
+    assert ": not tested, the model" in mask_check.check(model, ItsPlan(model), "cpu")
 
 
 def test_experts_are_given_their_tolerance_in_16_bits():
     model = build("mixtral", "sdpa").bfloat16()
-    said = leakage.check(model, ItsPlan(model, "bf16"), "cpu")
+    said = mask_check.check(model, ItsPlan(model, "bf16"), "cpu")
     assert said.startswith("documents are kept apart by sdpa: ") and "not tested" not in said

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm.architecture import num_parameters, parameter_shapes
-from zerolm.flops import flops_per_token, peak_flops_per_second
+from zerolm.model.architecture import num_parameters, parameter_shapes
+from zerolm.model.flops import flops_per_token, peak_flops_per_second
 
 COMMON = {
     "vocab_size": 512,

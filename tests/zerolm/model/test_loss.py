@@ -3,7 +3,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import LLAMA
-from zerolm.loss import IGNORED, sums_by_source, token_losses
+from zerolm.model.loss import IGNORED, sums_by_source, token_losses
 
 
 @pytest.fixture(params=["sdpa", "eager"])

@@ -4,10 +4,10 @@ import pytest
 from transformers import AutoConfig
 
 from tests.launching import write_json
-from zerolm import loss_chunks
-from zerolm.architecture import load_model_config
-from zerolm.flags import parse_settings
-from zerolm.model_rules import model_problems
+from zerolm.config.flags import parse_settings
+from zerolm.model import loss_chunks
+from zerolm.model.architecture import load_model_config
+from zerolm.preflight.model_rules import model_problems
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 PLAIN = ("llama", "gpt2", "gpt_neox", "mistral", "qwen3", "mixtral", "olmoe", "gemma", "phi")

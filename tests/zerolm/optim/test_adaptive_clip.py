@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from zerolm.adaptive_clip import Clipping, Usual
+from zerolm.optim.adaptive_clip import Clipping, NormStatistics
 
 
 def published(norms: list[float], threshold: float) -> list[float]:
@@ -26,17 +26,17 @@ def published(norms: list[float], threshold: float) -> list[float]:
 def test_bounds_are_zclips_and_survive_a_restart_at_any_step(fixed):
     generator = np.random.default_rng(0)
     norms = (1 + 0.1 * generator.standard_t(3, 400)).clip(0.1).tolist()
-    clipping, found = Clipping(fixed, 2.5), []
+    clipping, bounds = Clipping(fixed, 2.5), []
     for norm in norms:
-        found.append(clipping.bound(norm))
+        bounds.append(clipping.bound(norm))
         clipping.end_step(norm)
-        state = json.loads(json.dumps(vars(clipping.usual)))
+        state = json.loads(json.dumps(vars(clipping.statistics)))
         clipping = Clipping(fixed, 2.5)
-        clipping.usual = Usual(**state)
+        clipping.statistics = NormStatistics(**state)
     adaptive = published(norms, 2.5)
     assert sum(map(math.isfinite, adaptive)) > 10
     expected = [min(bound, fixed or math.inf) for bound in adaptive]
-    np.testing.assert_allclose([bound or math.inf for bound in found], expected, rtol=1e-9)
+    np.testing.assert_allclose([bound or math.inf for bound in bounds], expected, rtol=1e-9)
 
 
 def test_without_a_threshold_only_the_fixed_norm_clips():
@@ -44,6 +44,7 @@ def test_without_a_threshold_only_the_fixed_norm_clips():
     for norm in [1.0] * 30 + [100.0]:
         assert clipping.bound(norm) == 0.5
         clipping.end_step(norm)
-    assert clipping.usual == Usual() and clipping.clips and not clipping.adapts
-    assert clipping.row(0.5) == {}
-    assert not Clipping(0.0, 0.0).clips and Clipping(0.0, 2.5).clips
+    assert clipping.statistics == NormStatistics()
+    assert clipping.is_active and not clipping.is_adaptive
+    assert clipping.metrics(0.5) == {}
+    assert not Clipping(0.0, 0.0).is_active and Clipping(0.0, 2.5).is_active

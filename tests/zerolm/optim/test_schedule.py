@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerolm.schedule import BatchSchedule, LearningRate
+from zerolm.optim.schedule import SCHEDULES, BatchSchedule, LearningRate
 
 
 def curve(kind: str, **changes: int) -> LearningRate:
@@ -19,6 +19,20 @@ def test_a_run_ends_at_the_minimum_and_peaks_after_warmup(kind: str) -> None:
     assert rate(100) == 1.0
     assert rate(1000) == pytest.approx(0.1, abs=1e-15)
     assert rate(5000) == rate(1000), "beyond the budget the rate stays at the minimum"
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_schedule_is_as_its_description_says(kind: str) -> None:
+    """What defaults, validation and resumes rely on, also for a schedule that was just added."""
+    rate, described = curve(kind), SCHEDULES[kind]
+    rates = [rate(tokens) for tokens in range(100, 2000)]
+    assert rates[0] == max(rates) == 1.0 and min(rates) > 0.0
+    assert rates == sorted(rates, reverse=True), "after warm-up it never rises"
+    assert (min(rates) < 1.0) == described.decays
+    longer = [curve(kind, total_tokens=1500)(tokens) for tokens in range(100, 2000)]
+    assert (longer != rates) == described.needs_total
+    shorter = [curve(kind, decay_tokens=100)(tokens) for tokens in range(100, 2000)]
+    assert (shorter != rates) == described.uses_decay_tokens
 
 
 def test_warmup_does_not_waste_its_first_step() -> None:
@@ -60,6 +74,7 @@ def test_a_ramp_grows_in_multiples_of_its_first_batch() -> None:
     position=st.integers(0, 600),
     more=st.integers(0, 900),
 )
+@settings(deadline=None)
 def test_steps_counts_what_a_loop_would_take(start, multiple, ramp, position, more) -> None:
     schedule = BatchSchedule(start * multiple, start if ramp else 0, ramp)
     here, end, steps = position, position + more, 0

@@ -14,10 +14,10 @@ import torch
 import torch._dynamo  # before zero.Init, as in pretrain.py
 from torch import distributed
 
-from tests.zerolm.memory_cases import MODELS, SEQ_LEN, VOCABULARY, cases
-from zerolm.live_memory import model_state_bytes
-from zerolm.model import build_model
-from zerolm.optimizer import parameter_groups
+from tests.zerolm.plan.memory_cases import MODELS, SEQ_LEN, VOCABULARY, cases
+from zerolm.model.build import build_model
+from zerolm.optim.parameter_groups import parameter_groups
+from zerolm.train.evidence import model_state_bytes
 
 
 def measure(model_name: str, ds: dict) -> dict[str, int]:
@@ -28,8 +28,7 @@ def measure(model_name: str, ds: dict) -> dict[str, int]:
         MODELS[model_name],
         seed=0,
         dtype=precision,
-        zero_stage=stage,
-        ds_config=ds,
+        zero3_config=ds if stage == 3 else None,
         attn_implementation="sdpa",
         gradient_checkpointing=False,
         device=torch.device("cpu"),

@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from tests.launching import LAUNCH_SECONDS, ROOT, environment, free_port, kill_session
-from tests.zerolm.memory_cases import MODELS, cases, config
-from zerolm import memory
-from zerolm.architecture import num_parameters, parameter_shapes
+from tests.zerolm.plan.memory_cases import MODELS, cases, config
+from zerolm.ds_config.profile import Profile
+from zerolm.model.architecture import num_parameters, parameter_shapes
+from zerolm.plan import memory, muon_memory
 
 COMPONENTS = ("weights", "gradients", "optimizer", "master")
 
@@ -18,7 +19,7 @@ def measured(world_size, directory):
     """Build the engines on so many ranks, through the real launcher."""
     output = directory / "measured.json"
     words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world_size)]
-    words += ["--master_port", str(free_port()), "--module", "tests.zerolm.memory_worker"]
+    words += ["--master_port", str(free_port()), "--module", "tests.zerolm.plan.memory_worker"]
     process = subprocess.Popen(
         [*words, str(output)],
         cwd=ROOT,
@@ -43,7 +44,7 @@ def test_model_states_are_predicted_within_one_percent(world_size, tmp_path):
     found = measured(world_size, tmp_path)
     wrong, shapes = [], {name: parameter_shapes(one) for name, one in MODELS.items()}
     for name, model, ds in cases(world_size):
-        states = memory.model_states(shapes[model], ds, world_size)
+        states = memory.model_states(shapes[model], Profile.parse(ds), world_size)
         counted = sum(found[name][component] for component in COMPONENTS)
         predicted = states.device + states.host
         print(f"{world_size} rank(s), {name}: {counted} counted, {predicted / counted - 1:+.2%}")
@@ -60,31 +61,31 @@ def test_model_states_are_those_of_the_zero_paper(stage, gigabytes):
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 devices."""
     shapes = {"weights": (7_500_000_000 // 64, 64)}
     ds = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True}}
-    states = memory.model_states(shapes, ds, 64)
+    states = memory.model_states(shapes, Profile.parse(ds), 64)
     assert states.device / 1e9 == pytest.approx(gigabytes, rel=0.01) and states.host == 0
 
 
 def test_offload_leaves_only_the_weights_on_the_device():
     shapes = parameter_shapes(MODELS["llama"])
     total = num_parameters(shapes)
-    kept = memory.model_states(shapes, config(2, "optimizer", "bf16+fp32", 2, 2), 2)
+    offloaded = Profile.parse(config(2, "optimizer", "bf16+fp32", 2, 2))
+    kept = memory.model_states(shapes, offloaded, 2)
     assert kept.device == 2 * total and kept.host > 6 * total
-    gone = memory.model_states(shapes, config(3, "both", "bf16+fp32", 2, 2), 2)
+    offloaded = Profile.parse(config(3, "both", "bf16+fp32", 2, 2))
+    gone = memory.model_states(shapes, offloaded, 2)
     assert gone.device < 0.01 * total
 
 
 def test_muon_at_zero2_keeps_a_whole_matrix_on_every_rank_however_many_there_are():
     shapes = {f"layers.{number}.proj": (1000, 1000) for number in range(8)}
     for world_size, matrices in ((1, 8), (2, 4), (3, 4), (8, 1), (512, 2)):
-        held = memory.muon.whole_values(shapes, {}, world_size)
+        held = muon_memory.whole_values(shapes, Profile.parse({}), world_size)
         assert held == matrices * 1_000_000, world_size
 
 
 def test_buckets_are_never_larger_than_what_they_hold():
     shapes = {"weights": (1000, 10)}
     ds = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}}
-    assert memory.buffer_bytes(shapes, ds) == (20_000, 0)
-    assert memory.buffer_bytes(shapes, {**ds, "zero_optimization": {"stage": 3}}) == (
-        20_000,
-        20_000,
-    )
+    assert memory.buffer_bytes(shapes, Profile.parse(ds)) == (20_000, 0)
+    stage_3 = Profile.parse({**ds, "zero_optimization": {"stage": 3}})
+    assert memory.buffer_bytes(shapes, stage_3) == (20_000, 20_000)

@@ -5,61 +5,65 @@ import dataclasses
 import json
 
 import pytest
-from preflight_inputs import command
 
-from zerolm import preflight
+from tests.zerolm.preflight.preflight_inputs import command
+from zerolm.preflight import check
 
 
 def test_a_good_command_becomes_a_plan(inputs):
     change = "--data web=3 --data code=1 --val_data val --micro_batch_size 4 --wandb off"
-    plan = preflight.check(command(inputs, change), {"WORLD_SIZE": "2"})
-    assert (plan.world_size, plan.micro_batch_size, plan.accumulation) == (2, 4, 2)
-    assert (plan.batch_sequences, plan.total_steps, plan.total_sequences) == (16, 100, 1600)
-    assert plan.ds_config["train_batch_size"] == 16 and plan.zero_stage == 2
+    plan = check.check(command(inputs, change), {"WORLD_SIZE": "2"})
+    assert (plan.world_size, plan.settings.micro_batch_size, plan.profile.accumulation) == (2, 4, 2)
+    assert plan.batch_schedule.batch_sequences == 16
+    assert (plan.total_steps, plan.total_sequences) == (100, 1600)
+    assert plan.profile.batch_size == 16 and plan.profile.zero_stage == 2
     assert plan.weights == [3, 1] and plan.source_names == ["web", "code"]
     assert plan.val_sequences == 31 and plan.val_source_names == ["val"]
     assert plan.learning_rate(51200) == pytest.approx(0.1 * plan.settings.learning_rate)
-    assert plan.precision == "bf16" and plan.weight_decay == 0.1
+    assert plan.profile.precision == "bf16" and plan.settings.weight_decay == 0.1
     assert json.loads(json.dumps(plan.settings.to_json())) == plan.settings.to_json()
-    assert f"{plan.num_parameters:,} parameters" in plan.summary()
+    assert f"{plan.model.num_parameters:,} parameters" in plan.summary()
     assert not (inputs / "run").exists()
 
 
 def test_the_betas_of_run_json_are_those_of_the_optimizer(inputs):
-    lion = preflight.check(command(inputs, "--deepspeed_config lion.json --beta1 0.8"), {})
-    assert lion.ds_config["optimizer"]["params"]["betas"] == [0.8, 0.99]
+    lion = check.check(command(inputs, "--deepspeed_config lion.json --beta1 0.8"), {})
+    assert lion.profile.optimizer.params["betas"] == [0.8, 0.99]
     assert (lion.settings.beta1, lion.settings.beta2) == (0.8, 0.99)
-    adagrad = preflight.check(command(inputs, "--deepspeed_config adagrad.json"), {})
+    adagrad = check.check(command(inputs, "--deepspeed_config adagrad.json"), {})
     assert (adagrad.settings.beta1, adagrad.settings.beta2) == (None, None)
 
 
 def test_unweighted_sources_are_drawn_by_their_tokens(inputs):
-    plan = preflight.check(command(inputs, "--data web --data val"), {})
+    plan = check.check(command(inputs, "--data web --data val"), {})
     assert plan.weights == [20_000, 1000]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_what_is_learned_does_not_depend_on_the_world_size(inputs, world_size):
     change = "---batch_tokens ---total_tokens ---seq_len"
-    plan = preflight.check(command(inputs, change), {"WORLD_SIZE": str(world_size)})
-    alone = preflight.check(command(inputs, change), {})
+    plan = check.check(command(inputs, change), {"WORLD_SIZE": str(world_size)})
+    alone = check.check(command(inputs, change), {})
     assert plan.batch_schedule == alone.batch_schedule
     assert plan.learning_rate == alone.learning_rate
-    assert plan.settings.total_tokens == 20 * plan.num_parameters
-    assert plan.batch_sequences == plan.micro_batch_size * plan.accumulation * world_size
+    assert plan.settings.total_tokens == 20 * plan.model.num_parameters
+    assert (
+        plan.batch_schedule.batch_sequences
+        == plan.settings.micro_batch_size * plan.profile.accumulation * world_size
+    )
 
 
 def test_check_plans_for_devices_that_are_not_here(inputs):
     change = "--check --world_size 512 ---batch_tokens --deepspeed_config ds_fixed.json"
-    plan = preflight.check(command(inputs, change), {})
-    assert plan.world_size == 512 and plan.batch_sequences == 2 * 4 * 512
-    assert "torch_adam" not in plan.ds_config["optimizer"]["params"]
+    plan = check.check(command(inputs, change), {})
+    assert plan.world_size == 512 and plan.batch_schedule.batch_sequences == 2 * 4 * 512
+    assert "torch_adam" not in plan.profile.optimizer.params
     assert any("80 GiB" in notice for notice in plan.notices)
 
 
 def test_a_scheduler_of_the_json_is_left_to_deepspeed(inputs):
     change = "--deepspeed_config ds_scheduler.json ---total_tokens"
-    plan = preflight.check(command(inputs, change), {})
+    plan = check.check(command(inputs, change), {})
     assert plan.learning_rate is None
     assert (plan.settings.schedule, plan.settings.total_tokens) == ("linear", 25600)
     assert plan.total_steps == 50
@@ -67,7 +71,7 @@ def test_a_scheduler_of_the_json_is_left_to_deepspeed(inputs):
 
 def test_a_ramp_counts_its_steps(inputs):
     change = "--batch_ramp_start 128 --batch_ramp_tokens 5120"
-    plan = preflight.check(command(inputs, change), {})
+    plan = check.check(command(inputs, change), {})
     position = steps = 0
     while position < 1600:
         position += plan.batch_schedule(position)
@@ -76,31 +80,30 @@ def test_a_ramp_counts_its_steps(inputs):
 
 
 def test_document_masks_choose_attention_that_takes_them(inputs):
-    plan = preflight.check(command(inputs, "--document_mask"), {})
+    plan = check.check(command(inputs, "--document_mask"), {})
     assert plan.settings.attn_implementation == "sdpa"
 
 
 def test_a_window_below_the_sequence_goes_with_document_masks(inputs):
     words = command(inputs, "--document_mask --model_config mistral.json")
-    assert preflight.check(words, {}).settings.attn_implementation == "sdpa"
+    assert check.check(words, {}).settings.attn_implementation == "sdpa"
 
 
 def test_a_routers_loss_is_a_notice(inputs):
-    plan = preflight.check(command(inputs, "--model_config mixtral.json"), {})
+    plan = check.check(command(inputs, "--model_config mixtral.json"), {})
     assert any("output_router_logits is true" in notice for notice in plan.notices)
 
 
 def test_hosts_that_differ_in_what_they_read_have_other_fingerprints(inputs):
-    plan = preflight.check(command(inputs, "--val_data val"), {})
-    assert (
-        plan.fingerprint() == preflight.check(command(inputs, "--val_data val"), {}).fingerprint()
-    )
-    model = copy.deepcopy(plan.model_config)
+    plan = check.check(command(inputs, "--val_data val"), {})
+    assert plan.fingerprint() == check.check(command(inputs, "--val_data val"), {}).fingerprint()
+    model = copy.deepcopy(plan.model.config)
     model.rms_norm_eps *= 2
-    for change in ({"model_config": model}, {"val_sources": plan.sources}):
+    other = dataclasses.replace(plan.model, config=model)
+    for change in ({"model": other}, {"val_sources": plan.sources}):
         assert dataclasses.replace(plan, **change).fingerprint() != plan.fingerprint()
 
 
 def test_dropout_is_a_notice(inputs):
-    plan = preflight.check(command(inputs, "--model_config dropout.json"), {})
+    plan = check.check(command(inputs, "--model_config dropout.json"), {})
     assert any("attention_dropout is 0.1" in notice for notice in plan.notices)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from tests.launching import LLAMA, ROOT, write_json
-from zerolm import preflight, run_directory
-from zerolm.errors import ConfigError
-from zerolm.shards import ShardWriter
+from zerolm.common.errors import ConfigError
+from zerolm.common.run_files import RunFiles
+from zerolm.preflight import check
+from zerolm.shards.writer import ShardWriter
+from zerolm.train import run_directory
 
 PROFILES = ROOT / "ds_configs"
 
@@ -97,11 +99,11 @@ def refusal(base: Path, change: str, **launcher: str) -> list[str]:
     """Return the problems of a command, after making sure that nothing was written."""
     before = snapshot(base)
     with pytest.raises(ConfigError) as caught:
-        preflight.check(command(base, change), launcher)
+        check.check(command(base, change), launcher)
     assert snapshot(base) == before
     assert all("\n" not in problem for problem in caught.value.problems)
     return caught.value.problems
 
 
 def write_record(run_dir, plan):
-    write_json(run_dir / run_directory.RECORD, run_directory.record(plan))
+    write_json(RunFiles(run_dir).record, run_directory.record(plan))

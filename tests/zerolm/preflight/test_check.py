@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from preflight_inputs import command, refusal, snapshot
 
 from tests.launching import ROOT, environment, free_port, kill_session
-from zerolm import preflight
-from zerolm.errors import ConfigError
+from tests.zerolm.preflight.preflight_inputs import command, refusal, snapshot
+from zerolm.common.errors import ConfigError
+from zerolm.preflight import check
 
 # What is wrong: (flags, what the one line must say).
 BAD = {
@@ -125,7 +125,7 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(inputs, change,
 
 def test_a_run_directory_that_cannot_be_written_is_refused(inputs):
     with pytest.raises(ConfigError, match=r"--run_dir: /proc/run, cannot write in /proc"):
-        preflight.check([*command(inputs), "--run_dir", "/proc/run"], {})
+        check.check([*command(inputs), "--run_dir", "/proc/run"], {})
 
 
 def test_every_problem_is_found_at_once(inputs):
@@ -155,7 +155,7 @@ def test_the_lock_of_a_killed_build_is_refused_and_a_live_one_is_named(inputs, t
     (problem,) = refusal(inputs, "", TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert f"{tmp_path}/cpu_adam/lock" in problem and "Delete it" in problem
     (tmp_path / "cpu_adam" / "lock").unlink()
-    plan = preflight.check(command(inputs), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    plan = check.check(command(inputs), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert any(f"{tmp_path}/shm_comm/lock" in notice for notice in plan.notices)
 
 

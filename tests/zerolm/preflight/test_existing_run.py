@@ -1,16 +1,16 @@
 """A run directory that holds a run: what may change, what is refused, what is carried on."""
 
 import pytest
-from preflight_inputs import PROFILES, command, refusal, write_record
 
 from tests.launching import LLAMA, write_json
-from zerolm import preflight
+from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_record
+from zerolm.preflight import check
 
 
 def test_a_routers_loss_ties_a_run_to_its_micro_batch_and_world_size(inputs, tmp_path):
     change = f"--run_dir {tmp_path} --model_config mixtral.json --micro_batch_size 2"
-    write_record(tmp_path, preflight.check(command(inputs, change), {}))
-    preflight.check(command(inputs, change), {})
+    write_record(tmp_path, check.check(command(inputs, change), {}))
+    check.check(command(inputs, change), {})
     other = change.replace("size 2", "size 4")
     (problem,) = refusal(inputs, other)
     assert "settings.micro_batch_size: 2 -> 4" in problem
@@ -19,7 +19,7 @@ def test_a_routers_loss_ties_a_run_to_its_micro_batch_and_world_size(inputs, tmp
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_refused_and_for_all_a_notice(inputs, tmp_path):
-    keep = preflight.check(command(inputs, "--checkpoint_keep 1000000000"), {})
+    keep = check.check(command(inputs, "--checkpoint_keep 1000000000"), {})
     assert any("its file system has" in notice for notice in keep.notices)
     assert keep.derived["checkpoint size"]
     huge = {**LLAMA, "hidden_size": 1 << 20, "intermediate_size": 1 << 24}
@@ -31,7 +31,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_refused_and_for_all_a_notice(inp
 @pytest.fixture
 def a_run(inputs, tmp_path):
     """A run directory with the run.json of the good command."""
-    write_record(tmp_path, preflight.check(command(inputs, f"--run_dir {tmp_path}"), {}))
+    write_record(tmp_path, check.check(command(inputs, f"--run_dir {tmp_path}"), {}))
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def a_run(inputs, tmp_path):
     ],
 )
 def test_what_does_not_shape_the_curve_may_change(inputs, a_run, change):
-    preflight.check(command(inputs, f"--run_dir {a_run} {change}".strip()), {})
+    check.check(command(inputs, f"--run_dir {a_run} {change}".strip()), {})
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_what_shapes_the_curve_is_refused_as_a_difference(inputs, a_run, change,
 def test_only_a_constant_schedule_may_be_made_longer(inputs, tmp_path, kind):
     change = f"--run_dir {tmp_path} --schedule {kind} --learning_rate 1e-3 --warmup_tokens 512"
     change += " --decay_tokens 5k" if kind == "wsd" else ""
-    write_record(tmp_path, preflight.check(command(inputs, change), {}))
+    write_record(tmp_path, check.check(command(inputs, change), {}))
     longer = f"{change} --total_tokens 102400"
     if kind == "constant":
-        assert preflight.check(command(inputs, longer), {}).total_steps == 200
+        assert check.check(command(inputs, longer), {}).total_steps == 200
     else:
         (problem,) = refusal(inputs, longer)
         assert f"a {kind} schedule looks ahead to it" in problem
@@ -81,7 +81,7 @@ def test_only_a_constant_schedule_may_be_made_longer(inputs, tmp_path, kind):
 
 def test_changes_of_the_curve_are_gone_on_with_when_accepted(inputs, a_run):
     change = f"--run_dir {a_run} --seed 1 --seq_len 16 --data code --accept_changes"
-    plan = preflight.check(command(inputs, change), {})
+    plan = check.check(command(inputs, change), {})
     assert plan.changed["settings.seed"] == (0, 1)
     assert set(plan.changed) == {"settings.seed", "settings.seq_len", "data_fingerprint"}
     assert f"note: changed since {a_run}/run.json: settings.seed: 0 -> 1" in plan.summary()
@@ -102,9 +102,9 @@ def test_what_cannot_be_carried_over_is_refused_even_when_accepted(inputs, a_run
 
 def test_run_json_replays_to_the_same_plan(inputs, a_run, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("replay")
-    first = preflight.check(command(inputs, f"--run_dir {a_run}"), {})
+    first = check.check(command(inputs, f"--run_dir {a_run}"), {})
     words = ["--settings", str(a_run / "run.json"), "--run_dir", str(elsewhere)]
-    again = preflight.check(words, {})
-    assert again.ds_config == first.ds_config
+    again = check.check(words, {})
+    assert again.profile == first.profile
     old, new = first.settings.to_json(), again.settings.to_json()
     assert {key for key in old if old[key] != new[key]} == {"run_dir"}

@@ -3,8 +3,8 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
-from zerolm.flags import parse_settings
-from zerolm.model_rules import model_problems
+from zerolm.config.flags import parse_settings
+from zerolm.preflight.model_rules import model_problems
 
 
 def layers(model_type, **more):

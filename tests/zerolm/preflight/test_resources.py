@@ -6,30 +6,30 @@ import socket
 import subprocess
 
 from tests.launching import LLAMA, ROOT, command, environment, write_json, write_shards
-from zerolm import resources
+from zerolm.preflight import host
 
 
 def test_a_port_that_another_process_has_is_named_with_it():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        problem = resources.port_problem(port)
+        problem = host.port_problem(port)
         assert problem is not None
         assert f"port {port}: in use by process {os.getpid()} (" in problem
         assert "--master_port" in problem
-    assert resources.port_problem(port) is None
+    assert host.port_problem(port) is None
 
 
 def test_room_counts_the_checkpoints_to_come(tmp_path):
-    free, wanted = resources.checkpoint_room(tmp_path / "run", 100, 3)
+    free, wanted = host.checkpoint_room(tmp_path / "run", 100, 3)
     assert free > 0 and wanted == 400  # three are kept, and one is written
     for step in (1, 2):
         (tmp_path / "run" / "checkpoints" / f"step-0000000{step}").mkdir(parents=True)
-    assert resources.checkpoint_room(tmp_path / "run", 100, 3)[1] == 200
+    assert host.checkpoint_room(tmp_path / "run", 100, 3)[1] == 200
 
 
 def test_shared_memory_is_compared_with_what_the_ranks_of_a_host_take():
-    assert resources.shared_memory_problem(1 << 30, 8) is None
-    problem = resources.shared_memory_problem(64 << 20, 8)  # docker's default
+    assert host.shared_memory_problem(1 << 30, 8) is None
+    problem = host.shared_memory_problem(64 << 20, 8)  # docker's default
     assert problem is not None and "64 MiB free, 8 rank(s) need about 1 GiB" in problem
 
 

@@ -1,7 +1,7 @@
 """Where a run is in its data after it goes on with another order."""
 
-from zerolm.checkpoint_directory import Progress
-from zerolm.run_record import carried
+from zerolm.checkpoint.directory import Progress
+from zerolm.preflight.run_record import carried
 
 ORDER = {"seq_len": 512, "seed": 1, "weights": [0.7, 0.3], "data_fingerprint": "a"}
 HERE = Progress(

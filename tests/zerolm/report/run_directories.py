@@ -1,4 +1,4 @@
-"""Run directories for the tests of what looks at a run: written by hand, whole or damaged."""
+"""Run directories for the tests of the report: written by hand, complete or damaged."""
 
 import json
 import os

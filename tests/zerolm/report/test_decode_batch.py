@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.launching import ROOT, environment, write_json
-from zerolm.checkpoint_directory import FORMAT, VERSION, Progress, digest_of
-from zerolm.order import Order
-from zerolm.shards import open_source
+from zerolm.checkpoint.directory import FORMAT, VERSION, Progress, digest_of
+from zerolm.data.order import Order
+from zerolm.shards.reader import open_source
 
 SEQ_LEN, SEED, BATCH = 16, 3, 4
 TEXTS = [f"Text number {n}: {'word ' * (n % 40)}and {n * n} – é." for n in range(200)]
@@ -104,7 +104,7 @@ def test_the_text_of_a_batch_is_that_of_its_windows(run_dir, words, expected) ->
         assert f"source {source}, epoch 0, window {window}, documents " in heading
         assert text == whole.replace("\n", "")
     assert ("before rollback 1" in done.stdout) == (words == ("--step", 6))
-    assert ("behind the end of the run, step 10" in done.stdout) == (words == ("--step", 12))
+    assert ("after the end of the run, step 10" in done.stdout) == (words == ("--step", 12))
 
 
 def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
@@ -122,7 +122,7 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     ("words", "expected"),
     [
         (("--step", 0), "--step 0: steps are numbered from 1"),
-        (("--sequences", "9-9"), "--sequences 9-9: from A up to but without B"),
+        (("--sequences", "9-9"), "--sequences 9-9: A-B excludes B"),
         (("--sequences", "x-9"), "--sequences x-9: not A-B or a number"),
     ],
 )

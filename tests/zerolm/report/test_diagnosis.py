@@ -1,4 +1,4 @@
-"""What a run's metrics say in words: silent for healthy runs, and named when something is made."""
+"""Diagnosis: no findings for healthy runs, and the right one for each fault."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerolm.diagnosis import findings
+from zerolm.report.diagnosis import findings
 
 TOKENS = 1000  # of a step
 
@@ -132,7 +132,7 @@ def test_a_loss_that_is_no_number_is_a_divergence():
     losses = power_law(300)
     losses[280:] = math.nan
     found = findings(rows(losses))
-    assert found[0].kind == "divergence" and "not a finite number" in found[0].text
+    assert found[0].kind == "divergence" and "no longer a finite number" in found[0].text
 
 
 def test_one_infinite_loss_is_no_divergence():

@@ -1,4 +1,4 @@
-"""zerolm/report.py: the page is of what the files say, loads nothing, and is never markup."""
+"""`report.html`: shows what the files hold, loads nothing, and inserts no markup of a run."""
 
 import json
 import os
@@ -10,13 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
-from pages import STEP_TOKENS, loss_of, metrics, write_lines, write_run
 
-from zerolm import report, reporting
-from zerolm.errors import ConfigError
-from zerolm.panels import PANELS, panels
+from tests import ROOT
+from tests.zerolm.report.run_directories import (
+    STEP_TOKENS,
+    loss_of,
+    metrics,
+    write_lines,
+    write_run,
+)
+from zerolm.common.errors import ConfigError
+from zerolm.report import html as report
+from zerolm.tracking import report_process
 
-ROOT = Path(__file__).parent.parent.parent
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&lt;!--\u2028\x00'\"`${7*7}"
 
 
@@ -45,7 +51,7 @@ def test_the_page_has_the_values_of_the_metrics(tmp_path) -> None:
     marks = {event["kind"]: event for event in found["events"]}
     assert {"start", "checkpoint", "stopped", "resume", "spike", "done"} == set(marks)
     assert marks["spike"]["tokens"] == 30 * STEP_TOKENS and marks["resume"]["step"] == 20
-    assert "not taken" in marks["spike"]["words"]
+    assert "not applied" in marks["spike"]["words"]
     assert found["evaluations"]["rows"][0][:3] == [10, 10_000, 2.9]
     (prompt,) = found["samples"]
     assert [text[2] for text in prompt["texts"]] == [
@@ -112,15 +118,32 @@ def test_runs_are_compared_by_settings_and_losses(tmp_path) -> None:
     assert not (tmp_path / "no.html").exists()
 
 
-def test_every_metric_of_the_documentation_has_a_panel() -> None:
-    table = (ROOT / "docs" / "metrics.md").read_text()
-    names = re.findall(r"`([a-z]+/[\w<>/]+)`", table.replace("<source>", "web"))
-    names = [name for name in names if "<" not in name]
-    drawn = {key for panel in panels(set(names), compared=False) for key in panel["keys"]}
-    assert {"train/loss", "eval/loss", "memory/peak_bytes"} <= drawn
-    titles = {panel["title"] for panel in panels(set(names), compared=False)}
-    unknown = titles - {panel.title for panel in PANELS} - {"Batch"}
-    assert unknown <= {"train/auxiliary_loss"}, "say in PANELS with what it is drawn"
+def test_a_metric_and_an_event_that_no_table_knows_are_shown(tmp_path) -> None:
+    run = write_run(tmp_path / "run")
+    rows = [{**row, "train/new": 1.0} for row in metrics(40)]
+    write_lines(run / "metrics.jsonl", rows)
+    write_lines(run / "events.jsonl", [{"event": "gpu_throttled", "step": 3, "celsius": 95}])
+    data = data_in(report.write_report([run]))
+    assert data["panels"][-1]["keys"] == ["train/new"]
+    assert data["panels"][-1]["title"] == "train/new"
+    (event,) = data["runs"][0]["events"]
+    assert (event["kind"], event["level"], event["words"]) == (
+        "gpu_throttled", "plain", "celsius: 95"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("noise_scale", "varies"), [(True, True), (False, True), (False, False)])
+def test_the_batch_is_drawn_if_it_varies_or_beside_its_noise_scale(
+    tmp_path, noise_scale, varies
+) -> None:
+    rows = [
+        {"step": step, "tokens": step, "train/batch_tokens": 8 + step * varies}
+        | ({"train/noise_scale_tokens": 9.0} if noise_scale else {})
+        for step in range(1, 9)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    titles = [panel["title"] for panel in data_in(report.write_report([tmp_path]))["panels"]]
+    assert titles == (["Gradient noise scale"] if noise_scale else ["Batch"] * varies)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "no run.json", "no metrics"])
@@ -140,45 +163,57 @@ def test_a_damaged_run_has_a_page_that_says_so(tmp_path, damage) -> None:
 
 def test_the_run_waits_for_its_page_only_at_the_end(tmp_path) -> None:
     run = write_run(tmp_path / "run")
-    page = reporting.Reporting(run, interval=600.0, active=True)
-    page.poke()
-    assert page._child is None, "not yet"
+    page = report_process.HtmlReport(run, interval=600.0, active=True)
+    page.tick()
+    assert not page._child.running, "not yet"
     page.finish()
     assert data_in(run / "report.html")["runs"][0]["state"] == "done"
-    off = reporting.Reporting(tmp_path / "absent", interval=0.0, active=True)
-    off.poke()
+    off = report_process.HtmlReport(tmp_path / "absent", interval=0.0, active=True)
+    off.tick()
     off.finish()
+
+
+def test_the_end_of_a_report_is_noticed_long_before_the_next_one_is_due(tmp_path) -> None:
+    """Else its duration would be that of the interval, and the next one 20 intervals away."""
+    page = report_process.HtmlReport(write_run(tmp_path / "run"), interval=600.0, active=True)
+    page._write_at, deadline = 0.0, time.monotonic() + 60
+    page.tick()
+    while page._child.running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        page.tick()
+    assert 0 < page._last_seconds < 60 and page._write_at < time.monotonic() + 20 * 60
 
 
 def test_a_page_that_hangs_holds_up_nothing(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path / "run")
     os.mkfifo(run / "metrics-rolled-back-0001.jsonl")  # its reader waits forever
-    monkeypatch.setattr(reporting, "FINISH_SECONDS", 1.0)
-    page = reporting.Reporting(run, interval=1e-3, active=True)
-    while page._child is None:
-        page.poke()
-    child = page._child
+    monkeypatch.setattr(report_process, "FINISH_SECONDS", 1.0)
+    page = report_process.HtmlReport(run, interval=1e-3, active=True)
+    while not page._child.running:
+        page.tick()
+    process = page._child.process
     for _ in range(1000):
-        page.poke()
-    assert page._child is child and child.poll() is None, "one at a time, and nobody waits"
+        page.tick()
+    assert page._child.process is process and process.poll() is None, "one, and nobody waits"
     page.finish()
-    assert child.poll() is not None and page._child is None, "and none stays"
+    assert process.poll() is not None and not page._child.running, "and none stays"
 
 
 def test_a_supervisor_has_the_page_of_a_killed_run_written(tmp_path) -> None:
     for number, interval in enumerate((180.0, 0.0)):
         run = write_run(tmp_path / f"run{number}", report_interval=interval)
-        page = reporting.begin_for(run)
+        page = report_process.start_for(run)
         assert (page is not None) == bool(interval)
-        assert page is None or page.wait(60) == 0
+        assert page is None or page.wait(time.monotonic() + 60) == 0
         assert (run / "report.html").exists() == bool(interval)
-    assert reporting.begin_for(tmp_path / "absent") is None
+    assert report_process.start_for(tmp_path / "absent") is None
 
 
 def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, capfd) -> None:
-    page = reporting.Reporting(tmp_path / "absent", interval=600.0, active=True)
+    page = report_process.HtmlReport(tmp_path / "absent", interval=600.0, active=True)
     page.finish()
-    assert "was not written anew" in capfd.readouterr().out
+    assert "was not updated" in capfd.readouterr().out
 
 
 def test_the_process_of_a_run_that_is_gone_ends(tmp_path) -> None:
@@ -217,4 +252,4 @@ def test_the_files_of_the_page_are_installed(tmp_path) -> None:
         cwd=tmp_path, check=True, timeout=120, capture_output=True,
     )  # fmt: skip
     names = {*report.STYLES, *report.SCRIPTS, "page.html"}
-    assert {path.name for path in (tmp_path / "build/lib/zerolm/page").iterdir()} == names
+    assert {path.name for path in (tmp_path / "build/lib/zerolm/report/assets").iterdir()} == names

@@ -1,4 +1,4 @@
-"""The page of zerolm/report.py in a real browser: it draws, asks for nothing, obeys its reader."""
+"""`report.html` in a real browser: it draws, requests nothing, and reacts to the user."""
 
 import base64
 import json
@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pages import STEP_TOKENS, write_lines, write_run
 
 from tests.chromium import Browser
-from zerolm import report
+from tests.zerolm.report.run_directories import STEP_TOKENS, write_lines, write_run
+from zerolm.report import html as report
 
 EVIL = "</script><img src=x onerror=\"window.hacked=1\"><svg onload='window.hacked=1'>&amp;{{7*7}}"
 PANELS = "document.querySelectorAll('.panel')"
@@ -58,9 +58,9 @@ def page(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_draws_and_asks_for_nothing(browser, page, width, dark) -> None:
     browser.requests.clear()
-    browser.complaints.clear()
+    browser.messages.clear()
     browser.open(page, width, 844, dark=dark)
-    assert browser.complaints == []
+    assert browser.messages == []
     assert browser.requests == [page.as_uri()], "nothing but the file itself"
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     titles = browser.evaluate("[...document.querySelectorAll('.title')].map(e => e.textContent)")
@@ -148,12 +148,12 @@ def test_paper_is_light_and_has_no_buttons(browser, page) -> None:
 def test_runs_are_compared_in_a_colour_each(browser, tmp_path) -> None:
     runs = [write_run(tmp_path / name, seed=number) for number, name in enumerate(("one", "two"))]
     both = report.write_report(runs, tmp_path / "both.html")
-    browser.complaints.clear()
+    browser.messages.clear()
     browser.open(both, 1280, 844)
     text = browser.evaluate("document.body.innerText")
-    assert "losses are equal to the bit at all 40 steps" in text and "settings.seed" in text
+    assert "losses are equal to the bit at all 40 common steps" in text and "settings.seed" in text
     colours = (
         "[...new Set([...document.querySelectorAll('.panel .curve')].map(e => e.style.stroke))]"
     )
     assert sorted(browser.evaluate(colours)) == ["var(--c0)", "var(--c1)"]
-    assert browser.complaints == []
+    assert browser.messages == []

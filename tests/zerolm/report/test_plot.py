@@ -1,4 +1,4 @@
-"""zerolm/plot.py: the picture is made of what the files say, whole or not."""
+"""`zerolm plot`: the image shows the files of the run, complete or not."""
 
 import json
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from zerolm import plot
-from zerolm.errors import ConfigError
+from zerolm.common.errors import ConfigError
+from zerolm.report import plot
 
 
 def write_run(run_dir, num_steps, half_line=False):

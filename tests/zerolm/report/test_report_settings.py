@@ -1,8 +1,9 @@
-"""zerolm/run_settings.py: all that a run was set to, and no secret."""
+"""Settings in the report: all of them, without secrets."""
 
 import json
 
-from zerolm.run_settings import HIDDEN, differences, flat
+from zerolm.common.secrets import HIDDEN
+from zerolm.report.settings import differences, flatten
 
 SECRET = "d41d8cd98f00b204e9800998ecf8427e"
 
@@ -17,7 +18,7 @@ def test_no_secret_is_shown() -> None:
         },
         "model_config": {"eos_token_id": 2, "hidden_size": 64, "num_key_value_heads": 2},
     }
-    found = flat(record)
+    found = flatten(record)
     assert SECRET not in json.dumps(found)
     assert found["ds_config.comet.api_key"] == found["ds_config.monitor.wandb.token"] == HIDDEN
     assert found["settings.upload_to"] == f"s3://{HIDDEN}@bucket/first"
@@ -29,7 +30,7 @@ def test_what_differs_is_listed_with_every_value() -> None:
         {"zero_stage": 2, "settings": {"seed": 0}},
         {"zero_stage": 3, "settings": {"seed": 0, "x": 1}},
     ]
-    assert differences([flat(run) for run in runs]) == [
+    assert differences([flatten(run) for run in runs]) == [
         {"key": "zero_stage", "values": ["2", "3"]},
         {"key": "settings.x", "values": [None, "1"]},
     ]

@@ -1,16 +1,22 @@
-"""zerolm/run_history.py: what the files say, whole or not; and what is not known is said."""
+"""Reading a run directory, complete or damaged: problems are listed."""
 
 import json
 
 import pytest
-from pages import loss_of, metrics, write_heartbeats, write_lines, write_run
 
-from zerolm import run_history
-from zerolm.errors import ConfigError
+from tests.zerolm.report.run_directories import (
+    loss_of,
+    metrics,
+    write_heartbeats,
+    write_lines,
+    write_run,
+)
+from zerolm.common.errors import ConfigError
+from zerolm.report import run_history
 
 
 def test_what_is_read_is_what_was_written(tmp_path) -> None:
-    run = run_history.read(write_run(tmp_path / "run"))
+    run = run_history.read_run(write_run(tmp_path / "run"))
     lines, values = run.curves.columns["train/loss"]
     assert [run.curves.steps[line] for line in lines] == list(range(1, 41))
     assert list(values) == [loss_of(step) * (10 if step == 30 else 1) for step in range(1, 41)]
@@ -35,7 +41,7 @@ def test_damage_is_left_out_and_said(tmp_path) -> None:
     (directory / "run.json").write_text('{"settings": ')
     (directory / "events.jsonl").write_text('{"event": "start", "step": 0}\n{"event": "sp')
     (directory / "metrics-rolled-back-0001.jsonl").write_text("\n\nnonsense\n")
-    run = run_history.read(directory)
+    run = run_history.read_run(directory)
     assert run.step == 40, "half a last line is no damage"
     assert run.curves.rows(1000)[4]["step"] == 6
     assert [problem.partition(": ")[0] for problem in run.problems] == [
@@ -50,7 +56,7 @@ def test_steps_that_are_there_twice_are_taken_as_they_were_last(tmp_path) -> Non
     again = [{"step": 31, "tokens": 31_000, "train/loss": 1.5, "throughput/step_seconds": 0.5}]
     rows = metrics(40, spike=30)
     write_lines(directory / "metrics.jsonl", rows + again)
-    run = run_history.read(directory)
+    run = run_history.read_run(directory)
     assert run.step == 31 and run.curves.last("train/loss") == 1.5
     assert run.curves.seconds[-1] == pytest.approx(15.5)
 
@@ -70,18 +76,18 @@ def test_the_state_is_that_of_the_last_start(tmp_path, ended, age, state) -> Non
     directory = write_run(tmp_path / "run", ended=ended)
     if age is not None:
         write_heartbeats(directory, age=age)
-    assert run_history.read(directory).state()[0] == state
+    assert run_history.read_run(directory).state()[0] == state
 
 
 def test_a_value_that_is_not_finite_is_a_gap(tmp_path) -> None:
     rows = [{"step": 1, "tokens": 1, "train/loss": None}, {"step": 2, "tokens": 2}]
     write_lines(tmp_path / "metrics.jsonl", rows, after='{"step":3,"tokens":3,"train/loss":NaN}\n')
-    run = run_history.read(tmp_path)
+    run = run_history.read_run(tmp_path)
     assert len(run.curves.columns["train/loss"][1]) == 2 and run.curves.last("train/loss") is None
     assert json.loads(json.dumps(run.curves.rows(9)))[2]["train/loss"] is None
 
 
 def test_every_directory_that_is_no_run_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError) as refusal:
-        run_history.read_all([tmp_path / "a", write_run(tmp_path / "run"), tmp_path / "b"])
+        run_history.read_runs([tmp_path / "a", write_run(tmp_path / "run"), tmp_path / "b"])
     assert len(refusal.value.problems) == 2

@@ -1,17 +1,15 @@
-"""zerolm/status.py: how a run is, for a person, a pipe and a program."""
+"""`zerolm status` for a person, a pipe and a program."""
 
 import json
 import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
-from pages import write_heartbeats, write_run
+from tests import ROOT
+from tests.zerolm.report.run_directories import write_heartbeats, write_run
+from zerolm.report.status import sparkline
 
-from zerolm.status import sparkline
-
-ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-m", "zerolm", "status"]
 
 

@@ -1,11 +1,11 @@
-"""Shards of a few documents: for their tests."""
+"""Small shards for tests."""
 
 import os
 from pathlib import Path
 
 import numpy as np
 
-from zerolm.shards import ShardWriter
+from zerolm.shards.writer import ShardWriter
 
 EOS = 0
 TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
@@ -24,5 +24,5 @@ def write(directory, documents=((1, 2, EOS), (3, EOS), (4, 5, 6, EOS)), **option
 
 def many_shards(directory, count, monkeypatch) -> Path:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)  # which is most of the time
+        patch.setattr(os, "fsync", lambda descriptor: None)  # takes most of the time
         return write(directory, [[number + 1, EOS] for number in range(count)], shard_tokens=2)

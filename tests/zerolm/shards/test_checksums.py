@@ -1,4 +1,4 @@
-"""zerolm/block_sums.py: the sums of a file are those of its blocks, however its bytes came."""
+"""The checksums of a file do not depend on the parts in which its bytes were passed."""
 
 import hashlib
 import random
@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import xxhash
 
-from zerolm.block_sums import BLOCK_BYTES, BlockSums, num_blocks
+from zerolm.shards.checksums import BLOCK_BYTES, BlockChecksums, num_blocks
 
 SIZES = (1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 77)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sums_are_those_of_the_library_of_each_block(tmp_path, size):
+def test_checksums_are_those_of_xxhash_of_each_block(tmp_path, size):
     draw = random.Random(size)
-    data, sums, start = draw.randbytes(size), BlockSums(), 0
+    data, checksums, start = draw.randbytes(size), BlockChecksums(), 0
     while start < size:
         length = draw.choice([1, 2, 1000, BLOCK_BYTES, 2 * BLOCK_BYTES + 3])
-        sums.update(data[start : start + length])
+        checksums.update(data[start : start + length])
         start += length
-    keys = sums.write(tmp_path / "shard-00000.sums")
+    keys = checksums.write(tmp_path / "shard-00000.sums")
     content = (tmp_path / "shard-00000.sums").read_bytes()
     expected = [
         xxhash.xxh3_64_intdigest(data[start : start + BLOCK_BYTES])
@@ -35,6 +35,6 @@ def test_sums_are_those_of_the_library_of_each_block(tmp_path, size):
     }
 
 
-def test_the_sum_is_the_published_one():
+def test_the_checksum_is_the_published_one():
     """XXH3 of nothing with seed 0, from the test vectors of xxHash 0.8."""
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2

@@ -1,4 +1,4 @@
-"""Token shards that are damaged, and manifests that cannot be right: found and named."""
+"""Damaged token shards and invalid manifests are found and named."""
 
 import hashlib
 import json
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_shards import EOS, TOKENIZER, many_shards, write, writer
 
-from zerolm import manifest
-from zerolm.errors import ShardError, ShardReadError
-from zerolm.shards import open_source, verify
+from tests.zerolm.shards.small_shards import EOS, TOKENIZER, many_shards, write, writer
+from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.shards import manifest
+from zerolm.shards.reader import open_source, verify
 
 
 def damage_flip(directory: Path) -> None:
@@ -24,7 +24,7 @@ def damage_index(directory: Path) -> None:
     np.array([2, 5, 9], "<u8").tofile(directory / "shard-00000.idx")
 
 
-def damage_cut(directory: Path) -> None:
+def damage_truncate(directory: Path) -> None:
     data = (directory / "shard-00000.bin").read_bytes()
     (directory / "shard-00000.bin").write_bytes(data[:-2])
 
@@ -38,7 +38,7 @@ def damage_lose(directory: Path) -> None:
     [
         (damage_flip, "shard-00000.bin: SHA-256", False),
         (damage_index, "shard-00000.idx: SHA-256", False),
-        (damage_cut, "shard-00000.bin: 16 bytes, the manifest says 18", True),
+        (damage_truncate, "shard-00000.bin: 16 bytes, the manifest says 18", True),
         (damage_lose, "shard-00000.idx: the manifest lists it", True),
     ],
 )
@@ -54,7 +54,7 @@ def test_damage_is_found_and_named(tmp_path, damage, named, also_on_opening):
 
 def test_all_damage_is_listed(tmp_path):
     directory = write(tmp_path / "s")
-    damage_cut(directory)
+    damage_truncate(directory)
     damage_lose(directory)
     with pytest.raises(ShardError) as caught:
         open_source(directory)
@@ -79,8 +79,8 @@ def test_a_damaged_copy_of_the_tokenizer_is_found(tmp_path):
         verify(tmp_path / "s")
 
 
-def test_verify_looks_at_the_ids_and_not_only_at_checksums(tmp_path):
-    directory = write(tmp_path / "s", [[1, 2], [3, 4]])  # written whole, but without EOS ids
+def test_verify_checks_the_ids_and_not_only_the_checksums(tmp_path):
+    directory = write(tmp_path / "s", [[1, 2], [3, 4]])  # not damaged, but without EOS ids
     with pytest.raises(ShardError, match="does not end in id 0"):
         verify(directory)
 
@@ -102,7 +102,7 @@ def test_verify_looks_at_the_ids_and_not_only_at_checksums(tmp_path):
     ],
     ids=str,
 )
-def test_a_manifest_that_cannot_be_right_is_refused(tmp_path, change, named):
+def test_an_invalid_manifest_is_refused(tmp_path, change, named):
     directory = write(tmp_path / "s")
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps({**manifest, **change}))
@@ -123,7 +123,7 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
     "name", ["../up.json", "/etc/up.json", "a/../../up.json", "", "a//b", "..\\up.json", None, 7]
 )
 def test_a_tokenizer_cannot_write_elsewhere(tmp_path, name):
-    """A store's manifest is anybody's, and its tokenizer's files are copied to this machine."""
+    """Anybody may have written a store's manifest, and its tokenizer is copied to this machine."""
     directory = write(tmp_path / "store" / "s")
     (directory / "up.json").write_text("{}")
     entry = {"file": name, "size_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
@@ -164,7 +164,7 @@ def test_a_manifest_that_is_not_json_is_refused(tmp_path, content):
         open_source(directory)
 
 
-def test_a_file_that_is_cut_or_gone_after_the_start_ends_the_run_by_its_name(tmp_path):
+def test_a_file_truncated_or_removed_after_the_start_is_named(tmp_path):
     source = open_source(write(tmp_path / "s"))
     for change in (lambda path: os.truncate(path, 4), Path.unlink):
         change(tmp_path / "s" / "shard-00000.bin")
@@ -172,7 +172,7 @@ def test_a_file_that_is_cut_or_gone_after_the_start_ends_the_run_by_its_name(tmp
             source.ids(0, 0, 2)
 
 
-def test_one_process_of_a_node_looks_at_the_files(tmp_path, monkeypatch):
+def test_only_one_process_of_a_node_checks_the_files(tmp_path, monkeypatch):
     (write(tmp_path / "s") / "shard-00000.idx").unlink()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert open_source(tmp_path / "s").num_tokens == 9
@@ -201,8 +201,8 @@ WRONG = (
 )
 
 
-def test_the_quick_look_at_a_manifest_misses_nothing_that_the_slow_one_finds(monkeypatch, tmp_path):
-    """Whatever stands under a key of a shard, or does not: the same refusal, or none."""
+def test_the_fast_check_of_a_manifest_misses_nothing_that_the_slow_one_finds(monkeypatch, tmp_path):
+    """For each key of a shard and each wrong value, or none: the same refusal."""
     content = (many_shards(tmp_path / "s", 3, monkeypatch) / "manifest.json").read_bytes()
     refused = 0
     for key in json.loads(content)["shards"][1]:
@@ -212,15 +212,15 @@ def test_the_quick_look_at_a_manifest_misses_nothing_that_the_slow_one_finds(mon
             if value is None:
                 del changed["shards"][1][key]
             found = []
-            for quick in (manifest._shards_are_right, lambda manifest: False):
+            for quick in (manifest._all_shards_valid, lambda manifest: False):
                 with monkeypatch.context() as patch:
-                    patch.setattr(manifest, "_shards_are_right", quick)
+                    patch.setattr(manifest, "_all_shards_valid", quick)
                     try:
-                        manifest.checked_manifest(json.dumps(changed).encode(), Path("m"))
+                        manifest.parse_manifest(json.dumps(changed).encode(), Path("m"))
                         found.append([])
                     except ShardError as error:
                         found.append(error.problems)
             assert found[0] == found[1], (key, value)
             refused += bool(found[0])
     assert refused > 100
-    assert manifest._shards_are_right(json.loads(content))
+    assert manifest._all_shards_valid(json.loads(content))

@@ -1,4 +1,4 @@
-"""zerolm/origins.py: each document of a source leads back to its place in the input."""
+"""The origin of each document of a source is its place in the input."""
 
 import gzip
 import json
@@ -7,24 +7,24 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from data_prep.phases import LocalExecutor
-from data_prep.sources import find_inputs
-from data_prep.tokenization import TokenizeOptions, run_tokenization
-from data_prep.tokenizer_training import Recipe, train_tokenizer
-from data_prep.tokenizers import load_tokenizer
-from zerolm.errors import ShardError
-from zerolm.excerpts import load_decoder
-from zerolm.origins import Origin, origin
-from zerolm.shards import open_source, verify
+from data_prep.read.discovery import find_inputs
+from data_prep.tasks.phases import LocalExecutor
+from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from data_prep.tokenizer.load import load_tokenizer
+from zerolm.common.errors import ShardError
+from zerolm.data.window_text import load_decoder
+from zerolm.shards.origins import Origin, find_origin
+from zerolm.shards.reader import open_source, verify
 
 
-def test_every_document_leads_back_to_its_line(tmp_path):
-    """Read by hand: the line at that byte of that file has the text that the ids decode to."""
+def test_the_origin_of_every_document_is_its_line(tmp_path):
+    """Without the project: the line at that byte of that file has the decoded text."""
     texts = [f"document {number} " * (number % 7) for number in range(60)]
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (tmp_path / "a.jsonl").write_text("".join(lines[:30]))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[30:]).encode()))
-    train_tokenizer(texts, Recipe(260), tmp_path / "tokenizer", progress=False)
+    train_bpe(texts, BpeOptions(260), tmp_path / "tokenizer", progress=False)
     inputs, _ = find_inputs([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz")], "text")
     run_tokenization(
         inputs,
@@ -41,7 +41,7 @@ def test_every_document_leads_back_to_its_line(tmp_path):
     for number in range(len(source.manifest["shards"])):
         start = 0
         for end in source.document_ends(number).tolist():
-            place = origin(source, document)
+            place = find_origin(source, document)
             opened = gzip.open if place.file.endswith(".gz") else open
             with opened(place.file, "rb") as file:
                 file.seek(place.position)
@@ -52,11 +52,11 @@ def test_every_document_leads_back_to_its_line(tmp_path):
             start, document = end, document + 1
     assert seen == [text for text in texts if text]
     with pytest.raises(IndexError):
-        origin(source, document)
-    assert origin(source, 0) == Origin(str(tmp_path / "a.jsonl"), len(lines[0]), "byte")
+        find_origin(source, document)
+    assert find_origin(source, 0) == Origin(str(tmp_path / "a.jsonl"), len(lines[0]), "byte")
     verify(tmp_path / "s")
     (tmp_path / "s" / "inputs.json").unlink()
     with pytest.raises(ShardError, match=r"inputs\.json"):
-        origin(source, 0)
+        find_origin(source, 0)
     with pytest.raises(ShardError, match=r"inputs\.json"):
         verify(tmp_path / "s")

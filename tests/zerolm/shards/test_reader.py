@@ -1,4 +1,4 @@
-"""zerolm/shards.py, with shard_writer.py and manifest.py: exactly what is written can be read."""
+"""Shards are read exactly as they were written, and a writer leaves nothing half done."""
 
 import hashlib
 import json
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_shards import EOS, TOKENIZER, many_shards, write, writer
 
-from zerolm import shard_files
-from zerolm.block_sums import block_sum
-from zerolm.errors import ShardError
-from zerolm.shards import open_source, output_problems, token_dtype, verify
+from tests.zerolm.shards.small_shards import EOS, TOKENIZER, many_shards, write, writer
+from zerolm.common.errors import ShardError
+from zerolm.shards import local
+from zerolm.shards.checksums import block_checksum
+from zerolm.shards.directory import output_problems
+from zerolm.shards.manifest import token_dtype
+from zerolm.shards.reader import open_source, verify
 
 ENDINGS = ("bin", "idx", "sums")
 
@@ -27,8 +29,8 @@ ENDINGS = ("bin", "idx", "sums")
     shard_tokens=st.integers(1, 40),
 )
 @settings(max_examples=60, deadline=None)
-def test_documents_come_back_in_order_and_never_split(lengths, batch, shard_tokens):
-    """However they were handed over, and however small the shards."""
+def test_documents_are_read_in_order_and_never_split(lengths, batch, shard_tokens):
+    """For any grouping of the documents, and any size of shards."""
     documents = [[1 + n % 900] * (length - 1) + [EOS] for n, length in enumerate(lengths)]
     with tempfile.TemporaryDirectory() as name:
         with writer(Path(name) / "s", shard_tokens=shard_tokens) as open_writer:
@@ -50,7 +52,7 @@ def test_documents_come_back_in_order_and_never_split(lengths, batch, shard_toke
 
 
 def test_batches_do_not_change_the_bytes(tmp_path):
-    """One document at a time or all at once: the files are the same."""
+    """Documents added one by one or all at once give the same files."""
     documents = [[7] * length + [EOS] for length in (3, 0, 5, 2, 9, 1)]
     write(tmp_path / "one", documents, shard_tokens=8)
     with writer(tmp_path / "two", shard_tokens=8) as open_writer:
@@ -107,7 +109,7 @@ def test_nothing_is_left_of_a_writer_that_failed(tmp_path):
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_a_killed_writer_leaves_no_data_and_is_no_obstacle(tmp_path):
+def test_a_killed_writer_leaves_no_data_and_does_not_block_the_next(tmp_path):
     """Its files are there, without a manifest; the next writer removes them, and only them."""
     killed = writer(tmp_path / "s", shard_tokens=2)
     killed.add(np.array([1, EOS, 2, EOS, 3, EOS]), np.array([2, 4, 6]))
@@ -117,7 +119,7 @@ def test_a_killed_writer_leaves_no_data_and_is_no_obstacle(tmp_path):
         open_source(tmp_path / "s")
     with pytest.raises(ShardError, match="another process"):
         writer(tmp_path / "s")
-    killed._claim.leave()  # what the kernel does for the dead
+    killed._locked.release()  # as the kernel does for a killed process
     write(tmp_path / "s", [[9, EOS]])
     assert open_source(tmp_path / "s").num_tokens == 2
     names = {"manifest.json", *(f"shard-00000.{end}" for end in ENDINGS)}
@@ -135,7 +137,7 @@ def test_other_peoples_files_are_never_touched(tmp_path):
         assert (directory / name).read_text() == "mine" and (directory / "tokenizer").is_dir()
 
 
-def test_outputs_that_cannot_be_written_are_named_beforehand(tmp_path):
+def test_output_directories_are_checked_in_advance(tmp_path):
     (tmp_path / "file").write_text("")
     assert output_problems(tmp_path / "new" / "deep") == []
     assert "not a directory" in output_problems(tmp_path / "file" / "s")[0]
@@ -168,12 +170,12 @@ def test_the_fingerprint_changes_with_the_ids_and_with_the_tokenizer(tmp_path):
     assert len(prints) == 3
 
 
-def test_few_shards_are_open_at_a_time_and_each_block_is_checked_once(tmp_path, monkeypatch):
-    """Of all sources together; a shard that was closed meanwhile knows what was checked."""
-    summed = []
-    monkeypatch.setattr(shard_files, "MOST_OPEN", 3)
-    monkeypatch.setattr(shard_files, "FEWEST_OPEN", 3)
-    monkeypatch.setattr(shard_files, "block_sum", lambda b: summed.append(b) or block_sum(b))
+def test_few_shards_are_open_at_a_time_and_each_block_is_verified_once(tmp_path, monkeypatch):
+    """Over all sources; a shard that was closed meanwhile keeps which blocks are verified."""
+    verified = []
+    monkeypatch.setattr(local, "MAX_OPEN", 3)
+    monkeypatch.setattr(local, "MIN_OPEN", 3)
+    monkeypatch.setattr(local, "block_checksum", lambda b: verified.append(b) or block_checksum(b))
     names = ("a", "b")
     sources = [open_source(many_shards(tmp_path / name, 4, monkeypatch)) for name in names]
     for _ in range(3):
@@ -181,11 +183,11 @@ def test_few_shards_are_open_at_a_time_and_each_block_is_checked_once(tmp_path, 
             for source in sources:
                 assert source.files.ids(number, 0, 2).tolist() == [number + 1, EOS]
                 assert sum(len(each.files._open) for each in sources) <= 3
-    assert len(summed) == 8
-    assert not any(source.files.wants_notice for source in sources)
-    copy = pickle.loads(pickle.dumps(sources[0]))  # another process has checked nothing
-    assert copy.files.wants_notice and copy.ids(0, 0, 2).tolist() == [1, EOS]
-    assert len(summed) == 9
+    assert len(verified) == 8
+    assert not any(source.files.wants_prefetch for source in sources)
+    copy = pickle.loads(pickle.dumps(sources[0]))  # another process has verified nothing
+    assert copy.files.wants_prefetch and copy.ids(0, 0, 2).tolist() == [1, EOS]
+    assert len(verified) == 9
 
 
 def test_more_shards_can_be_read_than_files_may_be_open(tmp_path, monkeypatch):
@@ -195,7 +197,7 @@ def test_more_shards_can_be_read_than_files_may_be_open(tmp_path, monkeypatch):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, before[1]))
     try:
         for number in [*range(90), *range(90)]:
-            source.files.expect([(number, 0, 2)])
+            source.files.prefetch([(number, 0, 2)])
             assert source.ids(number, 0, 2).tolist() == [number + 1, EOS]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

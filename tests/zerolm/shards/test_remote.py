@@ -1,4 +1,4 @@
-"""Shards in a store, with remote_blocks.py, block_cache.py and the rest: as if they were here."""
+"""Shards in a store give the same batches as local shards, whatever the store does."""
 
 import errno
 import os
@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranges import RangeServer, range_server
 
-from zerolm import object_ranges
-from zerolm.block_cache import Cache
-from zerolm.block_sums import BLOCK_BYTES
-from zerolm.data import TokenStream, ValidationStream, make_loader
-from zerolm.errors import ShardError, ShardReadError
-from zerolm.metrics import store_row
-from zerolm.schedule import BatchSchedule
-from zerolm.shards import ShardWriter, open_source, verify
+from tests.range_server import RangeServer, range_server
+from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.data.loader import TokenStream, ValidationStream, make_loader
+from zerolm.optim.schedule import BatchSchedule
+from zerolm.shards import range_reader
+from zerolm.shards.block_cache import Cache
+from zerolm.shards.checksums import BLOCK_BYTES
+from zerolm.shards.reader import open_source, verify
+from zerolm.shards.writer import ShardWriter
+from zerolm.train.metrics import store_row
 
 SEQ_LEN = 1000
 TOKENIZER = {"name": "test", "fingerprint": "f", "files": []}
@@ -49,8 +50,8 @@ def server(shards):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No long pauses between attempts."""
-    monkeypatch.setattr(object_ranges, "FIRST_PAUSE_SECONDS", 0.001)
+    """Shorten the pauses between attempts."""
+    monkeypatch.setattr(range_reader, "FIRST_PAUSE_SECONDS", 0.001)
 
 
 def remote(server: RangeServer, tmp_path: Path, num_slots: int | None = None):
@@ -85,7 +86,7 @@ def blocks_of(source) -> int:
 def test_a_store_that_fails_in_every_way_gives_the_batches_of_local_shards(
     shards, server, tmp_path, quick, num_slots
 ):
-    """503s, bodies cut off, answers too short, and bytes that are others, in two epochs."""
+    """503s, truncated bodies, short answers and damaged bytes, over two epochs."""
     source = remote(server, tmp_path)
     if num_slots is not None:
         source = remote(server, tmp_path, blocks_of(source) if num_slots == "all" else num_slots)
@@ -100,12 +101,12 @@ def test_a_store_that_fails_in_every_way_gives_the_batches_of_local_shards(
         kept = next(tmp_path.glob("*/blocks")).read_bytes()
         assert source.files.counts["fetched"] <= blocks_of(source) * 1.5
         for number, shard in enumerate(source.manifest["shards"]):
-            start = source.files._own().key(number, 0) * BLOCK_BYTES
+            start = source.files._blocks().key(number, 0) * BLOCK_BYTES
             content = (shards / shard["file"]).read_bytes()
             assert kept[start : start + len(content)] == content
 
 
-def test_validation_and_loader_workers_read_a_store_as_well(shards, server, tmp_path):
+def test_validation_and_loader_workers_read_a_store(shards, server, tmp_path):
     """Workers are forked from a process whose own threads have read from it already."""
     source, local = remote(server, tmp_path, 16), open_source(shards)
     for each in (source, local):
@@ -116,7 +117,7 @@ def test_validation_and_loader_workers_read_a_store_as_well(shards, server, tmp_
     )
     loader = training(source, 20, 8, num_workers=2)
     assert_same(loader, training(local, 20, 8))
-    row = store_row(loader.stream.traffic)  # what the workers have told of
+    row = store_row(loader.stream.traffic)  # as reported by the workers
     assert row["data/store_bytes"] > 0 and 0 < row["data/cache_hits"] < 1
     assert store_row(training(local, 1).stream.traffic) == {}
 
@@ -134,13 +135,13 @@ def test_the_bound_of_the_cache_holds_for_all_processes_of_a_node(shards, server
     assert sum(sizes.values()) < BLOCK_BYTES
 
 
-def test_what_is_cached_is_not_fetched_again_by_the_next_process(shards, server, tmp_path):
+def test_cached_blocks_are_not_fetched_again_by_the_next_process(shards, server, tmp_path):
     source = remote(server, tmp_path, 1 << 10)
     source.files.cache = source.files.cache._replace(num_slots=blocks_of(source))
     list(training(source, 100))
     deadline = time.monotonic() + 30
     while source.files.counts["fetched"] < blocks_of(source) and time.monotonic() < deadline:
-        time.sleep(0.01)  # what no window needed comes in idle times
+        time.sleep(0.01)  # the rest is fetched in idle times
     before = 0
     while server.count != before:  # one may still be under way
         before = server.count
@@ -150,15 +151,15 @@ def test_what_is_cached_is_not_fetched_again_by_the_next_process(shards, server,
     assert again.files.counts["fetched"] == 0 and server.count == before
 
 
-def test_where_documents_end_is_fetched_once(shards, server, monkeypatch, tmp_path):
-    """Whoever looks at data does it again and again, each time in a process of its own."""
+def test_document_ends_are_fetched_once(shards, server, monkeypatch, tmp_path):
+    """People inspect data repeatedly, each time in a new process."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ends = open_source(shards).document_ends(1).tolist()
     assert open_source(f"{server.url}/web").document_ends(1).tolist() == ends
     again = open_source(f"{server.url}/web")
     before = server.count
     assert again.document_ends(1).tolist() == ends and server.count == before
-    verify(f"{server.url}/web")  # which looks at what is in the store
+    verify(f"{server.url}/web")  # reads from the store
     assert server.count > before + 9
 
 
@@ -171,10 +172,10 @@ def test_a_damaged_cache_is_a_miss(shards, server, tmp_path):
     assert_same(training(pickle.loads(pickle.dumps(source)), 50), training(open_source(shards), 50))
 
 
-def test_a_disk_that_fills_stops_the_keeping_and_not_the_run(
+def test_a_disk_that_fills_stops_the_caching_and_not_the_run(
     shards, server, tmp_path, monkeypatch, capsys
 ):
-    """Writes come short, as they do first; then a process for whose files there is no room."""
+    """First writes are short; then a new process has no room for its cache files."""
     source, local = remote(server, tmp_path), open_source(shards)
     source.files.cache = Cache(tmp_path / "cache", blocks_of(source))
     real, room = os.pwrite, [10 * BLOCK_BYTES + 100]
@@ -200,8 +201,8 @@ def test_a_disk_that_fills_stops_the_keeping_and_not_the_run(
     assert "No space left on device" in capsys.readouterr().out
 
 
-def test_blocks_are_asked_for_ahead_of_their_use(shards, server, tmp_path):
-    """While the first batch, of a few blocks, is in use, all others arrive; each of them once."""
+def test_blocks_are_requested_ahead_of_their_use(shards, server, tmp_path):
+    """While the first batch is in use, all other blocks arrive, each of them once."""
     source = remote(server, tmp_path)
     batches = iter(training(source, 100))
     next(batches)
@@ -231,23 +232,23 @@ def test_an_object_that_is_damaged_in_the_store_ends_the_run_and_is_named(
     assert verify(f"{server.url}/web") == source.manifest
 
 
-def test_a_store_that_stays_away_is_given_up_and_its_last_answer_named(
+def test_a_store_that_stays_unavailable_ends_the_run_and_its_last_answer_is_named(
     shards, server, tmp_path, quick
 ):
     source = remote(server, tmp_path)
-    source.files.patience_seconds = 0.2
+    source.files.retry_seconds = 0.2
     server.fail_every = 1
     with pytest.raises(ShardReadError, match=r"shard-0000\d\.(bin|sums): .*503.*attempts in \d+ s"):
         list(training(source, 3))
 
 
-def test_what_cannot_be_trained_on_is_refused_beforehand(shards, server, tmp_path, monkeypatch):
+def test_unusable_stores_are_refused_before_training(shards, server, tmp_path, monkeypatch):
     with pytest.raises(ShardError, match=r"/nothing: no manifest\.json there"):
         open_source(f"{server.url}/nothing")
-    with pytest.raises(ShardError, match="carries credentials"):
+    with pytest.raises(ShardError, match="contains credentials"):
         open_source("s3://key:secret@bucket/web")
     server.ignores_ranges = True
-    monkeypatch.setattr("zerolm.remote_shards.REACH_SECONDS", 0.3)
+    monkeypatch.setattr("zerolm.shards.remote.STARTUP_RETRY_SECONDS", 0.3)
     with pytest.raises(ShardError, match="whole objects instead of ranges"):
         open_source(f"{server.url}/web")
 

@@ -3,13 +3,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerolm.alerts import ERROR, INFO, WARN, Alert, Limit, LowMfu, of_event
-from zerolm.checkpoint_directory import Progress
-from zerolm.settings import Settings
-from zerolm.stability import ladder, what_was_seen
+from zerolm.checkpoint.directory import Progress
+from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, Limit, LowMfu, of_event
+from zerolm.train.stability import ladder, what_was_seen
 
-# What a run writes of a spike: zerolm/stability.py.
-LADDER = ladder(Settings(spike_threshold=4.0), "AdamW", "bf16")
+# What a run writes of a spike: zerolm/train/stability.py.
+LADDER = ladder(Settings(spike_threshold=4.0), Profile.parse({}))
 RESULT = SimpleNamespace(loss=9.25, grad_norm=2.0)
 SEEN = json.loads(json.dumps(what_was_seen(LADDER, Progress(position=8), RESULT, 8)))
 

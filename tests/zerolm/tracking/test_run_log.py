@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from zerolm import metrics
-from zerolm.metrics import RunLog
+from zerolm.tracking import run_log
+from zerolm.tracking.run_log import RunLog
 
 
 def write_steps(log: RunLog, *steps: int) -> None:
@@ -20,13 +20,13 @@ def test_a_resume_drops_the_lines_that_are_taken_again(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     write_steps(log, 1, 2, 3, 4)
     log.close()
-    with open(tmp_path / metrics.METRICS, "a") as file:
+    with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "tok')  # killed in the middle of a line
     log = RunLog(tmp_path, 2, writes=True)
     assert log.has(2, "train/loss") and not log.has(3, "train/loss")
     write_steps(log, 3)
     log.close()
-    rows = lines(tmp_path / metrics.METRICS)
+    rows = lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[2]["train/loss"] == 1 / 9, "floats survive to the last bit"
 
@@ -35,15 +35,15 @@ def test_what_json_has_no_number_for_is_null(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     log.metrics({"step": 1, "tokens": 10, "train/grad_norm": float("inf")})
     log.close()
-    assert lines(tmp_path / metrics.METRICS) == [{"step": 1, "tokens": 10, "train/grad_norm": None}]
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "tokens": 10, "train/grad_norm": None}]
 
 
 def test_an_event_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path) -> None:
-    (tmp_path / metrics.EVENTS).write_text('{"event": "start"}\n{"event": "chec')
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "chec')
     log = RunLog(tmp_path, 0, writes=True)
     log.event("resume", 3)
     log.close()
-    assert json.loads((tmp_path / metrics.EVENTS).read_text().splitlines()[-1])["step"] == 3
+    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])["step"] == 3
 
 
 def test_events_are_appended_over_all_starts(tmp_path) -> None:
@@ -51,7 +51,7 @@ def test_events_are_appended_over_all_starts(tmp_path) -> None:
         log = RunLog(tmp_path, 0, writes=True)
         log.event(event, 0, checkpoint=None)
         log.close()
-    assert [row["event"] for row in lines(tmp_path / metrics.EVENTS)] == ["start", "resume"]
+    assert [row["event"] for row in lines(tmp_path / "events.jsonl")] == ["start", "resume"]
 
 
 def test_only_the_first_rank_writes(tmp_path) -> None:
@@ -66,40 +66,40 @@ def test_rows_of_a_rollback_are_moved_once_and_not_lost(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     write_steps(log, 1, 2, 3, 4)
     log.close()
-    before = lines(tmp_path / metrics.METRICS)
-    metrics.archive(tmp_path, 1, 2)
+    before = lines(tmp_path / "metrics.jsonl")
+    run_log.archive(tmp_path, 1, 2)
     log = RunLog(tmp_path, 2, writes=True)
     write_steps(log, 3)
     log.close()
-    metrics.archive(tmp_path, 1, 2)  # a start after a crash asks again
-    assert lines(tmp_path / metrics.ROLLED_BACK.format(1)) == before[2:]
-    assert [row["step"] for row in lines(tmp_path / metrics.METRICS)] == [1, 2, 3]
+    run_log.archive(tmp_path, 1, 2)  # a start after a crash asks again
+    assert lines(tmp_path / "metrics-rolled-back-0001.jsonl") == before[2:]
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(999, "999"), (1234, "1.23k"), (3.2e9, "3.2B"), (1.5e13, "15T")]
 )
 def test_counts_are_short(number: float, text: str) -> None:
-    assert metrics.count(number) == text
+    assert run_log.count(number) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(5, "5s"), (184, "3m04s"), (7380, "2h03m"), (93_780, "1d02h03m")]
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    assert metrics.duration(seconds) == text
+    assert run_log.duration(seconds) == text
 
 
 def test_samples_of_steps_that_are_taken_again_are_dropped(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
-    assert log.sampled_tokens() == 0 and not (tmp_path / metrics.SAMPLES).exists()
+    assert log.sampled_tokens() == 0 and not (tmp_path / "samples.jsonl").exists()
     for step in (2, 4, 6):
         log.samples([{"step": step, "tokens": 10 * step, "prompt_number": n} for n in range(3)])
     log.close()
-    with open(tmp_path / metrics.SAMPLES, "a") as file:
+    with open(tmp_path / "samples.jsonl", "a") as file:
         file.write('{"step": 8, "tok')
     log = RunLog(tmp_path, 4, writes=True)
     assert log.sampled_tokens() == 40
     log.samples([{"step": 6, "tokens": 60, "prompt_number": 0}])
     log.close()
-    assert [row["step"] for row in lines(tmp_path / metrics.SAMPLES)] == [2] * 3 + [4] * 3 + [6]
+    assert [row["step"] for row in lines(tmp_path / "samples.jsonl")] == [2] * 3 + [4] * 3 + [6]

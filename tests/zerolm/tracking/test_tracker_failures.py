@@ -7,20 +7,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tracked_runs import begin, end, unused_run, write_steps
 
 from tests.launching import free_port
 from tests.wandb_reader import own_rows
-from zerolm import tracker, wandb_tracker
-from zerolm import wandb_sync as wandb_sync_module
-from zerolm.errors import ConfigError, ZerolmError
-from zerolm.metrics import RunLog
-from zerolm.mirror import Mirror
-from zerolm.wandb_sync import wandb_sync
+from tests.zerolm.tracking.tracked_runs import begin, end, unused_run, write_steps
+from zerolm.common import locks
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.config.settings import Settings
+from zerolm.tracking import tracker_processes, wandb, wandb_identity
+from zerolm.tracking import wandb_sync as wandb_sync_module
+from zerolm.tracking.mirror import Mirror
+from zerolm.tracking.run_log import RunLog
+from zerolm.tracking.tracker import Tracker, enabled_trackers
+from zerolm.tracking.tracker_processes import MAX_FAILURES
+from zerolm.tracking.wandb_sync import wandb_sync
+from zerolm.watchdog import child
 
 
 @pytest.fixture
@@ -37,15 +41,14 @@ def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> No
     assert [(one["event"], one["tracker"]) for one in found] == [("tracker_failed", "wandb")] * 2
     assert "cannot start" in found[0]["error"]
     assert f"python -m zerolm wandb-sync {run_dir}" in found[1]["error"]
-    assert len(own_rows(run_dir)) == 1 and "training goes on" in capsys.readouterr().out
+    assert len(own_rows(run_dir)) == 1 and "training continues" in capsys.readouterr().out
 
 
-class Broken:
-    """A target that fails at one event, and then at every row."""
+class Broken(Tracker):
+    """A tracker that fails at some events."""
 
-    where = "nowhere"
-
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
         self.got: list[object] = []
 
     def event(self, event: dict[str, object]) -> None:
@@ -59,13 +62,6 @@ class Broken:
     def finish(self, exit_code: int) -> None:
         self.got.append("end")
 
-    def wants(self, row: dict[str, object]) -> bool:
-        return True
-
-    def open(self) -> None: ...
-    def flush(self) -> None: ...
-    def samples(self, rows: list[dict[str, object]]) -> None: ...
-
 
 def test_what_is_wrong_with_one_event_is_told_once_and_stops_nothing_else(run_dir) -> None:
     with open(run_dir / "events.jsonl", "w") as file:
@@ -73,22 +69,21 @@ def test_what_is_wrong_with_one_event_is_told_once_and_stops_nothing_else(run_di
             file.write(json.dumps({"event": "spike", "step": 1, "bad": bad}) + "\n")
     (run_dir / "metrics.jsonl").write_text('{"step": 2}\n')
     told: list[dict[str, object]] = []
-    target = Broken()
-    mirror = Mirror(run_dir, "wandb", target, lambda **what: told.append(what))
-    mirror.sender.start()
+    tracker = Broken(run_dir)
+    mirror = Mirror(run_dir, tracker, lambda **message: told.append(message))
+    mirror.feeder.start()
     mirror.end("done")
-    assert target.got == [2, 1, 1, "end"] and mirror.complete
+    assert tracker.got == [2, 1, 1, "end"] and mirror.complete
     (failure,) = [what["failed"] for what in told if "failed" in what]
-    assert "passed over event: TypeError" in failure
+    assert "skipped event: TypeError" in failure
 
 
 def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
     run_dir, monkeypatch
 ) -> None:
     """Offline each of them would write every row once more."""
-    monkeypatch.setattr(tracker, "FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(tracker, "LONGEST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(tracker, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tracker_processes, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(tracker_processes, "POLL_SECONDS", 0.0)
     monkeypatch.setenv("ZEROLM_SUPERVISOR", "somebody-1")
     seen = run_dir / "seen"
     script = (
@@ -96,7 +91,7 @@ def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
     )
     popen = subprocess.Popen
     monkeypatch.setattr(
-        tracker.subprocess, "Popen",
+        child.subprocess, "Popen",
         lambda words, **more: popen([sys.executable, "-c", script, str(seen)], **more),
     )  # fmt: skip
     log = begin(run_dir, 0)
@@ -104,12 +99,12 @@ def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
     assert trackers is not None
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
-        trackers.poke()
+        trackers.tick()
         time.sleep(0.01)
-    assert seen.read_text() == "-" * tracker.MOST_DEATHS, "and none has the supervisor's mark"
+    assert seen.read_text() == "-" * MAX_FAILURES, "and none has the supervisor's mark"
     end(log)
     errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
-    assert len(errors) == tracker.MOST_DEATHS + 1
+    assert len(errors) == MAX_FAILURES + 1
     assert all("python -m zerolm wandb-sync" in error for error in errors[-2:])
 
 
@@ -118,7 +113,7 @@ def test_what_a_child_says_after_a_rollback_is_heard(run_dir, monkeypatch) -> No
     first = begin(run_dir, 0)
     first.close("rollback")
     second = RunLog(run_dir, 0, writes=True)
-    second.track(SimpleNamespace(wandb="offline", tensorboard=False), before=first.trackers)
+    second.track(Settings(wandb="offline"), before=first.trackers)
     end(second)
     errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
     assert sum("may lack rows" in error for error in errors) == 2, "of both"
@@ -131,9 +126,9 @@ def test_wandb_is_told_by_its_own_variable_whether_there_is_a_tracker(monkeypatc
         ("offline", "offline", ["wandb"]), ("", "online", ["wandb"]),
     ):  # fmt: skip
         monkeypatch.setenv("WANDB_MODE", told)
-        assert wandb_tracker.mode_of("auto") == mode
-        assert tracker.names(SimpleNamespace(wandb="auto", tensorboard=False)) == found
-        assert tracker.names(SimpleNamespace(wandb="online", tensorboard=False)) == ["wandb"]
+        assert wandb_identity.resolve_mode("auto") == mode
+        assert enabled_trackers(Settings(wandb="auto")) == found
+        assert enabled_trackers(Settings(wandb="online")) == ["wandb"]
 
 
 def without_locks(file: Any, operation: int) -> None:
@@ -154,13 +149,13 @@ def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeyp
     (run_dir / "wandb" / "run.json").write_text('{"id": "first"}')
     with open(run_dir / "wandb" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as the tracker of a run that is going on
-        with pytest.raises(ConfigError, match="is going on and writes to that W&B run"):
+        with pytest.raises(ConfigError, match="is still running and writes to that W&B run"):
             wandb_sync(run_dir, mode="offline", same_id=True)
     with monkeypatch.context() as patched:
-        patched.setattr(wandb_sync_module.fcntl, "flock", without_locks)
-        patched.setattr(wandb_sync_module, "_send", lambda *what, **more: None)
+        patched.setattr(locks.fcntl, "flock", without_locks)
+        patched.setattr(wandb_sync_module, "_send", lambda *what, **more: "")
         assert wandb_sync(run_dir, mode="offline", same_id=True) == ["first"]
-    monkeypatch.setattr(wandb_tracker, "INIT_SECONDS", 1)
+    monkeypatch.setattr(wandb, "INIT_SECONDS", 1)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ZerolmError, match=r"W&B did not take it: .*refused"):

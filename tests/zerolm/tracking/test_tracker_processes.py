@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracked_runs import (
+
+from tests.endpoints import WandbServer
+from tests.launching import environment
+from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
+from tests.zerolm.tracking.tracked_runs import (
     begin,
     end,
     kill,
@@ -21,12 +25,9 @@ from tracked_runs import (
     wait_for_starts,
     write_steps,
 )
-
-from tests.endpoints import WandbServer
-from tests.launching import environment
-from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
-from zerolm import events, metrics, tensorboard_tracker, wandb_tracker
-from zerolm.wandb_sync import wandb_sync
+from zerolm.common import jsonl
+from zerolm.tracking import run_log, tensorboard, wandb
+from zerolm.tracking.wandb_sync import wandb_sync
 
 
 @pytest.fixture
@@ -95,10 +96,10 @@ def test_wandb_and_tensorboard_have_each_row_once_over_kills_and_a_resume(run_di
 def test_a_killed_rank_leaves_a_tracker_that_tells_why(run_dir) -> None:
     """What others write down then is told, and no row is lacking."""
     script = (
-        "import sys, time; from pathlib import Path; from types import SimpleNamespace as N\n"
-        "from zerolm.metrics import RunLog\n"
+        "import sys, time; from pathlib import Path; from zerolm.config.settings import Settings\n"
+        "from zerolm.tracking.run_log import RunLog\n"
         "log = RunLog(Path(sys.argv[1]), 0, writes=True)\n"
-        "log.track(N(wandb='offline', tensorboard=False))\n"
+        "log.track(Settings(wandb='offline'))\n"
         "log.metrics({'step': 1, 'tokens': 10}); print('ready', flush=True); time.sleep(600)"
     )
     rank = subprocess.Popen(
@@ -108,7 +109,7 @@ def test_a_killed_rank_leaves_a_tracker_that_tells_why(run_dir) -> None:
     wait_for(lambda: list(run_dir.glob("wandb/offline-run-*/*.wandb")))
     rank.kill()
     rank.wait()
-    events.append(run_dir, "rank_lost", 1, ended="signal 9")
+    jsonl.append_event(run_dir, "rank_lost", 1, ended="signal 9")
     with open(run_dir / "wandb" / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it has ended
     ((_, records),) = wandb_runs(run_dir).items()
@@ -126,7 +127,7 @@ def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) 
     wait_for_starts(run_dir, 1)
     log.close("rollback")
     (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry]}))
-    metrics.archive(run_dir, 1, 1)
+    run_log.archive(run_dir, 1, 1)
     for steps in ((2, 3), (4,)):
         log = begin(run_dir, steps[0] - 1, tensorboard=True)
         log.event("resume", steps[0] - 1, checkpoint="step-00000001")
@@ -145,7 +146,7 @@ def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) 
     assert list((run_dir / "tensorboard" / "rolled-back-0001").glob("events.*"))
 
     before = set(wandb_runs(run_dir))
-    ids = wandb_sync(run_dir, mode="offline", project="other", entity="team", say=lambda line: None)
+    ids = wandb_sync(run_dir, mode="offline", project="other", entity="team", log=lambda line: None)
     made = wandb_runs(run_dir)
     assert set(made) - before == set(ids) and len(ids) == 2
     assert wandb_rows(made[ids[0]]) == own_rows(run_dir)
@@ -191,7 +192,7 @@ def test_tensorboard_goes_on_after_the_rows_it_has_and_mends_what_was_written_in
         (run_dir / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
 
     def wanted() -> list[int]:
-        target = tensorboard_tracker.TensorboardTracker(run_dir)
+        target = tensorboard.TensorboardTracker(run_dir)
         target.open()
         found = [each["step"] for each in own_rows(run_dir) if target.wants(each)]
         target.finish(0)
@@ -203,12 +204,12 @@ def test_tensorboard_goes_on_after_the_rows_it_has_and_mends_what_was_written_in
     (half / "events.out.tfevents.1.half").write_bytes(b"half")
     write("metrics-rolled-back-0001.jsonl", row(3), row(4))
     write("metrics.jsonl", row(1), row(2))
-    target = tensorboard_tracker.TensorboardTracker(run_dir)
+    target = tensorboard.TensorboardTracker(run_dir)
     target.open()
     for each in own_rows(run_dir):
         target.log(each)
     target.finish(0)
-    assert not half.exists() and len(tensorboard_tracker.read_back(aside)[0]) == 2
+    assert not half.exists() and len(tensorboard.read_back(aside)[0]) == 2
     write("metrics.jsonl", row(1), row(2), row(3))
     assert wanted() == [3]
     write("metrics.jsonl", row(1))
@@ -232,7 +233,7 @@ def test_what_a_server_has_follows_from_its_newest_number_on_any_machine(run_dir
                 tables.append(list(row["samples"].data))
 
     def begin_again(first: int, rows: Sequence[int], samples: Sequence[int]) -> None:
-        target = wandb_tracker.WandbTracker(run_dir)
+        target = wandb.WandbTracker(run_dir)
         target.run, target._first = Run(), first
         keys = {"prompt_number": 0, "top_k": 0}
         for step in samples:  # what is odd in a column ends nothing
@@ -243,7 +244,7 @@ def test_what_a_server_has_follows_from_its_newest_number_on_any_machine(run_dir
             for more in ({}, {"eval/loss": 2.0}) if step in samples else ({},):
                 if target.wants({**row, **more}):
                     target.log({**row, **more})
-        target._put_samples()
+        target._log_samples()
 
     begin_again(0, [1, 2, 3, 4, 5], [2, 4])
     assert sorted(sent) == [100, 200, 201, 299, 300, 400, 401, 499, 500]

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from zerolm.errors import ConfigError
-from zerolm.wandb_workspace import make
+from zerolm.common.errors import ConfigError
+from zerolm.tracking.wandb_workspace import layout, make
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of that package's use of pydantic
@@ -13,6 +13,7 @@ def test_a_workspace_has_panels_for_what_the_run_measures(tmp_path, monkeypatch)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     (tmp_path / "run.json").write_text(json.dumps({"settings": {"wandb_project": "mine"}}))
     row = {"step": 1, "tokens": 9, "train/loss": 2.0, "eval/loss": 3.0, "data/web/loss": 2.5}
+    row |= {"train/grad_norm": 1.0, "train/perplexity": 7.4, "train/new": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "samples.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="no W&B key is configured"):
@@ -24,13 +25,19 @@ def test_a_workspace_has_panels_for_what_the_run_measures(tmp_path, monkeypatch)
         make(tmp_path / "other", None, None)
     bank = json.loads(make(tmp_path, None, None, print_only=True))["section"]["panelBankConfig"]
     panels = {
-        panel["config"]["chartTitle"]: panel["config"]
-        for section in bank["sections"] if section["name"] == "Loss"
+        (section["name"], panel["config"]["chartTitle"]): panel["config"]
+        for section in bank["sections"] if section["name"] != "Samples"
         for panel in section["panels"]
     }  # fmt: skip
-    wanted = {"training loss": ["train/loss"], "validation loss": ["eval/loss"]}
     assert {title: panel["metrics"] for title, panel in panels.items()} == {
-        **wanted, "loss per source": ["data/web/loss"],
-    }  # fmt: skip
+        ("Loss", "Loss"): ["train/loss"],
+        ("Loss", "Loss, evaluations"): ["eval/loss"],
+        ("Loss", "Loss by source"): ["data/web/loss"],
+        ("Optimization", "Gradient norm"): ["train/grad_norm"],
+        ("Other", "train/new"): ["train/new"],
+    }
     assert all(panel["xAxis"] == "tokens" for panel in panels.values())
+    smooth = {title for (_, title), panel in panels.items() if "smoothingWeight" in panel}
+    assert smooth == {"Loss", "Loss by source", "Gradient norm"}
     assert "Samples" in {section["name"] for section in bank["sections"]}
+    assert layout({"train/loss"}, "mine", "team", "first: training").name == "first: training"

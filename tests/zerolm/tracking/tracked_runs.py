@@ -4,11 +4,11 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from zerolm.metrics import RunLog
+from zerolm.config.settings import Settings
+from zerolm.tracking.run_log import RunLog
 
 
 def unused_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -27,7 +27,7 @@ def begin(run_dir: Path, step: int, tensorboard: bool = False, mode: str = "offl
     record["settings"]["wandb"] = mode
     (run_dir / "run.json").write_text(json.dumps(record))
     log = RunLog(run_dir, step, writes=True)
-    log.track(SimpleNamespace(wandb=mode, tensorboard=tensorboard))
+    log.track(Settings(wandb=mode, tensorboard=tensorboard))
     return log
 
 
@@ -68,18 +68,22 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def wait_for_starts(run_dir: Path, number: int) -> None:
-    """Wait until so many W&B trackers have begun: at its end a run gives such as have not seconds,
+    """Wait until so many W&B runs have started, which takes a loaded machine many seconds.
 
-    which a loaded machine takes for its imports.
+    At its end a run waits only a few seconds for a tracker that has not connected yet.
     """
-    wait_for(lambda: len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) >= number)
+
+    def num_started() -> int:
+        logs = run_dir.glob("wandb/offline-run-*/logs/debug.log")
+        return sum("run started" in log.read_text(errors="replace") for log in logs)
+
+    wait_for(lambda: num_started() >= number)
 
 
 def kill(log: RunLog, run_dir: Path, name: str) -> None:
     """Kill the children once one of them is at work, as a lost host would."""
     wait_for(lambda: list(run_dir.glob(name)))
     time.sleep(1.5)
-    for child in log.trackers._children:
-        child.process.kill()
-        child.process.wait()
+    for process in log.trackers._processes:
+        process.child.kill()
     log.close()

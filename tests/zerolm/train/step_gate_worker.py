@@ -18,8 +18,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from zerolm.distributed import gather_objects, release_shared_memory
-from zerolm.refusal import StepGate
+from zerolm.distributed.collectives import gather_objects
+from zerolm.distributed.process_group import release_shared_memory
+from zerolm.train.step_gate import StepGate
 
 WIDTH, ROWS = 48, 8
 GOOD = (1, 2, 3)  # batches that both engines see

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zerolm.noise_scale import (
+from zerolm.train.noise_scale import (
     DECAY,
     Estimate,
     SmallBatches,

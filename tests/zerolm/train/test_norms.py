@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm.norms import WINDOW_VALUES, Blocks, block_of, square, windows
+from zerolm.train.norms import WINDOW_VALUES, Blocks, block_of, square, windows
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 
 from tests.launching import ROOT
-from zerolm import stability
-from zerolm.errors import EXIT_GAVE_UP, GaveUp
-from zerolm.flags import parse_settings
-from zerolm.settings import Settings
-from zerolm.spike import Policy
+from zerolm.common.errors import EXIT_GAVE_UP, GaveUp
+from zerolm.config.flags import parse_settings
+from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.optim.spikes import Policy
+from zerolm.train import stability
 
 ASK = """
 import os, signal, sys, time
-from zerolm.stability import StopRequest
+from zerolm.train.stability import StopRequest
 stop = StopRequest({after})
 assert not stop.asked()
 {act}
@@ -57,9 +58,11 @@ def test_the_ladder_is_what_the_settings_say() -> None:
     words = "--spike_threshold 8 --spike_window 64 --no-skip_spikes --cooldown_after 0"
     settings, problems = parse_settings([*words.split(), "--rollback_after", "9", "--max_skips=0"])
     assert not problems
-    policy = stability.ladder(settings, "AdamW", "bf16").policy
+    policy = stability.ladder(settings, Profile.parse({"bf16": {"enabled": True}})).policy
     assert (policy.threshold, policy.window, policy.skip) == (8.0, 64, False)
     assert (policy.cooldown_after, policy.rollback_after, policy.max_skips) == (0, 9, 0)
     assert policy.watch_norm and not policy.overflows_are_normal
-    policy = stability.ladder(Settings(), "Muon", "fp16").policy
+    policy = stability.ladder(
+        Settings(), Profile.parse({"optimizer": {"type": "Muon"}, "fp16": {"enabled": True}})
+    ).policy
     assert policy == replace(Policy(), watch_norm=False, overflows_are_normal=True)

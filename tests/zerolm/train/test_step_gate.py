@@ -51,6 +51,6 @@ def test_a_refused_step_changes_no_bit_and_the_next_goes_on_as_if_it_had_not_bee
         for name, config in configs().items()
     ]
     report = tmp_path / "report.json"
-    run_workers(2, Path(__file__).with_name("refusal_worker.py"), report, *files)
+    run_workers(2, Path(__file__).with_name("step_gate_worker.py"), report, *files)
     found = {Path(path).stem: problems for path, problems in json.loads(report.read_text()).items()}
     assert found == {name: [] for name in configs()}

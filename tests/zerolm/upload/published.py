@@ -4,14 +4,15 @@ import json
 import random
 from pathlib import Path
 
-from zerolm import checkpoint_directory
-from zerolm.checkpoint_directory import Progress
-from zerolm.files import sha256_file
+from zerolm.checkpoint import directory as checkpoint_directory
+from zerolm.checkpoint.directory import Progress
+from zerolm.common.files import sha256_file
+from zerolm.common.run_files import checkpoint_name
 
 
 def publish(run_dir: Path, step: int, size: int = 1000, **progress: int) -> Path:
     """Publish a checkpoint of two files of `size` random bytes, and log its step."""
-    temporary = run_dir / "checkpoints" / f".tmp-{checkpoint_directory.directory_name(step)}"
+    temporary = run_dir / "checkpoints" / f".tmp-{checkpoint_name(step)}"
     temporary.mkdir(parents=True)
     files = []
     for name in ("model.pt", "optimizer.pt"):

@@ -1,13 +1,13 @@
 import json
 from pathlib import Path
 
-from published import publish
-
-from zerolm import uploader
-from zerolm.flags import parse_settings
-from zerolm.object_store import Store, StoreError
-from zerolm.settings import Settings
-from zerolm.upload_rules import is_lost, stored_record, upload_problems
+from tests.zerolm.upload.published import publish
+from zerolm.common.store import StoreError
+from zerolm.config.flags import parse_settings
+from zerolm.config.settings import Settings
+from zerolm.upload import uploader
+from zerolm.upload.rules import is_lost, stored_record, upload_problems
+from zerolm.upload.run_store import Store
 
 
 def settings(*argv: object) -> Settings:
@@ -51,11 +51,11 @@ def test_a_store_that_does_not_answer_is_a_problem_only_without_a_checkpoint(
     def fail(*words: object) -> list[str]:
         raise StoreError("s3://bucket/first: no answer")
 
-    monkeypatch.setattr(Store, "whole", fail)
+    monkeypatch.setattr(Store, "complete", fail)
     run_dir, problems = tmp_path / "run", list[str]()
     words = ["--run_dir", run_dir, "--upload_to", f"file://{tmp_path}/store"]
     assert stored_record(settings(*words), problems) is None
-    assert "might begin again at step 0. s3://bucket/first: no answer." in problems[0]
+    assert "might start again at step 0. s3://bucket/first: no answer." in problems[0]
     run_dir.mkdir()
     publish(run_dir, 5)
     problems.clear()

@@ -9,19 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
-from published import contents, events, publish
 
 from tests.endpoints import (
     BUCKET,
     NO_S3,
     SECRET,
     FaultyProxy,
-    deaf_port,
     s3_environment,
     s3_server,
+    unresponsive_port,
 )
 from tests.launching import ROOT, environment
-from zerolm.checkpoint_directory import problems_of, read
+from tests.zerolm.upload.published import contents, events, publish
+from zerolm.checkpoint.directory import problems_of, read
 
 pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 SIZE = 3_000_000
@@ -97,7 +97,7 @@ def test_an_upload_killed_in_the_middle_of_a_file_is_gone_on_with(tmp_path, s3_p
         assert marked(s3_port, "killed") == []
         proxy.bytes_per_second = None
         nothing = zerolm("restore", url, tmp_path / "none", port=proxy.port)
-        assert nothing.returncode == 2 and "there is no whole checkpoint" in nothing.stderr
+        assert nothing.returncode == 2 and "has no complete checkpoint" in nothing.stderr
         assert not (tmp_path / "none").exists()
         done = zerolm("upload", run_dir, url, port=proxy.port)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,7 +114,7 @@ def test_a_store_that_answers_500_or_nothing_is_an_event_within_bounded_time(tmp
         failed = zerolm("upload", run_dir, url, port=proxy.port)
         assert failed.returncode == 1 and "Traceback" not in failed.stdout + failed.stderr
         lost = zerolm("restore", url, tmp_path / "again", port=proxy.port)
-        assert lost.returncode == 2 and "would begin at step 0" in lost.stderr
+        assert lost.returncode == 2 and "would start at step 0" in lost.stderr
     (event,) = events(run_dir, "upload_failed")
     assert "(3 attempts)" in event["error"] and SECRET not in event["error"]
     assert not list((tmp_path / "again").glob("checkpoints/step-*"))
@@ -125,7 +125,7 @@ def test_a_store_that_never_answers_is_given_up(tmp_path) -> None:
     run_dir, url = tmp_path / "run", f"s3://{BUCKET}/deaf"
     run_dir.mkdir()
     publish(run_dir, 5)
-    with deaf_port() as port:
+    with unresponsive_port() as port:
         began = time.monotonic()
         failed = zerolm("upload", run_dir, url, port=port)
         assert failed.returncode == 1 and time.monotonic() - began < 400

@@ -9,16 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
-from published import contents, events, publish
 
 from tests.launching import ROOT, environment
-from zerolm import uploader
-from zerolm.checkpoint_directory import MANIFEST, newest, problems_of
-from zerolm.errors import CheckpointError
-from zerolm.object_store import Store, StoreError, shown_error, within
-from zerolm.restore import if_lost, restore
-from zerolm.upload_rules import url_problem
-from zerolm.uploads import Uploads
+from tests.zerolm.upload.published import contents, events, publish
+from zerolm.checkpoint.directory import newest, problems_of
+from zerolm.common.errors import CheckpointError
+from zerolm.common.run_files import MANIFEST
+from zerolm.common.store import StoreError, call_within, describe_error
+from zerolm.upload import uploader
+from zerolm.upload.process import Uploads
+from zerolm.upload.restore import if_lost, restore
+from zerolm.upload.rules import url_problem
+from zerolm.upload.run_store import Store
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_a_run_comes_back_from_its_store_in_every_byte(run_dir, store, tmp_path)
     assert event["checkpoint"] == "step-00000010" and event["url"] == store
     older = restore(store, tmp_path / "older", step=5)
     assert older is not None and older.progress.step == 5
-    with pytest.raises(CheckpointError, match=r"no whole step-00000007; it has step-00000005, "):
+    with pytest.raises(CheckpointError, match=r"no complete step-00000007; it has step-00000005, "):
         restore(store, tmp_path / "none", step=7)
 
 
@@ -182,7 +184,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
         victim.write_text("{")
     said: list[str] = []
     again = tmp_path / "again"
-    found = restore(store, again, say=said.append)
+    found = restore(store, again, log=said.append)
     assert found is not None and found.progress.step == 5 and problems_of(found) == []
     assert f"{store}/step-00000010/{victim.relative_to(place / 'step-00000010')}" in said[0]
     assert harm not in ("flip", "truncate") or "the manifest says" in said[0]
@@ -195,7 +197,7 @@ def test_all_damaged_is_refused_and_nothing_is_restored(run_dir, store, place, t
     publish(run_dir, 5)
     uploader.upload(run_dir, store, keep=0)
     (place / "step-00000005" / "model.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in it is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in it is complete"):
         restore(store, tmp_path / "again")
     assert newest(tmp_path / "again") is None
 
@@ -249,7 +251,7 @@ def test_no_room_is_said_before_anything_is_fetched(run_dir, store, tmp_path, mo
     publish(run_dir, 5)
     uploader.upload(run_dir, store, keep=0)
     usage = shutil._ntuple_diskusage(10, 9, 1)
-    monkeypatch.setattr("zerolm.restore.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("zerolm.upload.restore.shutil.disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs 0.00 GB, its file system has 0.00 GB free"):
         restore(store, tmp_path / "again")
 
@@ -259,8 +261,8 @@ def test_no_room_is_said_before_anything_is_fetched(run_dir, store, tmp_path, mo
     [
         ("runs/first", "is not a URL"),
         ("s3://", "is not a URL"),
-        ("s3://key:secret@bucket/first", "carries credentials"),
-        ("s3://bucket/first?token=1", "carries credentials or a query"),
+        ("s3://key:secret@bucket/first", "contains credentials"),
+        ("s3://bucket/first?token=1", "contains credentials or a query"),
         ("s4://bucket/first", "not known to fsspec"),
         ("adl://container/first", "needs a package that is not installed"),
         ("file:///backup/first", None),
@@ -274,19 +276,19 @@ def test_urls_are_checked_without_a_network(url, problem) -> None:
 def test_secrets_of_the_environment_are_not_shown() -> None:
     environment = {"AWS_SECRET_ACCESS_KEY": "abcdefghij", "HOME": "/somewhere", "X_TOKEN": "short"}
     error = OSError("denied for\nabcdefghij in /somewhere, short")
-    assert shown_error(error, environment) == "OSError: denied for *** in /somewhere, short"
+    assert describe_error(error, environment) == "OSError: denied for *** in /somewhere, short"
 
 
 def test_a_call_that_hangs_is_left_behind() -> None:
     with pytest.raises(StoreError, match="no answer within 0 s"):
-        within(0.05, lambda: time.sleep(5))
-    assert within(5, lambda: 7) == 7
+        call_within(0.05, lambda: time.sleep(5))
+    assert call_within(5, lambda: 7) == 7
 
 
 def test_the_run_starts_a_child_and_ends_within_its_time(run_dir, store, place, capfd) -> None:
     uploads = Uploads(run_dir, store, keep=0, active=True)
     publish(run_dir, 5)
-    uploads.poke()
+    uploads.tick()
     publish(run_dir, 10)
     uploads.finish(60)
     assert whole(place) == ["step-00000005", "step-00000010"]

@@ -1,4 +1,4 @@
-"""The watchdog by itself: who is blamed, and what it does to a process. Launches are elsewhere."""
+"""The watchdog alone: which ranks it blames, and what it does to processes without training."""
 
 import json
 import os
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, environment
-from zerolm import processes, pulse
-from zerolm.verdict import hanging, write_once
+from zerolm.common import processes
+from zerolm.watchdog import liveness, progress
+from zerolm.watchdog.hang_detection import find_hung_ranks
+from zerolm.watchdog.verdict import write_once
 
 SECONDS = 60
 
@@ -25,8 +27,8 @@ def beat(rank: int, quiet: float, waiting: bool, collectives: int | None, limit:
 
 
 def blamed(*beats) -> list[int] | None:
-    found = hanging(beats)
-    return found[0] if found else None
+    hung = find_hung_ranks(beats)
+    return hung[0] if hung else None
 
 
 def test_a_rank_is_blamed_that_neither_waits_nor_gets_ahead() -> None:
@@ -36,21 +38,21 @@ def test_a_rank_is_blamed_that_neither_waits_nor_gets_ahead() -> None:
 def test_nobody_is_blamed_while_somebody_is_at_work() -> None:
     slow = beat(1, 300, False, 4)
     assert blamed(beat(0, 700, True, 5), slow, beat(2, 700, True, 5)) is None
-    writes = beat(1, 0, False, 4, limit=1800)  # bytes count as progress: see VitalSigns
+    writes = beat(1, 0, False, 4, limit=1800)  # bytes count as progress: see ProgressMonitor
     assert blamed(beat(0, 7000, True, 5), writes, beat(2, 7000, True, 5)) is None
 
 
-def test_on_a_gpu_the_count_of_collectives_tells_who_is_waited_for() -> None:
+def test_on_a_gpu_the_count_of_collectives_decides_who_is_blamed() -> None:
     # A rank that waits for its device is not seen to wait; it has entered one collective more.
     assert blamed(beat(0, 700, False, 9), beat(1, 700, False, 8), beat(2, 700, False, 9)) == [1]
     assert blamed(beat(0, 700, False, 9), beat(1, 10, False, 8), beat(2, 700, False, 9)) is None
 
 
 def test_the_network_is_blamed_when_all_wait() -> None:
-    found = hanging([beat(rank, 700, True, 9) for rank in range(4)])
-    assert found is not None and found[0] == [0, 1, 2, 3] and "network" in found[1]
+    hung = find_hung_ranks([beat(rank, 700, True, 9) for rank in range(4)])
+    assert hung is not None and hung[0] == [0, 1, 2, 3] and "network" in hung[1]
     assert blamed(beat(0, 700, True, 9), beat(1, 500, True, 9)) is None, "one has time left"
-    assert hanging([beat(0, 700, True, 9)], complete=False) is None, "one has not been heard"
+    assert find_hung_ranks([beat(0, 700, True, 9)], complete=False) is None, "one is missing"
 
 
 def test_a_rank_of_its_own_is_blamed_too() -> None:
@@ -58,7 +60,7 @@ def test_a_rank_of_its_own_is_blamed_too() -> None:
     assert blamed(beat(0, 500, False, None)) is None
 
 
-def test_one_verdict_is_written_whole_and_once(tmp_path) -> None:
+def test_a_verdict_is_written_completely_and_once(tmp_path) -> None:
     path = tmp_path / "verdict-1.json"
     assert write_once(path, {"event": "hang"}) and not write_once(path, {"event": "rank_lost"})
     assert json.loads(path.read_text()) == {"event": "hang"}
@@ -66,31 +68,31 @@ def test_one_verdict_is_written_whole_and_once(tmp_path) -> None:
 
 
 def test_a_phase_may_take_longer_where_it_has_before(monkeypatch) -> None:
-    from zerolm import vital_signs
-
-    state = pulse.Pulse()
-    monkeypatch.setattr(vital_signs, "PULSE", state)
-    signs = vital_signs.VitalSigns(600)
-    assert signs.limit_seconds() == 1800, "building, loading and compiling take long"
-    state.longest, state.phase = {"step": 20.0}, "step"
-    assert signs.limit_seconds() == 600
-    state.longest["step"] = 400.0
-    assert signs.limit_seconds() == 2000
-    state.since -= 50
-    signs._progress -= 50
-    assert signs.quiet_seconds() >= 50
-    signs._bytes = -(1 << 20)
-    signs.look()
-    assert signs.quiet_seconds() >= 50, "bytes are no progress in a step"
-    state.phase, signs._bytes = "checkpoint", -(1 << 20)
-    signs.look()
-    assert signs.quiet_seconds() < 1, "but they are in a checkpoint"
+    current = progress.Progress()
+    monkeypatch.setattr(liveness, "CURRENT", current)
+    monitor = liveness.ProgressMonitor(600)
+    assert monitor.limit_seconds() == 1800, "building, loading and compiling take long"
+    current.longest_seconds, current.phase = {"step": 20.0}, "step"
+    assert monitor.limit_seconds() == 600
+    current.longest_seconds["step"] = 400.0
+    assert monitor.limit_seconds() == 2000
+    current.recorded_at -= 50
+    monitor._progress_at -= 50
+    assert monitor.quiet_seconds() >= 50
+    monitor._bytes = -(1 << 20)
+    monitor.update()
+    assert monitor.quiet_seconds() >= 50, "bytes are no progress in a step"
+    current.phase, monitor._bytes = "checkpoint", -(1 << 20)
+    monitor.update()
+    assert monitor.quiet_seconds() < 1, "but they are in a checkpoint"
 
 
 RANK = """
 import os, sys, threading, time
 from pathlib import Path
-from zerolm import distributed, pulse, watchdog
+from zerolm.distributed import collectives
+from zerolm.watchdog import watchdog
+from zerolm.watchdog.progress import record_progress
 
 class Stop: reason = None
 
@@ -107,18 +109,20 @@ def gather(value):  # a file a rank: the watchdog needs no torch
     while len(list(identities.glob("*.json"))) < world_size: time.sleep(0.05)
     return [json.loads((identities / f"{other}.json").read_text()) for other in range(world_size)]
 
-distributed.gather_objects, distributed.broadcast_object = gather, lambda value: "token"
+collectives.gather_objects, collectives.broadcast_object = gather, lambda value: "token"
 stop = Stop()
 dog = watchdog.Watchdog(run_dir, rank, timeout, stop)
-dog.meet(world_size)
-pulse.beat("data", 1); pulse.beat("step", 1); pulse.beat("data", 2)
+dog.connect(world_size)
+record_progress("data", 1); record_progress("step", 1); record_progress("data", 2)
 (run_dir / f"ready-{rank}").touch()
 # What looks like torch's own code, to the watchdog, is a rank that waits in a collective.
 exec(compile(act, "torch/distributed/x.py" if "# waits" in act else "act.py", "exec"))
 print("reason", stop.reason, flush=True)
 dog.close("done")
 """
-AT_WORK = "end = time.time() + 60\nwhile time.time() < end: time.sleep(0.05); pulse.beat('step', 2)"
+AT_WORK = (
+    "end = time.time() + 60\nwhile time.time() < end: time.sleep(0.05); record_progress('step', 2)"
+)
 WAITS = "time.sleep(60)  # waits"
 HOLDS_THE_GIL = "import re; re.match('(a*)*b', 'a' * 60)"
 
@@ -131,10 +135,10 @@ class Ranks:
 
     def start(self, *acts: str, timeout: float = 600, **more: str) -> None:
         for rank, act in enumerate(acts):
-            words = [sys.executable, "-c", RANK, str(self.run_dir), str(len(acts))]
+            command = [sys.executable, "-c", RANK, str(self.run_dir), str(len(acts))]
             self.started.append(
                 subprocess.Popen(
-                    [*words, str(timeout), act], text=True, cwd=ROOT,
+                    [*command, str(timeout), act], text=True, cwd=ROOT,
                     env=environment(RANK=str(rank), **more), stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                 )
@@ -151,14 +155,14 @@ class Ranks:
         return [json.loads(line) for line in (self.run_dir / "events.jsonl").open()]
 
     def stacks(self, rank: int) -> str:
-        return pulse.stacks_path(self.run_dir, rank).read_text()
+        return (self.run_dir / "ranks" / f"rank-{rank:05d}.stacks.txt").read_text()
 
 
 @pytest.fixture
 def ranks(tmp_path):
-    found = Ranks(tmp_path)
-    yield found
-    for process in found.started:
+    processes_of_test = Ranks(tmp_path)
+    yield processes_of_test
+    for process in processes_of_test.started:
         process.kill()
         process.wait()
 
@@ -200,7 +204,7 @@ def test_a_stopped_rank_is_named_with_its_stacks_and_ended(ranks) -> None:
     assert ranks.started[1].returncode != 0
 
 
-def test_a_run_that_is_suspended_as_a_whole_goes_on(ranks) -> None:
+def test_a_run_that_was_suspended_continues(ranks) -> None:
     ranks.start("time.sleep(16)", "time.sleep(16)", timeout=600)
     for process in ranks.started:
         process.send_signal(signal.SIGSTOP)
@@ -221,7 +225,7 @@ def test_sigquit_writes_the_stacks_and_does_nothing_else(ranks) -> None:
 
 def test_a_file_may_ask_for_a_stop_where_no_signal_reaches(ranks) -> None:
     ranks.start("while stop.reason is None: time.sleep(0.1)")
-    pulse.stop_path(ranks.run_dir, "token").write_text("SIGTERM\n")
+    (ranks.run_dir / "ranks" / "stop-token").write_text("SIGTERM\n")
     assert "reason SIGTERM" in ranks.outputs()
 
 
@@ -246,7 +250,7 @@ time.sleep(60)
     launcher.kill()
     output = launcher.communicate(timeout=SECONDS)[0]  # ends when the rank has ended too
     assert "its launcher is gone" in output
-    assert processes.marked(f"ZEROLM_TEST={tmp_path}") == []
+    assert processes.marked_pids(f"ZEROLM_TEST={tmp_path}") == []
     event = json.loads((tmp_path / "events.jsonl").read_text())
     assert event["event"] == "launcher_lost"
 
@@ -257,16 +261,16 @@ def test_signals_go_to_the_process_that_was_meant() -> None:
         env={**os.environ, "ZEROLM_TEST": "this"},
     )
     time.sleep(0.3)
-    look = processes.look(process.pid)
+    look = processes.inspect_process(process.pid)
     assert look is not None and look.parent == os.getpid() and processes.alive(look)
-    assert not processes.send(process.pid, signal.SIGTERM, "ZEROLM_TEST=that")
+    assert not processes.signal_marked(process.pid, signal.SIGTERM, "ZEROLM_TEST=that")
     earlier = processes.Process(process.pid, "S", os.getpid(), look.start_ticks - 1, 0)
-    assert not processes.send_to(earlier, signal.SIGKILL) and not processes.alive(earlier)
+    assert not processes.signal_process(earlier, signal.SIGKILL) and not processes.alive(earlier)
     assert process.poll() is None
-    assert not processes.catches(process.pid, signal.SIGQUIT)
-    assert processes.send(process.pid, signal.SIGTERM, "ZEROLM_TEST=this")
+    assert not processes.handles_signal(process.pid, signal.SIGQUIT)
+    assert processes.signal_marked(process.pid, signal.SIGTERM, "ZEROLM_TEST=this")
     deadline = time.monotonic() + SECONDS
-    while (now := processes.look(process.pid)) and now.state != "Z":
+    while (now := processes.inspect_process(process.pid)) and now.state != "Z":
         assert time.monotonic() < deadline
-    assert now is not None and processes.how_it_ended(now.wait_status) == "SIGTERM"
+    assert now is not None and processes.exit_reason(now.wait_status) == "SIGTERM"
     process.wait()

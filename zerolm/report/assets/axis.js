@@ -1,16 +1,16 @@
-// Scales and their ticks, linear and logarithmic. Pure.
+// Linear and logarithmic scales, and their ticks.
 
 function makeScale([low, high], [from, to], logarithmic) {
-  const bend = logarithmic ? (value) => Math.log(Math.max(value, Number.MIN_VALUE)) : (value) => value;
-  const straighten = logarithmic ? Math.exp : (value) => value;
-  const first = bend(low), span = bend(high) - first || 1;
-  const scale = (value) => from + ((bend(value) - first) / span) * (to - from);
-  scale.back = (pixel) => straighten(first + ((pixel - from) / (to - from)) * span);
+  const transform = logarithmic ? (value) => Math.log(Math.max(value, Number.MIN_VALUE)) : (value) => value;
+  const invert = logarithmic ? Math.exp : (value) => value;
+  const first = transform(low), span = transform(high) - first || 1;
+  const scale = (value) => from + ((transform(value) - first) / span) * (to - from);
+  scale.back = (pixel) => invert(first + ((pixel - from) / (to - from)) * span);
   return scale;
 }
 
-function linearTicks(low, high, most) {
-  const rough = (high - low) / Math.max(1, most);
+function linearTicks(low, high, maxTicks) {
+  const rough = (high - low) / Math.max(1, maxTicks);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((step) => step >= rough * 0.999);
   const ticks = [];
@@ -20,11 +20,11 @@ function linearTicks(low, high, most) {
   return ticks;
 }
 
-function logTicks(low, high, most) {
+function logTicks(low, high, maxTicks) {
   const decades = Math.log10(high / low);
-  if (decades < 1) return linearTicks(low, high, most).filter((tick) => tick > 0);
-  const factors = decades < most / 3 ? [1, 2, 5] : [1];
-  const stride = Math.max(1, Math.ceil(decades / most));
+  if (decades < 1) return linearTicks(low, high, maxTicks).filter((tick) => tick > 0);
+  const factors = decades < maxTicks / 3 ? [1, 2, 5] : [1];
+  const stride = Math.max(1, Math.ceil(decades / maxTicks));
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += stride) {
     for (const factor of factors) {
@@ -35,15 +35,15 @@ function logTicks(low, high, most) {
   return ticks;
 }
 
-// A factor of 1,024 makes round numbers of bytes; of seconds, minutes and hours do.
-function niceTicks(low, high, most, unit, logarithmic) {
-  if (logarithmic) return logTicks(low, high, most);
+// Ticks at round numbers: multiples of KiB, MiB ... for bytes, and of minutes, hours ... for time.
+function niceTicks(low, high, maxTicks, unit, logarithmic) {
+  if (logarithmic) return logTicks(low, high, maxTicks);
   const bases = { bytes: [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10, 1], time: [86400, 3600, 60, 1] }[unit];
   const base = bases ? bases.find((base) => high - low >= base) || 1 : 1;
-  return linearTicks(low / base, high / base, most).map((tick) => tick * base);
+  return linearTicks(low / base, high / base, maxTicks).map((tick) => tick * base);
 }
 
-// The index of the first value that is not below `wanted`, in an ascending array.
+// The index of the first value >= `wanted` in an ascending array.
 function firstFrom(values, wanted) {
   let low = 0, high = values.length;
   while (low < high) {
@@ -61,16 +61,16 @@ function nearest(values, wanted) {
   return wanted - values[after - 1] < values[after] - wanted ? after - 1 : after;
 }
 
-// The centred running mean; its window shrinks towards both ends, and what is above `most` has no
-// part in it: one value far off would bend the curve around it.
-function smoothed(values, share, most) {
+// The centred running mean; the window is shorter near both ends. Values above `highest` are
+// ignored, because a single outlier would distort the curve around it.
+function smoothed(values, share, highest) {
   const reach = Math.round(values.length * share);
   if (!reach) return values;
   const sums = new Float64Array(values.length + 1), counts = new Int32Array(values.length + 1);
   values.forEach((value, index) => {
-    const there = value !== null && value <= most;
-    sums[index + 1] = sums[index] + (there ? value : 0);
-    counts[index + 1] = counts[index] + (there ? 1 : 0);
+    const counted = value !== null && value <= highest;
+    sums[index + 1] = sums[index] + (counted ? value : 0);
+    counts[index + 1] = counts[index] + (counted ? 1 : 0);
   });
   return values.map((value, index) => {
     const width = Math.min(index, values.length - 1 - index, reach);

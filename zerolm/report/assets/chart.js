@@ -1,4 +1,4 @@
-// One panel: curves over the x-axis that all panels share, events, a cursor, and its legend.
+// One panel: curves over the x-axis that all panels share, events, a cursor, and a legend.
 
 const MARGIN = { left: 44, right: 12, top: 20, bottom: 26 };
 const CHARACTER_PIXELS = 6.9;
@@ -60,7 +60,7 @@ class Chart {
     }
   }
 
-  // Lowest and highest value in view. Few points far off are left out, unless all are asked for.
+  // The lowest and highest value in view. A few outliers are cut off unless "full range" is on.
   range(shown) {
     const values = [];
     for (const { one, from, to } of shown) {
@@ -72,12 +72,12 @@ class Chart {
     if (!values.length) return [0, 1, false];
     values.sort((a, b) => a - b);
     let low = values[0], high = values[values.length - 1], cut = false;
-    const bend = this.log ? Math.log : (value) => value;
+    const transform = this.log ? Math.log : (value) => value;
     const upper = values[Math.floor((values.length - 1) * 0.95)], lower = values[Math.floor((values.length - 1) * 0.02)];
-    const span = bend(upper) - bend(lower);
-    if (!this.panel.points && values.length >= 20 && span > 0 && bend(high) - bend(upper) > 1.5 * span) {
+    const span = transform(upper) - transform(lower);
+    if (!this.panel.points && values.length >= 20 && span > 0 && transform(high) - transform(upper) > 1.5 * span) {
       cut = true;
-      const edge = values.filter((value) => bend(value) - bend(upper) <= 1.5 * span).pop();
+      const edge = values.filter((value) => transform(value) - transform(upper) <= 1.5 * span).pop();
       if (!this.all) high = edge;
     }
     if (this.clipping && values.length) {
@@ -129,7 +129,7 @@ class Chart {
 
   curve(layer, { one, places, from, to }, high) {
     const first = Math.max(0, from - 1), last = Math.min(places.length, to + 1);
-    // Of curves that lie on each other the first ones show as the seam of the last.
+    // Where curves coincide, wider lines of earlier curves show at both sides of the last one.
     const colour = (element, seam = 0) => {
       element.style.stroke = one.colour;
       if (seam) element.style.strokeWidth = seam;
@@ -164,7 +164,7 @@ class Chart {
     }
   }
 
-  // Of the points in one column of pixels the first, lowest, highest and last are drawn.
+  // In each column of pixels only the first, lowest, highest and last point are drawn.
   path(places, values, first, last) {
     const parts = [];
     const every = last - first <= 4 * (this.box.right - this.box.left);
@@ -196,8 +196,8 @@ class Chart {
 
   grid(domain, ticks, labels) {
     const box = this.box;
-    const most = Math.max(2, Math.floor((box.right - box.left) / 90));
-    for (const tick of niceTicks(...domain, most, X_UNITS[view.x], view.logX)) {
+    const maxTicks = Math.max(2, Math.floor((box.right - box.left) / 90));
+    for (const tick of niceTicks(...domain, maxTicks, X_UNITS[view.x], view.logX)) {
       const at = this.x(tick);
       if (at < box.left - 1 || at > box.right + 1) continue;
       this.element('line', { class: 'grid', x1: at, x2: at, y1: box.top, y2: box.bottom });
@@ -255,7 +255,7 @@ class Chart {
     else this.tip.hidden = true;
   }
 
-  // The point of each curve that is nearest to a place, if the curve is there at all.
+  // The point of each visible curve that is nearest to a position.
   readings(at) {
     const rows = [];
     for (const one of this.visible()) {
@@ -278,13 +278,13 @@ class Chart {
     if (this.tip.hidden) return;
     this.tip.replaceChildren();
     if (near) this.tip.append(h('div', { class: 'where' }, `step ${near.step.toLocaleString('en')} · ${format(near.tokens, 'tokens')} tokens · ${duration(near.seconds)}`));
-    const most = 14, sorted = rows.length > most ? [...rows].sort((a, b) => b.value - a.value) : rows;
-    for (const row of sorted.slice(0, most)) {
+    const maxRows = 14, sorted = rows.length > maxRows ? [...rows].sort((a, b) => b.value - a.value) : rows;
+    for (const row of sorted.slice(0, maxRows)) {
       const dot = h('i', { class: 'dot' });
       dot.style.background = row.one.colour;
       this.tip.append(h('div', { class: 'row' }, dot, h('span', {}, row.one.full), h('b', {}, format(row.value, this.panel.unit, 5))));
     }
-    if (rows.length > most) this.tip.append(h('div', { class: 'where' }, `and ${rows.length - most} lower ones`));
+    if (rows.length > maxRows) this.tip.append(h('div', { class: 'where' }, `and ${rows.length - maxRows} lower ones`));
     for (const event of events.slice(-4)) {
       this.tip.append(h('div', { class: `what ${event.level}` }, h('b', {}, `${event.title} `), `step ${event.step.toLocaleString('en')}: ${event.words}`));
     }
@@ -294,11 +294,11 @@ class Chart {
   }
 
   describe(shown) {
-    const words = shown.filter(({ one }) => !one.faint).slice(0, 8).map(({ one }) => {
+    const descriptions = shown.filter(({ one }) => !one.faint).slice(0, 8).map(({ one }) => {
       const values = one.y.filter((value) => value !== null);
       if (!values.length) return `${one.full}: no values`;
-      return `${one.full}: ${format(values[0], this.panel.unit)} at first, ${format(values[values.length - 1], this.panel.unit)} at last`;
+      return `${one.full}: ${format(values[0], this.panel.unit)} at the start, ${format(values[values.length - 1], this.panel.unit)} at the end`;
     });
-    this.svg.setAttribute('aria-label', `${this.panel.title}. ${words.join('. ')}. Arrow keys move a cursor, plus and minus zoom, Escape shows all.`);
+    this.svg.setAttribute('aria-label', `${this.panel.title}. ${descriptions.join('. ')}. Arrow keys move a cursor, plus and minus zoom, Escape shows all.`);
   }
 }

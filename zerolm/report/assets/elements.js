@@ -1,4 +1,4 @@
-// Mouse, touch and keys on a chart; and small elements.
+// HTML elements, and mouse, touch and key events of a chart.
 
 function h(name, attributes, ...children) {
   const element = document.createElement(name);

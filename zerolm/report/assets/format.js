@@ -1,4 +1,4 @@
-// Numbers as people read them. Pure.
+// Numbers, durations and units as text.
 
 function significant(value, digits) {
   if (value === 0) return '0';
@@ -15,7 +15,7 @@ function significant(value, digits) {
 function scaled(value, units, digits) {
   const size = Math.abs(value);
   const [factor, name] = units.find(([factor]) => size >= factor) || [1, ''];
-  return significant(value / factor, digits) + name;
+  return significant(value / (factor || 1), digits) + name;
 }
 
 const COUNTS = [[1e12, 'T'], [1e9, 'B'], [1e6, 'M'], [1e3, 'k']];

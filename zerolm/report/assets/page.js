@@ -1,6 +1,6 @@
-// Puts the page together from its data.
+// Builds the report from its data.
 
-const NUM_COLOURS = 8, MOST_SEAMS = 3;
+const NUM_COLOURS = 8, MAX_WIDENED = 3;
 const DASHES = [null, '6 3', '2 3', '8 3 2 3', '1 2'];
 const colour = (index) => `var(--c${index % NUM_COLOURS})`;
 
@@ -18,12 +18,11 @@ function seriesOf(data, panel) {
   for (const run of data.runs) {
     panel.keys.forEach((key, index) => {
       const label = panel.names[index];
-      const blocks = /^train\/(param_norm|update_ratio)\//.test(key);
-      const own = compared ? run.colour : blocks ? shade(index, panel.keys.length) : colour(index);
+      const shown = compared ? run.colour : panel.ordered ? shade(index, panel.keys.length) : colour(index);
       const shared = {
-        label, name: label, run: run.number, colour: own, legendColour: compared ? 'var(--ink)' : own,
+        label, name: label, run: run.number, colour: shown, legendColour: compared ? 'var(--ink)' : shown,
         dash: DASHES[((compared ? index : Math.floor(index / NUM_COLOURS)) + Math.floor(run.number / NUM_COLOURS)) % DASHES.length],
-        width: compared && data.runs.length <= MOST_SEAMS ? 1.7 + 2 * (data.runs.length - 1 - run.number) : 0,
+        width: compared && data.runs.length <= MAX_WIDENED ? 1.7 + 2 * (data.runs.length - 1 - run.number) : 0,
         marks: panel.points || key.startsWith('eval/'), full: compared ? (panel.keys.length > 1 ? `${run.name}, ${label}` : run.name) : label,
       };
       const add = (curves, faint) => {
@@ -41,7 +40,7 @@ function toolbar(data) {
   const bar = h('nav', { class: 'toolbar', 'aria-label': 'what the charts show' });
   const axes = h('span', { class: 'axes', role: 'group', 'aria-label': 'horizontal axis' });
   for (const [key, label] of [['tokens', 'Tokens'], ['steps', 'Steps'], ['seconds', 'Time']]) {
-    const button = h('button', { type: 'button', class: 'chip', 'aria-pressed': String(view.x === key), title: key === 'seconds' ? 'Time of training, without saves and pauses' : label }, label);
+    const button = h('button', { type: 'button', class: 'chip', 'aria-pressed': String(view.x === key), title: key === 'seconds' ? 'Training time, without checkpoints and pauses' : label }, label);
     button.addEventListener('click', () => {
       view.x = key;
       axes.querySelectorAll('button').forEach((other) => other.setAttribute('aria-pressed', String(other === button)));
@@ -100,17 +99,17 @@ function build(data) {
     parts.push(toolbar(data), grid);
   }
   parts.push(many ? found : null, eventList(data), evaluations(data), samples(data), settings(data),
-    h('footer', {}, 'Drag on a chart to enlarge a stretch, pinch on a phone; double-click or “Show all” to go back. Small triangles at the top edge are values beyond it.'));
+    h('footer', {}, 'Drag on a chart to zoom, or pinch on a phone; double-click or press “Show all” to reset. Small triangles at the top edge are values above it.'));
   page.replaceChildren(...parts.filter(Boolean));
   page.addEventListener('click', (event) => {
     const link = event.target.closest('button[data-step]');
     if (!link || !charts.length) return;
     const curves = data.runs[Number(link.dataset.run)].curves, index = nearest(curves.steps, Number(link.dataset.step));
-    const told = data.runs[Number(link.dataset.run)].events.find((one) => one.step === Number(link.dataset.step));
+    const marked = data.runs[Number(link.dataset.run)].events.find((one) => one.step === Number(link.dataset.step));
     if (view.domain) zoomTo(null);
     charts.forEach((chart, number) => { chart.active = number === 0; });
     charts[0].figure.scrollIntoView({ block: 'center', behavior: 'smooth' });
-    setTimeout(() => moveCursor(told ? told[view.x] : curves[view.x][index]), 50);
+    setTimeout(() => moveCursor(marked ? marked[view.x] : curves[view.x][index]), 50);
   });
   let width = 0;
   new ResizeObserver(() => {

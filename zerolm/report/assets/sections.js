@@ -1,6 +1,6 @@
-// The parts of the page around the charts. All text is set as text, never as markup.
+// The report around the charts. Text of a run is inserted as text, never as markup.
 
-const STATES = { running: 'running', done: 'done', stopped: 'stopped, can be resumed', 'gave up': 'gave up', failed: 'failed', silent: 'silent', new: 'not begun' };
+const STATES = { running: 'running', done: 'done', stopped: 'stopped, can be resumed', 'gave up': 'gave up', failed: 'failed', silent: 'silent', new: 'not started' };
 
 const capital = (words) => words.charAt(0).toUpperCase() + words.slice(1).replace('mfu', 'MFU');
 
@@ -41,13 +41,13 @@ function tiles(run) {
 
 function header(data) {
   const runs = data.runs, age = h('p', { class: 'age' });
-  const say = () => {
+  const update = () => {
     const seconds = Math.max(0, Date.now() / 1000 - data.written_at);
     const live = runs.some((run) => run.state === 'running');
-    age.textContent = `Written ${data.written.slice(0, 16).replace('T', ' ')}` + (live && seconds > 60 ? `, ${duration(seconds)} ago: reload for what came since.` : '.');
+    age.textContent = `Written ${data.written.slice(0, 16).replace('T', ' ')}` + (live && seconds > 60 ? `, ${duration(seconds)} ago: reload to update.` : '.');
   };
-  say();
-  setInterval(say, 30000);
+  update();
+  setInterval(update, 30000);
   if (runs.length === 1) {
     const run = runs[0];
     document.title = `${run.name}: ${STATES[run.state] || run.state}`;
@@ -64,8 +64,8 @@ function header(data) {
 
 function agreement(data) {
   const lines = data.agreement.map((one) => h('p', { class: 'agreement' }, h('b', {}, `${data.runs[0].name} and ${one.run}: `),
-    one.largest === 0 ? `training losses are equal to the bit at all ${one.steps.toLocaleString('en')} steps that both have.`
-      : `training losses differ by at most ${significant(one.largest, 3)} (${significant(one.relative, 2)} of it, at step ${one.at.toLocaleString('en')}) over ${one.steps.toLocaleString('en')} steps that both have.`));
+    one.largest === 0 ? `training losses are equal to the bit at all ${one.steps.toLocaleString('en')} common steps.`
+      : `training losses differ by at most ${significant(one.largest, 3)} (relatively ${significant(one.relative, 2)}, at step ${one.at.toLocaleString('en')}) over ${one.steps.toLocaleString('en')} common steps.`));
   return lines.length > 2 ? [h('details', {}, h('summary', {}, `How far the training losses are from those of ${data.runs[0].name}`), ...lines)] : lines;
 }
 
@@ -90,8 +90,8 @@ function eventList(data) {
     h('span', { class: `kind ${event.level}` }, event.title), event.words, h('span', { class: 'when' }, (event.time || '').slice(0, 19).replace('T', ' '))]), 'events');
   const host = h('div', {}, body(false));
   const quiet = rows.filter(({ event }) => event.level === 'quiet').length;
-  const all = quiet ? toggle(`Show ${quiet} checkpoints and uploads too`, 'Those that went as they should', false, (on) => host.replaceChildren(body(on))) : null;
-  return section('Events', all, host, left ? h('p', { class: 'about' }, `${left.toLocaleString('en')} more, older ones are in events.jsonl.`) : null);
+  const all = quiet ? toggle(`Show ${quiet} checkpoints and uploads too`, 'Events of normal operation', false, (on) => host.replaceChildren(body(on))) : null;
+  return section('Events', all, host, left ? h('p', { class: 'about' }, `${left.toLocaleString('en')} older events are in events.jsonl only.`) : null);
 }
 
 function evaluations(data) {
@@ -146,7 +146,7 @@ function samples(data) {
 function settings(data) {
   const names = data.runs.map((run) => run.name), parts = [];
   if (data.runs.length > 1) {
-    parts.push(data.differences.length ? table(['Setting', ...names], data.differences.map((one) => [one.key, ...one.values.map((value) => value ?? '–')]), 'settings') : h('p', {}, 'All settings are the same.'));
+    parts.push(data.differences.length ? table(['Setting', ...names], data.differences.map((one) => [one.key, ...one.values.map((value) => value ?? '–')]), 'settings') : h('p', {}, 'All settings are equal.'));
   }
   const keys = [...new Set(data.settings.flatMap(Object.keys))];
   if (keys.length) {

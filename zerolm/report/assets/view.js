@@ -1,6 +1,6 @@
-// What all panels share: the x-axis, the part of it that is shown, and the cursor.
+// The state that all panels share: the x-axis, its visible part, and the cursor.
 
-// `cursor` is a place on the x-axis, `domain` the part of it that is shown; null is none and all.
+// `cursor` is a position on the x-axis, null without one; `domain` is the visible part, null for all.
 const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, pointer: 'mouse', paper: false, hiddenRuns: new Set() };
 const X_UNITS = { tokens: 'tokens', steps: 'steps', seconds: 'time' };
 const charts = [];

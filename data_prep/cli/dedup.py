@@ -1,0 +1,63 @@
+"""`dedup`: drop exact copies and near-duplicates of documents."""
+
+import argparse
+
+from data_prep.cli.problems import Problems
+from data_prep.cli.stage_command import add_stage_flags, print_summary, run_stage
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_stage_flags(parser)
+    add = parser.add_argument
+    add(
+        "--threshold",
+        metavar="J",
+        help="Jaccard index of the shingles of two documents at or above which they are "
+        "near-duplicates (default: 0.8)",
+    )
+    add("--shingle_words", metavar="N", help="words of a shingle (default: 13)")
+    add(
+        "--exact",
+        default="text",
+        help="what exact copies share: the same text, or the same words (default: text)",
+    )
+    add("--near", default="on", help="off: find exact copies only (default: on)")
+    add(
+        "--permutations",
+        metavar="N",
+        help="largest number of values in a MinHash signature (default: 128)",
+    )
+    add(
+        "--memory",
+        metavar="BYTES",
+        help="memory of a process that sorts hashes; does not change the result (default: 1GiB)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from data_prep.dedup.dedup import DUPLICATES, DedupOptions, run_dedup
+
+    problems = Problems()
+    near = {"on": True, "off": False}.get(options.near)
+    if near is None:
+        problems.lines.append(f"--near {options.near}: is not on or off.")
+    chosen = DedupOptions(
+        threshold=problems.fraction("threshold", options.threshold, 0.8),
+        shingle_words=problems.number("shingle_words", options.shingle_words, 1, default=13),
+        exact=options.exact,
+        near=near is not False,
+        permutations=problems.number("permutations", options.permutations, 1, default=128),
+        memory_bytes=problems.size("memory", options.memory, 1, default=1 << 30),
+    )
+    manifest, seconds = run_stage(options, problems, chosen, run_dedup, {"memory_bytes": "memory"})
+    if (bands := manifest["bands"]) is not None:
+        print(
+            f"signatures  {bands['bands']} bands of {bands['rows']} rows: "
+            f"{manifest['candidate_pairs']:,} candidate pairs, {manifest['similar_pairs']:,} at "
+            f"{chosen.threshold} or above"
+        )
+        print(
+            f"too short   {manifest['documents_without_shingles']:,} documents of fewer than "
+            f"{chosen.shingle_words} words: checked for exact copies only"
+        )
+    print_summary(options.output, manifest, seconds, options.output / DUPLICATES)

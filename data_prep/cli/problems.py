@@ -1,0 +1,83 @@
+"""Every problem with the flags and files of a command, collected and then raised together."""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from zerolm.common.errors import ConfigError
+from zerolm.common.values import parse_bytes, parse_number
+
+MAX_WORKERS = 4096
+
+
+class Problems:
+    """The problems found so far, a line each. A flag that was not given (None) has its default."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def number(
+        self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
+    ) -> int:
+        """Read a whole number within limits, such as `1e8` or `15M`."""
+        return self._whole(parse_number, flag, text, low, high, default)
+
+    def size(
+        self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
+    ) -> int:
+        """Read a number of bytes within limits, such as `500MB` or `2GiB`."""
+        return self._whole(parse_bytes, flag, text, low, high, default)
+
+    def workers(self, text: str | None, high: int = MAX_WORKERS) -> int:
+        """Read --workers; the default is one per core that this process may use."""
+        return self.number("workers", text, 1, high, default=len(os.sched_getaffinity(0)))
+
+    def fraction(
+        self, flag: str, text: str | None, default: float, exclusive: bool = False
+    ) -> float:
+        """Read a number from 0 to 1; `exclusive` leaves out 0 and 1 themselves."""
+        value = default if text is None else _value(parse_number, text)
+        if not 0 <= value <= 1 or (exclusive and value in (0, 1)):
+            limits = "between 0 and 1" if exclusive else "from 0 to 1"
+            self.lines.append(f"--{flag} {text}: is not a number {limits}.")
+            return default
+        return value
+
+    def collect(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns. If it raises a ConfigError, collect that; return None."""
+        try:
+            return step(*arguments)
+        except ConfigError as error:
+            self.lines += error.problems
+            return None
+
+    def refuse(self) -> None:
+        """Raise a ConfigError if there are problems."""
+        if self.lines:
+            raise ConfigError(self.lines)
+
+    def _whole(
+        self,
+        parse: Callable[[str], float],
+        flag: str,
+        text: str | None,
+        low: int,
+        high: float,
+        default: int,
+    ) -> int:
+        if text is None:
+            return default
+        value = _value(parse, text)
+        if not (low <= value <= high and value == int(value)):
+            limits = f"from {low:,}" + (f" to {high:,}" if high < math.inf else " up")
+            self.lines.append(f"--{flag} {text}: is not a whole number {limits}.")
+            return low
+        return int(value)
+
+
+def _value(parse: Callable[[str], float], text: str) -> float:
+    try:
+        return parse(text)
+    except ValueError:
+        return math.nan

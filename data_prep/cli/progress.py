@@ -1,0 +1,63 @@
+"""`progress`: print how far the tasks of a pipeline are, from the files they have written."""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from zerolm.common.errors import ConfigError
+
+STRAGGLER_FACTOR = 3  # times the median duration of the tasks that are done
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the output of a recipe")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print every phase below a directory: tasks done, running and failed, rate, stragglers."""
+    parents = sorted(path.parent for path in options.directory.glob("**/records/*/"))
+    phases = sorted({path for parent in parents for path in parent.iterdir() if path.is_dir()})
+    if not phases:
+        raise ConfigError(f"{options.directory}: no task has started below it. Check the path.")
+    for phase in phases:
+        _print_phase(phase, phase.relative_to(options.directory))
+
+
+def _print_phase(phase: Path, name: Path) -> None:
+    done = {path.stem: _read(path) for path in sorted(phase.glob("[0-9]*.json"))}
+    running = {path.stem: _read(path) for path in sorted(phase.glob("*.running"))}
+    running = {task: note for task, note in running.items() if task not in done and note}
+    failed = [path.stem for path in sorted(phase.glob("*.failed")) if path.stem not in done]
+    records = [record for record in done.values() if record]
+    parts = [f"{len(done):,} done", f"{len(running):,} running", f"{len(failed):,} failed"]
+    seconds = [record["seconds"] for record in records]
+    if records:
+        start = min(record["started"] for record in records)
+        end = max(record["started"] + record["seconds"] for record in records)
+        parts.append(f"{60 * len(records) / max(end - start, 1e-9):,.1f} tasks a minute")
+        parts.append(f"median {statistics.median(seconds):,.1f} s")
+        hosts = {record["host"] for record in records}
+        parts.append(f"{len(hosts):,} hosts" if len(hosts) > 1 else f"on {hosts.pop()}")
+    print(f"{name}: {', '.join(parts)}")
+    limit = STRAGGLER_FACTOR * statistics.median(seconds) if seconds else float("inf")
+    for task, note in running.items():
+        age = time.time() - note["started"]
+        slow = ", more than three times the median" if age > limit else ""
+        read = ""
+        if note.get("total_bytes"):
+            read = f", {note['input_bytes'] / note['total_bytes']:.0%} read"
+        print(f"    task {task} on {note['host']} (pid {note['pid']}) for {age:,.0f} s{read}{slow}")
+    for task in failed:
+        note = _read(phase / f"{task}.failed") or {}
+        lines = note.get("refused") or note.get("traceback", "unknown").strip().splitlines()[-1:]
+        print(f"    task {task} failed on {note.get('host')}: {lines[0]}")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,108 @@
+"""What `dedup` and `decontaminate` share: flags, checks, reading the input, and the summary."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from data_prep.cli.input_flags import (
+    add_input_flags,
+    add_output_flag,
+    add_workers_flag,
+    input_rules,
+    print_notes,
+)
+from data_prep.cli.problems import Problems
+from data_prep.read.documents import BAD_REASONS, InputRules
+from zerolm.common.errors import ConfigError
+
+Json = dict[str, Any]
+
+
+def add_stage_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for input, output and workers."""
+    add_input_flags(parser)
+    add_output_flag(parser, "DIR", "a new directory for the documents that are kept (a stage)")
+    add_workers_flag(parser)
+
+
+def run_stage(
+    options: argparse.Namespace,
+    problems: Problems,
+    chosen: Any,
+    run: Callable[..., Json],
+    flags: Mapping[str, str],
+) -> tuple[Json, float]:
+    """Check everything, run a stage, and return its `stage.json` and the seconds it took.
+
+    Args:
+        chosen: the options of the stage; `problems()` yields (option, problem).
+        flags: flag of an option, where the names differ.
+
+    Raises:
+        ConfigError: every problem with the flags and inputs, before anything is written.
+    """
+    from data_prep.stages.output_rules import output_problems, overlap_problems
+    from data_prep.tasks.phases import LocalExecutor
+
+    workers = problems.workers(options.workers)
+    problems.lines += [f"--{flags.get(key, key)}: {what}" for key, what in chosen.problems()]
+    problems.lines += output_problems(options.output)
+    problems.lines += overlap_problems(options.output, options.input)
+    rules = input_rules(options, problems)
+    documents = problems.collect(_open, options.input, rules, options.output)
+    problems.refuse()
+    start = time.monotonic()
+    shown = set()
+
+    def show(phase: Any, record: Json) -> None:
+        if phase.name not in shown:
+            shown.add(phase.name)
+            print(f"{phase.name}: {phase.num_tasks} tasks", file=sys.stderr, flush=True)
+
+    manifest = run(chosen, *documents, options.output, LocalExecutor(workers, show))
+    return manifest, time.monotonic() - start
+
+
+def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, str, Json]:
+    """Open a stage, or other inputs; those that cannot be divided are first read into a stage."""
+    from data_prep.filters.clean import CleanOptions, run_clean
+    from data_prep.read.discovery import find_inputs
+    from data_prep.read.stage_files import is_stage, read_stage
+    from data_prep.stages.documents import input_documents, stage_documents
+    from data_prep.stages.output_rules import overlap_problems
+
+    if len(arguments) == 1 and is_stage(arguments[0]):
+        return stage_documents(read_stage(arguments[0]))
+    inputs, notes = find_inputs(arguments, rules.text_field, rules.on_bad_input == "skip")
+    if overlaps := overlap_problems(output, (), inputs):
+        raise ConfigError(overlaps)
+    print_notes(notes)
+
+    def read(rules: InputRules, directory: Path, executor: Any) -> Any:
+        print(f"{directory}: input that cannot be divided is read into a stage", file=sys.stderr)
+        run_clean(CleanOptions((), rules), inputs, directory, executor, {})
+        return read_stage(directory)
+
+    return input_documents(inputs, rules, read)
+
+
+def print_summary(output: Path, manifest: Json, seconds: float, details: Path) -> None:
+    """Print what was dropped and why, and the speed."""
+    before, after = manifest["documents_in"], manifest["documents_out"]
+    print(
+        f"documents   {before:,} -> {after:,}, {manifest['text_bytes_in'] / 1e6:,.1f} -> "
+        f"{manifest['text_bytes_out'] / 1e6:,.1f} MB of text"
+    )
+    for reason, count in manifest["dropped"].items():
+        size = manifest["dropped_bytes"][reason] / 1e6
+        print(f"dropped     {count:,} {reason.replace('_', ' ')}, {size:,.1f} MB")
+    for reason, count in manifest["bad_documents"].items():
+        print(f"skipped     {count:,} {BAD_REASONS[reason]}")
+    print(f"which ones  {details}")
+    rate = manifest["text_bytes_in"] / 1e6 / max(seconds, 1e-9)
+    print(f"seconds     {seconds:,.1f}, {rate:,.1f} MB/s of text")
+    if not after:
+        print(f"note        {output}: no document is left. Check the options.")

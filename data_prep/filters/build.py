@@ -1,0 +1,127 @@
+"""Builds the filters of a recipe, and applies them to documents.
+
+datatrove's code makes the decisions; only its word splitting is replaced, by `fast_words`, which
+gives equal words.
+"""
+
+import contextlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_prep.filters import fast_words
+from data_prep.filters.custom_filters import CUSTOM, as_tuples, load_function
+from data_prep.filters.parameters import (
+    DATATROVE,
+    datatrove_class,
+    missing_package,
+    parameter_defaults,
+    parameters_of,
+)
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file
+
+Json = dict[str, Any]
+
+
+class FilterResult(NamedTuple):
+    """What the filters decided about a document."""
+
+    kept: bool
+    reason: str  # "gopher_quality.gopher_short_doc"; empty for a kept document
+    text: str  # of a kept document as the filters changed it; of a dropped one before the last
+    changed: tuple[str, ...]  # names of the filters that changed the text
+    added: Json  # keys that the filters added, such as the language
+
+
+@dataclass
+class Filters:
+    """The filters of a recipe, in order, built once per process."""
+
+    steps: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
+
+    def apply(self, text: str, document_id: str, record: Json) -> FilterResult:
+        """Pass a document through the filters, up to the first that drops it.
+
+        Args:
+            record: its keys other than the text and the id.
+        """
+        if not self.steps:  # without datatrove
+            return FilterResult(True, "", text, (), {})
+        from datatrove.data import Document
+
+        document = Document(text=text, id=document_id, metadata=dict(record))
+        changed: list[str] = []
+        for name, step in self.steps:
+            before = document.text
+            try:
+                result = step(document)
+            except ZeroDivisionError:  # datatrove divides by the number of words or lines
+                result = False, "nothing_to_count"
+            kept, reason = result if isinstance(result, tuple) else (result, None)
+            if not kept:
+                reason = f"{name}.{reason}" if reason else name
+                return FilterResult(False, reason, before, tuple(changed), {})
+            if document.text != before:
+                changed.append(name)
+        added = {
+            key: value
+            for key, value in document.metadata.items()
+            if key not in record or record[key] is not value
+        }
+        return FilterResult(True, "", document.text, tuple(changed), added)
+
+
+def build_filters(specifications: Sequence[Json]) -> Filters:
+    """Build the filters of a recipe, in which `filter_problems` found nothing wrong.
+
+    Raises:
+        ConfigError: an optional package, a model or a function is missing.
+    """
+    filters = Filters()
+    for specification in specifications:
+        name = specification["filter"]
+        try:
+            filters.steps.append((name, _build_filter(name, parameters_of(specification))))
+        except ImportError as error:
+            raise ConfigError(missing_package("filters", name, error)) from error
+    return filters
+
+
+def _build_filter(name: str, parameters: Json) -> Callable[[Any], Any]:
+    if name in CUSTOM:
+        return CUSTOM[name](**parameters)
+    language = parameters.get("language", parameter_defaults(name).get("language"))
+    if isinstance(language, str):
+        fast_words.install(language)
+    return datatrove_class(name)(**as_tuples(parameters)).filter
+
+
+def filters_identity(specifications: Sequence[Json]) -> Json:
+    """Return, for a fingerprint, what decides the results of filters beside their parameters.
+
+    That is the versions of packages, the hash of the module of each user function (but not of what
+    it imports), and the size and time of models.
+
+    Raises:
+        ConfigError: a user function is missing.
+    """
+    identity: Json = {}
+    for specification in specifications:
+        name = specification["filter"]
+        if name == "python":
+            load_function(specification["function"])
+            module = specification["function"].partition(":")[0]
+            path = getattr(sys.modules[module], "__file__", None)
+            identity[module] = sha256_file(Path(path)) if path else None
+        elif name in DATATROVE:
+            for package in ("datatrove", "spacy", "tldextract")[: 3 if name == "url" else 2]:
+                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                    identity[package] = importlib.metadata.version(package)
+        if name == "language":
+            status = Path(specification["model"]).stat()
+            identity[specification["model"]] = [status.st_size, status.st_mtime_ns]
+    return identity

@@ -1,0 +1,132 @@
+"""Trains a tokenizer on inputs or pipeline stages, and writes a report on it."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from data_prep.read.bad_input import Tally
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.readers import Input
+from data_prep.read.stage_files import read_stage
+from data_prep.tasks.progress import Progress
+from data_prep.tokenizer import text_sample
+from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from data_prep.tokenizer.encoders import load_encoder
+from data_prep.tokenizer.report import measure_tokenizer
+from data_prep.tokenizer.vocabulary import token_texts
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import write_json
+
+REPORT_FILE = "report.json"
+REPORT_BYTES = 4_000_000  # of text that the report measures
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a tokenizer was trained on.
+
+    Attributes:
+        vocab_size: the size reached.
+        num_documents, num_bytes: trained on; bytes of UTF-8 text.
+        read_documents, read_bytes: read; more than trained on if the text was sampled.
+        tally: documents skipped while reading.
+    """
+
+    vocab_size: int
+    num_documents: int
+    num_bytes: int
+    read_documents: int
+    read_bytes: int
+    tally: Tally
+    seconds: float
+
+
+def train_on_inputs(
+    groups: Sequence[tuple[Sequence[Input], InputRules]],
+    options: BpeOptions,
+    sample_bytes: int,
+    output: Path,
+) -> TrainingResult:
+    """Train on all documents of the inputs, or on a sample of `sample_bytes` if that is not 0.
+
+    Args:
+        groups: inputs, and the rules for reading them.
+
+    Raises:
+        ConfigError: bad input, or no documents.
+    """
+    inputs = [each for group, _ in groups for each in group]
+    sizes = [each.size_bytes for each in inputs]
+    total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+    progress, tally = Progress("train-tokenizer", total_bytes), Tally()
+    samples = text_sample.make_samples(inputs, sample_bytes or REPORT_BYTES)
+    read = (text_sample.read_texts(group, rules, tally, progress.add) for group, rules in groups)
+    texts = text_sample.add_to_samples(samples, chain.from_iterable(read))
+
+    def all_texts() -> Iterator[str]:
+        yield from texts
+        progress.close()
+        if not progress.num_documents:
+            raise ConfigError("--input: no documents to train on.")
+
+    if not sample_bytes:
+        vocab_size = train_bpe(all_texts(), options, output, sys.stderr.isatty())
+        num_documents, num_bytes = progress.num_documents, None
+    else:
+        for _ in all_texts():
+            pass
+        sampled = [text for each in samples.values() for text in each.texts()]
+        vocab_size = train_bpe(sampled, options, output, sys.stderr.isatty())
+        num_documents, num_bytes = len(sampled), sum(each.kept_bytes for each in samples.values())
+    read_bytes = sum(each.num_bytes for each in samples.values())
+    write_report(output, {name: each.texts() for name, each in samples.items()})
+    return TrainingResult(
+        vocab_size=vocab_size,
+        num_documents=num_documents,
+        num_bytes=read_bytes if num_bytes is None else num_bytes,
+        read_documents=progress.num_documents,
+        read_bytes=read_bytes,
+        tally=tally,
+        seconds=progress.seconds,
+    )
+
+
+def train_on_stages(
+    stages: Sequence[Path],
+    names: Sequence[str],
+    options: BpeOptions,
+    sample_bytes: int,
+    output: Path,
+) -> TrainingResult:
+    """Train on the documents of pipeline stages; `names` are the names of their sources."""
+    groups = []
+    for directory, name in zip(stages, names, strict=True):
+        field = read_stage(directory).text_field
+        inputs, _ = find_inputs([str(directory)], field)
+        groups.append(([replace(each, argument=name) for each in inputs], InputRules(field)))
+    return train_on_inputs(groups, options, sample_bytes, output)
+
+
+def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
+    """Write `report.json` beside a tokenizer, measured on the first REPORT_BYTES of the texts.
+
+    Args:
+        texts: documents by source, in random order, such as those of samples.
+    """
+    num_documents = max(1, sum(map(len, texts.values())))
+    limits = {name: REPORT_BYTES * len(each) // num_documents for name, each in texts.items()}
+    texts = {name: _first(each, limits[name]) for name, each in texts.items()}
+    known = token_texts(directory)
+    report = measure_tokenizer(load_encoder(directory).encode, max(known) + 1, known, texts)
+    write_json(directory / REPORT_FILE, report)
+
+
+def _first(texts: list[str], limit_bytes: int) -> list[str]:
+    size, number = 0, 0
+    while number < len(texts) and size < limit_bytes:
+        size += len(texts[number].encode())
+        number += 1
+    return texts[:number]

@@ -1,0 +1,147 @@
+"""`zerolm train`: `deepspeed [launcher's flags] pretrain.py [pretrain.py's flags]` in one command.
+
+The launcher replaces this process, so that signals and exit codes are its own. The names of the
+launcher's flags and of pretrain.py's do not overlap, so they may be mixed.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zerolm.common.errors import EXIT_DONE, ConfigError
+from zerolm.common.shipped import SCRIPT
+from zerolm.config.flags import help_text, parse_settings
+from zerolm.config.settings import FLAGS, GROUPS
+
+SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
+USAGE = """\
+usage: zerolm train [launcher flags] --deepspeed_config FILE --model_config FILE
+           --data PATH[=WEIGHT] --run_dir PATH [flags]"""
+
+
+class LauncherFlag(NamedTuple):
+    """A flag of DeepSpeed's launcher. Without a metavar it is a switch."""
+
+    metavar: str
+    help: str
+
+
+# deepspeed/launcher/runner.py 0.19.8, without the flags that would not start pretrain.py.
+LAUNCHER_FLAGS = {
+    "num_gpus": LauncherFlag("N", "devices of each host to use (default: all)"),
+    "num_nodes": LauncherFlag("N", "hosts of the hostfile to use (default: all)"),
+    "hostfile": LauncherFlag("FILE", "hosts, one `name slots=N` per line (-H)"),
+    "include": LauncherFlag("HOST[:DEVICE,...]", "use only these, joined with @ (-i)"),
+    "exclude": LauncherFlag("HOST[:DEVICE,...]", "use all but these, joined with @ (-e)"),
+    "master_addr": LauncherFlag("ADDRESS", "of the first host (default: asks the first host)"),
+    "master_port": LauncherFlag("PORT", "of the first host (default: 29500)"),
+    "ssh_port": LauncherFlag("PORT", "on which the hosts accept ssh"),
+    "launcher": LauncherFlag("NAME", "pdsh, openmpi, slurm, ... (default: pdsh)"),
+    "launcher_args": LauncherFlag("TEXT", "arguments for that program, as one quoted text"),
+    "no_ssh": LauncherFlag("", "start only this host's ranks; needs --node_rank"),
+    "node_rank": LauncherFlag("N", "with --no_ssh: number of this host, from 0"),
+    "no_ssh_check": LauncherFlag("", "do not test ssh first"),
+    "force_multi": LauncherFlag("", "use the multi-node launcher for a single host too"),
+    "bind_cores_to_rank": LauncherFlag("", "bind each rank to its own cores"),
+    "bind_core_list": LauncherFlag("LIST", "cores to bind to, e.g. 0-15,32-47"),
+    "venv_script": LauncherFlag("FILE", "script that activates an environment on each host"),
+    "enable_each_rank_log": LauncherFlag("DIR", "write the output of each rank to a file there"),
+    "save_pid": LauncherFlag("", "write the launcher's process id to a file in /tmp"),
+    "log_level": LauncherFlag("LEVEL", "of the launcher's own lines (default: info)"),
+    "quiet": LauncherFlag("", "print only the launcher's errors (-q)"),
+}
+PROGRAMS = ("zerolm", "launch")
+ALIASES = {"num_accelerators": "num_gpus"}
+CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Describe every flag, for shell completion; `run` parses the command itself."""
+    for name, flag in LAUNCHER_FLAGS.items():
+        parser.add_argument(f"--{name}", action="store" if flag.metavar else "store_true")
+    for name, about in FLAGS.items():
+        if about["kind"] == "switch":
+            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction)
+        elif about["group"] in GROUPS:
+            parser.add_argument(f"--{name}", choices=about["choices"] or None, action="append")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Replace this process by the launcher, or by pretrain.py itself for `--check`.
+
+    Raises:
+        ConfigError: a flag or a value that pretrain.py would refuse before it reads any file.
+    """
+    if "--help" in argv or "-h" in argv:
+        rows = {
+            f"--{name} {flag.metavar}".rstrip(): flag.help for name, flag in LAUNCHER_FLAGS.items()
+        }
+        print(help_text(USAGE, {"DeepSpeed's launcher": rows}))
+        return EXIT_DONE
+    launcher, flags = split_flags(argv)
+    settings, problems = parse_settings(flags, LAUNCHER_FLAGS)
+    if settings.check and settings.world_size is None:
+        flags += _world_size(launcher, problems)
+    if problems:
+        print(USAGE, file=sys.stderr)
+        raise ConfigError(problems)
+    command = [sys.executable, str(SCRIPT), *flags] if settings.check else deepspeed_command(argv)
+    os.execv(sys.executable, command)
+
+
+def deepspeed_command(argv: Sequence[str]) -> list[str]:
+    """Return the command that starts the launcher with the flags of `zerolm train`."""
+    launcher, flags = split_flags(argv)
+    return [sys.executable, "-m", "deepspeed.launcher.runner", *launcher, str(SCRIPT), *flags]
+
+
+def run_command(arguments: argparse.Namespace) -> list[str]:
+    """Return what follows `--` in a command line, with `zerolm train ...` as `deepspeed ...`."""
+    command = arguments.run_command or []
+    for place in (1, 3):  # zerolm train, python -m zerolm train
+        if command[place : place + 1] == ["train"] and Path(command[place - 1]).name in PROGRAMS:
+            return deepspeed_command(command[place + 1 :])
+    return command
+
+
+def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
+    """Return `--world_size` for `--check`, from the flags that choose devices."""
+    given = dict(word[2:].partition("=")[::2] for word in launcher)
+    chosen = [name for name in CHOOSE_DEVICES if name in given]
+    sizes = [given.get("num_gpus", ""), given.get("num_nodes", "1")]
+    if not set(chosen) - {"num_gpus", "num_nodes"} and all(size.isdecimal() for size in sizes):
+        return ["--world_size", str(int(sizes[0]) * int(sizes[1]))]
+    problems += [
+        f"command line: --{name}: --check does not start the launcher, which would count the "
+        f"devices. Add --world_size N."
+        for name in chosen
+    ]
+    return []
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split words into the launcher's flags with their values, and the rest, pretrain.py's.
+
+    Raises:
+        ConfigError: a flag of the launcher lacks its value.
+    """
+    launcher: list[str] = []
+    rest: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        written, equals, value = SHORT.get(word, word).partition("=")
+        name = written[2:].replace("-", "_")
+        name = ALIASES.get(name, name)
+        if not written.startswith("--") or name not in LAUNCHER_FLAGS:
+            rest.append(word)
+            continue
+        if LAUNCHER_FLAGS[name].metavar and not equals:
+            if not words:
+                raise ConfigError(f"command line: {written}, lacks its value. Add it.")
+            value = words.pop(0)
+        launcher.append(f"--{name}={value}" if LAUNCHER_FLAGS[name].metavar else f"--{name}")
+    return launcher, rest

@@ -1,0 +1,57 @@
+"""The lines of the doctor's table, and how they are printed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+OK, NOTE, RED = "ok", "note", "RED"
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        check: name of the check.
+        host: the host concerned, or `all`.
+        state: OK, NOTE or RED.
+        fact: what was found.
+        fix: how to fix it.
+    """
+
+    check: str
+    host: str
+    state: str
+    fact: str
+    fix: str = ""
+
+
+def from_problem(check: str, host: str, problem: str) -> Finding:
+    """Return a red line from a problem of the form `Fact. How to fix it.`"""
+    fact, _, fix = problem.rstrip(".").partition(". ")
+    return Finding(check, host, RED, fact, fix[:1].lower() + fix[1:])
+
+
+def merge_hosts(findings: Sequence[Finding]) -> list[Finding]:
+    """Merge findings that differ in the host only: a shared file system shows them on each host."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.check, finding.state, finding.fact, finding.fix)
+        groups.setdefault(key, []).append(finding)
+    return [
+        Finding(check, ", ".join(finding.host for finding in group), state, fact, fix)
+        for (check, state, fact, fix), group in groups.items()
+    ]
+
+
+def table(findings: Sequence[Finding], color: bool) -> str:
+    """Return the findings as aligned lines; in a terminal, red ones are colored."""
+    columns = ("check", "host", "state")
+    widths = [max(len(getattr(finding, name)) for finding in findings) for name in columns]
+    lines = []
+    for finding in findings:
+        cells = (finding.check, finding.host, finding.state)
+        head = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
+        line = f"{head}{finding.fact}" + (f".  Fix: {finding.fix}." if finding.fix else "")
+        lines.append(f"\033[31m{line}\033[0m" if color and finding.state == RED else line)
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""What a run requires of its hosts: ranks, room for checkpoints, and DeepSpeed's operators."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zerolm.common.errors import ConfigError
+from zerolm.config.settings import Settings
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a run requires of its hosts.
+
+    Attributes:
+        slots: {host: number of ranks on it}.
+        checkpoint_bytes: size of one checkpoint; None if it is not known.
+        operators: returns the names of DeepSpeed's operators that the profile uses on a kind of
+            device (`cuda`, `cpu`).
+        deep: whether every byte of the shards was checked.
+    """
+
+    slots: Mapping[str, int]
+    checkpoint_bytes: int | None
+    operators: Callable[[str], Sequence[str]]
+    deep: bool
+
+
+def checkpoint_bytes(settings: Settings) -> int | None:
+    """Return the size of one checkpoint in bytes; None if the run's configs do not determine it."""
+    if settings.model_config is None or settings.deepspeed_config is None:
+        return None
+    from zerolm.ds_config.profile import Profile
+    from zerolm.model.model import Model
+    from zerolm.plan import memory
+
+    try:
+        profile = Profile.read(settings.deepspeed_config)
+        return memory.checkpoint_bytes(Model.load(settings.model_config).shapes, profile)
+    except ConfigError:
+        return None
+
+
+def required_operators(settings: Settings, device_kind: str) -> list[str]:
+    """Return the names of DeepSpeed's operators that the profile compiles on first use."""
+    from zerolm.ds_config.profile import Profile
+
+    try:
+        profile = Profile.read(settings.deepspeed_config or "")
+    except ConfigError:
+        return []
+    operators = ["deepspeed_shm_comm"] if device_kind == "cpu" else []
+    optimizer = {"adamw": "adam"}.get(profile.optimizer.kind, profile.optimizer.kind)
+    if profile.optimizer_offload != "none":
+        if optimizer in ("adam", "adagrad", "lion"):
+            operators.append(f"cpu_{optimizer}")
+    elif device_kind != "cpu" and optimizer in ("adam", "lamb", "lion"):
+        operators.append(f"fused_{optimizer}")
+    return operators + (["async_io"] if "nvme" in profile.offloads.values() else [])

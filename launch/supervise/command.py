@@ -1,0 +1,68 @@
+"""`launch supervise`: its flags."""
+
+import argparse
+
+from launch.command.train import run_command
+from launch.supervise.supervisor import Policy, Supervisor
+from zerolm.common.command_line import count, duration
+from zerolm.common.errors import ConfigError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    default = Policy()
+    parser.usage = "%(prog)s [flags] -- deepspeed ... pretrain.py ..."
+    parser.description = (
+        "Start a run and restart it after failures until it is done. A failure is reported with "
+        "its rank, host, signal, step and stacks; then the same command starts again and the run "
+        "resumes from its newest checkpoint. SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C are passed on "
+        "to the ranks, which save and stop. Exit codes are those of pretrain.py: 0 done, 2 "
+        "refused, 75 stopped on request, 76 gave up, 1 it keeps failing."
+    )
+    add = parser.add_argument
+    add(
+        "--max_restarts", type=count, default=default.max_restarts, metavar="N",
+        help="restarts in a row without a newer checkpoint (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--same_step_limit", type=count, default=default.same_step_limit, metavar="N",
+        help="failures in the same step after which the supervisor stops and prints a diagnosis "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--backoff", type=duration, default=default.backoff, metavar="DURATION",
+        help="wait before the first restart; doubled after each restart without progress "
+        "(default: 5s)",
+    )  # fmt: skip
+    add(
+        "--max_backoff", type=duration, default=default.max_backoff, metavar="DURATION",
+        help="longest wait before a restart (default: 5m)",
+    )  # fmt: skip
+    add(
+        "--deadline", type=duration, metavar="DURATION",
+        help="ask the run to save and stop after this time, summed over all restarts, e.g. 3h50m",
+    )  # fmt: skip
+    add(
+        "--min_hosts", type=count, metavar="N",
+        help="with --hostfile in the command: start with this many hosts at least (default: as "
+        "many as the command asks for)",
+    )  # fmt: skip
+    add(
+        "--host_check", metavar="COMMAND",
+        help="shell command to run on each host before each start; a host where it fails is left "
+        "out (default: import torch and deepspeed with this Python)",
+    )  # fmt: skip
+    add(
+        "--requeue", action="store_true",
+        help="in a Slurm job: requeue it if the run stopped before it was done, or lost too many "
+        "hosts",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.run_command is None:
+        raise ConfigError(
+            "command line: the command to run is missing. Add it after --, as in: "
+            "launch supervise -- deepspeed ... pretrain.py ..."
+        )
+    policy = {key: value for key, value in vars(arguments).items() if key != "run_command"}
+    return Supervisor(run_command(arguments), Policy(**policy)).run()

@@ -1,0 +1,127 @@
+"""Classify how a launch ended, from its events, heartbeats, output and exit code. No side effects.
+
+The launcher's exit code alone is not trusted: `deepspeed` exits with 0 when its node launcher is
+killed. The events that the run itself logged during this launch decide.
+"""
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
+
+RUNNER_GONE = "deepspeed has ended"  # reason of a stop, as zerolm/watchdog/watchdog.py logs it
+FINAL_EVENTS = {"done": EXIT_DONE, "stopped": EXIT_STOPPED, "gave_up": EXIT_GAVE_UP}
+RETURN_CODE = re.compile(r"exits with return code = (-?\d+)")
+ERROR_LINE = re.compile(r"(Error\b|Exception\b|refused|watchdog:|FAULT |pretrain\.py: |[Kk]illed)")
+MAX_ERROR_LINES = 8
+
+
+@dataclass
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        exit_code: one of zerolm's exit codes, whatever the launcher returned.
+        step: optimizer step that was being taken; None if no step had started.
+        sequences: (first, count) of that step's sequence numbers, if known.
+        reasons: what happened, one line each.
+        error_lines: the last lines of the launch's output that look like errors.
+    """
+
+    exit_code: int
+    step: int | None = None
+    sequences: list[int] | None = None
+    reasons: list[str] = field(default_factory=list)
+    error_lines: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        """`in step 7`, or `before its first step`."""
+        return "before its first step" if self.step is None else f"in step {self.step}"
+
+
+def classify(
+    returncode: int,
+    events: Sequence[dict[str, Any]],
+    heartbeats: Sequence[dict[str, Any]],
+    output: Iterable[str],
+    kill_reason: str | None,
+    killed: Sequence[int],
+) -> Outcome:
+    """Return how a launch ended.
+
+    Args:
+        returncode: of the launcher, as `subprocess` gives it.
+        events, heartbeats: of this launch only.
+        output: last lines of its output.
+        kill_reason: why the supervisor killed it; None if it ended by itself.
+        killed: process IDs that had to be killed after the launcher had ended.
+    """
+    steps = [beat["step"] for beat in heartbeats if beat["step"]]
+    outcome = Outcome(_exit_code(returncode, events), max(steps, default=None))
+    if outcome.exit_code in (EXIT_DONE, EXIT_STOPPED) and not killed:
+        return outcome
+    output = list(output)
+    if kill_reason:
+        outcome.reasons.append(kill_reason)
+    codes = [match.group(1) for match in map(RETURN_CODE.search, output) if match]
+    rank_exit = shown_code(int(codes[-1])) if codes else None
+    for event in events:
+        if event["event"] in ("rank_lost", "hang", "launcher_lost"):
+            _add_event(outcome, event, rank_exit)
+    if outcome.sequences is None:
+        known = [beat["sequences"] for beat in heartbeats if beat["step"] == outcome.step]
+        outcome.sequences = next(filter(None, known), None)
+    if rank_exit is not None and not outcome.reasons:
+        outcome.reasons.append(f"a rank ended with {rank_exit}")
+    if outcome.exit_code == EXIT_BUG and not outcome.reasons:
+        outcome.reasons.append(
+            f"the launcher ended with {shown_code(returncode)}, but the run logged no `done` event"
+        )
+    if killed:
+        outcome.reasons.append(f"killed {len(killed)} orphaned process(es): {list(killed)}")
+    outcome.error_lines = [line for line in output if ERROR_LINE.search(line)][-MAX_ERROR_LINES:]
+    return outcome
+
+
+def _exit_code(returncode: int, events: Sequence[dict[str, Any]]) -> int:
+    if any(event.get("reason") == RUNNER_GONE for event in events):
+        # The ranks saved and stopped because `deepspeed` ended: on request, or was it killed?
+        requested = returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        return EXIT_STOPPED if requested else EXIT_BUG
+    logged = {event["event"] for event in events}
+    for name, code in FINAL_EVENTS.items():
+        if name in logged:
+            return code
+    return returncode if returncode in (EXIT_REFUSED, EXIT_STOPPED, EXIT_GAVE_UP) else EXIT_BUG
+
+
+def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -> None:
+    """Add the reasons that an event of the watchdog gives."""
+    if event["event"] == "launcher_lost":
+        outcome.reasons.append(f"the node launcher on {event['host']} is gone")
+        return
+    outcome.step = event["step"]
+    for rank in event["ranks"]:
+        outcome.sequences = rank["sequences"] if rank["step"] == event["step"] else None
+        reason = rank["reason"]
+        if event["event"] == "rank_lost" and event["ended"] is None and rank_exit is not None:
+            reason += f" (the launcher reported {rank_exit})"
+        stacks = f"; stacks: {rank['stacks']}" if rank["stacks"] else ""
+        outcome.reasons.append(
+            f"rank {rank['rank']} on {rank['host']} (pid {rank['pid']}) {reason}, "
+            f"in step {event['step']}{stacks}"
+        )
+
+
+def shown_code(code: int) -> str:
+    """Return a process's return code as `SIGKILL` or `exit code 1`."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+        return f"signal {-code}"
+    return f"exit code {code}"

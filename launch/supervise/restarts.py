@@ -1,0 +1,90 @@
+"""When to restart a failed run, after what pause, and when to stop with a diagnosis."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.supervise.outcome import Outcome
+from zerolm.checkpoint.directory import by_step
+from zerolm.common.run_files import RunFiles, checkpoint_step
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the supervisor responds to failures.
+
+    Attributes:
+        max_restarts: restarts in a row without a newer checkpoint.
+        same_step_limit: failures in one step after which the supervisor stops.
+        backoff, max_backoff: seconds before a restart; doubled for each one without progress.
+        deadline: seconds from the start of the supervisor after which the run is asked to stop.
+        min_hosts: minimum number of hosts to start on; None: as many as the command asks for.
+        host_check: shell command that fails on a host that must not be used; None: the default.
+        requeue: requeue the Slurm job if the run stopped before it was done.
+    """
+
+    max_restarts: int = 20
+    same_step_limit: int = 3
+    backoff: float = 5.0
+    max_backoff: float = 300.0
+    deadline: float | None = None
+    min_hosts: int | None = None
+    host_check: str | None = None
+    requeue: bool = False
+
+
+class Restarts:
+    """The failures of a run so far, and the number of restarts since its newest checkpoint."""
+
+    def __init__(self, policy: Policy, run_dir: Path):
+        self.policy, self.run_dir = policy, run_dir
+        self.count = 0
+        self._failures: Counter[int | None] = Counter()  # by step
+        self._checkpoint_at_failure = -1
+
+    def add_failure(self, outcome: Outcome) -> str | None:
+        """Count a failure; return a diagnosis if a restart would not help, else None."""
+        self._failures[outcome.step] += 1
+        checkpoint = self._newest_checkpoint()
+        if checkpoint > self._checkpoint_at_failure:
+            self._checkpoint_at_failure, self.count = checkpoint, 0
+        if self._failures[outcome.step] >= self.policy.same_step_limit:
+            return self._diagnosis(outcome)
+        if self.count >= self.policy.max_restarts:
+            return (
+                f"stopping: {self.count} restarts without a newer checkpoint. Save more often "
+                f"(--checkpoint_interval), or fix what fails."
+            )
+        return None
+
+    def pause_seconds(self) -> float:
+        """Return the back-off: doubled for each restart without progress, with 25% of jitter."""
+        seconds = self.policy.backoff * 2.0 ** min(self.count, 30)
+        return min(seconds, self.policy.max_backoff) * random.uniform(0.75, 1.25)
+
+    def shown_checkpoint(self) -> str:
+        """Return a sentence about the newest checkpoint."""
+        step = self._newest_checkpoint()
+        return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
+
+    def _newest_checkpoint(self) -> int:
+        """Return the step of the newest published checkpoint, 0 if there is none."""
+        published = by_step(RunFiles(self.run_dir).checkpoints)
+        return checkpoint_step(published[-1].name) if published else 0
+
+    def _diagnosis(self, outcome: Outcome) -> str:
+        failures = self._failures[outcome.step]
+        lines = [f"stopping: the run has failed {failures} times {outcome.place}."]
+        lines += outcome.reasons
+        if outcome.sequences is not None:
+            first, number = outcome.sequences
+            lines.append(f"sequences of that step: {first} to {first + number - 1}")
+        lines += [f"output: {line[:300]}" for line in outcome.error_lines]
+        lines.append(self.shown_checkpoint())
+        lines.append(
+            "try: read the stacks and the lines above; run the command without the supervisor; "
+            "inspect the sequences of the step; if memory ran out, use fewer ranks or a smaller "
+            "--micro_batch_size"
+        )
+        return "\n    ".join(lines)

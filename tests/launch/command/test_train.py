@@ -1,0 +1,106 @@
+"""`zerolm train`: the flags it splits, and real runs through DeepSpeed's launcher."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.command.train import (
+    ALIASES,
+    LAUNCHER_FLAGS,
+    SHORT,
+    deepspeed_command,
+    run_command,
+    split_flags,
+)
+from tests import ROOT
+from tests.launching import LLAMA, environment, free_port, rows, write_json, write_shards
+from zerolm.common.errors import ConfigError
+from zerolm.config.settings import FLAGS
+
+NOT_OFFERED = {"module", "no_python", "no_local_rank", "autotuning"}  # they start something else
+ZERO1 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+
+
+def test_the_launchers_flags_are_those_of_deepspeed(monkeypatch):
+    """Each with its short form, and with a value or without; none is one of pretrain.py's."""
+    from deepspeed.launcher import runner
+
+    parsers = []
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda parser, **_: parsers.append(parser)
+    )
+    runner.parse_args([])
+    switches, short, aliases = {}, {}, {}
+    for action in parsers[0]._actions:
+        long = [flag[2:] for flag in action.option_strings if flag.startswith("--")]
+        if long and long[0] not in NOT_OFFERED | {"help"}:
+            switches[long[0]] = action.nargs == 0
+            aliases |= dict.fromkeys(long[1:], long[0])
+            short |= {flag: f"--{long[0]}" for flag in action.option_strings if len(flag) == 2}
+    assert switches == {name: not flag.metavar for name, flag in LAUNCHER_FLAGS.items()}
+    assert (short, aliases) == (SHORT, ALIASES)
+    assert not (set(LAUNCHER_FLAGS) | set(ALIASES)) & set(FLAGS)
+
+
+def test_flags_are_split_wherever_they_stand():
+    words = ["--num-gpus", "2", "--data", "a", "-H", "hosts", "--no_ssh", "--seed=1"]
+    launcher, rest = split_flags([*words, "--launcher_args=--mem 5", "--num_accelerators=4"])
+    assert rest == ["--data", "a", "--seed=1"]
+    assert launcher == [
+        "--num_gpus=2", "--hostfile=hosts", "--no_ssh", "--launcher_args=--mem 5", "--num_gpus=4"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--num_nodes, lacks its value"):
+        split_flags(["--num_nodes"])
+
+
+@pytest.mark.parametrize(
+    "words", [["zerolm"], ["/opt/bin/zerolm"], ["python", "-m", "zerolm"], ["p", "-m", "launch"]]
+)
+def test_a_run_that_others_start_may_be_written_as_zerolm_train(words):
+    flags = ["--num_gpus", "2", "--run_dir", "r"]
+    arguments = argparse.Namespace(run_command=[*words, "train", *flags])
+    assert run_command(arguments) == deepspeed_command(flags)
+    assert run_command(argparse.Namespace(run_command=flags)) == flags
+    assert run_command(argparse.Namespace(run_command=None)) == []
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> list[str]:
+    """The flags of a tiny run, without its run directory."""
+    directory = tmp_path_factory.mktemp("train")
+    model = write_json(directory / "model.json", LLAMA)
+    profile = write_json(directory / "zero1.json", ZERO1)
+    shards = write_shards(directory / "shards", 50)
+    words = ["--model_config", model, "--deepspeed_config", profile, "--data", shards]
+    words += ["--seq_len", 32, "--batch_tokens", 128, "--micro_batch_size", 2]
+    return [str(word) for word in [*words, "--total_tokens", 256, "--log_interval", 1]]
+
+
+def train(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zerolm", "train", *map(str, words)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_a_run_on_two_ranks_and_its_refusal(inputs: list[str], tmp_path: Path):
+    """The exit codes are the launcher's, so those of pretrain.py."""
+    words = ["--num_gpus", 2, "--master_port", free_port(), *inputs, "--run_dir", tmp_path / "run"]
+    done = train(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(rows(tmp_path / "run", "train/loss")) == {1, 2}
+    refused = train(*words, "--batch_tokens", 999)
+    assert refused.returncode == 2 and "batch_tokens" in refused.stderr + refused.stdout
+
+
+def test_check_needs_no_launcher_and_counts_the_devices_of_its_flags(inputs, tmp_path):
+    words = ["--check", *inputs, "--run_dir", tmp_path / "run"]
+    done = train(*words, "--num_gpus", 2, "--num_nodes", 1)
+    assert done.returncode == 0, done.stderr
+    assert "2 x " in done.stdout and "launch" not in done.stdout
+    assert not (tmp_path / "run").exists()
+    refused = train(*words, "--hostfile", "hosts")
+    assert refused.returncode == 2 and "Add --world_size N" in refused.stderr

@@ -1,0 +1,90 @@
+"""A wheel that is built from the tree works outside of a checkout."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.launching import environment, write_shards
+
+BUILT_FROM = ("pretrain.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+PACKAGES = ("zerolm", "data_prep", "launch", "ds_configs", "model_configs")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A directory in which the wheel is installed; built from a copy, as pip writes to the tree."""
+    tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
+    for name in BUILT_FROM:
+        shutil.copy(ROOT / name, tree / name)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    built = subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", tree, tree],
+        cwd=tree, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = tree.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return site
+
+
+def call(site: Path, directory: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run `zerolm` as the wheel's console script does, in a directory outside of the checkout.
+
+    PYTHONPATH is searched before an editable installation of the checkout.
+    """
+    script = (
+        "import sys; from zerolm.__main__ import console_script; import zerolm\n"
+        "assert zerolm.__file__.startswith(sys.argv.pop(1)), zerolm.__file__\n"
+        "sys.exit(console_script())"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, site, *map(str, words)],
+        cwd=directory, env=environment(PYTHONPATH=str(site)), capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def test_the_wheel_has_what_a_checkout_has(site):
+    shipped = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
+    shipped = {path for path in shipped if not path.parts[0].endswith(".dist-info")}
+    wanted = {Path("pretrain.py"), Path("launch/hostfile.example")}
+    for name in PACKAGES:
+        found = (path for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".json"))
+        wanted |= {path.relative_to(ROOT) for path in found}
+    wanted |= {path.relative_to(ROOT) for path in (ROOT / "zerolm/report/assets").iterdir()}
+    assert shipped == wanted
+    (entry_points,) = site.glob("*.dist-info/entry_points.txt")
+    assert "zerolm = zerolm.__main__:console_script" in entry_points.read_text()
+
+
+def test_the_installed_wheel_plans_with_shipped_configs(site, tmp_path):
+    words = ["plan", "--model_config", "model_configs/llama-160m.json", "--devices", "8"]
+    done = call(site, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    for name in ("model_configs/llama-160m.json", "ds_configs/zero2.json"):
+        assert f"note: {name}: not in this directory; using {site / name}" in done.stdout
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero2.json").write_text("{}x")
+    own = call(site, tmp_path, *words)  # the user's own file of that name comes first
+    assert own.returncode == 2 and "ds_configs/zero2.json: cannot be read as JSON" in own.stderr
+
+
+def test_the_installed_wheel_checks_a_run_and_prints_help(site, tmp_path):
+    shards = write_shards(tmp_path / "shards", 50)
+    done = call(
+        site, tmp_path, "train", "--check", "--model_config", "model_configs/tiny.json",
+        "--deepspeed_config", "ds_configs/zero1.json", "--data", shards, "--run_dir", "run",
+        "--seq_len", 32, "--num_gpus", 2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"using {site / 'ds_configs/zero1.json'}" in done.stdout
+    helped = call(site, tmp_path, "data", "--help")
+    assert helped.returncode == 0 and "tokenize" in helped.stdout

@@ -1,0 +1,293 @@
+"""The command line of the whole project, and the module that it is made with."""
+
+import argparse
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+from tests import ROOT
+from tests.launching import environment
+from zerolm.__main__ import COMMANDS, main
+from zerolm.common import command_line
+from zerolm.common.command_line import Command, Group, Parser, run_program
+from zerolm.common.errors import ConfigError
+
+
+def leaves(group, *before):
+    """Return {words: command} of every command of a group, also of those that are not listed."""
+    found = {}
+    for name, command in group.commands.items():
+        inner = (*before, name)
+        found |= leaves(command, *inner) if isinstance(command, Group) else {inner: command}
+    return found
+
+
+ALL = leaves(COMMANDS)
+
+
+def call(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, words)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, **options,
+    )  # fmt: skip
+
+
+def parser_of(*words):
+    parser = Parser(" ".join(words), "")
+    importlib.import_module(ALL[words].module).add_flags(parser)
+    return parser
+
+
+# -------------------------------------------------------------------------------------------------
+# Help
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_every_command_prints_its_help(words, capsys):
+    assert main([*words, "--help"]) == 0
+    assert re.match(rf"usage: .*zerolm {' '.join(words)} ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words", [[], ["data"]], ids=["zerolm", "zerolm data"])
+def test_the_help_lists_every_command_by_topic(words, capsys):
+    assert main([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    for name, command in ALL.items():
+        if list(name[: len(words)]) == words:
+            listed = f"\n    {' '.join(name[len(words) :])} "
+            assert (listed in text) == bool(command.help), name
+    if not words:
+        topics = ("prepare data:", "plan and check:", "train:", "after a run, or during it:")
+        places = [text.index(f"\n{topic}\n") for topic in topics]
+        assert places == sorted(places)
+
+
+def test_no_help_imports_anything_heavy():
+    """Neither the help of a command nor completion waits for torch, nor for what imports it."""
+    modules = sorted({command.module for command in ALL.values()})
+    script = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    script += "print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    imported = set(ast.literal_eval(result.stdout))
+    assert "argparse" in imported
+    assert not {"torch", "deepspeed", "transformers", "datasets", "pyarrow"} & imported
+
+
+# -------------------------------------------------------------------------------------------------
+# Flags
+
+
+def test_flags_have_underscores_or_dashes_and_an_equals_sign_or_a_space():
+    words = ["--input", "a-b", "c", "--input=d-e", "--output", "o"]
+    parser = parser_of("data", "train-tokenizer")
+    one = parser.parse([*words, "--vocab_size", "300", "--text_field", "x-y"])
+    two = parser.parse([*words, "--vocab-size=300", "--text-field=x-y"])
+    assert one == two and one.input == ["a-b", "c", "d-e"] and one.text_field == "x-y"
+    plan = parser_of("plan")
+    assert plan.parse(["--no_async_checkpoint"]) == plan.parse(["--no-async-checkpoint"])
+
+
+def test_an_abbreviation_is_no_flag():
+    with pytest.raises(SystemExit):
+        parser_of("plan").parse(["--dev", "8"])
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "hint"),
+    [
+        (["data_prep", "tokenize", "--ouput", "x"], "data_prep tokenize", '"--output"'),
+        (["data_prep", "tokenise"], "data_prep COMMAND", '"tokenize"'),
+        (["launch", "plan", "--device=8"], "launch plan", '"--devices"'),
+        (["launch", "plam"], "launch COMMAND", '"plan"'),
+        (["launch", "supervise", "--max-restart", "3", "--", "x"], "supervise", '"--max_restarts"'),
+        (["zerolm", "export", "a", "b", "--precission", "bf16"], "zerolm export", '"--precision"'),
+        (["zerolm", "exprot"], "zerolm COMMAND", '"export"'),
+        (["zerolm", "tokenize"], "zerolm COMMAND", '"data tokenize"'),
+        (["zerolm", "data", "tokenize", "--workes", "2"], "data tokenize", '"--workers"'),
+        (["zerolm", "train", "--num_gpu", "2"], "zerolm train", '"--num_gpus"'),
+        (["zerolm", "train", "--total-token=2B"], "zerolm train", '"--total_tokens"'),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistyped_word_shows_the_usage_and_the_nearest_name(words, usage, hint):
+    result = call(*words)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("usage: ") and usage in result.stderr.splitlines()[0]
+    assert f"Did you mean {hint}?" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_unknown_flags_are_all_listed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser_of("data", "verify").parse(["s", "--quick", "--sead=1"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("no such flag") == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (command_line.count, "15M", 15_000_000),
+        (command_line.count, "3e9", 3_000_000_000),
+        (command_line.count_from_zero, "0", 0),
+        (command_line.number, "0.5", 0.5),
+        (command_line.number, "2B", 2e9),
+        (command_line.size_bytes, "5GB", 5 * 10**9),
+        (command_line.size_bytes, "500mb", 500 * 10**6),
+        (command_line.size_bytes, "32GiB", 32 << 30),
+        (command_line.size_bytes, "1.5KiB", 1536),
+        (command_line.size_bytes, "5e9", 5 * 10**9),
+        (command_line.duration, "3h50m", 13_800.0),
+        (command_line.duration, "1e3", 1000.0),
+    ],
+)
+def test_numbers_have_one_syntax(read, text, value):
+    assert read(text) == value and type(read(text)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        *((command_line.count, text) for text in ("0", "1.5", "-3", "x", "", "nan", "5GB")),
+        *((command_line.count_from_zero, text) for text in ("-1", "0.5")),
+        *((command_line.number, text) for text in ("0", "-1", "inf")),
+        *((command_line.size_bytes, text) for text in ("0", "1.0001KiB", "5GBB", "GiB", "-5GB")),
+        *((command_line.duration, text) for text in ("5x", "m", "h5", "1e3h2")),
+    ],
+)
+def test_what_is_no_number_is_refused(read, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=repr(text).replace(".", r"\.")):
+        read(text)
+
+
+# -------------------------------------------------------------------------------------------------
+# How a command ends
+
+
+def program(monkeypatch, run):
+    """Return a program with one command."""
+    module = types.ModuleType("one_command")
+    module.add_flags, module.run = lambda parser: None, run
+    monkeypatch.setitem(sys.modules, "one_command", module)
+    return Group("", {"go": Command("go", "one_command")})
+
+
+def raising(error):
+    def run(arguments):
+        raise error
+
+    return run
+
+
+def test_ctrl_c_ends_a_command_with_130_and_one_line(monkeypatch, capsys):
+    assert run_program(program(monkeypatch, raising(KeyboardInterrupt)), ["go"], "p") == 130
+    assert capsys.readouterr().err == "p: interrupted\n"
+
+
+def test_a_refusal_shows_every_problem_under_the_name_of_the_command(monkeypatch, capsys):
+    group = program(monkeypatch, raising(ConfigError(["a: wrong.", "b: wrong."])))
+    assert run_program(group, ["go"], "p") == 2
+    assert capsys.readouterr().err == "p go: refused\na: wrong.\nb: wrong.\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        run_program(program(monkeypatch, raising(ZeroDivisionError)), ["go"], "p")
+
+
+def test_the_code_of_a_command_is_the_code_of_the_program(monkeypatch):
+    assert run_program(program(monkeypatch, lambda arguments: 75), ["go"], "p") == 75
+    assert run_program(program(monkeypatch, lambda arguments: None), ["go"], "p") == 0
+    assert run_program(program(monkeypatch, lambda arguments: sys.exit(3)), ["go"], "p") == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("zerolm", "--help"),
+        ("zerolm", "train", "--help"),
+        ("data_prep", "--help"),
+        ("data_prep", "tokenize", "--help"),
+        ("launch", "plan", "--help"),
+        ("launch", "plan", "--budget", "1e22"),
+        ("zerolm.lines", "go"),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_output_ends_a_command_without_a_traceback(words, tmp_path):
+    """As `| head` does: at the end of a short output, and in the middle of a long one."""
+    line = [sys.executable, "-m", *words]
+    if words[0] == "zerolm.lines":
+        (tmp_path / "lines.py").write_text(
+            "def add_flags(parser): pass\ndef run(arguments):\n"
+            "    for number in range(100_000): print(number)\n"
+        )
+        script = (
+            "import sys\nfrom zerolm.common.command_line import Command, Group, run_program\n"
+            "sys.exit(run_program(Group('', {'go': Command('go', 'lines')}), ['go'], 'p'))"
+        )
+        line = [sys.executable, "-c", script]
+    reader, writer = os.pipe()
+    path = os.pathsep.join((str(ROOT), str(tmp_path)))
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment(PYTHONPATH=path, PYTHONUNBUFFERED=""), stdout=writer,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writer)
+    os.close(reader)
+    _, errors = process.communicate(timeout=120)
+    assert errors == ""
+    in_the_middle = words in {("zerolm.lines", "go"), ("zerolm", "train", "--help")}
+    assert process.returncode == (141 if in_the_middle else 0)
+
+
+# -------------------------------------------------------------------------------------------------
+# Completion
+
+
+def completions(line, directory):
+    """Return what the shell is given for a line that is being typed."""
+    answer = directory / "answer"
+    variables = {
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SHELL": "bash",
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><;|&(:", "_ARGCOMPLETE_STDOUT_FILENAME": answer,
+        "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9",
+    }  # fmt: skip
+    script = "import sys; from zerolm.__main__ import console_script; sys.exit(console_script())"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=directory, timeout=120, check=True,
+        env=environment(**{k: str(v) for k, v in variables.items()}, PYTHONPATH=path),
+    )  # fmt: skip
+    return {word.strip() for word in answer.read_text().split("\n")} - {""}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("zerolm pl", {"plan", "plot"}),
+        ("zerolm data tok", {"tokenize"}),
+        ("zerolm data tokenize --val", {"--val_fraction", "--val_output"}),
+        ("zerolm plan --device", {"--devices", "--devices_per_node"}),
+        ("zerolm render sl", {"slurm"}),
+        ("zerolm export --precision b", {"bf16"}),
+        ("zerolm train --num_", {"--num_gpus", "--num_nodes", "--num_workers"}),
+        ("zerolm train --num_gpus 2 --schedule w", {"wsd"}),
+        ("zerolm train --no-skip", {"--no-skip_spikes"}),
+        ("zerolm train --deepspeed_config ds_configs/ze", {"ds_configs/zero2.json"}),
+        ("zerolm export runs/fi", {"runs/first/"}),
+    ],
+)
+def test_the_shell_completes_commands_flags_values_and_paths(line, expected, tmp_path):
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero2.json").write_text("{}")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    assert completions(line, tmp_path) == expected

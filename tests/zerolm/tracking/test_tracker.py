@@ -1,0 +1,26 @@
+"""What a flag names as its tracker is one, and needs no other register."""
+
+import pytest
+
+from zerolm.command_flags import parser
+from zerolm.config.settings import FLAGS, TRACKERS, Settings
+from zerolm.tracking import tracker
+from zerolm.tracking.tracker import Tracker, tracker_class
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_the_flag_of_a_tracker_names_its_class(name) -> None:
+    assert issubclass(tracker_class(name), Tracker) and FLAGS[name]["group"] == "trackers"
+    assert parser(None).parse_args(["mirror", "run", name, "--of_process", "1"]).name == name
+
+
+def test_a_package_that_is_missing_is_found_before_the_run(monkeypatch) -> None:
+    class Wanting(Tracker):
+        package = "tensorboard"
+
+    settings = Settings(tensorboard=True)
+    assert Wanting.problems("tensorboard", settings, {}) == []
+    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    (problem,) = Wanting.problems("tensorboard", settings, {})
+    assert "tensorboard: true, needs the package tensorboard" in problem
+    assert "pip install 'zerolm[tensorboard]'" in problem

@@ -1,0 +1,83 @@
+"""zerolm/watchdog/child.py: restarts with pauses, bounded waits, and the environment of a child."""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerolm.common.processes import SUPERVISOR
+from zerolm.watchdog import progress
+from zerolm.watchdog.child import MAX_PAUSE_SECONDS, Child
+
+MINUTE = 60.0
+
+
+def child(script: str, **options: Any) -> Child:
+    one = Child("report", **options)
+    one.command = [sys.executable, "-c", script]
+    return one
+
+
+def run(one: Child) -> int | None:
+    """Start it and wait for its end."""
+    one.start()
+    return one.wait(time.monotonic() + MINUTE)
+
+
+def test_pauses_grow_with_each_failure_and_end_with_a_success(monkeypatch) -> None:
+    one = child("raise SystemExit(3)", first_pause_seconds=100.0)
+    now = time.monotonic()
+    for pause in (100.0, 200.0, 400.0, MAX_PAUSE_SECONDS):
+        assert one.due() and run(one) == 3 and not one.due()
+        monkeypatch.setattr(time, "monotonic", lambda start=now + pause - 1: start)
+        assert not one.due(), "not before the pause is over"
+        now += pause + MINUTE
+        monkeypatch.setattr(time, "monotonic", lambda start=now: start)
+    one.command = [sys.executable, "-c", ""]
+    assert run(one) == 0 and one.due() and one.failures == 0
+
+
+def test_after_the_last_failure_it_is_never_due_again() -> None:
+    one = child("raise SystemExit(3)", max_failures=2)
+    assert [run(one) for _ in range(2)] == [3, 3]
+    assert not one.due() and one.failures == 2
+
+
+def test_a_child_that_should_not_end_fails_with_exit_code_0_too() -> None:
+    one = child("", endless=True, max_failures=1)
+    assert run(one) == 0 and not one.due()
+
+
+def test_waiting_is_bounded_and_sends_heartbeats() -> None:
+    one = child("import time; time.sleep(600)")
+    one.start()
+    beats, start = progress.CURRENT.num_records, time.monotonic()
+    assert one.wait(start + 0.3) is None and one.running
+    assert progress.CURRENT.num_records > beats
+    assert one.wait(math.inf, asked=lambda: True) is None
+    process = one.process
+    one.kill()
+    assert process is not None and process.returncode == -9 and not one.running
+    one.kill()  # does nothing
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_later(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    one = child("", log=tmp_path / "file" / "log")
+    with pytest.raises(OSError, match="file"):
+        one.start()
+    assert not one.running and not one.due() and one.failures == 0
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_only_a_supervised_child_has_the_mark_of_the_supervisor(
+    tmp_path: Path, monkeypatch, supervised
+) -> None:
+    monkeypatch.setenv(SUPERVISOR, "somebody-1")
+    log = tmp_path / "log"
+    script = f"import os, zerolm; print(os.environ.get({SUPERVISOR!r}))"
+    assert run(child(script, log=log, supervised=supervised)) == 0
+    assert log.read_text() == ("somebody-1\n" if supervised else "None\n")

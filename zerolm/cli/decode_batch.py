@@ -1,0 +1,26 @@
+"""`decode-batch`: print the text of a batch, with its sources and documents."""
+
+import argparse
+from pathlib import Path
+
+from zerolm.common.command_line import count_from_zero
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run directory")
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument(
+        "--step", type=count_from_zero, metavar="N", help="the batch of this optimizer step"
+    )
+    chosen.add_argument(
+        "--sequences",
+        metavar="A-B",
+        help="sequence numbers from A up to but excluding B; or a single number",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from zerolm.report.decode_batch import decode_batch
+
+    for line in decode_batch(arguments.run, arguments.step, arguments.sequences):
+        print(line)

@@ -1,0 +1,94 @@
+"""`export`: write a checkpoint as a Hugging Face model directory, with tokenizer and model card."""
+
+import argparse
+import json
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from zerolm.checkpoint.directory import Checkpoint
+from zerolm.cli.verify_checkpoint import CHECKPOINT_HELP, verified_checkpoint
+from zerolm.common.command_line import size_bytes
+from zerolm.common.errors import ConfigError
+from zerolm.common.run_files import RunFiles
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("checkpoint", type=Path, help=CHECKPOINT_HELP)
+    add("output", type=Path, help="a directory that does not exist yet")
+    add(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="of the weights (default: that of the training)",
+    )
+    add(
+        "--max_shard_size",
+        type=size_bytes,
+        metavar="BYTES",
+        help="largest safetensors file, which is also about the memory needed (default: 5GB)",
+    )
+    add("--push", metavar="USER/NAME", help="also push the model to the hub, as a private one")
+    add("--public", action="store_true", help="with --push: make it public")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from zerolm.export import hub
+    from zerolm.export.export import MAX_SHARD_BYTES, check_room, export
+
+    checkpoint = verified_checkpoint(arguments.checkpoint)
+    output, run_dir = arguments.output, checkpoint.directory.parent.parent
+    check_room(output, 0)
+    if arguments.push:
+        hub.check(arguments.push, arguments.public)
+    tokenizer_dir, eos_id = _tokenizer(run_dir)
+    if tokenizer_dir is None or not tokenizer_dir.is_dir():
+        print(f"note: {run_dir}: no tokenizer was found with its token shards; none is exported")
+    name = arguments.push or output.absolute().name
+    result = export(
+        checkpoint.directory,
+        checkpoint.manifest,
+        output,
+        arguments.precision,
+        tokenizer_dir,
+        eos_id,
+        lambda num_parameters: _card(checkpoint, run_dir, name, num_parameters),
+        arguments.max_shard_size or MAX_SHARD_BYTES,
+    )
+    print(f"{output}: {result}")
+    print("load it with AutoModelForCausalLM.from_pretrained")
+    if arguments.push:
+        print(hub.push(output, arguments.push, arguments.public))
+
+
+def _tokenizer(run_dir: Path) -> tuple[Path | None, int | None]:
+    """Return the tokenizer directory and the EOS id of the run's first data source, if available.
+
+    run.json names the source; its shards may have been removed since.
+    """
+    from zerolm.common.url import is_url
+    from zerolm.shards.reader import open_source
+
+    record = RunFiles(run_dir).record
+    if not record.is_file():
+        return None, None
+    data = json.loads(record.read_text())["settings"]["data"][0].rsplit("=", 1)[0]
+    if not is_url(data) and not (Path(data) / "manifest.json").is_file():
+        return None, None
+    source = open_source(data)
+    return source.tokenizer_directory(), source.eos_id
+
+
+def _card(
+    checkpoint: Checkpoint, run_dir: Path, name: str, num_parameters: int
+) -> dict[str, bytes]:
+    """Return {file name: content} of the model card and of its plot, if the run has metrics."""
+    from zerolm.export.model_card import PICTURE, model_card
+    from zerolm.report.plot import plot_losses
+
+    files = {}
+    with tempfile.TemporaryDirectory() as directory, suppress(ConfigError):  # no metrics, no plot
+        plot = plot_losses([run_dir], Path(directory) / PICTURE, checkpoint.progress.step)
+        files[PICTURE] = plot.read_bytes()
+    text = model_card(run_dir, checkpoint.manifest, name, num_parameters, bool(files))
+    return {**files, "README.md": text.encode()}

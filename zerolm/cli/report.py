@@ -1,0 +1,29 @@
+"""`report`: write one HTML page about a run, or about several runs compared."""
+
+import argparse
+from pathlib import Path
+
+from zerolm.common.command_line import count
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, help="run directories; the runs may still be training")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page to write (default: report.html in the first run directory)",
+    )
+    add("--of_process", type=count, help=argparse.SUPPRESS)  # the run that started this command
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from zerolm.report.html import write_report
+    from zerolm.watchdog import child
+
+    if arguments.of_process is not None:
+        child.serve(arguments.of_process)
+    page = write_report(arguments.runs, arguments.output)
+    if arguments.of_process is None:
+        print(page)

@@ -1,0 +1,17 @@
+"""`status`: print the state of runs, from their files alone."""
+
+import argparse
+from pathlib import Path
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--watch", action="store_true", help="refresh every two seconds")
+    form.add_argument("--json", action="store_true", help="print one JSON object per run and line")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from zerolm.report.status import print_status
+
+    print_status(arguments.runs, watch=arguments.watch, as_json=arguments.json)

@@ -1,0 +1,47 @@
+"""`upload`: copy the checkpoints of a run, with its logs, to an object store."""
+
+import argparse
+from pathlib import Path
+
+from zerolm.common.command_line import count, count_from_zero
+from zerolm.common.errors import EXIT_BUG, EXIT_DONE, ConfigError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_dir", type=Path, help="a run directory; the run may still be training")
+    add("url", help="s3://bucket/first, gs://..., hf://... or file:///...")
+    add(
+        "--keep",
+        type=count_from_zero,
+        default=0,
+        metavar="N",
+        help="keep only the newest N checkpoints in the store; 0: all (default: 0)",
+    )
+    add("--of_process", type=count, help=argparse.SUPPRESS)  # the run that started this command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from zerolm.common.store import StoreError
+    from zerolm.upload import uploader
+    from zerolm.watchdog import child
+
+    refuse_bad_url(arguments.url)
+    if arguments.of_process is not None:
+        child.serve(arguments.of_process)
+    try:
+        sent = uploader.upload(arguments.run_dir, arguments.url, arguments.keep)
+    except StoreError:  # the uploader has printed it
+        return EXIT_BUG
+    if not sent and arguments.of_process is None:
+        print(f"{arguments.url}: has every checkpoint of {arguments.run_dir} already")
+    return EXIT_DONE
+
+
+def refuse_bad_url(url: str) -> None:
+    """Raise a ConfigError if `url` does not name a directory in a store."""
+    from zerolm.upload.rules import url_problem
+
+    problem = url_problem(url)
+    if problem:
+        raise ConfigError(f"{url}: {problem}")

@@ -1,0 +1,38 @@
+"""`verify-checkpoint`: compare every file of a checkpoint with its manifest."""
+
+import argparse
+from pathlib import Path
+
+from zerolm.checkpoint.directory import Checkpoint, newest, problems_of, read
+from zerolm.common.errors import CheckpointError
+from zerolm.common.run_files import RunFiles
+
+CHECKPOINT_HELP = "a checkpoint, runs/first/checkpoints/step-...; or a run, for its newest one"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    verified_checkpoint(arguments.checkpoint)
+
+
+def verified_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest one of a run directory; verify every file and print that.
+
+    Raises:
+        CheckpointError: there is none, or it is not complete.
+    """
+    checkpoint = newest(path) if RunFiles(path).checkpoints.is_dir() else read(path)
+    if checkpoint is None:
+        raise CheckpointError(f"{path}: the run has no checkpoint yet.")
+    problems = problems_of(checkpoint)
+    if problems:
+        raise CheckpointError(problems)
+    progress = checkpoint.progress
+    print(
+        f"{checkpoint.directory}: complete, {len(checkpoint.manifest['files'])} files, step "
+        f"{progress.step:,}, {progress.tokens:,} tokens"
+    )
+    return checkpoint

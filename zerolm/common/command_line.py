@@ -1,0 +1,313 @@
+"""Command lines with subcommands: dispatch, help by topic, shell completion, errors, exit codes.
+
+A command is a module that is imported only when the command is used, so that `--help` is instant.
+The module has two functions:
+
+    add_flags(parser)    describes the command and adds its flags
+    run(arguments)       does the work and returns the exit code; None means 0
+
+Must not depend on what the commands do.
+"""
+
+import argparse
+import importlib
+import io
+import os
+import select
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
+from zerolm.common.values import parse_bytes, parse_count, parse_duration, parse_number
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
+COMPLETION = "_ARGCOMPLETE"  # set by the shell when it asks argcomplete for completions
+WIDTH = 100
+SYNTAX = (
+    "Write flags with underscores or dashes; numbers as 3e9, 3B, 15M or 2k; bytes as 5GB or 32GiB; "
+    "durations as 3h50m or 90s."
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        help: one line for the list of commands. Empty: not listed, because zerolm starts it itself.
+        module: dotted name of the module with `add_flags` and `run`.
+        topic: heading under which the command is listed.
+        takes_run: the command that starts a run may follow `--`; `run` gets it as the list
+            `arguments.run_command`, None without `--`.
+        own_parser: `run` gets argv as a list and parses it; `add_flags` only serves completion.
+    """
+
+    help: str
+    module: str
+    topic: str = "commands"
+    takes_run: bool = False
+    own_parser: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """The commands of a program, or of its part, as `zerolm data ...`.
+
+    Attributes:
+        topic: heading under which the commands are listed in the help of an outer group.
+        around: context in which each command runs; it gets the words after the command's name.
+    """
+
+    description: str
+    commands: Mapping[str, "Command | Group"]
+    topic: str = "commands"
+    around: Callable[[Sequence[str]], AbstractContextManager[None]] = lambda argv: nullcontext()
+
+
+def commands_in(package: str, topics: Mapping[str, Mapping[str, str]]) -> dict[str, Command]:
+    """Return the commands of a package that has a module for each, with the name of the command.
+
+    Args:
+        topics: {topic: {name: line of help}}.
+    """
+    return {
+        name: Command(text, f"{package}.{name.replace('-', '_')}", topic)
+        for topic, lines in topics.items()
+        for name, text in lines.items()
+    }
+
+
+def run_program(group: Group, argv: Sequence[str], program: str) -> int:
+    """Run the command that `argv` names, and return the exit code.
+
+    Args:
+        program: what the user typed to start it, such as `zerolm`, for usage lines and messages.
+    """
+    if COMPLETION in os.environ:
+        _complete(group, program)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text may hold what a terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(group, argv, program)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _output_is_closed():  # a pipe of ours, not `| head`
+            raise
+        code = EXIT_OUTPUT_CLOSED
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        code = end.code or EXIT_DONE
+    flush_output()
+    return code
+
+
+def flush_output() -> None:
+    """Flush stdout. If its reader is gone, as in `| head`, drop what is left without an error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _output_is_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _run(group: Group, argv: Sequence[str], program: str) -> int:
+    """Find the command, parse its flags, run it, and print what it refuses."""
+    words, name, groups = list(argv), program, []
+    found: Command | Group = group
+    while isinstance(found, Group):
+        groups.append(found)
+        word = words.pop(0) if words else ""
+        if word in ("-h", "--help"):
+            print(help_text(found, name))
+            return EXIT_DONE
+        if (command := found.commands.get(word.replace("_", "-"))) is None:
+            _refuse_command(found, word, name)
+        found, name = command, f"{name} {word.replace('_', '-')}"
+    try:
+        with ExitStack() as contexts:
+            for outer in groups:
+                contexts.enter_context(outer.around(words))
+            module = importlib.import_module(found.module)
+            code = module.run(words if found.own_parser else _arguments(found, module, words, name))
+            return code or EXIT_DONE
+    except ZerolmError as error:
+        heading = "refused\n" if error.exit_code == EXIT_REFUSED else ""
+        print(f"{name}: {heading}{error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _arguments(command: Command, module: Any, words: list[str], name: str) -> argparse.Namespace:
+    run_command = None
+    if command.takes_run and "--" in words:
+        place = words.index("--")
+        words, run_command = words[:place], words[place + 1 :]
+    parser = Parser(name, f"{command.help[:1].upper()}{command.help[1:]}.")
+    module.add_flags(parser)
+    arguments = parser.parse(words)
+    if command.takes_run:
+        arguments.run_command = run_command
+    return arguments
+
+
+def _refuse_command(group: Group, word: str, program: str) -> NoReturn:
+    near = did_you_mean(word, [name for names in _listed(group).values() for name, _ in names])
+    problem = f"{word}: no such command.{near}" if word else "a command is missing."
+    print(f"usage: {program} COMMAND [flags]\n{program}: {problem} See --help.", file=sys.stderr)
+    sys.exit(EXIT_REFUSED)
+
+
+# -------------------------------------------------------------------------------------------------
+# Help
+
+
+def help_text(group: Group, program: str) -> str:
+    """Return what `--help` prints: every command with one line, by topic."""
+    topics = _listed(group)
+    column = 6 + max(len(name) for rows in topics.values() for name, _ in rows)
+    lines = [f"usage: {program} COMMAND [flags]", "", *textwrap.wrap(group.description, WIDTH)]
+    for topic, rows in topics.items():
+        lines += ["", f"{topic}:"]
+        for name, text in rows:
+            first, *rest = textwrap.wrap(text, WIDTH - column)
+            lines += [f"    {name:<{column - 4}}{first}", *(" " * column + part for part in rest)]
+    closing = f"`{program} COMMAND --help` shows the flags of a command. {SYNTAX}"
+    return "\n".join([*lines, "", *textwrap.wrap(closing, WIDTH)])
+
+
+def _listed(group: Group) -> dict[str, list[tuple[str, str]]]:
+    """Return {topic: (name, line of help) of its commands}; those of a group have two words."""
+    topics: dict[str, list[tuple[str, str]]] = {}
+    for name, command in group.commands.items():
+        rows = topics.setdefault(command.topic, [])
+        if isinstance(command, Group):
+            inner = [row for rows in _listed(command).values() for row in rows]
+            rows += [(f"{name} {second}", text) for second, text in inner]
+        elif command.help:
+            rows.append((name, command.help))
+    return {topic: rows for topic, rows in topics.items() if rows}
+
+
+# -------------------------------------------------------------------------------------------------
+# The flags of one command
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of one command, in either spelling; a mistake shows its usage and the nearest flag.
+
+    Args:
+        program: with the name of the command, for usage and messages.
+    """
+
+    def __init__(self, program: str, description: str):
+        super().__init__(prog=program, description=description, allow_abbrev=False)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse the words behind the command's name.
+
+        Raises:
+            SystemExit: `--help` (code 0), or a flag or value that is wrong (code 2).
+        """
+        words, unknown = list(argv), []
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        spellings = {_with_underscores(flag): flag for flag in flags}
+        for place, word in enumerate(words):
+            if word == "--":
+                break
+            if word.startswith("--"):
+                written, equals, value = word.partition("=")
+                name = _with_underscores(written)
+                if (flag := spellings.get(name)) is None:
+                    unknown.append(f"{written}: no such flag.{did_you_mean(name, spellings)}")
+                else:
+                    words[place] = flag + equals + value
+        if unknown:
+            self.error("\n".join(unknown))
+        return self.parse_args(words)
+
+
+def _with_underscores(flag: str) -> str:
+    return flag[:2] + flag[2:].replace("-", "_")
+
+
+def count(text: str) -> int:
+    """Read a whole number of 1 or more."""
+    return _at_least(1, text)
+
+
+def count_from_zero(text: str) -> int:
+    """Read a whole number of 0 or more."""
+    return _at_least(0, text)
+
+
+def number(text: str) -> float:
+    """Read a positive number."""
+    value = float(_read(parse_number, text))
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be positive. Give a larger number.")
+    return value
+
+
+def size_bytes(text: str) -> int:
+    """Read a positive number of bytes."""
+    value = _read(parse_bytes, text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1. Give a larger size.")
+    return value
+
+
+def duration(text: str) -> float:
+    """Read `3h50m`, in seconds."""
+    return _read(parse_duration, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    value = _read(parse_count, text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more.")
+    return value
+
+
+def _read(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+# -------------------------------------------------------------------------------------------------
+# Shell completion
+
+
+def _complete(group: Group, program: str) -> None:
+    """Answer the shell's question for completions, and end the process."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog=program)
+    _add_commands(parser, group, os.environ["COMP_LINE"].split())
+    argcomplete.autocomplete(parser)
+
+
+def _add_commands(parser: argparse.ArgumentParser, group: Group, typed: Sequence[str]) -> None:
+    """Add the commands to a parser; only those that were typed are imported for their flags."""
+    subparsers = parser.add_subparsers(parser_class=argparse.ArgumentParser)
+    for name, command in group.commands.items():
+        if isinstance(command, Group):
+            _add_commands(subparsers.add_parser(name, help=command.description), command, typed)
+        elif command.help:
+            subparser = subparsers.add_parser(name, help=command.help)
+            if name in typed:
+                importlib.import_module(command.module).add_flags(subparser)

@@ -1,0 +1,310 @@
+"""The table of metrics: what `metrics.jsonl` may hold, and where each metric is shown.
+
+The tables of docs/metrics.md, the panels of `report.html`, the W&B workspace, the console line and
+the progress bar are derived from `METRICS`. A metric that is not in it is still logged, sent to
+trackers, and drawn in a panel of its own, in the section `OTHER`. Standard library only.
+
+    python -m tests.test_tables    # writes the tables of docs/metrics.md
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from zerolm.common.values import count
+
+OTHER = "Other"  # section of metrics that are not in the table
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of one or several metrics, which share its axes and its unit.
+
+    Attributes:
+        about: what a reader needs to know; shown below the chart.
+        many: one curve per source or block; left out where several runs are compared.
+        ordered: the curves are of consecutive blocks; coloured from the first to the last.
+        smooth: noise hides the curve, so a smoothed curve is drawn over it.
+        points: there are few values, so each one is marked.
+        log: the y-axis is logarithmic.
+    """
+
+    title: str
+    about: str = ""
+    many: bool = False
+    ordered: bool = False
+    smooth: bool = False
+    points: bool = False
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, or one for each source, block or task.
+
+    Attributes:
+        key: its key in `metrics.jsonl`; `<source>` and the like stand for any text.
+        unit: "" if it has none. "bytes", "tokens", "tokens/s", "share", "s" and "steps" set the
+            number format of the report; any other unit is only printed.
+        panel: None if it is not drawn: another curve shows the same in another unit.
+        about: its line in docs/metrics.md.
+        line: how the console line prints it, as `key=value`; `{count}` is short for 12.3k.
+        bar: how the progress bar prints it.
+        bar_rank: a terminal too narrow for all figures shows those of the lowest ranks.
+        pattern: regular expression of the keys, where `key` alone would match too many.
+    """
+
+    key: str
+    unit: str
+    panel: Panel | None
+    about: str
+    line: str = ""
+    bar: str = ""
+    bar_rank: int = 99
+    pattern: str = ""
+
+    def matches(self, key: str) -> bool:
+        """Return whether a key of `metrics.jsonl` is of this metric."""
+        pattern = self.pattern or re.sub(r"<\w+>", ".+", re.escape(self.key))
+        return re.fullmatch(pattern, key) is not None
+
+
+class Chart(NamedTuple):
+    """A panel that has something to draw."""
+
+    section: str
+    panel: Panel
+    unit: str
+    keys: list[str]
+
+
+# fmt: off
+LOSS = Panel("Loss", smooth=True,
+    about="Mean cross-entropy of a step's global batch. Marks are evaluations on held-out text. "
+        "Steps that were undone by a rollback are drawn faintly.")
+TASKS = Panel("Tasks", points=True, about="Accuracy on downstream tasks, as lm-eval defines it.")
+GRADIENT_NORM = Panel("Gradient norm", smooth=True, log=True,
+    about="2-norm before clipping. Above the dashed line the gradient is clipped.")
+NOISE_SCALE = Panel("Gradient noise scale", smooth=True, log=True,
+    about="Above this batch size more tokens per step help little (McCandlish et al., 2018). Drawn "
+        "with the actual batch size.")
+BATCH = Panel("Batch")  # of a run that does not measure its noise scale
+ROUTER_CHOICE = Panel("Router choice", smooth=True,
+    about="Entropy of the routers' probabilities, as a share of that of a uniform choice; and the "
+        "share of experts that got no token in the step.")
+STEP_TIME = Panel("Step time", smooth=True, log=True,
+    about="Time of an optimizer step; the compute time of the slowest rank and of the mean rank; "
+        "and the time spent waiting for data.")
+MEMORY = Panel("Memory", about="Of the device of rank 0; of its process on a CPU.")
+CHECKPOINTS = Panel("Checkpoints", points=True,
+    about="How long training was paused for a checkpoint: to copy the states, and to wait for the "
+        "previous checkpoint.")
+REFUSED_STEPS = Panel("Refused steps", about="Since the run began.")
+
+# Sections, metrics and panels are shown in this order.
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Loss": (
+        Metric("train/loss", "nats per token", LOSS, line="loss={:.4f}", bar="loss {:.4f}",
+            bar_rank=1,
+            about="mean cross-entropy of the target tokens of the last step's global batch, over "
+                "all ranks and micro-batches, summed in float64"),
+        Metric("train/perplexity", "", None, "`exp(train/loss)`"),
+        Metric("eval/loss", "nats per token", LOSS,
+            "mean over the validation tokens of all `--val_data`"),
+        Metric("eval/perplexity", "", None, "`exp(eval/loss)`"),
+        Metric("data/<source>/loss", "nats per token",
+            Panel("Loss by source", many=True, smooth=True,
+                about="Training loss of each source's tokens in the step's batch."),
+            "mean over the tokens of one source in the last step's batch"),
+        Metric("eval/<source>/loss", "nats per token",
+            Panel("Evaluation by source", many=True, points=True),
+            "validation loss of one source; only if there are several"),
+    ),
+    "Evaluation": (
+        Metric("eval/hellaswag/acc", "share", TASKS,
+            "HellaSwag: share of items whose most likely ending, by log-likelihood, is the right "
+            "one"),
+        Metric("eval/hellaswag/acc_norm", "share", TASKS,
+            "the same, by log-likelihood per character"),
+        Metric("eval/hellaswag/items", "items", None,
+            "number of HellaSwag items that were evaluated"),
+        Metric("eval/<task>/<metric>", "", TASKS,
+            pattern=r"eval/.+/(acc|acc_norm|exact_match|f1|mc1|mc2)(_[\w-]+)?",
+            about="result of one of `--eval_tasks`, named as in lm-eval; with a filter other than "
+                "`none`, `<metric>_<filter>`. Accuracies share a panel, any other metric has its "
+                "own"),
+    ),
+    "Optimization": (
+        Metric("train/learning_rate", "", Panel("Learning rate"), line="lr={:.3e}", bar="lr {:.2e}",
+            bar_rank=5, about="learning rate of the last step"),
+        Metric("train/grad_norm", "", GRADIENT_NORM, line="grad_norm={:.3f}", bar="grad {:.3g}",
+            bar_rank=4, about="2-norm of the gradient before clipping"),
+        Metric("train/clip_norm", "", GRADIENT_NORM,
+            "with `--adaptive_clip`: the norm that the last step's gradient was clipped to, if it "
+            "was larger; absent while there is no bound"),
+        Metric("train/clipped_share", "share",
+            Panel("Clipped steps", smooth=True,
+                about="Share of the steps since the previous line."),
+            "share of the steps since the previous line whose gradient was clipped; absent without "
+            "`gradient_clipping` or `--adaptive_clip`"),
+        Metric("train/param_norm", "", Panel("Parameter norm", about="2-norm of all weights."),
+            "2-norm of all parameters; absent if they are on NVMe"),
+        Metric("train/param_norm/<block>", "",
+            Panel("Parameter norm by block", many=True, ordered=True,
+                about="2-norm of the weights of each block, from the first (blue) to the last "
+                    "(yellow)."),
+            "the same for one block: each decoder layer (`layers.3`), the embeddings, the last "
+            "norm, the head. A tied head counts as the embeddings"),
+        Metric("train/update_ratio", "",
+            Panel("Update ratio", log=True,
+                about="Norm of a step's change of the weights, divided by the norm of the weights; "
+                    "around 0.001 is usual."),
+            "norm of the last step's change of the float32 master weights, divided by the norm of "
+            "the parameters; about 1e-3 is usual. Absent for a step that was not applied"),
+        Metric("train/update_ratio/<block>", "",
+            Panel("Update ratio by block", many=True, ordered=True, log=True),
+            "the same for one block"),
+        Metric("train/noise_scale_tokens", "tokens", NOISE_SCALE,
+            "gradient noise scale: the batch size at which the gradient is as much noise as signal "
+            "(see below)"),
+        Metric("train/batch_tokens", "tokens", NOISE_SCALE,
+            "tokens of the last step, over all ranks"),
+    ),
+    "Routers": (
+        Metric("train/auxiliary_loss", "nats", Panel("Router loss", smooth=True),
+            "router loss of a mixture of experts, weighted as in the model's config, mean over the "
+            "micro-batches of all ranks; not part of `train/loss`"),
+        Metric("router/load_imbalance", "",
+            Panel("Router balance", smooth=True,
+                about="Tokens of the busiest expert, divided by those of the mean expert; mean "
+                    "over the routers. 1 is balanced."),
+            "mixture of experts: tokens of the busiest expert, divided by those of the mean "
+            "expert; mean over the routers. 1 is balanced"),
+        Metric("router/load_imbalance/router.<n>", "",
+            Panel("Balance by router", many=True, ordered=True, smooth=True,
+                about="From the first router (blue) to the last (yellow)."),
+            "the same for one router, numbered from 0 in the order of the model"),
+        Metric("router/entropy", "share", ROUTER_CHOICE,
+            "mean entropy of the probabilities that the routers give for a token, as a share of "
+            "that of a uniform choice"),
+        Metric("router/unused_experts", "share", ROUTER_CHOICE,
+            "share of the experts that no token of the step was sent to"),
+    ),
+    "Speed": (
+        Metric("throughput/tokens_per_second", "tokens/s", Panel("Throughput", smooth=True),
+            line="tok/s={count}", bar="{count} tok/s", bar_rank=2,
+            about="since the previous line, without the time for checkpoints and evaluations"),
+        Metric("throughput/tokens_per_second_per_device", "tokens/s", None, "the same, per device"),
+        Metric("throughput/samples_per_second", "sequences/s", None, "the same, in sequences"),
+        Metric("throughput/mfu", "share",
+            Panel("MFU", smooth=True,
+                about="Floating-point operations that the model needs, divided by what the devices "
+                    "could do at their peak."),
+            "floating-point operations that the model needs, divided by what the devices could do "
+            "at their peak (see below)", line="mfu={:.1%}", bar="MFU {:.1%}", bar_rank=3),
+        Metric("throughput/step_seconds", "s", STEP_TIME,
+            "mean time of an optimizer step since the previous line"),
+        Metric("throughput/slowest_rank", "rank", None,
+            "the rank that took longest by itself since the previous line; absent on one rank"),
+        Metric("throughput/slowest_rank_seconds", "s", STEP_TIME,
+            "time per step of that rank for waiting for data and for its forward passes; the rest "
+            "of a step waits for other ranks. Under ZeRO-3 the forward passes gather weights, "
+            "so a slow rank delays all ranks there and only its data time stands out"),
+        Metric("throughput/mean_rank_seconds", "s", STEP_TIME,
+            "the same, mean over the ranks: if the slowest rank is far above it, look at that "
+            "rank's host"),
+        Metric("throughput/data_seconds", "s", STEP_TIME,
+            "part of `throughput/step_seconds` spent waiting for data"),
+        Metric("memory/allocated_bytes", "bytes", MEMORY,
+            "memory in use on the device of rank 0; resident memory of its process on a CPU"),
+        Metric("memory/peak_bytes", "bytes", MEMORY, "largest value so far of the same"),
+    ),
+    "Data": (
+        Metric("data/<source>/epochs", "epochs", Panel("Epochs by source", many=True),
+            "how often the run has read a source, since it began"),
+        Metric("data/<source>/tokens", "tokens", None,
+            "tokens that the run has read from a source, since it began"),
+        Metric("data/stage", "", Panel("Stage of the mixture"),
+            "with `--data_stage` or `--over_max_epochs redistribute`: stage of the mixture that "
+            "the last sequence belongs to, from 1"),
+        Metric("data/store_bytes", "bytes",
+            Panel("Read from the store",
+                about="By rank 0 and its loader workers, since the run last started."),
+            "with shards in an object store: bytes that rank 0 and its loader workers have read "
+            "from it since the run last started or rolled back"),
+        Metric("data/store_repeats", "requests", Panel("Repeated requests"),
+            "number of requests to the store that were repeated, because it failed or returned "
+            "damaged data"),
+        Metric("data/cache_hits", "share",
+            Panel("Blocks found in the cache",
+                about="Share of the blocks that were needed; the others were downloaded."),
+            "share of the needed blocks that were in the node's cache; the others were downloaded"),
+    ),
+    "Checkpoints": (
+        Metric("checkpoint/stall_seconds", "s", CHECKPOINTS,
+            "how long training was paused for a checkpoint"),
+        Metric("checkpoint/copy_seconds", "s", CHECKPOINTS,
+            "part of it for the copy to host memory"),
+        Metric("checkpoint/wait_seconds", "s", CHECKPOINTS,
+            "part of it for the previous checkpoint, which was still being written: save less "
+            "often, or to a faster disk"),
+    ),
+    "Health": (
+        Metric("health/skipped_steps", "steps", REFUSED_STEPS,
+            "steps that were not applied since the run began: refused because of a spike, or "
+            "skipped by DeepSpeed because of an overflow"),
+        Metric("health/spikes", "steps", REFUSED_STEPS,
+            "anomalous steps since the run began, over all restarts and rollbacks"),
+        Metric("health/rollbacks", "rollbacks", REFUSED_STEPS,
+            "how often the run has gone back to a checkpoint by itself"),
+    ),
+}
+# fmt: on
+ALL = tuple(metric for section in METRICS.values() for metric in section)
+
+
+@cache
+def metric_of(key: str) -> Metric | None:
+    """Return the metric of a key of `metrics.jsonl`, None if it is not in the table."""
+    exact = [metric for metric in ALL if metric.key == key]
+    return next((metric for metric in exact or ALL if metric.matches(key)), None)
+
+
+def charts(keys: Collection[str]) -> list[Chart]:
+    """Return the panels that show these metrics, in the order of the table, unknown ones last."""
+    ordered = sorted(keys, key=_by_number)
+    found = []
+    for section, metrics in METRICS.items():
+        for panel in dict.fromkeys(metric.panel for metric in metrics):
+            if panel is None:
+                continue
+            members = [metric for metric in metrics if metric.panel == panel]
+            drawn = [key for metric in members for key in ordered if metric_of(key) is metric]
+            if drawn:
+                found.append(Chart(section, panel, members[0].unit, drawn))
+    unknown = [key for key in ordered if metric_of(key) is None]
+    return found + [Chart(OTHER, Panel(key), "", [key]) for key in unknown]
+
+
+def line_figures(row: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of a row that the console line prints, as `key=value`."""
+    return [_figure(metric.line, row[metric.key]) for metric in ALL
+            if metric.line and row.get(metric.key) is not None]  # fmt: skip
+
+
+def bar_figures(row: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of a row that the progress bar shows, the most important first."""
+    shown = [metric for metric in ALL if metric.bar and row.get(metric.key) is not None]
+    shown.sort(key=lambda metric: metric.bar_rank)
+    return [_figure(metric.bar, row[metric.key]) for metric in shown]
+
+
+def _figure(template: str, value: float) -> str:
+    return template.format(value, count=count(value))
+
+
+def _by_number(key: str) -> list[Any]:
+    """Sort layers.2 before layers.10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]

@@ -1,0 +1,131 @@
+"""The names of everything in a run directory; docs/run_directory.md says what is in each file.
+
+Every module that reads or writes a run takes its paths from `RunFiles`, and makes and parses names
+of checkpoint directories here. Must not know the content of a file. Standard library only.
+"""
+
+import re
+from pathlib import Path
+
+MANIFEST = "MANIFEST.json"  # of a checkpoint, on disk and in an object store
+STEP = "step-"
+# Before the name of a checkpoint directory that does not count:
+TEMPORARY = ".tmp-"  # not complete yet, or being removed
+DAMAGED = "damaged-"
+ROLLED_BACK = "rolled-back-"
+
+CHECKPOINT_NAME = re.compile(rf"{STEP}([0-9]{{8}}|[1-9][0-9]{{8,}})")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,})\..+")
+
+
+class RunFiles:
+    """Paths of the files and directories of one run. None of them has to exist."""
+
+    def __init__(self, run_dir: str | Path):
+        self.run_dir = run_dir = Path(run_dir)
+        # Written by training and evaluation
+        self.record = run_dir / "run.json"
+        self.metrics = run_dir / "metrics.jsonl"
+        self.events = run_dir / "events.jsonl"
+        self.samples = run_dir / "samples.jsonl"
+        self.hellaswag = run_dir / "hellaswag.json"
+        self.evaluation_begun = run_dir / "evaluation_begun.json"
+        self.rollbacks = run_dir / "rollbacks.json"
+        self.report = run_dir / "report.html"
+        self.lock = run_dir / "lock"
+        # Written by the supervisor
+        self.supervisor = run_dir / "supervisor"  # its lock, which names it
+        self.hostfile = run_dir / "hosts"
+        # Directories
+        self.checkpoints = run_dir / "checkpoints"
+        self.latest = self.checkpoints / "latest"
+        self.ranks = run_dir / "ranks"
+        self.uploads = run_dir / "uploads"
+        self.uploads_lock = self.uploads / "lock"
+
+    def checkpoint(self, name: str) -> Path:
+        return self.checkpoints / name
+
+    def archived_metrics(self, rollback: int) -> Path:
+        """Return the file with the metrics of the steps that a rollback discarded."""
+        return self.run_dir / f"metrics-{ROLLED_BACK}{rollback:04d}.jsonl"
+
+    def all_archived_metrics(self) -> list[Path]:
+        """Return the existing files of `archived_metrics`, oldest first."""
+        return sorted(self.run_dir.glob(f"metrics-{ROLLED_BACK}*.jsonl"))
+
+    def record_files(self) -> list[Path]:
+        """Return what is sent with each checkpoint. Only the archived metrics must exist."""
+        return [
+            self.record, self.rollbacks, self.metrics, self.events, self.samples, self.hellaswag,
+            *self.all_archived_metrics(),
+        ]  # fmt: skip
+
+    # ---- Ranks. A token names one start of the run.
+
+    def heartbeat(self, rank: int) -> Path:
+        return self.ranks / f"rank-{rank:05d}.json"
+
+    def heartbeats(self) -> list[Path]:
+        """Return the heartbeat files that exist, in the order of ranks."""
+        return sorted(self.ranks.glob("rank-*.json"))
+
+    def stacks(self, rank: int) -> Path:
+        return self.ranks / f"rank-{rank:05d}.stacks.txt"
+
+    def verdict(self, token: str) -> Path:
+        """Return the file that says which rank ended a start of the run, and why."""
+        return self.ranks / f"verdict-{token}.json"
+
+    def stop_request(self, token: str) -> Path:
+        """Return the file that asks a start of the run to save and stop."""
+        return self.ranks / f"stop-{token}"
+
+    def stale_rank_files(self, world_size: int) -> list[Path]:
+        """Return existing files of earlier starts that no rank of a new one will overwrite."""
+        stale = [*self.ranks.glob("verdict-*"), *self.ranks.glob("stop-*")]
+        for path in self.ranks.glob("rank-*"):
+            match = _RANK_FILE.fullmatch(path.name)
+            if match and int(match[1]) >= world_size:
+                stale.append(path)
+        return stale
+
+    # ---- Trackers, by name: wandb, tensorboard
+
+    def tracker(self, name: str) -> Path:
+        return self.run_dir / name
+
+    def tracker_log(self, name: str) -> Path:
+        """Return the file with the output of a tracker's process."""
+        return self.tracker(name) / "mirror.log"
+
+    def tracker_lock(self, name: str) -> Path:
+        return self.tracker(name) / "lock"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint directory of a step: step-00001000."""
+    return f"{STEP}{step:08d}"
+
+
+def checkpoint_step(name: str) -> int:
+    """Return the step that a checkpoint directory is named after.
+
+    Raises:
+        ValueError: this is no name of a checkpoint directory.
+    """
+    match = CHECKPOINT_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is no name of a checkpoint directory")
+    return int(match[1])
+
+
+def checkpoint_directories(parent: Path) -> list[Path]:
+    """Return the entries of a directory that are named as checkpoints, by step."""
+    named = [path for path in parent.glob(f"{STEP}*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(named, key=lambda path: checkpoint_step(path.name))
+
+
+def rollback_name(archive: Path) -> str:
+    """Return `rolled-back-0001` of the path of archived metrics."""
+    return archive.stem.removeprefix("metrics-")

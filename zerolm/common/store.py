@@ -1,0 +1,103 @@
+"""What reading and writing object stores through fsspec share: options, limits, errors.
+
+fsspec is imported where it is needed.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+# Parts of a multipart upload: S3 accepts 10,000 of at least 5 MiB. A few of them are in memory for
+# each file that is being sent.
+PIECE_BYTES = 16 << 20
+MAX_PIECES = 9000
+CHUNK_BYTES = 4 << 20
+ATTEMPTS = 3
+MAX_PAUSE_SECONDS = 30.0
+CONNECT_SECONDS, READ_SECONDS = 10, 30
+OFF = "off"
+SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|API_KEY|ACCESS_KEY|ACCOUNT_KEY|SAS")
+T = TypeVar("T")
+
+
+class StoreError(Exception):
+    """An operation failed after all attempts. The message is one line without secrets."""
+
+
+class Missing(StoreError):
+    """The object does not exist."""
+
+
+class Mismatch(StoreError):
+    """A file's content differs from its manifest. Another attempt would not help."""
+
+
+def describe_error(error: BaseException, environment: Mapping[str, str] = os.environ) -> str:
+    """Return an error as one line of at most 300 characters.
+
+    Args:
+        environment: values of variables that `SECRET_NAMES` matches are replaced by ***.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    for name, value in environment.items():
+        if len(value) >= 8 and SECRET_NAMES.search(name.upper()):
+            text = text.replace(value, "***")
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of `call`.
+
+    A call that hangs in a library cannot be interrupted; its daemon thread is left behind.
+
+    Raises:
+        StoreError: it takes longer than `seconds`.
+        Exception: raised by `call`.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StoreError(f"no answer within {seconds:.0f} s")
+    return results[0]
+
+
+def is_permanent(error: Exception) -> bool:
+    """Return whether another attempt cannot help, as with missing permissions or credentials."""
+    name = type(error).__name__
+    return isinstance(error, (PermissionError, NotADirectoryError)) or "Credential" in name
+
+
+def store_options(scheme: str) -> dict[str, Any]:
+    """Return arguments for fsspec's file system of a URL scheme: short timeouts, no stale listings.
+
+    The user's own fsspec configuration takes precedence for S3's `config_kwargs`.
+    """
+    import fsspec
+
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme in ("s3", "s3a"):
+        theirs = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        ours = {
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            # Retries one part; otherwise a failed part would restart the whole file.
+            "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
+        }
+        options["config_kwargs"] = {**ours, **theirs}
+    if scheme in ("file", "local"):
+        options["auto_mkdir"] = True
+    return options

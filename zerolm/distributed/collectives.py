@@ -1,0 +1,74 @@
+"""Collective operations on Python objects and tensors, and printing on rank 0.
+
+Preflight runs before torch is loaded, so torch is imported inside the functions that need it.
+"""
+
+import contextlib
+import socket
+from typing import Any
+
+from zerolm.common.errors import ConfigError
+
+
+def print_safely(*values: object) -> None:
+    """Print, and ignore output errors: a closed terminal or a full disk must not end a run."""
+    with contextlib.suppress(OSError):
+        print(*values, flush=True)
+
+
+def print_rank0(rank: int, *values: object) -> None:
+    """Print on rank 0 only."""
+    if rank == 0:
+        print_safely(*values)
+
+
+def barrier() -> None:
+    """Wait for every rank. Every rank must call."""
+    import torch
+
+    torch.distributed.barrier()
+
+
+def require_on_all_ranks(condition: bool, problem: str) -> None:
+    """Raise the same ConfigError on every rank unless `condition` holds on all of them.
+
+    Every rank must call.
+
+    Args:
+        problem: the message of this rank, used if its condition is false.
+    """
+    reported = gather_objects(None if condition else f"{problem} (on {socket.gethostname()})")
+    problems = list(dict.fromkeys(line for line in reported if line is not None))
+    if problems:
+        raise ConfigError(problems)
+
+
+def require_same_on_all_ranks(value: Any, problem: str) -> None:
+    """Raise a ConfigError on every rank unless all have rank 0's `value`. Every rank must call."""
+    require_on_all_ranks(value == broadcast_object(value), problem)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's `value`, in rank order, on every rank. Every rank must call."""
+    import torch
+
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's `value` on every rank. Every rank must call."""
+    import torch
+
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def sum_over_ranks(values: Any) -> Any:
+    """Sum a tensor over all ranks in place and return it. Every rank must call."""
+    import torch
+
+    torch.distributed.all_reduce(values)
+    return values

@@ -1,0 +1,84 @@
+"""The parallel layout: which ranks share a sequence, and which part of it each rank has.
+
+    replica    the ranks that share one sequence of the batch; replicas train on other sequences
+    tensor     inside a replica each rank has a slice of every large matrix, and all of the sequence
+    sequence   inside a replica each rank has all weights, and a slice of the sequence
+
+The ranks of a replica are neighbours: rank r is number r % size of replica r // size, as in
+DeepSpeed's own groups (`_init_tp_mesh_device`, `initialize_sequence_parallel`, 0.19.8). Without
+tensor or sequence parallelism a replica is one rank. Pure arithmetic; the rules on which forms work
+with what are in `zerolm.ds_config.parallel_rules`.
+"""
+
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """The number of ranks, and how many of them share a sequence.
+
+    Attributes:
+        world_size: number of all ranks.
+        tensor: degree of tensor parallelism: ranks over which the matrices of a replica are
+            sharded.
+        sequence: degree of sequence parallelism: ranks over which the sequences of a replica are
+            sharded.
+        partitions_weights: whether weights are partitioned over ranks (ZeRO-3).
+    """
+
+    world_size: int
+    tensor: int = 1
+    sequence: int = 1
+    partitions_weights: bool = False
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks in a replica."""
+        return self.tensor * self.sequence
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas, over which the sequences of a batch are divided."""
+        return self.world_size // self.replica_size
+
+    @property
+    def gradient_divisor(self) -> int:
+        """The number by which DeepSpeed divides the sum of gradients.
+
+        Stages 1 and 2 divide by the number of replicas (the size of the data-parallel group, or all
+        ranks over the degree). Stage 3 ignores sequence parallelism and divides by all ranks
+        (`reduce_scatter_coalesced`).
+        """
+        return self.world_size if self.partitions_weights else self.replicas
+
+    def replica_of(self, rank: int) -> int:
+        """Return the replica that a rank belongs to."""
+        return rank // self.replica_size
+
+    def rank_in_replica(self, rank: int) -> int:
+        """Return the number of a rank inside its replica."""
+        return rank % self.replica_size
+
+    def contributes(self, rank: int) -> bool:
+        """Return whether a rank's sums are added to the totals over ranks.
+
+        Tensor-parallel ranks of a replica see the same tokens, so only the first of them does.
+        """
+        return self.tensor == 1 or self.rank_in_replica(rank) == 0
+
+    def training_shard(self, rank: int) -> tuple[int, int]:
+        """Return (index, number of shards) of a rank's sequences of the training data."""
+        return self.replica_of(rank), self.replicas
+
+    def evaluation_shard(self, rank: int) -> tuple[int, int]:
+        """Return (index, number of shards) of a rank's sequences of the evaluation data.
+
+        Evaluation does not shard sequences: sequence-parallel ranks have different ones.
+        """
+        return self.training_shard(rank) if self.tensor > 1 else (rank, self.world_size)
+
+    def describe(self) -> str:
+        """Return the layout for display next to the number of devices, empty if data parallel."""
+        if self.replica_size == 1:
+            return ""
+        form, size = ("tensor", self.tensor) if self.tensor > 1 else ("sequence", self.sequence)
+        return f"{self.replicas} data parallel x {size} {form} parallel"

@@ -1,0 +1,157 @@
+"""The settings of a run that a DeepSpeed JSON implies, and where it contradicts a flag.
+
+Explicit numbers in the JSON become settings; one that contradicts an explicit flag is refused with
+both values shown.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from zerolm.common.values import shown
+from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile, is_number
+
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_STEP_KEYS = {"warmup_tokens": "warmup_num_steps", "total_tokens": "total_num_steps"}
+
+
+class Implied(NamedTuple):
+    """A setting that the JSON decides, the dotted key that does so, and how it is written there."""
+
+    value: Any
+    key: str
+    written: str | None = None
+
+
+def implied_settings(
+    profile: Profile, *, seq_len: int, replicas: int
+) -> tuple[dict[str, Implied], list[str]]:
+    """Find the settings that the JSON decides, and where it contradicts itself.
+
+    Args:
+        seq_len: tokens of a sequence; DeepSpeed counts batches in sequences.
+        replicas: ranks, or groups of ranks, that read sequences of their own.
+
+    Returns:
+        Implied values by name of the setting, and problems without the file's name.
+    """
+    implied, problems = _implied_batch(profile, seq_len, replicas)
+    writer = profile.block("checkpoint").get("writer")
+    if isinstance(writer, Mapping) and isinstance(writer.get("decoupled", False), bool):
+        decoupled = writer.get("decoupled", False)
+        implied["async_checkpoint"] = Implied(decoupled, "checkpoint.writer.decoupled")
+    params = profile.optimizer.params
+    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+        if is_number(value := params.get(key)):
+            implied[name] = Implied(float(value), f"optimizer.params.{key}")
+    betas = params.get("betas")
+    if isinstance(betas, (list, tuple)) and len(betas) == 2 and all(map(is_number, betas)):
+        implied["beta1"] = Implied(float(betas[0]), "optimizer.params.betas")
+        implied["beta2"] = Implied(float(betas[1]), "optimizer.params.betas")
+    return implied | _implied_schedule(profile), problems
+
+
+def _implied_schedule(profile: Profile) -> dict[str, Implied]:
+    kind, params = profile.scheduler, profile.scheduler_params
+    if kind is None:
+        return {}
+    if kind not in SCHEDULES:
+        names = ("schedule", "min_learning_rate", "warmup_tokens")
+        return {name: Implied(None, "scheduler.type", kind) for name in names}
+    implied = {
+        "schedule": Implied(SCHEDULES[kind], "scheduler.type", f"{kind} ({SCHEDULES[kind]})")
+    }
+    if is_number(peak := params.get("warmup_max_lr")):
+        implied["learning_rate"] = Implied(float(peak), "scheduler.params.warmup_max_lr")
+    if kind == "WarmupDecayLR":
+        low = params.get("warmup_min_lr", 0.0)
+        value = float(low) if is_number(low) else 0.0
+        implied["min_learning_rate"] = Implied(value, "scheduler.params.warmup_min_lr")
+    return implied
+
+
+def _implied_batch(
+    profile: Profile, seq_len: int, replicas: int
+) -> tuple[dict[str, Implied], list[str]]:
+    batch, micro, accumulation = (
+        profile.batch_size, profile.micro_batch_size, profile.accumulation
+    )  # fmt: skip
+    implied: dict[str, Implied] = {}
+    if batch and accumulation and not micro and batch % (accumulation * replicas):
+        return implied, [
+            f"train_batch_size: {batch}, must be a multiple of gradient_accumulation_steps "
+            f"{accumulation} x world size {replicas}. Change one of them."
+        ]
+    if micro and accumulation:
+        product = micro * accumulation * replicas
+        if batch and batch != product:
+            return implied, [
+                f"train_batch_size: {batch}, must be train_micro_batch_size_per_gpu {micro} x "
+                f"gradient_accumulation_steps {accumulation} x world size {replicas} = {product}."
+                f' Set one of them to "auto".'
+            ]
+        implied["batch_tokens"] = Implied(
+            product * seq_len,
+            f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {accumulation} "
+            f"x ranks x seq_len",
+        )
+    if batch:
+        implied["batch_tokens"] = Implied(batch * seq_len, "train_batch_size x seq_len")
+        if accumulation and not micro:
+            micro = batch // (accumulation * replicas)
+    if micro:
+        implied["micro_batch_size"] = Implied(micro, "train_micro_batch_size_per_gpu")
+    return implied, []
+
+
+def implied_token_counts(
+    profile: Profile, settings: Settings, tokens_after: Callable[[int], int]
+) -> tuple[dict[str, Implied], list[str]]:
+    """Find the token counts that the scheduler's step counts decide.
+
+    Args:
+        settings: explicit ones are compared in steps: a count that ends within the same step is
+            no contradiction.
+        tokens_after: tokens that a number of optimizer steps consumes.
+    """
+    implied: dict[str, Implied] = {}
+    problems = []
+    params = profile.scheduler_params
+    flat = "warmup_min_lr" in params and params["warmup_min_lr"] == params.get("warmup_max_lr")
+    for name, key in _STEP_KEYS.items():
+        steps = params.get(key)
+        if not is_number(steps) or (flat and name == "warmup_tokens"):
+            continue
+        tokens, given = tokens_after(int(steps)), getattr(settings, name)
+        # One step is the shortest warm-up of DeepSpeed's schedulers: it also stands for none.
+        least = -1 if steps == 1 else tokens_after(int(steps) - 1)
+        if name in settings.explicit and not least < given <= tokens:
+            problems.append(
+                f"scheduler.params.{key}: {shown(steps)} steps are {tokens} tokens, contradicts "
+                f'{settings.where(name)} {given}. Remove one, or write "auto".'
+            )
+        elif name not in settings.explicit:
+            implied[name] = Implied(tokens, f"scheduler.params.{key}")
+    return implied, problems
+
+
+def contradictions(
+    implied: Mapping[str, Implied], settings: Settings, profile: Profile
+) -> list[str]:
+    """Compare what the JSON decides with what the user gave explicitly."""
+    problems = []
+    for setting, (value, key, written) in implied.items():
+        if setting not in settings.explicit:
+            continue
+        given = getattr(settings, setting)
+        same = given == value
+        if is_number(given) and is_number(value):
+            same = math.isclose(given, value, rel_tol=1e-9)
+        if not same:
+            text = written or ("decides it" if value is None else shown(value))
+            problems.append(
+                f"{profile.name}: {key}: {text}, contradicts {settings.where(setting)} "
+                f'{shown(given)}. Remove one of them, or write "auto" in the JSON.'
+            )
+    return problems

@@ -1,0 +1,263 @@
+"""A DeepSpeed JSON file, parsed once into a `Profile`; the rest of the project asks the profile.
+
+Only this subpackage reads the raw JSON: `schema` checks its keys, `rules` their combinations,
+`implied` finds the settings it decides, and `resolve` fills in what it leaves open. Never imports
+DeepSpeed.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from zerolm.common.shipped import find_config
+from zerolm.common.values import read_json
+from zerolm.distributed.layout import Layout
+
+AUTO = "auto"
+MAX_NUMBER = 1e30  # no count, size or rate of a run exceeds it
+# DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
+REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
+MAX_LIVE_PARAMETERS, NO_LIMIT = 1_000_000_000, 1 << 62
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The `optimizer` block.
+
+    Attributes:
+        name: its type as written, AdamW where there is none.
+        params: its parameters as written.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """The name in lower case, as DeepSpeed compares it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """ZeRO's buffer sizes and thresholds, each a number of values.
+
+    Attributes:
+        reduce: gradients that are reduced at once.
+        prefetch: weights that stage 3 gathers ahead.
+        persistence_threshold: stage 3 keeps smaller parameters on every rank ...
+        persistence_limit: ... up to this many values in all.
+        max_live: gathered weights that stage 3 keeps at once.
+    """
+
+    reduce: int
+    prefetch: int
+    persistence_threshold: int
+    persistence_limit: int
+    max_live: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a DeepSpeed JSON says, with every value that cannot be read as if it were absent.
+
+    Attributes:
+        name: of the file, to begin a message.
+        json: the object as written, or as resolved for `deepspeed.initialize`.
+        zero: its `zero_optimization` block.
+        zero_stage: 1 where none is written (see `resolve`), 0 where the value is not a stage.
+        precision: of the weights, `fp32`, `bf16` or `fp16`; "auto" is bf16.
+        compute_precision: of matrix products, which differs under `torch_autocast`.
+        grad_accum_dtype: in which gradients are accumulated; None: in `precision`.
+        communication_dtype: in which gradients are reduced; None: in `precision`.
+        optimizer_offload, param_offload: `none`, `cpu` or `nvme`.
+        scheduler: type of the `scheduler` block, None without one.
+        scheduler_params: its parameters as written.
+        gradient_clipping: None where it is missing or "auto".
+        tensor_parallel, sequence_parallel: ranks that share a sequence; 1 where not a valid degree.
+        batch_size, micro_batch_size, accumulation: in sequences and micro-batches; None where
+            missing or "auto".
+        overlap_comm: None where it is missing.
+        buckets: sizes with DeepSpeed's defaults filled in.
+    """
+
+    name: str
+    json: dict[str, Any]
+    zero: Mapping[str, Any]
+    zero_stage: int
+    precision: str
+    compute_precision: str
+    grad_accum_dtype: str | None
+    communication_dtype: str | None
+    optimizer_offload: str
+    param_offload: str
+    optimizer: Optimizer
+    scheduler: str | None
+    scheduler_params: Mapping[str, Any]
+    gradient_clipping: float | None
+    tensor_parallel: int
+    sequence_parallel: int
+    batch_size: int | None
+    micro_batch_size: int | None
+    accumulation: int | None
+    overlap_comm: bool | None
+    buckets: Buckets
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Profile":
+        """Read a file; comments are allowed, as DeepSpeed allows them (hjson).
+
+        Raises:
+            ConfigError: the file is missing, not readable, or holds no object.
+        """
+        example = "DeepSpeed's JSON, for example ds_configs/zero2.json"
+        return cls.parse(read_json(find_config(path), example, _loads), str(path))
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any], name: str = "DeepSpeed JSON") -> "Profile":
+        """Parse a JSON object. Values that DeepSpeed would refuse are left to `rules` to report."""
+        zero, precision = block(value, "zero_optimization"), _precision(value)
+        autocast = block(value, "torch_autocast").get("enabled") is True
+        stage, clipping = zero.get("stage", 1), value.get("gradient_clipping")
+        optimizer, scheduler = block(value, "optimizer"), block(value, "scheduler")
+        overlap = zero.get("overlap_comm")
+        return cls(
+            name=name,
+            json=dict(value),
+            zero=zero,
+            zero_stage=stage if isinstance(stage, int) and stage in (0, 1, 2, 3) else 0,
+            precision=precision,
+            compute_precision="bf16" if autocast else precision,  # `rules` refuses other autocasts
+            grad_accum_dtype=block(value, "data_types").get("grad_accum_dtype"),
+            communication_dtype=value.get("communication_data_type"),
+            optimizer_offload=_offload(zero, "cpu_offload", "offload_optimizer"),
+            param_offload=_offload(zero, "cpu_offload_param", "offload_param"),
+            optimizer=Optimizer(
+                str(optimizer.get("type", "AdamW")), block(optimizer, "params")
+            ),
+            scheduler=str(scheduler.get("type")) if scheduler else None,
+            scheduler_params=block(scheduler, "params"),
+            gradient_clipping=float(clipping) if is_number(clipping) else None,
+            tensor_parallel=_degree(block(value, "tensor_parallel").get("autotp_size", 1)),
+            sequence_parallel=_degree(value.get("sequence_parallel_size", 1)),
+            batch_size=_count(value.get("train_batch_size")),
+            micro_batch_size=_count(value.get("train_micro_batch_size_per_gpu")),
+            accumulation=_count(value.get("gradient_accumulation_steps")),
+            overlap_comm=None if overlap is None else bool(overlap),
+            buckets=_buckets(zero),
+        )  # fmt: skip
+
+    def block(self, *path: str) -> Mapping[str, Any]:
+        """Return a nested block of the JSON, empty when there is none that can be read."""
+        return block(self.json, *path)
+
+    def layout(self, world_size: int) -> Layout:
+        """Return which ranks share sequences; none do where the degrees do not divide the ranks."""
+        tensor, sequence = self.tensor_parallel, self.sequence_parallel
+        if world_size % (tensor * sequence):
+            return Layout(world_size)
+        return Layout(world_size, tensor, sequence, self.zero_stage == 3)
+
+    @property
+    def offloads(self) -> dict[str, str]:
+        """Device by block: `offload_optimizer` and `offload_param`."""
+        return {"offload_optimizer": self.optimizer_offload, "offload_param": self.param_offload}
+
+    @property
+    def uses_muon(self) -> bool:
+        return self.optimizer.kind == "muon"
+
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed takes its BF16_Optimizer class, which stage 1 alone can get."""
+        return (
+            self.zero_stage == 1
+            and self.precision == "bf16"
+            and self.grad_accum_dtype == "fp32"
+            and self.optimizer_offload == "none"
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight as the model computes with it."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an accumulated gradient value."""
+        return 4 if (self.grad_accum_dtype or self.precision) == "fp32" else 2
+
+    @property
+    def communication_bytes(self) -> int:
+        """Bytes of a gradient value as ranks exchange it."""
+        return 4 if (self.communication_dtype or self.precision) == "fp32" else 2
+
+
+def block(value: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """Return a nested object of a JSON object, empty when there is none."""
+    found: Any = value
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Tell a finite number of a possible size from everything else that JSON may hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < MAX_NUMBER
+
+
+def is_degree(value: Any) -> bool:
+    """Tell whether a value can be a degree of parallelism: a positive whole number."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _degree(value: Any) -> int:
+    return value if is_degree(value) else 1
+
+
+def _count(value: Any) -> int | None:
+    return int(value) if is_number(value) and value >= 1 and value == int(value) else None
+
+
+def _precision(value: Mapping[str, Any]) -> str:
+    fp16 = block(value, "fp16").get("enabled")
+    bf16 = (block(value, "bf16") or block(value, "bfloat16")).get("enabled")
+    if bf16 is True or (bf16 == AUTO and fp16 is not True):
+        return "bf16"
+    return "fp16" if fp16 is True else "fp32"
+
+
+def _offload(zero: Mapping[str, Any], old_key: str, key: str) -> str:
+    if zero.get(old_key) is True:
+        return "cpu"
+    return str(block(zero, key).get("device") or "none")
+
+
+def _buckets(zero: Mapping[str, Any]) -> Buckets:
+    def number(key: str, default: int) -> int:
+        value = zero.get(key)
+        return int(value) if is_number(value) else default
+
+    return Buckets(
+        reduce=number("reduce_bucket_size", REDUCE_BUCKET),
+        prefetch=number("stage3_prefetch_bucket_size", PREFETCH_BUCKET),
+        persistence_threshold=number("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD),
+        persistence_limit=number("stage3_model_persistence_threshold", NO_LIMIT),
+        max_live=number("stage3_max_live_parameters", MAX_LIVE_PARAMETERS),
+    )
+
+
+def _loads(text: str, **options: Any) -> Any:
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        import hjson
+
+        try:
+            return hjson.loads(text, **options)
+        except hjson.HjsonDecodeError:
+            raise error from None

@@ -1,0 +1,80 @@
+"""A model as plans know it: its config, and the shapes of its parameters. No weights.
+
+torch and transformers are imported only inside functions. Must not depend on settings or DeepSpeed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from zerolm.model.architecture import (
+    load_model_config,
+    num_active_parameters,
+    num_parameters,
+    parameter_shapes,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Model:
+    """A causal language model described by its config.json.
+
+    Attributes:
+        path: of the config.json, for messages.
+        shapes: of every parameter by name, tied ones once.
+    """
+
+    path: str
+    config: "PretrainedConfig"
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def load(cls, path: str) -> "Model":
+        """Read a config.json.
+
+        Raises:
+            ConfigError: it cannot be read, or describes no causal language model.
+        """
+        return cls.of(load_model_config(path), path)
+
+    @classmethod
+    def of(cls, config: "PretrainedConfig", path: str = "model config") -> "Model":
+        return cls(path, config, parameter_shapes(config))
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return num_parameters(self.shapes)
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Parameters that serve one token: all but the experts it is not routed to."""
+        return num_active_parameters(self.config, self.shapes)
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.config.get_text_config().vocab_size
+        return size
+
+    @property
+    def hidden_size(self) -> int | None:
+        return hidden_size(self.config)
+
+    @property
+    def max_positions(self) -> int | None:
+        return max_positions(self.config)
+
+
+def hidden_size(config: "PretrainedConfig") -> int | None:
+    """Return the model's width, the largest of several, as Hugging Face's Trainer does."""
+    text = config.get_text_config()
+    size = getattr(text, "hidden_size", None)
+    return size or max(getattr(text, "hidden_sizes", None) or [0]) or None
+
+
+def max_positions(config: "PretrainedConfig") -> int | None:
+    """Return the number of positions, None where the model has no such limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)

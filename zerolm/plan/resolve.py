@@ -1,0 +1,168 @@
+"""Resolve settings: from what a user gave to what a run needs, for `--check` and `launch plan`.
+
+What is left open is taken from the DeepSpeed JSON, from the model, or from a default; values given
+twice must agree. `zerolm.plan.budget` has the arithmetic, `zerolm.ds_config.implied` what the JSON
+decides. Reads no file.
+"""
+
+from dataclasses import replace
+
+from zerolm.common.errors import Findings
+from zerolm.config import defaults
+from zerolm.config.resolved import Resolved
+from zerolm.config.settings import Settings
+from zerolm.ds_config import implied, muon
+from zerolm.ds_config.optimizers import beta_problems, takes_betas
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.resolve import resolve_profile
+from zerolm.model import loss_chunks
+from zerolm.model.flops import flops_per_token
+from zerolm.model.model import Model
+from zerolm.plan import budget, memory
+from zerolm.plan.rank_share import config_of_rank
+
+
+def resolve_settings(
+    settings: Settings,
+    model: Model | None,
+    profile: Profile,
+    found: Findings,
+    *,
+    world_size: int,
+    memory_bytes: int | None,
+    round_batch: bool = False,
+) -> Settings:
+    """Return the settings with their gaps filled as far as possible; problems go to `found`.
+
+    Args:
+        model: None when it could not be read.
+        world_size: number of ranks.
+        memory_bytes: of a device; None on a CPU.
+        round_batch: round a default batch up to whole micro-batches on every rank, instead of
+            reporting that it does not divide.
+    """
+    replicas = profile.layout(world_size).replicas
+    if settings.seq_len is None and model is not None:
+        positions = model.max_positions or defaults.SEQ_LEN
+        settings = replace(settings, seq_len=min(defaults.SEQ_LEN, positions))
+    problems: list[str] = []
+    seq_len = settings.seq_len
+    if seq_len is not None:
+        fixed, problems = implied.implied_settings(profile, seq_len=seq_len, replicas=replicas)
+        problems = [f"{profile.name}: {problem}" for problem in problems]
+        problems += implied.contradictions(fixed, settings, profile)
+        settings = budget.apply_implied(settings, fixed, profile.name)
+    flops = 0.0
+    if model is not None and seq_len is not None:
+        flops = flops_per_token(model.config, model.shapes, seq_len)
+        multiple = replicas * (settings.micro_batch_size or 1) if round_batch else 1
+        settings = budget.fill_batch(settings, seq_len, model.num_parameters, flops, multiple)
+    if not problems:  # else the batch has two sizes, and its own rules would only repeat that
+        problems = budget.batch_problems(settings, replicas)
+    found.problems += problems
+    if model is not None and seq_len is not None and not problems:
+        settings = _with_schedule(settings, seq_len, model, profile, flops, found)
+        settings = _with_micro_batch(
+            settings, seq_len, model, profile, found, world_size, memory_bytes
+        )
+    found.problems += budget.schedule_problems(settings)
+    return settings
+
+
+def _with_schedule(
+    settings: Settings,
+    seq_len: int,
+    model: Model,
+    profile: Profile,
+    flops: float,
+    found: Findings,
+) -> Settings:
+    """Return the settings with schedule, optimizer and intervals filled in."""
+    schedule = budget.batch_schedule(settings)
+    fixed, problems = implied.implied_token_counts(
+        profile, settings, lambda steps: budget.sequences_after(schedule, steps) * seq_len
+    )
+    found.problems += [f"{profile.name}: {problem}" for problem in problems]
+    found.problems += beta_problems(profile, settings)
+    found.problems += muon.setting_problems(profile, settings)
+    lion = profile.optimizer.kind == "lion"
+    betas = defaults.LION_BETAS if lion else defaults.BETAS
+    return budget.fill_rest(
+        budget.apply_implied(settings, fixed, profile.name),
+        schedule,
+        num_parameters=model.num_parameters,
+        flops_per_token=flops,
+        has_validation=bool(settings.val_data),
+        json_schedules=profile.scheduler is not None and profile.scheduler not in implied.SCHEDULES,
+        betas=betas if takes_betas(profile) else None,
+    )
+
+
+def _with_micro_batch(
+    settings: Settings,
+    seq_len: int,
+    model: Model,
+    profile: Profile,
+    found: Findings,
+    world_size: int,
+    memory_bytes: int | None,
+) -> Settings:
+    """Return the settings with the micro-batch, and the chunks in which its loss is computed."""
+    layout, schedule = profile.layout(world_size), budget.batch_schedule(settings)
+    batch, accumulation = schedule.batch_sequences, profile.accumulation
+    if accumulation and settings.micro_batch_size is None:
+        whole = (batch // layout.replicas) % accumulation == 0 and not settings.batch_ramp_start
+        micro = batch // layout.replicas // accumulation if whole else 0
+    else:
+        smallest = schedule.start_sequences or batch
+        micro = settings.micro_batch_size or memory.fitting_micro_batch(
+            smallest // layout.replicas,
+            seq_len // layout.sequence,
+            config=config_of_rank(model.config, layout),
+            shapes=model.shapes,
+            profile=profile,
+            world_size=world_size,
+            memory_bytes=memory_bytes,
+            checkpointing=settings.gradient_checkpointing,
+            loss_chunk_tokens=settings.loss_chunk_tokens or 0,
+        )
+    if accumulation and micro * accumulation * layout.replicas != batch:
+        found.problems.append(
+            f"{profile.name}: gradient_accumulation_steps: {accumulation}, contradicts "
+            f"{settings.where('batch_tokens')} {settings.batch_tokens}: {batch} sequences / "
+            f'({layout.replicas} rank(s) x micro-batch {micro or "auto"}). Set it to "auto", '
+            f"or change the batch."
+        )
+    micro = micro or 1
+    chunk = settings.loss_chunk_tokens
+    if chunk is None and layout.tensor > 1:
+        chunk = 0  # the output head is DeepSpeed's
+    return replace(
+        settings,
+        micro_batch_size=micro,
+        loss_chunk_tokens=loss_chunks.chunk_tokens(model.config, micro * seq_len, chunk),
+    )
+
+
+def resolve_ds_config(
+    profile: Profile, settings: Resolved, model: Model, *, world_size: int, on_gpu: bool
+) -> Profile:
+    """Return the profile as `deepspeed.initialize` gets it.
+
+    Args:
+        profile: without problems.
+    """
+    replicas, schedule = profile.layout(world_size).replicas, budget.batch_schedule(settings)
+    steps = budget.num_steps(schedule, settings.seq_len, settings.total_tokens)
+    warmup_steps = budget.num_steps(schedule, settings.seq_len, settings.warmup_tokens or 0)
+    return resolve_profile(
+        profile,
+        settings,
+        hidden_size=model.hidden_size,
+        micro_batch_size=settings.micro_batch_size,
+        accumulation=schedule.batch_sequences // (settings.micro_batch_size * replicas),
+        replicas=replicas,
+        on_gpu=on_gpu,
+        warmup_steps=warmup_steps,
+        total_steps=steps,
+    )

@@ -1,0 +1,83 @@
+"""The derived figures that a run prints when it starts and records in run.json."""
+
+from zerolm.common.values import shown_bytes
+from zerolm.evaluate import rules
+from zerolm.model.flops import TF32
+from zerolm.plan import memory
+from zerolm.plan.plan import Plan
+from zerolm.plan.rank_share import config_of_rank
+
+
+def figures(plan: Plan) -> dict[str, str]:
+    """Return the derived figures of a plan by name."""
+    settings, model, profile = plan.settings, plan.model, plan.profile
+    states = memory.model_states(model.shapes, profile, plan.world_size)
+    chunk = settings.loss_chunk_tokens
+    activations = memory.activation_bytes(
+        config_of_rank(model.config, plan.layout),
+        settings.seq_len // plan.layout.sequence,
+        profile.precision,
+        settings.gradient_checkpointing,
+        settings.micro_batch_size,
+        chunk,
+    )
+    lines = {
+        "model": f"{model.config.model_type}, {model.num_parameters:,} parameters",
+        "profile": f"ZeRO-{profile.zero_stage}, {_precision(plan)}, optimizer offload "
+        f"{profile.optimizer_offload}",
+        "devices": ", ".join(
+            filter(None, (f"{plan.world_size} x {plan.device}", plan.layout.describe()))
+        ),
+        "batch": f"{settings.batch_tokens:,} tokens = {plan.batch_schedule.batch_sequences:,} "
+        f"sequences of {settings.seq_len:,}",
+        "accumulation": f"{profile.accumulation} x micro-batch {settings.micro_batch_size} x "
+        f"{plan.layout.replicas} {'rank(s)' if plan.layout.replica_size == 1 else 'replica(s)'}",
+        "steps": f"{plan.total_steps:,} for {settings.total_tokens:,} tokens",
+        "tokens per parameter": f"{settings.total_tokens / model.num_parameters:.3g}",
+        "learning rate": _learning_rate_line(plan),
+        "FLOPs per token": f"{plan.flops_per_token:.4g}",
+        "FLOPs of the run": f"{plan.flops_per_token * settings.total_tokens:.4g}",
+        "memory per rank": f"{shown_bytes(states.device)} of model states on the device, "
+        f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of activations",
+        "epochs": ", ".join(
+            f"{name} {epochs:.3g}"
+            for name, epochs in zip(plan.source_names, _epochs(plan), strict=True)
+        ),
+        "data fingerprint": plan.data_fingerprint[:16],
+        "checkpoints": f"every {settings.checkpoint_interval} steps, "
+        f"{settings.checkpoint_keep} kept",
+        "checkpoint size": shown_bytes(memory.checkpoint_bytes(model.shapes, profile)),
+    }
+    if plan.val_sources:
+        lines["evaluation"] = (
+            f"{plan.val_sequences:,} sequences every {settings.eval_interval} steps"
+        )
+    lines |= rules.figures(settings)
+    if chunk:
+        lines["loss"] = f"the logits of {chunk:,} tokens at a time"
+    if settings.batch_ramp_start:
+        lines["batch ramp"] = (
+            f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"
+        )
+    return lines
+
+
+def _precision(plan: Plan) -> str:
+    weights, products = plan.profile.precision, plan.profile.compute_precision
+    if plan.matmul_precision == TF32:
+        return f"{weights}, matrix products in TF32"
+    return weights if products == weights else f"{weights} weights, {products} arithmetic"
+
+
+def _learning_rate_line(plan: Plan) -> str:
+    settings = plan.settings
+    if plan.learning_rate is None:
+        return f"{plan.profile.scheduler} of the ds config, peak {settings.learning_rate:g}"
+    line = f"{settings.schedule}, peak {settings.learning_rate:g} to {settings.min_learning_rate:g}"
+    line += f", warm-up {settings.warmup_tokens:,} tokens"
+    return line + (f", decay {settings.decay_tokens:,}" if settings.decay_tokens else "")
+
+
+def _epochs(plan: Plan) -> list[float]:
+    order = plan.order()
+    return (order.counts(plan.total_sequences) / order.num_windows).tolist()

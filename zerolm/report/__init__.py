@@ -1,0 +1,5 @@
+"""Read a run directory and show the run: `report.html`, `zerolm status`, plots, and the text of a
+batch. Works while the run is in progress, after it ended, and on damaged files.
+
+Must not depend on the training loop, and must not write to the run except for `report.html`.
+"""

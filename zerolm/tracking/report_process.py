@@ -1,0 +1,110 @@
+"""`HtmlReport`: has `report.html` written in the background, at intervals and at the end of a run.
+
+The report is written by `python -m zerolm report RUN_DIR`, one process at a time, so that nothing
+slow or broken there affects training. A supervisor uses `start_for` after a failed attempt.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from zerolm.common.run_files import RunFiles
+from zerolm.distributed.collectives import print_safely
+from zerolm.watchdog.child import Child
+
+FIRST_SECONDS = 30.0  # after the start of a run, for a first report
+# How long the end of a run waits for its report: a run of a million lines takes a minute.
+FINISH_SECONDS, MAX_FINISH_SECONDS = 20.0, 180.0  # at least; at most
+FINISH_FACTOR = 3.0  # in between, this times the duration of the last report
+MAX_BUSY_SHARE = 0.05  # of the time a report may be in progress; long ones are written less often
+
+
+class HtmlReport:
+    """Keeps the report of a run up to date. No method but `finish` blocks.
+
+    Args:
+        run_dir: run directory.
+        interval: seconds between two reports; 0 makes every method a no-op.
+        active: whether this is the first rank; False makes every method a no-op.
+    """
+
+    def __init__(self, run_dir: Path, interval: float, active: bool):
+        self.run_dir, self.interval = Path(run_dir), interval
+        self.active = active and interval > 0
+        self._child = Child("report", run_dir)
+        self._started = time.monotonic()
+        self._write_at = self._started + min(interval, FIRST_SECONDS)
+        self._warned = False
+        self._last_seconds = 0.0  # duration of the last report
+
+    def tick(self) -> None:
+        """Start a process if a report is due and none is being written. Takes microseconds."""
+        if not self.active:
+            return
+        if self._child.running:
+            self._check(self._child.poll())
+        elif time.monotonic() >= self._write_at:
+            self._start()
+
+    def finish(self) -> None:
+        """Write the report of the end of a run, and wait for it for a bounded time."""
+        if not self.active:
+            return
+        seconds = min(max(FINISH_SECONDS, FINISH_FACTOR * self._last_seconds), MAX_FINISH_SECONDS)
+        deadline = time.monotonic() + seconds
+        self._end(deadline)  # a report that is being written lacks the end of the run
+        self._start()
+        self._end(deadline)
+
+    def _start(self) -> None:
+        self._started = time.monotonic()
+        self._write_at = self._started + self.interval
+        try:
+            self._child.start()
+        except OSError as error:
+            self._warn(str(error))
+
+    def _check(self, code: int | None) -> None:
+        """Schedule the next report after the process has ended with an exit code."""
+        if code is None:
+            return
+        now = time.monotonic()
+        seconds = now - self._started
+        self._write_at = max(self._write_at, now + min(seconds, 600.0) / MAX_BUSY_SHARE)
+        if code == 0:
+            self._last_seconds = seconds
+        else:
+            self._warn(f"exit code {code}")
+
+    def _end(self, deadline: float) -> None:
+        self._check(self._child.wait(deadline))
+        if self._child.running:
+            self._child.kill()
+            self._warn("its process did not end in time")
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            print_safely(
+                f"report: {RunFiles(self.run_dir).report} was not updated: {reason}. To write it "
+                f"by hand: python -m zerolm report {self.run_dir}"
+            )
+        self._warned = True
+
+
+def start_for(run_dir: Path) -> Child | None:
+    """Start to write the report of a run whose processes have ended, for its supervisor.
+
+    Returns:
+        The process, which ends with this one; None if the run has no reports, or never started,
+        or the process cannot be started.
+    """
+    try:
+        record = json.loads(RunFiles(run_dir).record.read_text())
+        if record["settings"]["report_interval"]:
+            child = Child("report", run_dir, log=Path(os.devnull))
+            child.start()
+            return child
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None

@@ -1,0 +1,111 @@
+"""`Tracker`: the interface of a tracker (W&B, TensorBoard), and how a run finds its trackers.
+
+To add one:
+
+1. Write a subclass of `Tracker` in a new module of this folder.
+2. Give it a flag in zerolm/config/settings.py, with `tracker="zerolm.tracking.MODULE:CLASS"`.
+
+Nothing else names it. The name of the flag is the name of the tracker in messages, and of its
+directory in the run directory, which has `mirror.log` and `lock` and exists when it is opened. The
+object lives in a process of its own, which `Trackers` starts and `Mirror` drives: it may block, and
+may raise anything. The run imports its module for the class methods, so that module must not import
+the tracker's library at the top.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerolm.common.run_files import RunFiles
+from zerolm.common.values import shown
+from zerolm.config.settings import TRACKERS, Settings
+
+Row = dict[str, Any]
+
+
+class Tracker:
+    """A copy of a run directory in another place. One thread calls all of its methods.
+
+    Args:
+        run_dir: run directory, with a run.json.
+        of_process: process number of the run's first rank.
+
+    Attributes:
+        package: Python package that it needs, and the extra of zerolm that installs it; "": none.
+        state_files: files in the tracker's directory that a run restored from an object store
+            needs to continue in the same place.
+        where: where its data are, for the console.
+    """
+
+    package = ""
+    state_files: tuple[str, ...] = ()
+    where = ""
+
+    def __init__(self, run_dir: Path, of_process: int | None = None):
+        self.files, self.of_process = RunFiles(run_dir), of_process
+        self.run_dir = self.files.run_dir
+
+    # ---- Called in the run
+
+    @classmethod
+    def is_enabled(cls, value: Any) -> bool:
+        """Return whether a run has this tracker, given the value of its flag."""
+        return bool(value)
+
+    @classmethod
+    def problems(cls, name: str, settings: Settings, environment: Mapping[str, str]) -> list[str]:
+        """Return what the machine lacks for an enabled tracker, before the run starts."""
+        if not cls.package or importlib.util.find_spec(cls.package):
+            return []
+        return [
+            f"{settings.where(name)}: {shown(getattr(settings, name))}, needs the package "
+            f"{cls.package}. Install it with pip install 'zerolm[{cls.package}]', or leave the "
+            f"flag out."
+        ]
+
+    @classmethod
+    def repair(cls, run_dir: Path) -> str:
+        """Return how a user gives the tracker the rows that it lacks after a failure."""
+        return "metrics.jsonl has everything, and the next start writes what is missing"
+
+    # ---- Called in the tracker's process
+
+    def open(self) -> None:
+        """Connect, and find out which rows the tracker has from earlier starts of the run.
+
+        Called again, with growing pauses, until it does not raise. Every start of a run hands over
+        all rows from the first one on, so a tracker starts from scratch here, or overrides `wants`.
+        """
+
+    def wants(self, row: Row) -> bool:
+        """Return whether the tracker lacks a row. Called once for each row of the run, in order."""
+        return True
+
+    def log(self, row: Row) -> None:
+        """Write one line of metrics.jsonl that the tracker lacks."""
+        raise NotImplementedError
+
+    def samples(self, rows: list[Row]) -> None:
+        """Write lines of samples.jsonl; called before the first row of a later step."""
+
+    def event(self, event: Row) -> None:
+        """Write one line of events.jsonl."""
+
+    def flush(self) -> None:
+        """Make visible what was written; called when there is nothing more to write for now."""
+
+    def finish(self, exit_code: int) -> None:
+        """Write what is left, and close. `exit_code`: 0 when the run was done or stopped."""
+
+
+def tracker_class(name: str) -> type[Tracker]:
+    """Import the class of the tracker with this name."""
+    module, _, attribute = TRACKERS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def enabled_trackers(settings: Settings) -> list[str]:
+    """Return the names of the trackers that a run has."""
+    return [name for name in TRACKERS if tracker_class(name).is_enabled(getattr(settings, name))]

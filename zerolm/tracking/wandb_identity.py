@@ -1,0 +1,82 @@
+"""The names under which W&B shows a run, and whether W&B is used online or offline.
+
+From run.json, the environment and netrc; must not import W&B.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What W&B calls a run.
+
+    Attributes:
+        mode: auto, online or offline.
+        project: name of the project.
+        entity: user or team; None: that of the key.
+        group: name that all W&B runs of one run directory have in common.
+        name: name of the W&B run.
+        tags: tags of the W&B run.
+    """
+
+    mode: str
+    project: str
+    entity: str | None
+    group: str
+    name: str
+    tags: tuple[str, ...]
+
+
+def identity(run_dir: Path, settings: Mapping[str, Any], suffix: str = "") -> Identity:
+    """Return the identity of a W&B run.
+
+    Args:
+        run_dir: run directory, whose name is the default name.
+        settings: the settings in run.json.
+        suffix: appended to the name, for another W&B run of the same group.
+    """
+    name = settings.get("wandb_name") or run_dir.resolve().name
+    tags = (settings.get("wandb_tags") or "").split(",")
+    return Identity(
+        mode=settings.get("wandb") or "auto",
+        project=settings.get("wandb_project") or "zerolm",
+        entity=settings.get("wandb_entity"),
+        group=settings.get("wandb_group") or name,
+        name=name + suffix,
+        tags=tuple(tag.strip() for tag in tags if tag.strip()),
+    )
+
+
+def resolve_mode(mode: str) -> str:
+    """Return `online` or `offline` for `auto`: as `WANDB_MODE` says, else online if there is a key.
+
+    With `WANDB_MODE=disabled` a run has no W&B tracker, and `wandb-sync` writes offline files.
+    """
+    if mode != "auto":
+        return mode
+    if variable := mode_variable():
+        return "online" if variable == "online" else "offline"
+    return "online" if has_key() else "offline"
+
+
+def has_key(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether W&B can log in without a prompt: with a key in the environment or in netrc."""
+    import netrc
+
+    if environment.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc(environment.get("NETRC")).hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def mode_variable(environment: Mapping[str, str] = os.environ) -> str:
+    """Return `WANDB_MODE` as W&B reads it: online, offline or disabled; empty if it is not set."""
+    mode = environment.get("WANDB_MODE", "").strip()
+    mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)
+    return mode if mode in ("online", "offline", "disabled") else ""

@@ -1,0 +1,78 @@
+"""Rows of metrics.jsonl: one function for each group of metrics."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from zerolm.data import skips
+from zerolm.tracking.run_log import Row
+
+
+def training_row(result: Any, source_names: Sequence[str]) -> Row:
+    """Return the `train/` metrics of a step, and the loss of each source that was in its batch.
+
+    Args:
+        result: the `StepResult` of the step.
+    """
+    row = {
+        "train/loss": result.loss,
+        "train/perplexity": math.exp(min(result.loss, 700.0)),
+        "train/grad_norm": result.grad_norm,
+        "train/learning_rate": result.learning_rate,
+    }
+    if result.auxiliary_loss is not None:
+        row["train/auxiliary_loss"] = result.auxiliary_loss
+    for name, loss, tokens in zip(
+        source_names, result.source_losses, result.source_tokens, strict=True
+    ):
+        if tokens:
+            row[f"data/{name}/loss"] = loss / tokens
+    return row
+
+
+def data_row(
+    order: Any,
+    source_names: Sequence[str],
+    position: int,
+    seq_len: int,
+    skipped_windows: skips.SkippedRanges = (),
+) -> Row:
+    """Return how many tokens and epochs of each source the run has consumed.
+
+    Args:
+        order: the run's `Order`.
+        position: sequences consumed.
+        skipped_windows: what the run leaves out of the order.
+    """
+    row: Row = {}
+    if len(order.starts) > 1:
+        row["data/stage"] = 1 + order.stage_of(last_sequence(position, skipped_windows))
+    drawn = skips.source_counts(order, position, skipped_windows).tolist()
+    for name, sequences, windows in zip(
+        source_names, drawn, order.num_windows.tolist(), strict=True
+    ):
+        row[f"data/{name}/tokens"] = sequences * seq_len
+        row[f"data/{name}/epochs"] = sequences / windows
+    return row
+
+
+def store_row(traffic: Counter[str]) -> Row:
+    """Return what came from stores and from the cache; nothing without sources in stores.
+
+    Args:
+        traffic: of a `WindowStream`.
+    """
+    blocks = traffic["hits"] + traffic["fetched"]
+    if not blocks:
+        return {}
+    return {
+        "data/store_bytes": traffic["bytes"],
+        "data/store_repeats": traffic["repeated"],
+        "data/cache_hits": traffic["hits"] / blocks,
+    }
+
+
+def last_sequence(position: int, skipped_windows: skips.SkippedRanges) -> int:
+    """Return the number of the last sequence that a run at `position` has consumed."""
+    return skips.sequence_range(0, position, skipped_windows)[1] - 1 if position else 0

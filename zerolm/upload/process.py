@@ -1,0 +1,104 @@
+"""`Uploads`: has the published checkpoints of a run copied to `--upload_to URL` in the background.
+
+The first rank polls for new checkpoints, and starts `python -m zerolm upload RUN_DIR URL`, which
+sends what is missing and ends. That process logs its own events; its failures never end the run.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+from zerolm.checkpoint.directory import by_step
+from zerolm.common import jsonl
+from zerolm.common.run_files import MANIFEST, RunFiles
+from zerolm.common.store import OFF
+from zerolm.distributed.collectives import print_safely
+from zerolm.watchdog.child import Child
+
+POLL_SECONDS = 1.0
+FIRST_PAUSE_SECONDS = 10.0  # after a failed upload
+
+
+class Uploads:
+    """Starts the uploader when there is a checkpoint to send. No method but `finish` blocks.
+
+    Args:
+        run_dir: run directory.
+        url: URL of the store; None or "off" makes every method a no-op.
+        keep: number of checkpoints to keep in the store, 0 for all.
+        active: whether this is the first rank; False makes every method a no-op.
+    """
+
+    def __init__(self, run_dir: Path, url: str | None, keep: int, active: bool):
+        self.run_dir, self.url, self.keep = Path(run_dir), url, keep
+        self.active = active and url not in (None, OFF)
+        self._child = Child(
+            "upload", run_dir, url, "--keep", keep,
+            supervised=True, first_pause_seconds=FIRST_PAUSE_SECONDS,
+        )  # fmt: skip
+        self._poll_at = 0.0
+        self._sending: set[tuple[str, int]] = set()
+        self._sent: set[tuple[str, int]] = set()
+
+    def tick(self) -> None:
+        """Start the uploader if there is a checkpoint to send. Takes microseconds."""
+        now = time.monotonic()
+        if not self.active or now < self._poll_at:
+            return
+        self._poll_at = now + POLL_SECONDS
+        self._check(self._child.poll())
+        if self._child.due():
+            self._start()
+
+    def finish(self, seconds: float) -> None:
+        """Wait at most `seconds` for the uploads, and report the checkpoints that were not sent.
+
+        An upload that fails is not repeated: it has made several attempts itself.
+        """
+        if not self.active:
+            return
+        deadline = time.monotonic() + seconds
+        if not self._child.running:
+            self._start()
+        while self._check(self._child.wait(deadline)):
+            self._start()  # a checkpoint may have been published while it was sending
+        self._child.kill()  # the next upload continues with the files that are missing
+        missing = sorted(name for name, _ in self._published() - self._sent)
+        if missing:
+            step = int(missing[-1].rpartition("-")[2])
+            with contextlib.suppress(OSError):
+                jsonl.append_event(
+                    self.run_dir, "upload_unfinished", step, url=self.url, checkpoints=missing
+                )
+            print_safely(
+                f"upload: not in {self.url} at the end of the run: {', '.join(missing)}. The next "
+                f"start of this run sends them, or: "
+                f"python -m zerolm upload {self.run_dir} {self.url}"
+            )
+
+    def _published(self) -> set[tuple[str, int]]:
+        """Return (name, time of its manifest in ns) of each checkpoint to keep in the store."""
+        published = set()
+        checkpoints = by_step(RunFiles(self.run_dir).checkpoints)
+        for directory in checkpoints[-self.keep :] if self.keep else checkpoints:
+            with contextlib.suppress(FileNotFoundError):  # rotated away in the meantime
+                published.add((directory.name, (directory / MANIFEST).stat().st_mtime_ns))
+        return published
+
+    def _start(self) -> None:
+        """Start the uploader unless every checkpoint has been sent."""
+        published = self._published()
+        if not published - self._sent:
+            return
+        try:
+            self._child.start()
+        except OSError as error:
+            print_safely(f"upload: cannot start its process, training continues: {error}")
+        self._sending = published
+
+    def _check(self, code: int | None) -> bool:
+        """Return whether an upload has ended and sent everything that it was started for."""
+        if code != 0:
+            return False
+        self._sent = self._sending
+        return True

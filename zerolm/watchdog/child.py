@@ -1,0 +1,160 @@
+"""`Child`: a process of zerolm that works in the background of a run.
+
+The trackers, the HTML report and the uploads each run in one, so that nothing slow or broken in
+them delays a step or ends the run. `Child` is the half in the run; `serve` is the half in the
+process. Standard library only.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zerolm.common import processes
+from zerolm.common.shipped import ROOT
+from zerolm.watchdog import progress
+
+MAX_PAUSE_SECONDS = 600.0
+WAIT_SECONDS = 0.05
+RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Child:
+    """The process `python -m zerolm ARGUMENTS --of_process PID`, at most one at a time.
+
+    Its owner calls `start` when `due`, and `poll` now and then; no method but `wait` blocks.
+
+    Args:
+        arguments: a command of `python -m zerolm` and its arguments.
+        log: file that its output is appended to, in a directory that is made; None: our output.
+        supervised: `launch supervise` waits for it before it restarts the run.
+        endless: the process should never end by itself, so even exit code 0 is a failure.
+        first_pause_seconds: before it is due after a failure; doubled by each further failure.
+        max_failures: after so many failures it is never due again.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        log: Path | None = None,
+        supervised: bool = False,
+        endless: bool = False,
+        first_pause_seconds: float = 0.0,
+        max_failures: float = float("inf"),
+    ):
+        self.command = [sys.executable, "-m", "zerolm", *map(str, arguments)]
+        self.command += ["--of_process", str(os.getpid())]
+        self.log, self.supervised, self.endless = log, supervised, endless
+        self.first_pause_seconds, self.max_failures = first_pause_seconds, max_failures
+        self.process: subprocess.Popen[bytes] | None = None
+        self.failures = 0  # since it last succeeded
+        self._start_at = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether a process was started whose end `poll` has not reported yet."""
+        return self.process is not None
+
+    def due(self) -> bool:
+        """Return whether the process is not running and may be started now."""
+        allowed = not self.running and self.failures < self.max_failures
+        return allowed and time.monotonic() >= self._start_at
+
+    def start(self, stdin: int = subprocess.DEVNULL) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started. It is not due again for `MAX_PAUSE_SECONDS`.
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                output = None
+                if self.log is not None:
+                    self.log.parent.mkdir(exist_ok=True)
+                    output = stack.enter_context(open(self.log, "ab"))
+                self.process = subprocess.Popen(
+                    self.command,
+                    env=_environment(self.supervised),
+                    stdin=stdin,
+                    stdout=output,
+                    stderr=output,
+                )
+        except OSError:
+            self._start_at = time.monotonic() + MAX_PAUSE_SECONDS
+            raise
+
+    def poll(self) -> int | None:
+        """Return the exit code of a process that has ended since the last call. Microseconds."""
+        code = None if self.process is None else self.process.poll()
+        if code is None:
+            return None
+        self.process = None
+        if code == 0 and not self.endless:
+            self.failures = 0
+        else:
+            pause_seconds = self.first_pause_seconds * 2.0 ** min(self.failures, 30)
+            self._start_at = time.monotonic() + min(pause_seconds, MAX_PAUSE_SECONDS)
+            self.failures += 1
+        return code
+
+    def wait(self, deadline: float, asked: Callable[[], bool] = lambda: False) -> int | None:
+        """Wait until the process ends; with heartbeats, because to wait here is not to hang.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+            asked: tells when to stop waiting before that.
+
+        Returns:
+            The exit code; None where the process still runs, or where there is none.
+        """
+        while (code := self.poll()) is None and self.running:
+            if time.monotonic() >= deadline or asked():
+                break
+            time.sleep(WAIT_SECONDS)
+            progress.record_progress("end")
+        return code
+
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.poll()
+
+
+def _environment(supervised: bool) -> dict[str, str]:
+    """Return the environment of a child, which imports the same zerolm as this process."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    if not supervised:
+        environment.pop(processes.SUPERVISOR, None)
+    return environment
+
+
+def serve(pid: int) -> None:
+    """Make this process a child: low priority, no signals, and it ends when its run has ended.
+
+    It leaves signals to the run, which saves first and gives it time to finish.
+
+    Args:
+        pid: process number of the run that has started this process.
+    """
+    os.nice(19)
+    with contextlib.suppress(Exception):  # not every kernel or container has it
+        import psutil
+
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    for number in RUN_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
