@@ -8,6 +8,7 @@ except for the list of all commands, `zerolm/__main__.py`.
 """
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -74,6 +75,7 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def room(name: str) -> str:
@@ -130,6 +132,18 @@ def cycle() -> list[str]:
 def test_every_subpackage_is_on_the_ladder():
     rooms = {room(name) for name in MODULES if name.count(".") > 1}
     assert rooms == set(LADDER), "add new subpackages to LADDER"
+
+
+def test_every_imported_module_exists():
+    """mypy does not say so: it ignores missing imports, for optional packages."""
+    missing = []
+    for path in (*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *BENCHMARKS.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                top = node.module.partition(".")[0]
+                if top in (*PACKAGES, "tests") and importlib.util.find_spec(node.module) is None:
+                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}")
+    assert not missing
 
 
 def test_imports_run_downward():

@@ -18,7 +18,7 @@ from typing import Any
 from data_prep.dedup.decontaminate import DecontaminateOptions
 from data_prep.dedup.dedup import DedupOptions
 from data_prep.filters.clean import CleanOptions
-from data_prep.filters.filters import filter_problems, relative_to
+from data_prep.filters.parameters import filter_problems, resolve_model_paths
 from data_prep.pipeline.recipe_options import (
     PackOptions,
     ShardOptions,
@@ -230,7 +230,7 @@ def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOpti
         for key in given
         if key not in CLEAN_KEYS
     ]
-    filters = relative_to(base, given.get("filters", []))
+    filters = resolve_model_paths(base, given.get("filters", []))
     problems += filter_problems(filters, f"{where}.filters")
     if not isinstance(given.get("keep_dropped", False), bool):
         problems.append(f"{where}.keep_dropped: {given['keep_dropped']!r} is not true or false.")

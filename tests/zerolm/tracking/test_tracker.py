@@ -2,7 +2,8 @@
 
 import pytest
 
-from zerolm.command_flags import parser
+from zerolm.cli import mirror
+from zerolm.common.command_line import Parser
 from zerolm.config.settings import FLAGS, TRACKERS, Settings
 from zerolm.tracking import tracker
 from zerolm.tracking.tracker import Tracker, tracker_class
@@ -11,7 +12,9 @@ from zerolm.tracking.tracker import Tracker, tracker_class
 @pytest.mark.parametrize("name", TRACKERS)
 def test_the_flag_of_a_tracker_names_its_class(name) -> None:
     assert issubclass(tracker_class(name), Tracker) and FLAGS[name]["group"] == "trackers"
-    assert parser(None).parse_args(["mirror", "run", name, "--of_process", "1"]).name == name
+    parser = Parser("zerolm mirror", "")
+    mirror.add_flags(parser)
+    assert parser.parse(["run", name, "--of_process", "1"]).name == name
 
 
 def test_a_package_that_is_missing_is_found_before_the_run(monkeypatch) -> None:
