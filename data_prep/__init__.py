@@ -1,6 +1,6 @@
-"""Offline: raw text -> tokenizer -> token shards. `python -m data_prep --help` shows the commands.
+"""Prepares training data offline: raw text -> tokenizer -> token shards.
 
-May import rung 0 of zerolm (errors, files, shards, order) and nothing else of it. Nothing here
-imports torch, transformers, datasets or pyarrow at the top of a module: `--help` has to be quick,
-and every worker process pays for what is imported.
+`python -m data_prep --help` lists the commands. May import zerolm below the training loop;
+tests/test_ladder.py enforces it. No module imports torch, transformers, datasets or pyarrow at its
+top: `--help` must be fast, and every worker process pays for each import.
 """

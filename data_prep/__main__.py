@@ -1,4 +1,8 @@
-"""The commands that turn raw text into token shards: `python -m data_prep COMMAND`."""
+"""Entry point of `python -m data_prep COMMAND` and `zerolm data COMMAND`.
+
+Lists the commands, from cleaning raw text to inspecting token shards. Each is a module of
+`data_prep.cli`, imported when the command runs.
+"""
 
 import os
 import signal
@@ -13,7 +17,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class Interrupted(ZerolmError):
-    """Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
     exit_code = EXIT_INTERRUPTED
 
@@ -21,14 +25,14 @@ class Interrupted(ZerolmError):
 @contextmanager
 def _around(argv: Sequence[str]) -> Iterator[None]:
     """Prepare this process for a command, and turn a full disk and Ctrl-C into messages."""
-    if odd := [word for word in argv if not _is_utf8(word)]:
+    if invalid := [argument for argument in argv if not _is_utf8(argument)]:
         raise ConfigError(
-            f"{word!a}: is not UTF-8, so no manifest could name it. Rename the file, or give the "
-            f"directory above it."
-            for word in odd
+            f"{argument!a}: is not UTF-8, so no manifest could name it. Rename the file, or give "
+            f"the directory above it."
+            for argument in invalid
         )
     signal.signal(signal.SIGTERM, _terminate)
-    # Nothing here multiplies matrices, and a process with one thread starts its workers sooner.
+    # No command multiplies matrices, and a process with one thread starts its workers faster.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         yield
@@ -38,20 +42,20 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
         if error.filename is None and error.errno is None:
             raise
         raise ZerolmError(
-            f"{error}. Nothing was published; the same command continues where this one stopped."
+            f"{error}. Nothing was published; the same command resumes where this one stopped."
         ) from error
     except KeyboardInterrupt:
         raise Interrupted("interrupted; nothing was published.") from None
 
 
 def _terminate(*_: object) -> None:
-    sys.exit(EXIT_TERMINATED)  # an exception, so that workers are stopped and files removed
+    sys.exit(EXIT_TERMINATED)  # raises SystemExit, so that workers are stopped and files removed
 
 
-def _is_utf8(word: str) -> bool:
+def _is_utf8(argument: str) -> bool:
     try:
-        word.encode()
-    except UnicodeEncodeError:  # Python decodes other bytes to lone surrogates
+        argument.encode()
+    except UnicodeEncodeError:  # Python decodes invalid bytes to lone surrogates
         return False
     return True
 
@@ -81,7 +85,7 @@ COMMANDS = Group(
             },
             "pipelines": {
                 "run": "run a recipe: clean, dedup, decontaminate, tokenize, pack",
-                "progress": "print how far the tasks of a pipeline are",
+                "progress": "print the progress of a pipeline's tasks",
             },
         },
     ),

@@ -1,4 +1,4 @@
-"""`progress`: print how far the tasks of a pipeline are, from the files they have written."""
+"""`progress`: print the progress of a pipeline's tasks, from the files they have written."""
 
 import argparse
 import json

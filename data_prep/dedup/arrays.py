@@ -1,9 +1,8 @@
-"""Arrays that the tasks of deduplication exchange, one file per task.
+"""Arrays that the tasks of dedup exchange: one sorted file per task.
 
-A document id is one integer: the number of the work unit that contains it, and its number in that
-unit. Ids sort in the order of the input, whatever the units are. Files are sorted, so that a task
-which needs a range of all of them reads only that range, and no file is needed for each pair of
-tasks.
+A document id is one integer: the number of its work unit in the high bits, its number in that unit
+in the low bits. Ids sort in input order, however the input is divided into units. As files are
+sorted, a task reads only its range of each, and no file is needed per pair of tasks.
 """
 
 from bisect import bisect_left
@@ -60,9 +59,9 @@ def read_partition(
         paths: a file for each unit, sorted by its field `hash`; its last field is `document`.
 
     Returns:
-        The columns but the last, and the ids of the documents: (N,) each.
+        All columns except the last, and the ids of the documents: (N,) each.
     """
-    low, high = ((partition + more << 64) // num_partitions for more in (0, 1))
+    low, high = ((number << 64) // num_partitions for number in (partition, partition + 1))
     parts = [np.array(find_range(load_array(path), "hash", low, high)) for path in paths]
     names = parts[0].dtype.names or ()
     columns = [np.concatenate([part[name] for part in parts]) for name in names[:-1]]
@@ -90,5 +89,5 @@ def structured_array(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
 
 
 def task_record(directory: Path, sizes: dict[Path, int], **more: int) -> dict:
-    """Return the record of a task that wrote these files, with their sizes in bytes."""
+    """Return the record of a task that wrote files of these sizes in bytes."""
     return {"files": {str(path.relative_to(directory)): n for path, n in sizes.items()}, **more}

@@ -1,7 +1,7 @@
-"""The decontaminate stage: drops documents that contain a part of an evaluation item.
+"""The decontaminate stage: drops documents that share an n-gram with an evaluation item.
 
-One phase, one task per work unit; before it an index of the items is written, which each process
-reads. docs/deduplication.md defines what counts as a part.
+Writes an index of the items, then runs one phase with a task per work unit; each process reads the
+index. docs/deduplication.md defines a match.
 """
 
 import unicodedata
@@ -20,16 +20,16 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 
 CONTAMINATED = "contaminated.jsonl.zst"
-ALGORITHM = 1  # increase it when the same input gives other results
+ALGORITHM = 1  # increment it when the same input gives different results
 
 
 @dataclass(frozen=True)
 class DecontaminateOptions:
-    """What documents are searched for."""
+    """The evaluation items to search for, and how much of one makes a match."""
 
     evaluation: tuple[str, ...]  # PATH or PATH:field,field
     ngram_words: int = 13
-    min_overlap: float = 0.0  # share of a text's n-grams; at least one is always needed
+    min_overlap: float = 0.0  # share of a text's n-grams that must be found; at least one
     min_item_words: int = 5  # shorter texts are not searched for
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -44,7 +44,7 @@ class DecontaminateOptions:
             yield "min_item_words", f"{self.min_item_words} is not from 1 to ngram_words."
 
     def relative_to(self, directory: Path) -> "DecontaminateOptions":
-        """Return options whose files are resolved against a directory, that of the recipe."""
+        """Return the options with their files resolved against the directory of the recipe."""
         return replace(self, evaluation=tuple(str(directory / each) for each in self.evaluation))
 
     def read_items(self) -> list[Item]:
@@ -67,7 +67,7 @@ class DecontaminateOptions:
 
 @dataclass(frozen=True)
 class ScanTask:
-    """Writes the documents of a unit that contain no part of an item, and notes on the others."""
+    """Writes the documents of a unit that match no item, and notes on the dropped ones."""
 
     documents: Documents
     output: Path
@@ -93,7 +93,7 @@ class ScanTask:
 
 
 def decontaminate_identity(options: DecontaminateOptions) -> dict[str, Any]:
-    """Return, for a fingerprint, all that decides the result beside the documents."""
+    """Return everything except the documents that determines the result, for a fingerprint."""
     files = [(each, sha256_file(split_evaluation(each)[0])) for each in options.evaluation]
     versions = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, "files": files}
     return {**asdict(options), **versions}
@@ -107,7 +107,7 @@ def run_decontaminate(
     output: Path,
     executor: Executor,
 ) -> dict[str, Any]:
-    """Write a stage without the documents that contain evaluation items; resumes a stopped run.
+    """Write a stage without the contaminated documents; resumes an interrupted run.
 
     Args:
         inputs: fingerprint of the documents.

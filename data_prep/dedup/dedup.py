@@ -1,9 +1,9 @@
 """The dedup stage: drops exact copies, and near-duplicates found by MinHash.
 
 Phases: signatures (a task per work unit) -> copies and buckets (a task per range of hashes) ->
-members -> verify -> decide (one task) -> write (a task per unit). Tasks share files only. The
-result depends on the documents, their order and the options, but not on units, tasks, memory or
-workers. docs/deduplication.md has the definitions.
+members -> verify -> decide (one task) -> write (a task per unit). Tasks exchange data only through
+files. The result depends on the documents, their order and the options, but not on units, tasks,
+memory or workers. docs/deduplication.md has the definitions.
 """
 
 import unicodedata
@@ -24,20 +24,20 @@ from data_prep.stages.stage_output import WORK, publish_output, reuse_or_reset_s
 from data_prep.tasks.phases import Executor, Phase, Record, fingerprint, run_phase
 
 DUPLICATES = "duplicates.jsonl.zst"
-ALGORITHM = 1  # increase it when the same input gives other results
+ALGORITHM = 1  # increment it when the same input gives different results
 MIN_PARTITIONS = 16  # but at most one per work unit
-# Memory for an entry in a range of hashes, with sorting. 101 were measured with 2 million entries
-# (growth of the resident set in BucketTask, 2026-11-21); copies add to it.
+# Peak memory per entry of a hash range, with sorting: 101 bytes with 2 million entries (growth of
+# the resident set in BucketTask, 2026-11-21), plus copies.
 BYTES_PER_ENTRY = 120
 
 
 @dataclass(frozen=True)
 class DedupOptions:
-    """What a duplicate is. The first document, in the order of the input, is kept."""
+    """Defines a duplicate. Of duplicates, the first document in input order is kept."""
 
     threshold: float = 0.8  # Jaccard index of the sets of shingles
     shingle_words: int = 13
-    exact: str = "text"  # what exact copies share: their "text", or their "words"
+    exact: str = "text"  # exact copies have the same "text", or the same "words"
     near: bool = True
     permutations: int = MAX_PERMUTATIONS  # at most
     memory_bytes: int = 1 << 30  # for a task that sorts hashes
@@ -57,7 +57,7 @@ class DedupOptions:
 
     @property
     def band_layout(self) -> BandLayout | None:
-        """How signatures are divided into bands; None without near-duplicates."""
+        """How signatures are divided into bands; None if near-duplicates are not searched for."""
         return choose_bands(self.threshold, self.permutations) if self.near else None
 
 
@@ -102,7 +102,7 @@ class WriteTask:
 
 
 def dedup_identity(options: DedupOptions) -> dict[str, Any]:
-    """Return, for a fingerprint, all that decides the result beside the documents.
+    """Return everything except the documents that determines the result, for a fingerprint.
 
     Raises:
         ConfigError: rensa is missing.
@@ -126,7 +126,7 @@ def run_dedup(
     output: Path,
     executor: Executor,
 ) -> dict[str, Any]:
-    """Deduplicate documents into a stage; resumes a stopped run of the same.
+    """Deduplicate documents into a stage; resumes an interrupted run.
 
     Args:
         inputs: fingerprint of the documents.
@@ -172,10 +172,10 @@ def _find_duplicates(
     work: Path,
     run: Callable[[str, int, Callable[[int], Record]], list[Record]],
 ) -> dict[str, int]:
-    """Run all phases before the last one, and return counts for `stage.json`.
+    """Run all phases except the last, and return counts for `stage.json`.
 
     Args:
-        run: runs a phase, from its name, its number of tasks and its task.
+        run: runs a phase, given its name, number of tasks and task.
     """
     layout, num_units = options.band_layout, documents.num_tasks
     signatures = SignatureTask(documents, work, options.exact, options.shingle_words, layout)

@@ -1,4 +1,4 @@
-"""Items of evaluation sets, read from files: texts that a training corpus must not contain.
+"""Reads the items of evaluation sets: texts that a training corpus must not contain.
 
 `NgramIndex` searches documents for them.
 """
@@ -22,7 +22,7 @@ class Item(NamedTuple):
     """One item of an evaluation set."""
 
     place: str  # file:line, or file:paragraph
-    texts: list[str]  # each is searched for on its own
+    texts: list[str]  # each is searched for separately
 
 
 def split_evaluation(argument: str) -> tuple[Path, list[str]]:
@@ -133,5 +133,5 @@ def _hellaswag(record: dict[str, Any]) -> list[str] | str:
     if not isinstance(context, str) or not isinstance(endings, list):
         return "ctx is not a string, or endings is not a list."
     texts = [f"{context} {ending}" for ending in endings]
-    # The pages of WikiHow that the items were made from do not have the marks.
+    # The WikiHow pages behind the items do not contain the marks.
     return list(dict.fromkeys([*texts, *(WIKIHOW_MARK.sub(" ", text) for text in texts)]))

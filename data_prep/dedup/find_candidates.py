@@ -1,7 +1,7 @@
-"""Tasks that find exact copies and candidate pairs: signatures, sorted, and compared by ranges.
+"""Tasks that find exact copies and candidate pairs of near-duplicates, by sorting hashes.
 
-`SignatureTask` reads a unit of documents. `ExactTask` and `BucketTask` process a range of all
-hashes: their memory is bounded by the number of ranges, whatever the number of documents.
+`SignatureTask` hashes the documents of a unit. `ExactTask` and `BucketTask` each process one range
+of all hashes, so the number of ranges bounds their memory for any number of documents.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from data_prep.dedup.minhash import BandLayout, band_hashes
 from data_prep.dedup.word_hashes import hash_ngrams, hash_words
 from data_prep.stages.documents import Documents, batch_rows
 
-# In a bucket each document is compared with this many before it, and with this many at the start of
-# the bucket: all pairs of up to 17 documents, and at most 160,000 pairs of 10,000 pages that are
-# made from one template.
+# Each document of a bucket is compared with this many before it and this many at the start of the
+# bucket: all pairs of up to 17 documents, but at most 160,000 pairs of 10,000 pages made from one
+# template.
 NEIGHBOURS = 8
 
 
@@ -95,7 +95,7 @@ class SignatureTask:
 
 @dataclass(frozen=True)
 class ExactTask:
-    """Finds exact copies among the documents whose hashes are in one range; the first is kept."""
+    """Finds exact copies among the documents with hashes in one range; the first one is kept."""
 
     directory: Path
     num_units: int
@@ -118,7 +118,7 @@ class ExactTask:
 
 @dataclass(frozen=True)
 class BucketTask:
-    """Finds pairs of documents that share a band, for the bands whose hashes are in one range."""
+    """Finds pairs of documents with a common band, for the band hashes in one range."""
 
     directory: Path
     num_units: int
@@ -145,7 +145,7 @@ def _save_with_members(
 def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return the distinct pairs of documents in the same bucket, sorted: PAIR, `one` before `two`.
 
-    A bucket is all documents with the same band. Only the first of those with the same text counts.
+    A bucket is all documents with the same band; of those with the same text only the first counts.
 
     Args:
         hashes, texts, ids: (N,) uint64, hashes of bands and of texts, and document ids.
@@ -166,7 +166,7 @@ def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> n
     for step in range(1, NEIGHBOURS + 1):
         later = np.flatnonzero(place >= step)
         pairs = _add_pairs(pairs, ids[later - step], ids[later])
-        hub = step - 1
+        hub = step - 1  # one of the first documents of the bucket
         later = np.flatnonzero(place - hub > NEIGHBOURS)
         pairs = _add_pairs(pairs, ids[start[later] + hub], ids[later])
     return pairs

@@ -1,4 +1,4 @@
-"""MinHash signatures divided into bands: documents that share a band may be near-duplicates.
+"""MinHash signatures divided into bands: documents with a common band may be near-duplicates.
 
 The similarity of two documents is the Jaccard index of their sets of shingles. A signature is the
 minimum of the shingles under each of several random permutations; two signatures agree in one
@@ -15,13 +15,13 @@ import numpy as np
 from data_prep.dedup.word_hashes import mix
 from zerolm.common.errors import ConfigError
 
-SEED = 2026  # of the permutations; signatures of different seeds cannot be compared
+SEED = 2026  # of the permutations; signatures with different seeds cannot be compared
 MAX_PERMUTATIONS = 128
-MISSED_AT_THRESHOLD = 0.001  # share of the pairs that are exactly as similar as the threshold
+MISSED_AT_THRESHOLD = 0.001  # share of the pairs with a similarity equal to the threshold
 
 
 class BandLayout(NamedTuple):
-    """How a signature is divided."""
+    """The number of bands of a signature, and of rows in each."""
 
     bands: int
     rows: int
@@ -30,8 +30,8 @@ class BandLayout(NamedTuple):
 def choose_bands(threshold: float, permutations: int = MAX_PERMUTATIONS) -> BandLayout:
     """Return the layout with the most rows that misses at most 1 in 1,000 pairs at the threshold.
 
-    More rows give fewer dissimilar candidates, but need more permutations, which cost time and
-    space. Candidates are verified later; a pair that is missed here is never found.
+    More rows give fewer false candidates, but need more permutations, which cost time and space.
+    Candidates are verified later; a pair that is missed here is never found.
     """
     best = None
     for rows in range(1, permutations + 1):

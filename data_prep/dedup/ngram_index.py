@@ -1,7 +1,7 @@
-"""An index of the n-grams of evaluation items, and the search for them in documents.
+"""`NgramIndex`: the n-grams of evaluation items, and the search for them in documents.
 
-The hashes of all n-grams are in memory, sorted. What a hash finds is compared word by word, so that
-no document is dropped because two n-grams have the same hash.
+All n-gram hashes are in memory, sorted. Each hash match is verified word by word, so a hash
+collision drops no document.
 """
 
 import io
@@ -23,12 +23,12 @@ MAX_FILTER_BITS = 26  # of the hash, for the filter that rejects most n-grams of
 
 
 class Match(NamedTuple):
-    """A document that contains a part of an item; notes on dropped documents have these keys."""
+    """A contaminated document; notes on dropped documents have these keys."""
 
     document: int  # index in the batch
     item: str  # file and line or paragraph of the item
     words: str  # the first n-gram found
-    at_word: int  # where it is, in words from the start of the document
+    at_word: int  # its position in the document, in words
     overlap: float  # share of the n-grams of the item's text that are in the document
 
 
@@ -63,7 +63,7 @@ class NgramIndex:
         texts: of all items.
         places: the item of each text, as file and line or paragraph.
         tables: one for each length that occurs, longest first.
-        num_short: how many texts are too short to be searched for.
+        num_short: number of texts that are too short to be searched for.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Tasks that compare candidate pairs by all of their shingles, and decide what to keep.
+"""Tasks that compute the exact similarity of candidate pairs, and decide which documents to drop.
 
-`MembersTask` reads the candidates and exact copies again, `VerifyTask` compares the pairs, and
+`MembersTask` rereads the candidates and exact copies, `VerifyTask` compares the pairs, and
 `DecideTask` decides. Only documents with a possible duplicate take memory or disk space here.
 """
 
@@ -32,7 +32,7 @@ from zerolm.common.files import write_atomically
 
 @dataclass(frozen=True)
 class MembersTask:
-    """Writes the ids of a unit's possible duplicates, and the shingles of those in pairs."""
+    """Writes the ids of a unit's possible duplicates, and the shingles of candidates."""
 
     documents: Documents
     directory: Path
@@ -56,8 +56,10 @@ class MembersTask:
                 shingles, ends = hash_ngrams(words, ends, self.shingle_words)
                 parts = np.split(shingles, ends[:-1])
                 is_paired = np.isin(numbers, paired).tolist()
-                for row, number, part, wanted in zip(rows, numbers, parts, is_paired, strict=True):
-                    if wanted:
+                for row, number, part, has_pair in zip(
+                    rows, numbers, parts, is_paired, strict=True
+                ):
+                    if has_pair:
                         part = np.unique(part)
                         file.write(part.tobytes())
                         end += len(part)
@@ -82,32 +84,32 @@ class MembersTask:
         """Yield the numbers and the documents of the members, in batches."""
         if not len(members):
             return
-        wanted = set(members.tolist())
+        member_numbers = set(members.tolist())
         numbers: list[int] = []
 
-        def wanted_rows() -> Iterator[DocumentRow]:
+        def member_rows() -> Iterator[DocumentRow]:
             for number, row in enumerate(self.documents.read(unit)):
-                if number in wanted:
+                if number in member_numbers:
                     numbers.append(number)
                     yield row
 
-        for rows in batch_rows(wanted_rows()):
+        for rows in batch_rows(member_rows()):
             yield numbers[: len(rows)], rows
             del numbers[: len(rows)]
 
 
 def _names_path(members: Path) -> Path:
-    """Return the file of the ids that the members have in the input."""
+    """Return the path of the members' ids, as they are in the input."""
     return members.with_suffix(".names.json")
 
 
 def _shingles_path(members: Path) -> Path:
-    """Return the file of the members' shingles: little-endian uint64."""
+    """Return the path of the members' shingles: little-endian uint64."""
     return members.with_suffix(".shingles")
 
 
 def read_names(directory: Path, unit: int, documents: np.ndarray) -> list[Any]:
-    """Return the ids that members of a unit have in the input."""
+    """Return the ids of members of a unit, as they are in the input."""
     path = array_path(directory, "members", unit)
     names = json.loads(_names_path(path).read_bytes())
     places = np.searchsorted(np.array(load_array(path))["document"], documents & NUMBER_MASK)
@@ -175,11 +177,11 @@ def jaccard(one: np.ndarray, two: np.ndarray, threshold: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class DecideTask:
-    """Decides what to keep: one task, whose memory is proportional to the number of duplicates.
+    """Decides which documents to drop, in one task with memory proportional to the duplicates.
 
-    It visits documents in the order of the input and drops each one that is similar to one that is
-    kept. So each dropped document has a similarity of at least the threshold to a kept one, which a
-    cluster of links (A near B, B near C) would not guarantee.
+    It visits documents in input order and drops each that is similar to one already kept. So each
+    dropped document has a similarity of at least the threshold to a kept one. Transitive clustering
+    (A near B, B near C) would not guarantee that.
     """
 
     directory: Path
@@ -193,15 +195,16 @@ class DecideTask:
         near = decide(links)
         place = np.searchsorted(near["dropped"], copies["kept"])
         place[place == len(near)] = 0
-        moved = np.zeros(len(copies), bool)  # copies of a document that is dropped as similar
+        # Copies of a document that is itself dropped as a near-duplicate.
+        is_near_too = np.zeros(len(copies), bool)
         if len(near):
-            moved = near["dropped"][place] == copies["kept"]
+            is_near_too = near["dropped"][place] == copies["kept"]
         exact = structured_array(
-            DECISION, copies["dropped"], copies["kept"], np.ones(len(copies)), ~moved
+            DECISION, copies["dropped"], copies["kept"], np.ones(len(copies)), ~is_near_too
         )
         if len(near):
-            exact["kept"][moved] = near["kept"][place[moved]]
-            exact["similarity"][moved] = near["similarity"][place[moved]]
+            exact["kept"][is_near_too] = near["kept"][place[is_near_too]]
+            exact["similarity"][is_near_too] = near["similarity"][place[is_near_too]]
         decisions = np.concatenate([exact, near])
         decisions = decisions[np.argsort(decisions["dropped"])]
         path = array_path(self.directory, "decisions", 0)
@@ -217,7 +220,7 @@ def decide(links: np.ndarray) -> np.ndarray:
     """Return which documents are dropped, and for which kept ones: DECISION, sorted by `dropped`.
 
     Args:
-        links: LINK, each pair of similar documents once.
+        links: LINK, each similar pair once.
     """
     ids = np.unique(np.concatenate([links["one"], links["two"]]))
     if not len(ids):

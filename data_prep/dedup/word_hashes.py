@@ -1,13 +1,13 @@
-"""Words of texts, and hashes of words and of word n-grams: what deduplication compares.
+"""Splits texts into words, and hashes words and word n-grams for dedup and decontaminate.
 
 A text is normalised (NFKC, case folded, NFKC again), invisible characters (Unicode's Cf) are
 removed, and the rest is split: a word is a sequence of letters, marks and digits (L, M, N), and
 each character of a script that is written without spaces (Chinese, Japanese, Thai, ...) is a word
-of its own. Everything else separates words. So case, punctuation, spacing and line breaks make no
-difference.
+of its own. Everything else separates words. So case, punctuation, spacing and line breaks do not
+matter.
 
-numpy hashes many documents at a time: a loop over words in Python would cost more than all the rest
-of deduplication. The hashes never change, so files of them can be kept.
+numpy hashes many documents at a time: a Python loop over words would cost more than the rest of
+deduplication. Hashes are stable across versions and machines, so files of them can be kept.
 """
 
 import re
@@ -35,14 +35,14 @@ _UNSPACED = (  # scripts written without spaces
 
 
 def normalise(text: str) -> str:
-    """Return a text in the form whose words are compared, separators included."""
+    """Return the normalised text, including its separators."""
     if text.isascii():
         return text.lower()
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text. Slow: for texts in which `hash_words` found a match."""
+    """Return the words of a text; slow, so used only on texts whose hashes match."""
     word, invisible = _patterns()
     return word.findall(invisible.sub("", normalise(text)))
 
@@ -110,7 +110,7 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Split a long text at spaces: neither a word nor normalisation spans one."""
+    """Split a long text at spaces, which neither words nor normalisation cross."""
     start = 0
     while len(text) - start > 2 * BATCH_CHARACTERS:
         space = _SPACE.search(text, start + BATCH_CHARACTERS)
@@ -166,7 +166,7 @@ def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
             powers[0] = 1
             both.append(np.multiply.accumulate(powers))
         cached = (both[0], both[1])
-        if size <= 8 * BATCH_CHARACTERS:  # not those of a giant document
+        if size <= 8 * BATCH_CHARACTERS:  # do not keep those of a giant document
             _cached_powers[base] = cached
     return cached
 

@@ -1,7 +1,7 @@
 """Builds the filters of a recipe, and applies them to documents.
 
-datatrove's code makes the decisions; only its word splitting is replaced, by `fast_words`, which
-gives equal words.
+datatrove's code makes the decisions; only its word splitting is replaced by `fast_words`, which
+returns the same words.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ Json = dict[str, Any]
 
 
 class FilterResult(NamedTuple):
-    """What the filters decided about a document."""
+    """The decision of the filters on a document."""
 
     kept: bool
     reason: str  # "gopher_quality.gopher_short_doc"; empty for a kept document
-    text: str  # of a kept document as the filters changed it; of a dropped one before the last
+    text: str  # after all filters; of a dropped document, before the filter that dropped it
     changed: tuple[str, ...]  # names of the filters that changed the text
     added: Json  # keys that the filters added, such as the language
 
@@ -101,10 +101,10 @@ def _build_filter(name: str, parameters: Json) -> Callable[[Any], Any]:
 
 
 def filters_identity(specifications: Sequence[Json]) -> Json:
-    """Return, for a fingerprint, what decides the results of filters beside their parameters.
+    """Return what determines the results of filters besides parameters, for a fingerprint.
 
-    That is the versions of packages, the hash of the module of each user function (but not of what
-    it imports), and the size and time of models.
+    These are the versions of packages, the hash of each user function's module (but not of the
+    modules it imports), and the sizes and modification times of models.
 
     Raises:
         ConfigError: a user function is missing.

@@ -1,8 +1,8 @@
-"""The clean stage: passes documents through filters, unit by unit, into the files of a stage.
+"""The clean stage: passes documents through filters and writes the kept ones to a stage.
 
-Task i reads unit i of the inputs and writes file i, or several files if the unit is large, as a
-compressed file can be. Dropped documents are counted by reason, with examples, and on request
-written to files of their own.
+Task i reads unit i of the inputs and writes file i, or several files if the unit is large (a
+compressed file, for example). Dropped documents are counted by reason, with examples, and written
+to separate files on request.
 """
 
 import json
@@ -42,8 +42,8 @@ from zerolm.common.files import write_json
 ID = "id"
 RECORDS = "records/clean"
 FILE_RECORDS = f"{RECORDS}/pieces"  # of files whose task has not ended
-# About a minute of filters such as Gopher's and FineWeb's: the work that a stopped task repeats at
-# most, and the input of one task of the next stage.
+# About a minute of filters such as Gopher's and FineWeb's. A stopped task repeats at most this much
+# work, and a task of the next stage reads this much.
 PIECE_BYTES = 1 << 27
 
 Json = dict[str, Any]
@@ -51,7 +51,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """How documents are read, and which are kept."""
+    """How documents are read and filtered."""
 
     filters: tuple[Json, ...] = ()  # as in the recipe; `filter_problems` has checked them
     rules: InputRules = field(default_factory=lambda: InputRules(keep_records=True))
@@ -64,15 +64,15 @@ class CleanOptions:
 class CleanTask:
     """Filters one unit; see `Phase.run`.
 
-    A unit becomes files of about `piece_bytes` of text read. Each file has a record of its own, so
-    that a stopped task resumes after its last file, and no file depends on where it was stopped.
+    A unit becomes files of about `piece_bytes` of input text. Each file has its own record, so a
+    stopped task resumes after its last file, and no file depends on where the task stopped.
     """
 
     inputs: tuple[Input, ...]
     units: tuple[WorkUnit, ...]
     options: CleanOptions
     output: Path
-    key: str  # fingerprint of the phase: files with another key are written again
+    key: str  # fingerprint of the phase; files with another key are rewritten
 
     def __call__(self, task: int) -> Json:
         """Write the files of a unit that are missing.
@@ -129,7 +129,7 @@ class CleanTask:
         return self.output / FILE_RECORDS / f"{task:05d}_{number:05d}.json"
 
     def _finished_files(self, task: int) -> list[Json]:
-        """Return the records of the files that a stopped task has finished, from the first on."""
+        """Return the records of the consecutive files that a stopped task has finished."""
         done: list[Json] = []
         while True:
             try:
@@ -188,7 +188,7 @@ def run_clean(
         published = read_stage(output).manifest
         if published["inputs"] == phase.inputs:
             tally = Tally.from_records([published["reading"]])
-            check_bad_fraction(inputs, tally, options.rules)  # the limit may have changed since
+            check_bad_fraction(inputs, tally, options.rules)  # the limit may have changed
             return published
         raise ConfigError(
             f"{output}: is already a stage, from other inputs or filters. Choose another "

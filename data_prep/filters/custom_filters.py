@@ -1,4 +1,4 @@
-"""Filters that are not a class of datatrove as it is: our own, and thin wrappers.
+"""Custom filters: our own, and thin wrappers of datatrove's classes.
 
 Each is built from its parameters in the recipe, called with a datatrove document, and returns what
 datatrove's filters return: True, False, or (False, reason). To add one, write a class or function
@@ -45,8 +45,8 @@ class Length:
 class Pii:
     """datatrove's replacement of e-mail and IP addresses, restarted in each document.
 
-    datatrove cycles through its replacements over all documents of a task, so that the text of a
-    document would depend on which others are in its task.
+    datatrove cycles through its replacements over all documents of a task, so a document's text
+    would depend on the other documents of its task.
     """
 
     def __init__(self, **parameters: Any):
@@ -63,8 +63,8 @@ class Pii:
 class Url:
     """datatrove's URL filter, with the public suffix list that is part of `tldextract`.
 
-    datatrove would download a list in each process: the result would depend on the day, and without
-    a network it would wait and print a traceback.
+    datatrove would download a list in each process: results would depend on the date, and without a
+    network it would wait and print a traceback.
     """
 
     def __init__(self, **parameters: Any):
@@ -87,7 +87,7 @@ class Url:
 
 
 def load_language(model: str, **parameters: Any) -> Callable[[Any], Any]:
-    """Return datatrove's language filter with a model file instead of its download.
+    """Return datatrove's language filter with a local model file instead of a download.
 
     Raises:
         ConfigError: the file is not a model.
@@ -104,7 +104,7 @@ def load_language(model: str, **parameters: Any) -> Callable[[Any], Any]:
 
 
 class UserFilter:
-    """A function of the user: `function(text, record, **options)` returns as a filter does."""
+    """A function of the user: `function(text, record, **options)` returns what a filter returns."""
 
     def __init__(self, function: str, options: Json | None = None):
         self.path, self.options = function, options or {}

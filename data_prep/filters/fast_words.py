@@ -1,11 +1,11 @@
-"""Words as spaCy splits them, at a fraction of its cost: each distinct segment is split only once.
+"""`FastWords`: splits words as spaCy does at a fraction of its cost, each distinct segment once.
 
 datatrove's filters call `load_word_tokenizer(language).word_tokenize(text)`. A segment is the text
 between two spaces. With spaCy's rules the tokens of a segment do not depend on its neighbours, with
 one exception: special cases (":)", "a.m.") are matched against the tokens of the whole text, the
 longest of overlapping ones wins, and one that spans a space changes nothing. So segments that a
-special case may span are also split together. Where that gives other tokens, datatrove's own
-function splits the document, as it does wherever the tokenizer is not spaCy's rule-based one.
+special case may span are also split together. If that gives other tokens, datatrove's own function
+splits the document. It also does so where the tokenizer is not spaCy's rule-based one.
 Source: spacy/tokenizer.pyx, `_tokenize_affixes`, `_apply_special_cases`, `_filter_special_spans`.
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# Limit of a cache, about 60 MB. A full cache is emptied: frequent segments are back soon.
+# Limit of a cache, about 60 MB. A full cache is emptied; frequent segments soon return.
 MAX_SEGMENTS = 1 << 18
 
-# spaCy's string number 1. At the end of a memory zone `preshed` does not forget the key 1, so the
+# spaCy's string number 1. At the end of a memory zone `preshed` does not remove the key 1, so the
 # next document with this word would read freed memory (datatrove: "breaks the tokenizer
-# completely"). A word that is known before the first zone is never freed. Source:
+# completely"). A word added to the vocabulary before the first zone is never freed. Source:
 # preshed/maps.pyx, `map_clear`.
 FIRST_WORD = "IS_ALPHA"
 
@@ -130,7 +130,7 @@ class FastWords:
             self.segments[part] = _Segment(words, begins_second, ends_first)
 
     def _is_independent(self, chain: str) -> bool:
-        """Return whether adjacent segments have the same tokens together as each alone."""
+        """Return whether adjacent segments give the same tokens together as separately."""
         independent = self.independent.get(chain)
         if independent is None:
             alone = [word for part in chain.split() for word in self.segments[part].words]

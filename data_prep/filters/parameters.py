@@ -12,7 +12,7 @@ from typing import Any
 from data_prep.filters.custom_filters import CUSTOM, load_function
 from zerolm.common.errors import ConfigError, did_you_mean
 
-DATATROVE = {  # module and class, of those that work without a network
+DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that need no network
     "gopher_quality": "filters.gopher_quality_filter:GopherQualityFilter",
     "gopher_repetition": "filters.gopher_repetition_filter:GopherRepetitionFilter",
     "c4_quality": "filters.c4_filters:C4QualityFilter",
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 def filter_problems(specifications: Any, where: str) -> list[str]:
-    """Return what is wrong with the `filters` of a recipe, without loading models.
+    """Return the problems of the `filters` of a recipe, without loading models.
 
     Args:
         where: file and key, for messages.
@@ -56,7 +56,7 @@ def filter_problems(specifications: Any, where: str) -> list[str]:
 
 
 def resolve_model_paths(directory: Path, specifications: Any) -> Any:
-    """Return filters whose model files are relative to the working directory, not to `directory`.
+    """Return the filters with the paths of their models resolved against the recipe's directory.
 
     Args:
         directory: of the recipe.
@@ -77,7 +77,7 @@ def parameters_of(specification: Json) -> Json:
 
 
 def datatrove_class(name: str) -> Any:
-    """Return the class of datatrove whose constructor takes a filter's parameters."""
+    """Return the datatrove class of a filter; its constructor takes the filter's parameters."""
     module, attribute = DATATROVE[name].split(":")
     return getattr(importlib.import_module(f"datatrove.pipeline.{module}"), attribute)
 
@@ -93,7 +93,7 @@ def parameter_defaults(name: str) -> dict[str, Any]:
         if key != "exclusion_writer"
     }
     if name == "language":
-        defaults["model"] = ""  # a file, which datatrove would download
+        defaults["model"] = ""  # a file; datatrove would download one
     return defaults
 
 
@@ -106,7 +106,7 @@ def _parameter_problems(name: str, parameters: Json, place: str) -> list[str]:
                 f"{place}: {key!r} is not a parameter of the filter."
                 f"{did_you_mean(key, defaults)} Known: {', '.join(defaults) or 'none'}."
             )
-        elif not _fits(value, defaults[key]):
+        elif not _has_type_of(value, defaults[key]):
             problems.append(
                 f"{place}: {key}: {value!r} has the wrong type; the default is {defaults[key]!r}."
             )
@@ -125,7 +125,7 @@ def _parameter_problems(name: str, parameters: Json, place: str) -> list[str]:
     return problems
 
 
-def _fits(value: Any, default: Any) -> bool:
+def _has_type_of(value: Any, default: Any) -> bool:
     """Return whether a value has the type of a default; anything fits where the default is None."""
     if default is None or value is None:
         return True

@@ -31,7 +31,7 @@ class Excerpt(NamedTuple):
     """Consecutive tokens of one source.
 
     Attributes:
-        labels: what the tokens are, such as window, epoch or document, by name.
+        labels: what identifies the tokens, by name, such as window, epoch or document.
         parts: the tokens, one part per document.
     """
 
@@ -45,8 +45,8 @@ def find_window(
 ) -> tuple[int, int]:
     """Return (window, epoch) of a sequence.
 
-    Without a seed, `sequence` is the window. With a seed it is a sequence number of a run with this
-    seed on this source only, which `zerolm.data.order` maps to a window.
+    Without a seed, `sequence` is the window. With a seed it is a sequence number of a run with that
+    seed on this source alone, which `zerolm.data.order` maps to a window.
 
     Raises:
         ConfigError: there is no such sequence.
@@ -71,7 +71,7 @@ def find_window(
 def window_excerpt(
     source: Source, sequence: int, seq_len: int, seed: int | None, packing: str
 ) -> Excerpt:
-    """Return a window of a source or, with a seed, a sequence of a run on this source only.
+    """Return a window of a source or, with a seed, a sequence of a run on this source alone.
 
     Raises:
         ConfigError: see `find_window`.

@@ -18,9 +18,9 @@ import xxhash
 from data_prep.tasks.workers import ordered_map
 from zerolm.shards.reader import Source
 
-PIECE_TOKENS = 1 << 22  # measured at a time: 8 or 16 MB of ids
-PARTITION_DOCUMENTS = 1 << 22  # sorted at a time to find duplicates: 16 bytes each
-BINS_PER_OCTAVE = 16  # of the length histogram, so that quantiles are accurate to 4.4%
+PIECE_TOKENS = 1 << 22  # of a piece: 8 or 16 MB of ids
+PARTITION_DOCUMENTS = 1 << 22  # sorted in memory at a time to find duplicates: 16 bytes each
+BINS_PER_OCTAVE = 16  # of the length histogram: quantiles are accurate to 4.4%
 NUM_BINS = 48 * BINS_PER_OCTAVE
 LONGER_THAN = (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Counts:
-    """Counts of one or several pieces of a source; lengths are in tokens."""
+    """Counts over one or more pieces of a source; lengths are in tokens."""
 
     ids: np.ndarray  # (V,) int64: occurrences of each id
     length_bins: np.ndarray  # (NUM_BINS,) int64: documents by log2 of their length
@@ -51,7 +51,8 @@ class Counts:
     def add(self, other: "Counts") -> None:
         """Add the counts of other pieces."""
         for name in ("ids", "length_bins", "token_bins", "longer"):
-            getattr(self, name).__iadd__(getattr(other, name))
+            total = getattr(self, name)
+            total += getattr(other, name)  # in place
         self.shortest = min(self.shortest, other.shortest)
         if other.longest > self.longest:
             self.longest, self.longest_document = other.longest, other.longest_document
@@ -67,7 +68,7 @@ def measure_shards(
 
     Args:
         top: number of most frequent ids to list.
-        progress: its `add` is called with numbers of tokens and documents.
+        progress: its `add` is called with the numbers of tokens and documents of each piece.
     """
     totals: dict[int, Counts] = {}
     with tempfile.TemporaryDirectory(prefix="data_prep-stats-") as scratch:
@@ -141,14 +142,14 @@ def _measure_piece(
 
 
 class _Hashes:
-    """Hashes of a source's documents, in files by their first bits; each file fits in memory."""
+    """Hashes of a source's documents, in files by their high bits; each file fits in memory."""
 
     def __init__(self, scratch: Path, source: int, num_documents: int):
         self.bits = max(0, (num_documents // PARTITION_DOCUMENTS).bit_length())
         self.paths = [scratch / f"{source}-{part}" for part in range(1 << self.bits)]
 
     def add(self, digests: np.ndarray, numbers: np.ndarray) -> None:
-        """Add (D,) uint64 hashes and numbers of documents."""
+        """Add the hashes and the numbers of documents, (D,) uint64 each."""
         pairs = np.stack([digests, numbers], axis=1)
         if not self.bits:
             parts = np.zeros(len(digests), np.int64)

@@ -60,7 +60,7 @@ def text_lines(sources: Sequence[Statistics]) -> Iterator[str]:
 
 
 def plot(sources: Sequence[Statistics]) -> bytes:
-    """Return a PNG with documents and tokens by length, and token frequencies by rank."""
+    """Return a PNG: histograms of documents and tokens by length, and token frequency by rank."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
@@ -112,7 +112,7 @@ def html_report(sources: Sequence[Statistics], decoders: Sequence[Decode | None]
     """Return a self-contained HTML page.
 
     Args:
-        decoders: of each source's ids; None if there is no tokenizer beside its shards.
+        decoders: for the ids of each source; None if there is no tokenizer beside its shards.
     """
     image = base64.b64encode(plot(sources)).decode()
     columns = ["source", "documents", "tokens", "bytes per token", "mean length", "median",
