@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.supervise.outcome import Outcome
-from zerolm.checkpoint.directory import by_step
+from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common.run_files import RunFiles, checkpoint_step
 
 
@@ -70,7 +70,7 @@ class Restarts:
 
     def _newest_checkpoint(self) -> int:
         """Return the step of the newest published checkpoint, 0 if there is none."""
-        published = by_step(RunFiles(self.run_dir).checkpoints)
+        published = published_checkpoints(RunFiles(self.run_dir).checkpoints)
         return checkpoint_step(published[-1].name) if published else 0
 
     def _diagnosis(self, outcome: Outcome) -> str:

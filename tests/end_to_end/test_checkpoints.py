@@ -168,7 +168,7 @@ address = "file://" + sys.argv[1]
 torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
 for run_dir in sys.argv[2:]:
     try:
-        found, damage = load.newest_whole(Path(run_dir), 0, 1)
+        found, damage = load.newest_complete(Path(run_dir), 0, 1)
         lines = [line for each in damage for line in each.problems]
         print(json.dumps([found.directory.name, lines]))
     except ConfigError as error:

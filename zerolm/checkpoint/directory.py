@@ -1,9 +1,10 @@
-"""A run's checkpoints on disk: published by a rename, found by their manifests.
+"""The layout of checkpoints on disk: publish, find, verify and remove them.
 
-A checkpoint is a directory `checkpoints/step-00001000` with a `MANIFEST.json`, which is written
-last and vouches for every other file; a directory without one does not exist for us. What is not
-whole yet, or not any more, has a name that begins with `.tmp-`. Progress is in the manifest, as
-plain JSON. Knows nothing of DeepSpeed or torch: zerolm/checkpoint/load.py fills and loads them.
+A checkpoint is a directory `checkpoints/step-00001000`. Its `MANIFEST.json` is written last and has
+the size and SHA-256 of every other file; a directory without one is not a checkpoint. Checkpoints
+that are being written or removed have names that begin with `.tmp-`. The run's progress is in the
+manifest. Must not depend on torch or DeepSpeed: `CheckpointWriter` writes the files, and
+zerolm/checkpoint/load.py loads them.
 """
 
 import hashlib
@@ -34,22 +35,21 @@ VERSION = 2
 
 @dataclass
 class Progress:
-    """How far a run is. All counts are over the whole run, over all its starts.
+    """How far a run is. Counts are since the run began, over all restarts.
 
     Attributes:
         step: optimizer steps attempted.
-        position: sequences consumed, the run's position in the data order without the windows
-            that it leaves out.
-        tokens: tokens of the steps that were really taken; the learning rate counts these.
-        skipped_steps: steps that were not taken: refused for a spike, or skipped by DeepSpeed.
+        position: sequences consumed, without those of `skipped_windows`.
+        tokens: tokens of the steps that were applied; the learning rate depends on these.
+        skipped_steps: steps that were not applied: refused for a spike, or skipped by DeepSpeed.
         spikes: steps that were anomalies, see zerolm/optim/spikes.py.
-        rollbacks: how often the run went back to a checkpoint by itself.
-        skipped_windows: sequence numbers [start, end) that the data order leaves out since then.
-        history: what the next steps are judged by, a `zerolm.optim.spikes.History` as JSON.
-        health: what the next metrics take up, a `zerolm.train.health.Since` as JSON.
+        rollbacks: how often the run has rolled back to a checkpoint.
+        skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
+        history: for spike detection, a `zerolm.optim.spikes.History` as JSON.
+        health: for the next metrics, a `zerolm.train.health.Since` as JSON.
         clipping: gradient-norm statistics, `zerolm.optim.adaptive_clip.NormStatistics` as JSON.
 
-    Lists and dicts are replaced, never changed: a copy that a writer holds stays as it is.
+    Lists and dicts are replaced, never mutated: a writer thread may hold a shallow copy.
     """
 
     step: int = 0
@@ -66,7 +66,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk whose manifest could be read."""
+    """A checkpoint on disk with a valid manifest. Its other files may still be damaged."""
 
     directory: Path
     manifest: dict[str, Any]
@@ -77,7 +77,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest, which vouches for every file."""
+        """SHA-256 of the manifest, and so of the checksums of all files."""
         return self.manifest["digest"]
 
     @property
@@ -91,11 +91,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a newer one is published.
+    """Which checkpoints are kept when a new one is published.
 
     Attributes:
-        last: how many of the newest.
-        every_tokens: also the first one after every so many tokens, for good; None for none.
+        last: number of newest checkpoints to keep.
+        every_tokens: also keep the first checkpoint after each multiple of this, for good.
     """
 
     last: int
@@ -103,17 +103,17 @@ class Retention:
 
 
 def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
-    """Make a filled temporary directory the newest checkpoint. Rank 0 alone calls.
+    """Publish a temporary directory as the newest checkpoint. Only rank 0 calls.
 
-    The order is the safety: manifest, rename, pointer. Whatever has the name already (a damaged
-    one, or one whose data is not wanted any more) is set aside.
+    A crash at any point is safe because of the order: manifest, rename, pointer. A directory that
+    already has the name (damaged, or rolled back) is set aside.
 
     Raises:
-        OSError: something could not be written. The checkpoint is published, or it is not.
+        OSError: a write failed. The checkpoint is either published or not, never half.
     """
     step = manifest["progress"]["step"]
     fault_point("checkpoint.manifest", step)
-    write_json(temporary / MANIFEST, {**manifest, "digest": digest_of(manifest)})
+    write_json(temporary / MANIFEST, {**manifest, "digest": manifest_digest(manifest)})
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     if final.exists():
         set_aside(final, DAMAGED)
@@ -125,14 +125,14 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     return final
 
 
-def digest_of(manifest: Mapping[str, Any]) -> str:
-    """Return the hex SHA-256 of a manifest, without the entry that holds it."""
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the hex SHA-256 of a manifest without its entry `digest`."""
     content = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def set_aside(directory: Path, prefix: str) -> Path:
-    """Rename a checkpoint to a name under which it does not count; return that name."""
+    """Rename a directory so that it is no longer a checkpoint of the run; return the new path."""
     number, aside = 1, directory.with_name(prefix + directory.name)
     while aside.exists():
         number += 1
@@ -143,14 +143,14 @@ def set_aside(directory: Path, prefix: str) -> Path:
 
 
 def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> None:
-    """Remove the checkpoints that need not stay. Rank 0 alone calls, after a publication.
+    """Remove the checkpoints that are not retained. Only rank 0 calls, after `publish`.
 
     Args:
-        newest: the one just published, whose files were read back; it stays.
-        best: names of further ones to spare.
+        newest: the one just published, whose files were read back; always kept.
+        best: names of further checkpoints to keep.
     """
     step = checkpoint_step(newest.name)
-    for directory in removable(by_step(newest.parent), retention, best):
+    for directory in removable(published_checkpoints(newest.parent), retention, best):
         if directory != newest:
             fault_point("checkpoint.rotate", step)
             remove(directory, lambda: fault_point("checkpoint.rotated", step))
@@ -159,81 +159,81 @@ def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> No
 def removable(
     published: Sequence[Path], retention: Retention, best: Collection[str] = ()
 ) -> list[Path]:
-    """Return which of the published checkpoints, oldest first, need not stay."""
-    every, passed, doomed = retention.every_tokens, 0, []
+    """Return the checkpoints that are not retained, of all published ones, oldest first."""
+    every, passed, obsolete = retention.every_tokens, 0, []
     for number, directory in enumerate(published):
         kept = number >= len(published) - retention.last or directory.name in best
         if every is not None:
             try:
                 milestones = read(directory).progress.tokens // every
             except CheckpointError:
-                continue  # damaged: it is not ours to judge
+                continue  # damaged: left for the user to inspect
             kept |= milestones > passed
             passed = max(passed, milestones)
         if not kept:
-            doomed.append(directory)
-    return doomed
+            obsolete.append(directory)
+    return obsolete
 
 
 def remove(directory: Path, half_way: Callable[[], object] = lambda: None) -> None:
-    """Delete a checkpoint so that, killed half-way, it never looks whole."""
-    doomed = directory.with_name(TEMPORARY + directory.name)
-    os.replace(directory, doomed)
+    """Delete a checkpoint; renamed first, so that a kill never leaves it looking complete."""
+    renamed = directory.with_name(TEMPORARY + directory.name)
+    os.replace(directory, renamed)
     sync_directory(directory.parent)
     half_way()
-    shutil.rmtree(doomed)
+    shutil.rmtree(renamed)
 
 
-def clear_debris(checkpoints: Path) -> None:
-    """Delete what a killed run left of checkpoints that were not whole yet, or not any more."""
+def remove_unfinished(checkpoints: Path) -> None:
+    """Delete checkpoints that a killed run was writing or removing."""
     for unfinished in checkpoints.glob(f"{TEMPORARY}*"):
         shutil.rmtree(unfinished)
 
 
-def by_step(checkpoints: Path) -> list[Path]:
+def published_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the published checkpoints, oldest first."""
     return [path for path in checkpoint_directories(checkpoints) if (path / MANIFEST).exists()]
 
 
-def files_of(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
 def read(directory: str | Path) -> Checkpoint:
-    """Open a checkpoint by its manifest, without touching its other files.
+    """Read and check the manifest of a checkpoint, without touching its other files.
 
     Raises:
-        CheckpointError: there is no manifest, or it cannot be read.
+        CheckpointError: there is no manifest, or it is damaged or of another version.
     """
     directory = Path(directory)
     path = directory / MANIFEST
     if not path.is_file():
         raise CheckpointError(
-            f"{directory}: no {MANIFEST}, so this is not a whole checkpoint. Name a directory "
+            f"{directory}: no {MANIFEST}, so this is not a complete checkpoint. Name a directory "
             f"checkpoints/{STEP}... that has one."
         )
     try:
         manifest = json.loads(path.read_text())
         known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-        expected, actual = manifest.get("digest"), digest_of(manifest)
+        expected, actual = manifest.get("digest"), manifest_digest(manifest)
         if known:
             Progress(**manifest["progress"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error!r}. It is damaged.") from error
     if not known:
         raise CheckpointError(
-            f"{path}: format {manifest['format']!r} version {manifest['version']!r}, this release "
-            f"reads {FORMAT!r} version {VERSION}."
+            f"{path}: format {manifest['format']!r} version {manifest['version']!r}, but this "
+            f"release reads {FORMAT!r} version {VERSION}. Use the release that wrote it."
         )
     if expected != actual:
         raise CheckpointError(
-            f"{path}: its content has SHA-256 {actual}, it says {expected}. It is damaged."
+            f"{path}: digest: {expected}, but its content has SHA-256 {actual}. It is damaged."
         )
     return Checkpoint(directory, manifest)
 
 
-def problems_of(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Compare every `world_size`-th file with the manifest; return a line for each difference."""
+def verify_files(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Compare files with the manifest; return a line for each difference.
+
+    Args:
+        rank, world_size: reads only this rank's share of the files: every `world_size`-th.
+    """
     problems = []
     listed = checkpoint.manifest["files"]
     for entry in listed[rank::world_size]:
@@ -248,44 +248,46 @@ def problems_of(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> l
             problems.append(f"{path}: SHA-256 {actual}, the manifest says {entry['sha256']}")
     if rank == 0:
         names = {entry["file"] for entry in listed}
-        strangers = {
-            str(path.relative_to(checkpoint.directory)) for path in files_of(checkpoint.directory)
+        present = {
+            str(path.relative_to(checkpoint.directory))
+            for path in checkpoint.directory.rglob("*")
+            if path.is_file() and path.name != MANIFEST
         }
         problems += [
             f"{checkpoint.directory / name}: the manifest does not list this file"
-            for name in sorted(strangers - names)
+            for name in sorted(present - names)
         ]
     return problems
 
 
 def newest(run_dir: str | Path) -> Checkpoint | None:
-    """Return the newest published checkpoint of a run, or None when there was never one.
+    """Return the newest published checkpoint of a run, None if it never had one.
 
     Raises:
-        CheckpointError: its manifest is damaged, or every checkpoint is lost, see `candidates`.
+        CheckpointError: its manifest is damaged, or all checkpoints are lost, see `candidates`.
     """
     candidates(run_dir)
-    published = by_step(RunFiles(run_dir).checkpoints)
+    published = published_checkpoints(RunFiles(run_dir).checkpoints)
     return read(published[-1]) if published else None
 
 
 def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Return a run's checkpoints whose manifests are right, newest first, and the other ones.
+    """Return the checkpoints that a run may resume from, newest first, and the damaged ones.
 
-    The pointer is a convenience for people and tools; what counts is which manifests exist.
+    The pointer `latest` is for people and tools; only manifests decide what exists.
 
     Returns:
-        The checkpoints; and {directory: what is wrong with its manifest}. Both are empty when the
-        run never had a checkpoint.
+        Checkpoints with a valid manifest; {directory: problem} of those with a damaged one. Both
+        are empty if the run never had a checkpoint.
 
     Raises:
-        CheckpointError: there were checkpoints and none is left. Starting again from step 0 would
-            hide a loss.
+        CheckpointError: there were checkpoints and none is left. To start again from step 0 would
+            hide the loss.
     """
     files = RunFiles(run_dir)
     found: list[Checkpoint] = []
     damaged: dict[Path, str] = {}
-    for directory in reversed(by_step(files.checkpoints)):
+    for directory in reversed(published_checkpoints(files.checkpoints)):
         try:
             found.append(read(directory))
         except CheckpointError as error:
@@ -296,8 +298,8 @@ def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
         raise CheckpointError(
             [
                 *damaged.values(),
-                f"{files.checkpoints}: no whole checkpoint is left ({', '.join(sorted(lost))}). "
-                f"Restore one, or choose another --run_dir to start afresh. Nothing was deleted.",
+                f"{files.checkpoints}: no complete checkpoint is left ({', '.join(sorted(lost))}). "
+                f"Restore one, or choose another --run_dir to start over. Nothing was deleted.",
             ]
         )
     return found, damaged

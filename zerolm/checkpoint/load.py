@@ -1,7 +1,7 @@
-"""From checkpoints back into DeepSpeed's engine: the newest whole one, or the one before it.
+"""Find the newest complete checkpoint, and load it into DeepSpeed's engine.
 
-Nothing is unpickled before the checksum of every file has been compared with the manifest, whose
-own digest was checked before that. zerolm/checkpoint/writer.py makes them.
+Nothing is unpickled before the manifest matches its digest and every file matches the manifest.
+Must not depend on rollbacks or resharding; `zerolm.train.resume` combines them with this module.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint import safe_load
-from zerolm.checkpoint.directory import Checkpoint, candidates, problems_of, read, set_aside
+from zerolm.checkpoint.directory import Checkpoint, candidates, read, set_aside, verify_files
+from zerolm.checkpoint.safe_load import pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
 from zerolm.common.run_files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 from zerolm.distributed.collectives import broadcast_object, gather_objects, require_on_all_ranks
@@ -19,45 +19,45 @@ from zerolm.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Damage:
-    """A checkpoint that is not whole: what was found, and the name it was given."""
+class DamagedCheckpoint:
+    """A checkpoint whose files differ from its manifest, and the path it was renamed to."""
 
     directory: Path
     problems: list[str]
     set_aside: Path | None = None
 
 
-def newest_whole(
+def newest_complete(
     run_dir: Path, rank: int, world_size: int
-) -> tuple[Checkpoint | None, list[Damage]]:
-    """Find the newest checkpoint of which every file is what its manifest says.
+) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+    """Find the newest checkpoint whose files all match its manifest. Every rank must call.
 
-    Every rank must call; the ranks share the reading. Damaged newer ones are renamed, so that they
-    do not count any more; nothing is deleted, and nothing is unpickled.
+    Each rank reads a share of the files. Newer checkpoints that are damaged are renamed, so that
+    they are not tried again; nothing is deleted or unpickled.
 
     Returns:
-        The checkpoint, None when the run never had one; and the damaged ones newer than it.
+        The checkpoint, None if the run never had one; and the damaged ones newer than it.
 
     Raises:
         CheckpointError: on every rank: all checkpoints are damaged or lost.
         ConfigError: on every rank: the hosts do not see the same files.
     """
     listed: list[tuple[str, str]] = []
-    damage: list[Damage] = []
-    refusal: list[str] = []
+    damage: list[DamagedCheckpoint] = []
+    errors: list[str] = []
     if rank == 0:
         try:
             found, unreadable = candidates(run_dir)
             listed = [(checkpoint.directory.name, checkpoint.digest) for checkpoint in found]
-            damage = [Damage(path, [problem]) for path, problem in unreadable.items()]
+            damage = [DamagedCheckpoint(path, [problem]) for path, problem in unreadable.items()]
         except CheckpointError as error:
-            refusal = error.problems
-    listed, damage, refusal = broadcast_object((listed, damage, refusal))
-    if refusal:
-        raise CheckpointError(refusal)
+            errors = error.problems
+    listed, damage, errors = broadcast_object((listed, damage, errors))
+    if errors:
+        raise CheckpointError(errors)
     for name, digest in listed:
         checkpoint = _same_on_all_ranks(RunFiles(run_dir).checkpoint(name), digest)
-        share = problems_of(checkpoint, rank, world_size)
+        share = verify_files(checkpoint, rank, world_size)
         problems = [line for lines in gather_objects(share) for line in lines]
         if not problems:
             newer = [
@@ -65,32 +65,31 @@ def newest_whole(
                 for damaged in damage
                 if checkpoint_step(damaged.directory.name) > checkpoint_step(name)
             ]
-            return checkpoint, _put_aside(newer, rank)
-        damage.append(Damage(checkpoint.directory, problems))
+            return checkpoint, _rename_damaged(newer, rank)
+        damage.append(DamagedCheckpoint(checkpoint.directory, problems))
     if damage:
         lines = [line for damaged in damage for line in damaged.problems]
-        last = f"{run_dir}: no whole checkpoint is left. Restore one. Nothing was deleted."
+        last = f"{run_dir}: no complete checkpoint is left. Restore one. Nothing was deleted."
         raise CheckpointError([*lines, last])
     return None, []
 
 
-def _put_aside(damage: list[Damage], rank: int) -> list[Damage]:
-    done = damage
+def _rename_damaged(damage: list[DamagedCheckpoint], rank: int) -> list[DamagedCheckpoint]:
     if rank == 0:
-        done = [replace(each, set_aside=set_aside(each.directory, DAMAGED)) for each in damage]
-    return broadcast_object(done)
+        damage = [replace(one, set_aside=set_aside(one.directory, DAMAGED)) for one in damage]
+    return broadcast_object(damage)
 
 
 def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
-    """Return the checkpoint that rank 0 found, as this rank reads it. Every rank must call.
+    """Return the checkpoint that rank 0 found, as read by this rank. Every rank must call.
 
-    Hosts may see a shared directory differently for a while; each must load the same checkpoint.
+    On a network file system hosts may see different contents for a while; all must load the same.
     """
     mine, problem = None, ""
     try:
         mine = read(directory)
         if mine.digest != digest:
-            problem = f"{directory / MANIFEST}: not the manifest that the first rank reads."
+            problem = f"{directory / MANIFEST}: differs from the manifest that rank 0 reads."
     except CheckpointError as error:
         problem = str(error)
     require_on_all_ranks(
@@ -106,21 +105,22 @@ def load(
     plan: Plan,
     reshard: Callable[[Any, Path, dict[str, Any]], None],
 ) -> None:
-    """Load a checkpoint whose files were verified into the engine. Every rank must call.
+    """Load a verified checkpoint into the engine. Every rank must call.
 
     Args:
         plan: of this run.
-        reshard: loads the files below a directory, whose manifest is given too, if they are cut
-            for another topology (`zerolm.checkpoint.reshard.load`).
+        reshard: `zerolm.checkpoint.reshard.load`, called with engine, directory and manifest if the
+            checkpoint was written for another topology.
 
     Raises:
-        CheckpointError: states that cannot be cut anew, files that hold more than data, or none.
+        CheckpointError: on every rank: a file holds more than data, or the states cannot be
+            resharded, or DeepSpeed found nothing to load.
     """
     share = checkpoint.manifest["files"][engine.global_rank :: engine.world_size]
     paths = [checkpoint.directory / entry["file"] for entry in share]
-    strange = [safe_load.problems_of(path) for path in paths if path.suffix == ".pt"]
-    problems = [line for rank in gather_objects(strange) for lines in rank for line in lines]
-    if problems:  # found without making any of it, and refused by all ranks alike
+    found = [line for path in paths if path.suffix == ".pt" for line in pickle_problems(path)]
+    problems = [line for lines in gather_objects(found) for line in lines]
+    if problems:
         raise CheckpointError(problems)
     if plan.resharded(checkpoint.manifest):
         where = str(checkpoint.directory / MANIFEST)
@@ -129,9 +129,9 @@ def load(
             raise CheckpointError(problems)
         reshard(engine, checkpoint.directory, checkpoint.manifest)
         return
-    with safe_load.only_data(engine):
+    with safe_loading(engine):
         path, _ = engine.load_checkpoint(
             str(checkpoint.directory.parent), tag=checkpoint.directory.name
         )
     if path is None:
-        raise CheckpointError(f"{checkpoint.directory}: DeepSpeed loaded nothing from it.")
+        raise CheckpointError(f"{checkpoint.directory}: DeepSpeed found nothing to load in it.")

@@ -1,15 +1,15 @@
-"""Where each parameter's values lie in the flat tensors that ZeRO's ranks keep. Pure arithmetic.
+"""`Partitions`: where each parameter's values are in the flat tensors that ZeRO shards over ranks.
 
-An optimizer works on flat tensors, one for each group of parameters ("group" here also means one of
-stage 3's sub-groups); each rank has its part of each. The two ways to cut:
+DeepSpeed's optimizer works on flat tensors, one for each parameter group ("group" here also means a
+sub-group of stage 3). Each rank has one part of each flat tensor, in one of two layouts:
 
-    stages 1, 2   the group's parameters are laid end to end, filled up to a multiple of
-                  2 * ranks, and the whole is cut into equal parts
-    stage 3       each parameter is cut into equal parts, the last one filled up, and a rank's
-                  part of the group is its parts of the parameters laid end to end
+    stages 1, 2   the parameters of a group are concatenated, padded to a multiple of 2 * ranks,
+                  and split into equal parts
+    stage 3       each parameter is padded and split into equal parts; a rank's part of a group is
+                  the concatenation of its parts of the parameters
 
-Either way a rank has at most one run of consecutive values of each parameter, and consecutive
-ranks have consecutive runs. Source: DeepSpeed 0.19.8, stage_1_and_2.py and stage3.py.
+In both layouts a rank has at most one contiguous slice of each parameter, in the order of ranks.
+Pure arithmetic; must not depend on torch. Source: DeepSpeed 0.19.8, stage_1_and_2.py and stage3.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from typing import NamedTuple
 ALIGNMENT_VALUES = 2  # nccl_start_alignment_factor of DeepSpeed
 
 
-class Run(NamedTuple):
-    """Values `start` to `stop` of a parameter, `offset` values into a rank's part of a group."""
+class Slice(NamedTuple):
+    """Values `start` to `stop` of a parameter, stored at `offset` in a rank's part of a group."""
 
     group: int
     offset: int
@@ -29,7 +29,10 @@ class Run(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """`length` values from one rank's part of a group to a place in this rank's part of another."""
+    """Copies `length` values from a source rank's part of a group to this rank's part of a group.
+
+    Offsets are in values from the start of the part.
+    """
 
     source_rank: int
     source_group: int
@@ -40,52 +43,57 @@ class Copy(NamedTuple):
 
 
 class Partitions:
-    """How the parameters of a model are cut over ranks.
+    """The layout of a model's parameters in the flat tensors of all ranks.
 
     Args:
-        groups: the number of values of each parameter, by name, in order, for each group.
+        groups: for each group, {parameter name: number of values}, in order.
         world_size: number of ranks.
-        each: every parameter is cut by itself, as stage 3 does.
+        per_parameter: each parameter is split by itself, as in stage 3.
+
+    Attributes:
+        sizes: values in a rank's part of each group, with padding.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, int]], world_size: int, each: bool):
-        self.groups, self.world_size, self.each = groups, world_size, each
-        self.sizes: list[int] = []  # of a rank's part of each group, what fills it up included
-        self._places: dict[str, tuple[int, int, int]] = {}  # group, offset in it, values in all
+    def __init__(self, groups: Sequence[Mapping[str, int]], world_size: int, per_parameter: bool):
+        self.groups, self.world_size, self.per_parameter = groups, world_size, per_parameter
+        self.sizes: list[int] = []
+        # {name: (group, offset in its flat tensor, number of values)}; with `per_parameter` the
+        # offset is that in a rank's part.
+        self._places: dict[str, tuple[int, int, int]] = {}
         for number, group in enumerate(groups):
-            lengths = [-(-size // world_size) if each else size for size in group.values()]
+            lengths = [-(-size // world_size) if per_parameter else size for size in group.values()]
             offsets = [0, *accumulate(lengths)]
             for name, offset in zip(group, offsets, strict=False):
                 assert name not in self._places, f"{name} is in two groups"
                 self._places[name] = number, offset, group[name]
             unit = ALIGNMENT_VALUES * world_size
-            part = offsets[-1] if each else -(-offsets[-1] // unit) * ALIGNMENT_VALUES
+            part = offsets[-1] if per_parameter else -(-offsets[-1] // unit) * ALIGNMENT_VALUES
             self.sizes.append(part)
 
     def parameters(self) -> dict[str, int]:
         """Return the number of values of every parameter."""
         return {name: size for group in self.groups for name, size in group.items()}
 
-    def run(self, name: str, rank: int) -> Run:
-        """Return what a rank has of a parameter; start and stop are equal when it has nothing."""
+    def slice_of(self, name: str, rank: int) -> Slice:
+        """Return a rank's slice of a parameter; `start` equals `stop` if the rank has none."""
         group, offset, size = self._places[name]
-        if self.each:
+        if self.per_parameter:
             length = -(-size // self.world_size)
             start = min(rank * length, size)
-            return Run(group, offset, start, min(start + length, size))
-        first = rank * self.sizes[group]  # of the group laid end to end
+            return Slice(group, offset, start, min(start + length, size))
+        first = rank * self.sizes[group]  # offset of the rank's part in the flat tensor
         start = min(max(first - offset, 0), size)
         stop = min(max(first + self.sizes[group] - offset, 0), size)
-        return Run(group, max(offset - first, 0), start, stop)
+        return Slice(group, max(offset - first, 0), start, stop)
 
     def copies(self, rank: int, source: "Partitions") -> list[Copy]:
-        """Return what fills a rank's parts from those of `source`, by rank of the source."""
+        """Return the copies that fill a rank's parts from those of `source`, by source rank."""
         found = []
         for group in self.groups:
             for name in group:
-                ours = self.run(name, rank)
+                ours = self.slice_of(name, rank)
                 for source_rank in source._owners(name, ours.start, ours.stop):
-                    theirs = source.run(name, source_rank)
+                    theirs = source.slice_of(name, source_rank)
                     start = max(ours.start, theirs.start)
                     count = min(ours.stop, theirs.stop) - start
                     found.append(
@@ -101,10 +109,10 @@ class Partitions:
         return sorted(found)
 
     def _owners(self, name: str, start: int, stop: int) -> range:
-        """Return the ranks that have any of these values of a parameter."""
+        """Return the ranks that have any of the values `start` to `stop` of a parameter."""
         if start == stop:
             return range(0)
         group, offset, size = self._places[name]
-        length = -(-size // self.world_size) if self.each else self.sizes[group]
-        shift = 0 if self.each else offset
+        length = -(-size // self.world_size) if self.per_parameter else self.sizes[group]
+        shift = 0 if self.per_parameter else offset
         return range((shift + start) // length, (shift + stop - 1) // length + 1)

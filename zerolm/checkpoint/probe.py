@@ -1,11 +1,9 @@
-"""The loss of a fixed batch, kept with every checkpoint and measured again after it was loaded.
+"""The probe: the loss of a fixed batch, saved with each checkpoint and checked after loading it.
 
-The batch is the first window of each training source, the same on every rank and for any number of
-ranks. It is measured without dropout and without gradients, so that nothing of training changes;
-every rank measures it whole, so that weights that differ on one rank are seen. Training goes on
-only if each rank comes to the loss that is in the manifest.
-
-Beside it stand some logits of the batch's first tokens, for an export to be compared with.
+The batch is the first sequence of each training source (at most `MAX_SEQUENCES`), the same for any
+world size. It runs in evaluation mode without gradients, so training is unaffected. Every rank
+computes the complete batch, so wrong weights on a single rank are found. Training resumes only if
+the loss on each rank matches the manifest. Some logits are saved too; `export` checks against them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,26 +20,26 @@ from zerolm.model.compile import eager
 from zerolm.model.loss import IGNORED, token_losses
 from zerolm.plan.plan import Plan
 
-MOST_SEQUENCES = 8  # of as many sources; a micro-batch costs the same anyway
-LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # at most: they are numbers in a JSON file
-# Largest relative difference after a change of topology or machine, where sums are made in another
-# order or by other kernels: in float32 about 1e-7 for each of them, of which a few dozen follow
-# each other; with 16-bit weights half a unit in the last place of bf16, which every logit may move
-# by, and their mean by less.
+MAX_SEQUENCES = 8  # at most one of each source
+LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # maxima; the logits are stored as JSON
+# Allowed relative difference after a change of topology or machine, where sums are computed in
+# another order or by other kernels. float32: about 1e-7 for each of a few dozen consecutive sums.
+# 16-bit weights: half a unit in the last place of bf16; each logit may change by that, their mean
+# by less.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-9, "fp16": 2.0**-9}
 
 
 def num_sequences(plan: Plan) -> int:
-    """Return how many sequences a probe has."""
-    return min(MOST_SEQUENCES, len(plan.sources))
+    """Return the number of sequences of the probe's batch."""
+    return min(MAX_SEQUENCES, len(plan.sources))
 
 
 def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
-    """Return a manifest's entry: the loss, in hex too, and what decides it. Every rank must call.
+    """Return the manifest's entry `probe`: loss, logits, what they depend on. All ranks must call.
 
     Args:
-        engine: the DeepSpeed engine; it is in training mode afterwards.
-        batches: the fixed batch in micro-batches, the same ones on every rank.
+        engine: the DeepSpeed engine; in training mode afterwards.
+        batches: the fixed batch as micro-batches, the same on every rank.
         plan: of the run.
     """
     total, count = 0.0, 0
@@ -52,23 +50,23 @@ def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Pl
             losses_BT, _ = token_losses(engine, dict(batch))
             total += float(losses_BT.double().sum())
             count += int((batch["targets"] != IGNORED).sum())
-            logits = logits or some_logits(engine, batch)
+            logits = logits or sample_logits(engine, batch)
     engine.train()
     loss = total / count
     return {
         "loss": loss,
         "loss_hex": loss.hex(),
-        "data": _data(plan),
-        "made_by": _made_by(plan),
+        "data": _data_identity(plan),
+        "made_by": _numerics(plan),
         "logits": {**logits, "precision": plan.profile.compute_precision},
     }
 
 
-def some_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the first tokens of a micro-batch, of one document, and some of their logits.
+def sample_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return tokens from the start of a micro-batch, of one document, and some of their logits.
 
-    They go through the model alone, without a mask or positions, as an exported model is used: an
-    export that computes them in the same shape can come to the same bits.
+    The tokens are the model's only input, without a mask or positions, as for an exported model, so
+    an export that computes the same shape can get bit-identical logits.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
@@ -80,8 +78,8 @@ def some_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]
         ids_T = ids_T[documents_T == documents_T[0]]
     with eager():
         logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0].float()
-    positions = _spread(len(ids_T), LOGIT_POSITIONS)
-    token_ids = _spread(logits_TV.shape[1], LOGIT_IDS)
+    positions = _spaced_indices(len(ids_T), LOGIT_POSITIONS)
+    token_ids = _spaced_indices(logits_TV.shape[1], LOGIT_IDS)
     return {
         "input_ids": ids_T.tolist(),
         "positions": positions,
@@ -90,8 +88,8 @@ def some_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]
     }
 
 
-def _spread(size: int, count: int) -> list[int]:
-    """Return at most `count` different indices from the first to the last of `size`."""
+def _spaced_indices(size: int, count: int) -> list[int]:
+    """Return at most `count` distinct indices, evenly spaced from 0 to `size` - 1."""
     count = min(size, count)
     return sorted({round(each * (size - 1) / max(count - 1, 1)) for each in range(count)})
 
@@ -106,23 +104,23 @@ def check(
     """Measure the probe on a loaded engine and compare it with the manifest. Every rank must call.
 
     Args:
-        where: the manifest's path.
+        where: path of the manifest.
 
     Returns:
-        What to say about it.
+        The result, for the log.
 
     Raises:
-        CheckpointError: on every rank: a rank's loss is another one than when it was saved.
+        CheckpointError: on every rank: the loss on some rank differs from the saved one.
     """
     saved = manifest.get("probe")
     if saved is None:
-        return "the checkpoint has none"
-    if saved["data"] != _data(plan):
-        return "not compared, since its sequences are not in this run's data"
+        return "not in this checkpoint"
+    if saved["data"] != _data_identity(plan):
+        return "not compared, because this run's data gives other sequences"
     if fault_point("resume.probe", manifest["progress"]["step"]) == "x10":
         for parameter in engine.module.parameters():
             parameter.data.mul_(10)
-            if hasattr(parameter, "ds_tensor"):  # ZeRO-3: what the next gathering gets
+            if hasattr(parameter, "ds_tensor"):  # ZeRO-3 gathers from this
                 parameter.ds_tensor.data.mul_(10)
     now = measure(engine, batches, plan)
     exact = not plan.resharded(manifest) and plan.device == "cpu"
@@ -132,24 +130,26 @@ def check(
     differs = not abs(after - before) <= tolerance * abs(before)  # NaN differs
     found = gather_objects((after, differs))
     problems = [
-        f"{where}: probe.loss: {before} ({saved['loss_hex']}) when it was saved, {loss} "
-        f"({loss.hex()}) on rank {rank} after loading, where {_allowed(tolerance)}. The weights in "
-        f"memory are not those of the checkpoint. Check that machine, or resume as it was saved."
+        f"{where}: probe.loss: {before} ({saved['loss_hex']}) when it was saved, but {loss} "
+        f"({loss.hex()}) on rank {rank} after loading; {_rule(tolerance)}. The weights in memory "
+        f"differ from the checkpoint. Check the machine of that rank, or resume with the topology "
+        f"and versions of the save."
         for rank, (loss, wrong) in enumerate(found)
         if wrong
     ]
     if problems:
         raise CheckpointError(problems)
-    same = "to the bit" if after == before else f"to {abs(after - before) / abs(before):.1e}"
-    return f"{after:.6f}, {same} as when it was saved"
+    if after == before:
+        return f"{after:.6f}, bit-identical to the saved one"
+    return f"{after:.6f}, within {abs(after - before) / abs(before):.1e} of the saved one"
 
 
-def _allowed(tolerance: float) -> str:
-    return f"they may differ by {tolerance:.1e} of it" if tolerance else "they must be equal"
+def _rule(tolerance: float) -> str:
+    return f"the relative difference may be {tolerance:.1e}" if tolerance else "they must be equal"
 
 
-def _data(plan: Plan) -> dict[str, Any]:
-    """Return what decides which tokens the probe has."""
+def _data_identity(plan: Plan) -> dict[str, Any]:
+    """Return what the tokens of the probe depend on."""
     return {
         "fingerprint": plan.data_fingerprint,
         "seq_len": plan.settings.seq_len,
@@ -159,8 +159,8 @@ def _data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _made_by(plan: Plan) -> dict[str, Any]:
-    """Return what decides the rounding, beside the topology: equal on CPUs gives equal bits."""
+def _numerics(plan: Plan) -> dict[str, Any]:
+    """Return what rounding depends on besides the topology; if equal on CPUs, so are all bits."""
     return {
         "micro_batch_size": plan.settings.micro_batch_size,
         "attention": plan.settings.attn_implementation,

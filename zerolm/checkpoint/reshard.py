@@ -1,13 +1,18 @@
-"""Load a checkpoint that was cut for other ranks, another ZeRO stage or another offload.
+"""Load a ZeRO checkpoint that was written with another topology.
 
-Each rank opens the shards that hold what it needs, maps them, copies those values into a state of
-its own cut, and gives that to DeepSpeed's own loader, as if this topology had saved it. No rank
-sees more than its share, nothing is converted on disk, and the values are copied, so they are equal
-in every bit. The weights are then made from the float32 masters, as after every optimizer step.
+World size, ZeRO stage (1, 2, 3), offload of optimizer states to CPU, `sub_group_size` and
+`round_robin_gradients` may differ. Tensor-parallel checkpoints cannot be resharded. Neither can
+those of Muon, of states on NVMe, or written with `elastic_checkpoint` or `parameter_alignment`;
+those of frozen parameters; and those of another model, optimizer type or precision of the masters.
+All of these are refused, here or by `zerolm.ds_config.topology.problems`.
 
-pretrain.py hands the checkpoint across after its files were verified; topology.py says when this is
-needed, partitions.py where each value lies. Works on the files of DeepSpeed 0.19, which are read as
-data (unpickling.py).
+Each rank memory-maps the shards that hold its values, copies these into the layout of this
+topology, and passes the result to DeepSpeed's own loader, as if this topology had saved it. No rank
+reads more than it needs, and nothing is converted on disk. Masters and moments are copied bit by
+bit; weights are recomputed from the float32 masters, as after an optimizer step.
+
+`Partitions` has the arithmetic, zerolm/checkpoint/zero_files.py the file format (DeepSpeed 0.19).
+The files must have been verified before.
 """
 
 from collections.abc import Mapping
@@ -21,7 +26,7 @@ from zerolm.checkpoint.safe_load import read_data
 from zerolm.checkpoint.zero_files import (
     MASTER,
     base_state,
-    copied,
+    copy_partitions,
     group_states,
     masters,
     masters_key,
@@ -32,23 +37,23 @@ from zerolm.checkpoint.zero_files import (
 from zerolm.common.errors import CheckpointError
 from zerolm.distributed.collectives import gather_objects
 
-# What two implementations of one optimizer call the same thing: torch's Adagrad, DeepSpeed's on CPU
-RENAMED = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}
-OF_SCHEDULERS = ("lr", "betas", "momentum")  # what a scheduler of the ds config changes in a group
+# Names of the same state in torch's and DeepSpeed's implementation, by the class that loads it.
+RENAMED_STATES = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}
+SCHEDULED_KEYS = ("lr", "betas", "momentum")  # of a param group; a scheduler may change them
+SAME_TOPOLOGY = "Resume with the topology of the checkpoint."
 
 
 def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Load weights, optimizer states and DeepSpeed's own counters. Every rank must call.
+    """Load weights, optimizer states and DeepSpeed's counters. Every rank must call.
 
     Args:
         engine: fresh from `deepspeed.initialize`.
-        directory: of the checkpoint; its files were compared with their checksums, and hold data
-            only (`unpickling.problems_of`).
-        manifest: its `world_size` and `zero_stage` are those that wrote it.
+        directory: of the checkpoint; checksums and `safe_load.pickle_problems` were checked.
+        manifest: of the checkpoint; `world_size` and `zero_stage` give its layout.
 
     Raises:
-        CheckpointError: on every rank alike, before the engine is touched, for states that cannot
-            be cut anew: file, key and reason of each.
+        CheckpointError: on every rank, before the engine is modified: states that cannot be
+            resharded, with file, key and reason.
     """
     path = model_file(directory, manifest)
     model_state = read_data(path, mapped=True)
@@ -58,30 +63,30 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
     template = engine.optimizer.state_dict()
     files = optimizer_files(directory, manifest["world_size"])
     share = range(engine.global_rank, len(files), engine.world_size)
-    seen = [_examine(files[rank], old, masters(template)[0].dtype) for rank in share]
+    inspected = [_inspect_shard(files[rank], old, masters(template)[0].dtype) for rank in share]
     problems = _model_problems(path, model_state, old, new, template)
-    problems += [problem for facts in seen for problem in facts["problems"]]
-    facts = [shard for shards in gather_objects(seen) for shard in shards]
+    problems += [problem for shard in inspected for problem in shard["problems"]]
+    shards = [shard for group in gather_objects(inspected) for shard in group]
     problems = [line for lines in gather_objects(problems) for line in lines]
-    problems += _contradictions(facts)
+    problems += _shard_differences(shards)
     if problems:
         raise CheckpointError(list(dict.fromkeys(problems)))
 
-    dtypes = {MASTER: masters(template)[0].dtype, **facts[0]["dtypes"]}
-    flats = copied(old, new, files, engine.global_rank, dtypes)
-    _fill(template, flats, facts[0]["scalars"], engine.optimizer.optimizer)
+    dtypes = {MASTER: masters(template)[0].dtype, **shards[0]["dtypes"]}
+    flats = copy_partitions(old, new, files, engine.global_rank, dtypes)
+    _set_rank_state(template, flats, shards[0]["scalars"], engine.optimizer.optimizer)
     shard = read_data(files[0], mapped=True)["optimizer_state_dict"]
-    _take_over(template, shard, scheduled=engine.lr_scheduler is not None)
-    _give(engine, template)
-    _restore_the_rest(engine, model_state)
+    _copy_shared_state(template, shard, scheduled=engine.lr_scheduler is not None)
+    _load_into_engine(engine, template)
+    _restore_counters(engine, model_state)
 
 
 # -------------------------------------------------------------------------------------------------
-# What is there
+# Check the checkpoint
 
 
-def _examine(path: Path, cut: Partitions, master_dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a shard holds (`scalars`, `dtypes`), and what of it cannot be cut anew."""
+def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) -> dict[str, Any]:
+    """Return `scalars` and `dtypes` of a shard's states, and `problems` that prevent resharding."""
     state = read_data(path, mapped=True)["optimizer_state_dict"]
     problems: list[str] = []
     scalars: dict[str, float] = {}
@@ -89,29 +94,29 @@ def _examine(path: Path, cut: Partitions, master_dtype: torch.dtype) -> dict[str
     facts = {"path": path, "problems": problems, "scalars": scalars, "dtypes": dtypes}
     if not isinstance(base_state(state), dict):
         problems.append(
-            f"{path}: base_optimizer_state: written with zero_optimization.elastic_checkpoint. Go "
-            f"on with the world size and ZeRO stage of the checkpoint."
+            f"{path}: base_optimizer_state: written with zero_optimization.elastic_checkpoint, "
+            f"which cannot be resharded. {SAME_TOPOLOGY}"
         )
         return facts
     if any(padding for group in state.get("param_alignment_paddings", []) for padding in group):
         problems.append(
             f"{path}: param_alignment_paddings: written with zero_optimization.parameter_alignment"
-            f", which cannot be cut anew. Go on with the topology of the checkpoint."
+            f", which cannot be resharded. {SAME_TOPOLOGY}"
         )
         return facts
     states = group_states(state)
-    assert len(states) == len(cut.sizes) == len(masters(state)), f"{path}: groups"
-    for master, entries, size in zip(masters(state), states, cut.sizes, strict=True):
-        # Stages 1 and 2 save masters without what fills them up; it only stands at the end.
+    assert len(states) == len(layout.sizes) == len(masters(state)), f"{path}: groups"
+    for master, entries, size in zip(masters(state), states, layout.sizes, strict=True):
+        # Stages 1 and 2 save masters without the padding, which is at their end.
         if master.numel() > size or master.dtype != master_dtype:
             problems.append(
-                f"{path}: masters: {master.numel()} values of {master.dtype}, this run wants up to "
-                f"{size} of {master_dtype}. Use the precision of the checkpoint's profile."
+                f"{path}: masters: {master.numel()} values of {master.dtype}, this run needs at "
+                f"most {size} of {master_dtype}. Use the precision that it was written with."
             )
         if set(entries) != set(states[0]):
             problems.append(
                 f"{path}: state: {sorted(entries)} in one group, {sorted(states[0])} in another. "
-                f"Go on with the topology of the checkpoint."
+                f"{SAME_TOPOLOGY}"
             )
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.numel() == size and value.dim() == 1:
@@ -120,24 +125,26 @@ def _examine(path: Path, cut: Partitions, master_dtype: torch.dtype) -> dict[str
                 isinstance(value, torch.Tensor) and value.numel() == 1
             ):
                 if scalars.setdefault(key, float(value)) != float(value):
-                    problems.append(f"{path}: state.{key}: differs between parameters.")
+                    problems.append(
+                        f"{path}: state.{key}: differs between parameters. {SAME_TOPOLOGY}"
+                    )
             else:
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
                 problems.append(
-                    f"{path}: state.{key}: {shape}, is neither a number nor one value a parameter "
-                    f"({size} here). Go on with the topology of the checkpoint."
+                    f"{path}: state.{key}: {shape}, must be a number, or have a value for each "
+                    f"weight ({size} here). {SAME_TOPOLOGY}"
                 )
     return facts
 
 
-def _contradictions(facts: list[dict[str, Any]]) -> list[str]:
-    """Find what tells the shards of a checkpoint apart, though it must be the same in all."""
+def _shard_differences(shards: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each value that must be the same in all shards and is not."""
     return [
-        f"{shard['path']}: state: {key} is {shard[key]}, in {facts[0]['path']} it is "
-        f"{facts[0][key]}. Resume from another checkpoint."
-        for shard in facts[1:]
+        f"{shard['path']}: state: {key} is {shard[key]}, in {shards[0]['path']} it is "
+        f"{shards[0][key]}. Resume from another checkpoint."
+        for shard in shards[1:]
         for key in ("scalars", "dtypes")
-        if shard[key] != facts[0][key]
+        if shard[key] != shards[0][key]
     ]
 
 
@@ -153,47 +160,53 @@ def _model_problems(
     if ours != theirs:
         names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
         problems.append(
-            f"{path}: param_shapes: not this model's: {', '.join(names[:4])}. Use the "
-            f"--model_config of the run."
+            f"{path}: param_shapes: differ from this model: {', '.join(names[:4])}. Use the "
+            f"--model_config that it was written with."
         )
     if model_state.get("frozen_param_shapes"):
         problems.append(
-            f"{path}: frozen_param_shapes: parameters without an optimizer state are not cut anew. "
-            f"Go on with the topology of the checkpoint."
+            f"{path}: frozen_param_shapes: parameters without optimizer states cannot be "
+            f"resharded. {SAME_TOPOLOGY}"
         )
     if any(padding for group in template.get("param_alignment_paddings", []) for padding in group):
         problems.append(
-            "--deepspeed_config: zero_optimization.parameter_alignment: states cannot be cut anew "
-            "for it. Remove the key, or go on with the topology of the checkpoint."
+            "--deepspeed_config: zero_optimization.parameter_alignment: states cannot be resharded "
+            "for it. Remove the key, or resume with the topology of the checkpoint."
         )
     return problems
 
 
 # -------------------------------------------------------------------------------------------------
-# What this rank gets
+# Load this rank's states
 
 
-def _fill(
+def _set_rank_state(
     template: dict[str, Any],
     flats: list[dict[str, torch.Tensor]],
     scalars: dict[str, float],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Put this rank's parts into a fresh engine's state, as its optimizer would keep them."""
-    # A new list: the template's may be the engine's own.
+    """Replace the states in a fresh engine's state dict by this rank's, in the optimizer's format.
+
+    Args:
+        template: state dict of the fresh engine.
+        flats: for each group, {state name: values of this rank}.
+        scalars: states that have one value for all parameters, such as the step.
+    """
+    # A new list, because that of the template may belong to the engine.
     template[masters_key(template)] = [flat.pop(MASTER) for flat in flats]
     if not scalars and not any(flats):
-        return  # saved before the first optimizer step: the states of a fresh engine are right
-    # torch's optimizers count steps in a tensor, DeepSpeed's in a number
-    of_torch = type(optimizer).__module__.startswith("torch.optim")
-    renamed = RENAMED.get(type(optimizer).__name__, {})
+        return  # saved before the first optimizer step: a fresh engine has the same states
+    # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    renamed = RENAMED_STATES.get(type(optimizer).__name__, {})
     base = base_state(template)
     numbers = [number for group in base["param_groups"] for number in group["params"]]
     base["state"] = {
         number: {
             **{renamed.get(key, key): value for key, value in flat.items()},
             **{
-                key: torch.tensor(value, dtype=torch.float32) if of_torch else int(value)
+                key: torch.tensor(value, dtype=torch.float32) if is_torch else int(value)
                 for key, value in scalars.items()
             },
         }
@@ -201,18 +214,21 @@ def _fill(
     }
 
 
-def _take_over(template: dict[str, Any], shard: dict[str, Any], *, scheduled: bool) -> None:
-    """Copy what is the same on all ranks: the loss scale, and what a scheduler has set."""
+def _copy_shared_state(template: dict[str, Any], shard: dict[str, Any], *, scheduled: bool) -> None:
+    """Copy what all ranks share: the loss scale, and what a scheduler has set."""
     if template.get("dynamic_loss_scale") and shard.get("dynamic_loss_scale"):
         template["loss_scaler"] = shard["loss_scaler"]
     groups, old = base_state(template)["param_groups"], base_state(shard)["param_groups"]
     if scheduled and len(groups) == len(old):
         for group, before in zip(groups, old, strict=True):
-            group.update({key: before[key] for key in OF_SCHEDULERS if key in group})
+            group.update({key: before[key] for key in SCHEDULED_KEYS if key in group})
 
 
-def _give(engine: Any, state: dict[str, Any]) -> None:
-    """Load a state of this rank's own cut into the engine, and make the weights from it."""
+def _load_into_engine(engine: Any, state: dict[str, Any]) -> None:
+    """Load a state dict of this rank into the engine, and recompute the weights from the masters.
+
+    `load_state_dict` takes a list of all ranks' states, and reads this rank's only.
+    """
     optimizer, rank = engine.optimizer, engine.global_rank
     partitioned = engine.zero_optimization_stage() == 3
     if partitioned:
@@ -226,8 +242,8 @@ def _give(engine: Any, state: dict[str, Any]) -> None:
         optimizer.update_lp_params()
 
 
-def _restore_the_rest(engine: Any, model_state: dict[str, Any]) -> None:
-    """Restore DeepSpeed's counters, its scheduler, and the buffers that are part of the model."""
+def _restore_counters(engine: Any, model_state: dict[str, Any]) -> None:
+    """Restore DeepSpeed's counters, its scheduler, and the model's buffers."""
     engine.global_steps = model_state["global_steps"]
     engine.global_samples = model_state["global_samples"]
     engine.skipped_steps = model_state["skipped_steps"]

@@ -1,10 +1,10 @@
-"""Going back to a checkpoint from before a spike, so that it holds through a crash at any point.
+"""Roll a run back to a checkpoint from before a spike, safe against a crash at any point.
 
-The decision is written to `rollbacks.json` first. From then on `settle`, which is called by the
-rollback and by every start of the run, brings the directory to it: checkpoints of the time that was
-gone back over are renamed aside, the newest first, and `latest` names what is left. A checkpoint
-knows how many rollbacks it has behind it, so one that came after a rollback is never mistaken for
-one that came before. Rank 0 alone changes files.
+The rollback is first recorded in `rollbacks.json`. Then `apply_recorded` renames the checkpoints
+that were rolled back, the newest first, and updates `latest`; every start of the run calls it too,
+which completes a rollback that was killed. Each checkpoint stores the number of rollbacks before
+it, so one from after a rollback is never taken for one from before. Only rank 0 changes files.
+Must not depend on the training loop or on torch.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint.directory import Checkpoint, Progress, by_step, read
+from zerolm.checkpoint.directory import Checkpoint, Progress, published_checkpoints, read
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_atomically, write_json
@@ -25,17 +25,17 @@ Entry = dict[str, Any]
 
 
 def target(run_dir: Path, first_anomaly: int, margin: int) -> Checkpoint | None:
-    """Return the checkpoint to go back to, or None when there is none from before the spike.
+    """Return the checkpoint to roll back to, None if there is none from before the spike.
 
     Args:
-        first_anomaly: the step with which the spike began.
-        margin: how many good steps before it are to be left behind too, if a checkpoint allows it.
+        first_anomaly: the first step of the spike.
+        margin: good steps before it that are undone too, if a checkpoint is old enough.
     """
     before = []
-    for directory in by_step(RunFiles(run_dir).checkpoints):
+    for directory in published_checkpoints(RunFiles(run_dir).checkpoints):
         try:
             found = read(directory)
-        except CheckpointError:  # a damaged one is no way back
+        except CheckpointError:  # damaged
             continue
         if found.progress.step < first_anomaly:
             before.append(found)
@@ -51,15 +51,15 @@ def plan(
     margin: int,
     reason: str,
 ) -> Entry | None:
-    """Return the rollback that leaves a spike behind, or None when no checkpoint is old enough.
+    """Return the rollback that undoes a spike, None if no checkpoint is old enough.
 
-    The data from `margin` steps before the first anomaly, or from the checkpoint if that is later,
-    to the end of the last batch is left out.
+    The run will skip the data from `margin` steps before the first anomaly, or from the checkpoint
+    if that is later, to the end of the last batch.
 
     Args:
-        progress: of the run now.
+        progress: current progress of the run.
         batch_schedule: position -> sequences of the batch that starts there.
-        reason: why the last step was an anomaly.
+        reason: why the last step is an anomaly.
     """
     found = target(run_dir, first_anomaly, margin)
     if found is None:
@@ -92,32 +92,32 @@ def entries(run_dir: Path) -> list[Entry]:
     path = RunFiles(run_dir).rollbacks
     if not path.is_file():
         return []
-    return read_json(path, "the rollbacks that a run has recorded")["rollbacks"]
+    return read_json(path, "the rollbacks.json of a run")["rollbacks"]
 
 
 def record(run_dir: Path, entry: Entry) -> None:
-    """Make a rollback durable: from here on every start of the run carries it out."""
+    """Append a rollback to `rollbacks.json`. From now on every start of the run applies it."""
     write_json(RunFiles(run_dir).rollbacks, {"rollbacks": [*entries(run_dir), entry]})
     fault_point("rollback.recorded", entry["from_step"])
 
 
-def settle(run_dir: Path) -> None:
-    """Set aside the checkpoints that a rollback went back over, and let `latest` name the newest.
+def apply_recorded(run_dir: Path) -> None:
+    """Rename the checkpoints that were rolled back, and make `latest` name the newest other one.
 
-    A killed call leaves work that the next one does.
+    May be killed and called again at any time.
     """
-    done = entries(run_dir)
-    if not done:
+    rollbacks = entries(run_dir)
+    if not rollbacks:
         return
     checkpoints, pointer = RunFiles(run_dir).checkpoints, RunFiles(run_dir).latest
-    for directory in reversed(by_step(checkpoints)):
+    for directory in reversed(published_checkpoints(checkpoints)):
         try:
             progress = read(directory).progress
-        except CheckpointError:  # it cannot say; a resume names it
+        except CheckpointError:  # damaged: reported when the run resumes
             continue
         stale = [
             entry
-            for entry in done
+            for entry in rollbacks
             if entry["number"] > progress.rollbacks and entry["to_step"] < progress.step
         ]
         if stale:
@@ -125,26 +125,26 @@ def settle(run_dir: Path) -> None:
             number = stale[0]["number"]
             directory.rename(checkpoints / f"{ROLLED_BACK}{number:04d}-{directory.name}")
             sync_directory(checkpoints)
-    left = by_step(checkpoints)
+    left = published_checkpoints(checkpoints)
     name = f"{left[-1].name}\n" if left else ""
     if left and not (pointer.is_file() and pointer.read_text() == name):
         write_atomically(pointer, name.encode())
 
 
-def forget(run_dir: Path, number: int) -> None:
-    """Remove what rollbacks before this one set aside: no more than one rollback's is kept."""
+def remove_older(run_dir: Path, number: int) -> None:
+    """Delete the checkpoints that rollbacks before this one set aside."""
     for directory in RunFiles(run_dir).checkpoints.glob(f"{ROLLED_BACK}*"):
         if int(directory.name.removeprefix(ROLLED_BACK)[:4]) < number:
             shutil.rmtree(directory)
 
 
-def carried_over(progress: Progress, done: list[Entry]) -> Progress:
-    """Return a checkpoint's progress with what rollbacks since then have left: counts and windows.
+def with_rollbacks(progress: Progress, rollbacks: list[Entry]) -> Progress:
+    """Return a checkpoint's progress, updated with the counts and skipped windows of rollbacks.
 
     Args:
-        done: all rollbacks of the run.
+        rollbacks: all rollbacks of the run; those before the checkpoint have no effect.
     """
-    for entry in done:
+    for entry in rollbacks:
         if entry["number"] > progress.rollbacks:
             progress = replace(
                 progress,

@@ -1,8 +1,8 @@
-"""Read the files of a checkpoint as data, never as code.
+"""Read checkpoint files with torch's restricted unpickler, so that they cannot run code.
 
-Python's pickle can run anything. A checkpoint's files are compared with the manifest's checksums
-before they come here, and here torch's restricted reader takes them: tensors, containers, numbers,
-and the few classes below that DeepSpeed writes. Any other class is refused by name.
+Unpickling may call any function. These files may hold only tensors, containers, numbers and the
+four classes below that DeepSpeed writes; any other class is refused by name. Checksums are compared
+before, in zerolm/checkpoint/load.py.
 """
 
 import pickle
@@ -13,40 +13,39 @@ from typing import Any
 
 from zerolm.common.errors import CheckpointError
 
-STRANGE = "holds more than tensors and numbers, and was not opened"
-REMEDY = "This program has not written it: restore the checkpoint."
+NOT_DATA = "holds more than tensors and numbers, and was not loaded"
+FIX = "zerolm has not written it: restore the checkpoint."
 
 
-def problems_of(path: str | Path) -> list[str]:
-    """Say what a file of torch.save's holds besides data, without making any of it."""
+def pickle_problems(path: str | Path) -> list[str]:
+    """Return a line if a file of `torch.save` would unpickle other classes. Unpickles nothing."""
     import torch
 
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _known()}
-    strange = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
-    return [f"{path}: {STRANGE}: {', '.join(strange)}. {REMEDY}"] if strange else []
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _allowed_classes()}
+    unsafe = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
+    return [f"{path}: {NOT_DATA}: {', '.join(unsafe)}. {FIX}"] if unsafe else []
 
 
 def read_data(path: str | Path, *, mapped: bool = False) -> Any:
-    """Return the content of a file that torch.save has written, on the host.
+    """Return the content of a file of `torch.save`, with tensors on the CPU.
 
     Args:
-        mapped: tensors are views of the mapped file: only what is looked at is read, and nothing
-            of it may be written to.
+        mapped: memory-map the file: tensors are read-only and load only the pages that are used.
 
     Raises:
-        CheckpointError: the file holds something else than data.
+        CheckpointError: the file holds a class that is not allowed.
     """
     import torch
 
     try:
-        with torch.serialization.safe_globals(_known()):
+        with torch.serialization.safe_globals(_allowed_classes()):
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0].strip()
-        raise CheckpointError(f"{path}: {STRANGE}: {reason} {REMEDY}") from error
+        raise CheckpointError(f"{path}: {NOT_DATA}: {reason} {FIX}") from error
 
 
-def _known() -> list[Any]:
+def _allowed_classes() -> list[Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -55,11 +54,11 @@ def _known() -> list[Any]:
 
 
 @contextmanager
-def only_data(engine: Any) -> Iterator[None]:
-    """Have DeepSpeed read checkpoints through `read_data` while inside."""
+def safe_loading(engine: Any) -> Iterator[None]:
+    """Make DeepSpeed's engine read checkpoint files with `read_data` inside this context."""
     reader = engine.checkpoint_engine
     reader.load = lambda path, map_location=None: read_data(path)
     try:
         yield
     finally:
-        del reader.load  # the class's own is there again
+        del reader.load  # uncovers the method of its class

@@ -1,8 +1,8 @@
-"""A copy of DeepSpeed's state in host memory, and the files that are written from it.
+"""Copy DeepSpeed's state to host memory (`HostCopy`), and write it to files (`write_hashed`).
 
-Training waits for `HostCopy.take`; `write_hashed` runs in a thread beside it. The host memory is
-taken once and used again by every copy: a fresh one costs more in page faults than in copying (0.26
-against 0.04 seconds for 256 MB on a CPU, torch 2.13). Knows nothing of directories or manifests.
+Training waits for the copy; a thread writes the files in the background. All copies reuse the same
+host memory, because page faults of new memory cost more than copying (0.26 against 0.04 seconds for
+256 MB on a CPU, torch 2.13). Must not depend on checkpoint directories or manifests.
 """
 
 import copy
@@ -16,18 +16,18 @@ import torch
 
 from zerolm.common.files import sha256_file
 
-CHUNK_BYTES = 1 << 24  # at most this much is written between two looks at `cancelled`
+CHUNK_BYTES = 1 << 24  # written between two checks of `cancelled`
 
 
 class Cancelled(Exception):
-    """The checkpoint being written is not wanted any more."""
+    """The checkpoint was abandoned while it was being written."""
 
 
 class HostCopy:
-    """Host memory for one copy of a rank's state, used again for the next one.
+    """Host memory for a copy of one rank's state, reused by the next copy.
 
     Attributes:
-        size_bytes: of the tensors that the last copy holds.
+        size_bytes: size of the tensors copied since `reset`.
     """
 
     def __init__(self) -> None:
@@ -35,31 +35,31 @@ class HostCopy:
         self._used = 0
         self.size_bytes = 0
 
-    def begin(self) -> None:
-        """Make all buffers free again. Nothing may still read the copy before."""
+    def reset(self) -> None:
+        """Make all buffers available again. The previous copy must no longer be in use."""
         self._used, self.size_bytes = 0, 0
 
     @torch.no_grad()
-    def take(self, state: Any) -> Any:
-        """Copy a nested state whose tensors training goes on changing.
+    def copy(self, state: Any) -> Any:
+        """Copy a nested state, which training may then modify.
 
-        Tensors that are one in `state` are one in the copy; views become compact. On a GPU the
-        copies are only begun: call `torch.cuda.synchronize` before training goes on.
+        Tensors that share memory in `state` share it in the copy; views become compact. Copies from
+        a GPU are asynchronous: call `torch.cuda.synchronize` before training continues.
 
         Args:
-            state: dicts, lists, tuples and objects; tensors inside objects are copied afresh.
+            state: dicts, lists, tuples and objects; tensors inside objects get new memory.
 
         Returns:
-            The same structure, on the host.
+            The same structure, with tensors on the CPU.
         """
         memo: dict[int, Any] = {}
-        same: dict[Any, torch.Tensor] = {}
-        kept = list(_tensors(state, set()))  # holds them, so that no id is used again
-        for tensor in kept:
+        copies: dict[Any, torch.Tensor] = {}
+        tensors = list(_tensors(state, set()))  # a list, because ids of freed tensors are reused
+        for tensor in tensors:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            if tensor.numel() == 0 or key not in same:
-                same[key] = self._copy(tensor)
-            copied = same[key].detach()
+            if tensor.numel() == 0 or key not in copies:
+                copies[key] = self._copy(tensor)
+            copied = copies[key].detach()
             if isinstance(tensor, torch.nn.Parameter):
                 copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
@@ -84,7 +84,7 @@ class HostCopy:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, each object once."""
+    """Yield the tensors in nested containers, each of them once."""
     if id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
@@ -101,7 +101,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _pin(buffer: torch.Tensor) -> None:
-    """Pin memory in place: torch's own pinned allocator rounds sizes up to a power of two."""
+    """Pin memory in place. torch's own pinned allocator rounds sizes up to a power of two."""
     if buffer.numel():
         size = buffer.numel() * buffer.element_size()
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
@@ -114,7 +114,7 @@ def _unpin(buffer: torch.Tensor) -> None:
 
 
 class _HashingFile:
-    """What torch.save writes to: hashes what passes, and stops when the job is cancelled."""
+    """A file for `torch.save` that hashes what is written and can be cancelled."""
 
     def __init__(self, file: Any, cancelled: Callable[[], bool]):
         self.file, self.cancelled = file, cancelled
@@ -134,7 +134,7 @@ class _HashingFile:
                 raise Cancelled
             part = view[start : start + CHUNK_BYTES]
             written = 0
-            while written < len(part):  # an unbuffered file may take less than it is given
+            while written < len(part):  # an unbuffered write may be partial
                 written += self.file.write(part[written:])
             self.sha256.update(part)
         self.size_bytes += len(view)
@@ -145,25 +145,24 @@ class _HashingFile:
 
 
 def write_hashed(path: Path, state: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
-    """Write a state with torch.save, sync it, and read it back.
+    """Write a state with `torch.save`, sync it, and read it back.
 
     Args:
-        path: its directory exists.
-        cancelled: asked before each chunk.
+        path: in an existing directory.
+        cancelled: called before each chunk; True stops the write.
 
     Returns:
-        `size_bytes` and `sha256` of what was written.
+        `size_bytes` and `sha256` of the file.
 
     Raises:
-        OSError: no space, no permission, an input/output error, or the disk holds other bytes than
-            were written.
-        Cancelled: `cancelled` said so.
+        OSError: the write failed, or the file reads back differently.
+        Cancelled: `cancelled` returned True.
     """
     with open(path, "wb", buffering=0) as raw:
         file = _HashingFile(raw, cancelled)
         try:
             torch.save(state, cast(IO[bytes], file))
-        except RuntimeError:  # "unexpected pos": torch goes on, and fails again, without the reason
+        except RuntimeError:  # "unexpected pos": torch hides the first error behind this one
             if file.error is not None:
                 raise file.error from None
             raise
@@ -174,10 +173,10 @@ def write_hashed(path: Path, state: Any, cancelled: Callable[[], bool]) -> dict[
 
 
 def verify_written(path: Path, entry: dict[str, Any]) -> None:
-    """Read a synced file back, from the disk where the system can be made to, and compare.
+    """Read a synced file back, bypassing the page cache where possible, and compare.
 
     Raises:
-        OSError: the disk does not hold what was written.
+        OSError: size or hash differ from what was written.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,14 +1,15 @@
-"""Saves checkpoints behind training: what the training loop waits for is a copy in host memory.
+"""`CheckpointWriter`: saves checkpoints in the background of training.
 
-    save      all ranks copy their part of DeepSpeed's state to host memory     training waits
-    write     a thread on each rank writes, hashes, syncs and reads back        training goes on
-    agree     the ranks' sums of the next step say that all have written
-    publish   a thread on rank 0 writes the manifest and renames, then rotates  training goes on
-    agree     the sums of the next step say that it is published
+    save      every rank copies its part of DeepSpeed's state to host memory       training waits
+    write     a thread on each rank writes, hashes, syncs and reads back its files
+    agree     the sums over ranks of the next step show that all ranks have written
+    publish   a thread on rank 0 writes the manifest, renames, and removes old checkpoints
+    agree     the sums over ranks of the next step show that it is published
 
-Only one checkpoint is on its way: the next one waits for it, and says how long. An error anywhere
-reaches all ranks with the sums of the next step, and nothing is published. DeepSpeed's own engine
-writes nothing: its `save_checkpoint` hands over the state, and no disk is touched until it returns.
+At most one checkpoint is in progress; the caller finishes it before the next save. An error on any
+rank reaches all ranks with the sums of the next step, and nothing is published. DeepSpeed's
+`save_checkpoint` only passes its state to `_CapturingEngine`; it writes no files, except those of
+states on NVMe. Must not depend on the training loop or on logs.
 """
 
 import os
@@ -27,8 +28,8 @@ from zerolm.checkpoint.directory import (
     VERSION,
     Progress,
     Retention,
-    clear_debris,
     publish,
+    remove_unfinished,
     rotate,
 )
 from zerolm.checkpoint.snapshot import Cancelled, HostCopy, write_hashed
@@ -38,20 +39,20 @@ from zerolm.common.run_files import TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.values import shown_bytes
 from zerolm.distributed.collectives import gather_objects
 
-# Where all cores compute, a thread of this niceness takes about a twentieth of one (CFS weights).
+# If all cores are busy, a thread of this niceness gets about 5% of one (CFS weights).
 WRITER_NICENESS = 13
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a checkpoint, the same on every rank.
+    """The result of saving a checkpoint, the same on every rank.
 
     Attributes:
         name: of its directory.
         progress: of the run at its step.
         error: why it was not published; None if it was.
-        copy_seconds: for which training stood still.
-        seconds: from the copy to the end.
+        copy_seconds: how long training waited for the copy.
+        seconds: from the start of the copy to the end.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Outcome:
 
 @dataclass
 class _Job:
-    """A checkpoint on its way. Threads set `entries`, `published` and `error`, nothing else."""
+    """A checkpoint in progress. Threads only set `entries`, `published` and `error`."""
 
     temporary: Path
     progress: Progress
@@ -80,41 +81,41 @@ class _Job:
     thread: threading.Thread | None = None
 
 
-class _StateTaker:
-    """Stands in for DeepSpeed's checkpoint engine: takes what it is told to save, writes nothing.
+class _CapturingEngine:
+    """A checkpoint engine for DeepSpeed that captures the state to be saved and writes no files.
 
-    Its files appear later, so it makes no directories either; loading is as before.
+    Loading uses the original engine.
     """
 
     def __init__(self, original: Any, take: Callable[[Any, str], None]):
-        self._original, self._take = original, take
+        self._original, self._capture = original, take
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
     def create(self, info: Any) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """The writer makes them."""
+        """Do nothing: the writer creates directories."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._take(state_dict, path)
+        self._capture(state_dict, path)
 
     def commit(self, info: Any) -> bool:
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        return False  # the copy is compact: DeepSpeed need not clone before
+        return False  # so DeepSpeed need not clone: `HostCopy` makes views compact
 
 
 class CheckpointWriter:
-    """Saves the checkpoints of a run; one on each rank, and all ranks make the same calls.
+    """Saves the checkpoints of a run. Every rank has one and makes the same calls.
 
     Args:
-        engine: the DeepSpeed engine; ZeRO stages 1, 2 and 3, offloaded or not.
-        run_dir: one directory that every rank sees.
-        retention: which older checkpoints stay.
+        engine: the DeepSpeed engine, of ZeRO stage 1, 2 or 3 with any offload.
+        run_dir: a directory shared by all ranks.
+        retention: which older checkpoints to keep.
     """
 
     def __init__(self, engine: Any, run_dir: Path, retention: Retention):
@@ -123,36 +124,36 @@ class CheckpointWriter:
         self.rank, self.world_size = engine.global_rank, engine.world_size
         self._host_copy = HostCopy()
         self._job: _Job | None = None
-        engine.checkpoint_engine = _StateTaker(engine.checkpoint_engine, self._take)
-        engine._copy_recovery_script = lambda path: None  # the writer does it
+        engine.checkpoint_engine = _CapturingEngine(engine.checkpoint_engine, self._capture)
+        engine._copy_recovery_script = lambda path: None  # `_other_files` does
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way."""
+        """Whether a checkpoint is in progress."""
         return self._job is not None
 
     @property
     def step(self) -> int | None:
-        """The step of the checkpoint on its way."""
+        """The step of the checkpoint in progress."""
         return None if self._job is None else self._job.progress.step
 
     @property
     def size_bytes(self) -> int:
-        """Of this rank's part of the last checkpoint: so much host memory is held for copies."""
+        """Host memory that this rank holds for copies: its part of the last checkpoint."""
         return self._host_copy.size_bytes
 
     def save(self, progress: Progress, best: Sequence[str] = (), **facts: Any) -> float:
-        """Copy the state and begin to write it. Every rank must call, with none on its way.
+        """Copy the state and start to write it. Every rank must call; none may be in progress.
 
         Args:
-            progress: what a resume continues from.
-            best: names of checkpoints that a rotation spares.
+            progress: from which a resume continues.
+            best: names of further checkpoints to keep.
             facts: further entries of the manifest, JSON values.
 
         Returns:
-            The seconds that it took.
+            The time that it took, in seconds.
         """
-        assert self._job is None, "finish() the one before"
+        assert self._job is None, "finish() the previous checkpoint first"
         began = time.perf_counter()
         name = checkpoint_name(progress.step)
         fault_point("checkpoint.begin", progress.step)
@@ -168,37 +169,37 @@ class CheckpointWriter:
         job = self._job = _Job(temporary, Progress(**asdict(progress)), manifest, frozenset(best))
         if self.rank == 0:
             try:
-                clear_debris(self.checkpoints)
+                remove_unfinished(self.checkpoints)
             except OSError as error:
                 job.error = str(error)
-        self._host_copy.begin()
+        self._host_copy.reset()
         try:
-            # It begins with a barrier: no rank writes before the debris is gone.
+            # Starts with a barrier, so no rank writes before unfinished checkpoints are removed.
             self.engine.save_checkpoint(
                 str(self.checkpoints), tag=temporary.name, save_latest=False
             )
-        except OSError as error:  # NVMe offload: DeepSpeed copies its files itself
+        except OSError as error:  # DeepSpeed itself copies the files of states on NVMe
             job.error = str(error)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         free = shutil.disk_usage(self.checkpoints).free
-        known = gather_objects((self._host_copy.size_bytes, free, job.error))
-        needed = sum(size for size, _, _ in known)
-        if needed > known[0][1] and job.error is None:
-            job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(known[0][1])}"
+        sizes = gather_objects((self._host_copy.size_bytes, free))
+        needed, free = sum(size for size, _ in sizes), sizes[0][1]
+        if needed > free and job.error is None:
+            job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(free)}"
         fault_point("checkpoint.snapshot", progress.step)
         self._start(self._write)
         job.copy_seconds = time.perf_counter() - began
         return job.copy_seconds
 
-    def _take(self, state: Any, path: str) -> None:
+    def _capture(self, state: Any, path: str) -> None:
         assert self._job is not None
-        self._job.files.append((Path(path), self._host_copy.take(state)))
+        self._job.files.append((Path(path), self._host_copy.copy(state)))
 
-    # ---- Between two steps
+    # ---- Called between two steps
 
     def flags(self) -> tuple[float, float, float]:
-        """Return what this rank adds to the ranks' sums: written, failed, published."""
+        """Return this rank's terms of the sums over ranks: written, failed, published."""
         job = self._job
         if job is None:
             return 0.0, 0.0, 0.0
@@ -206,38 +207,38 @@ class CheckpointWriter:
         return float(written), float(job.error is not None), float(job.published)
 
     def advance(self, sums: Sequence[float]) -> Outcome | None:
-        """Go on with the checkpoint on its way. Every rank must call, with the same sums.
+        """Advance the checkpoint in progress. Every rank must call, with the same sums.
 
         Args:
-            sums: of all ranks' `flags`.
+            sums: of the `flags` of all ranks.
 
         Returns:
-            What became of it, if that is decided now.
+            The outcome if the checkpoint has ended, else None.
         """
         written, failed, published = sums
         if self._job is None:
             return None
         if failed:
-            return self._give_up()
+            return self._abort()
         if written == self.world_size and not self._job.publishing:
-            self._publish_behind()
+            self._start_publishing()
         return self._end(None) if published else None
 
     def finish(self) -> Outcome | None:
-        """Wait for the checkpoint on its way, if there is one. Every rank must call."""
+        """Wait for the checkpoint in progress, if there is one. Every rank must call."""
         job = self._job
         if job is None:
             return None
         for stage in ("write", "publish"):
             if stage == "publish" and not job.publishing:
-                self._publish_behind()
+                self._start_publishing()
             assert job.thread is not None
             job.thread.join()
             if any(gather_objects(job.error is not None)):
-                return self._give_up()
+                return self._abort()
         return self._end(None)
 
-    def _publish_behind(self) -> None:
+    def _start_publishing(self) -> None:
         job = self._job
         assert job is not None
         job.publishing = True
@@ -247,13 +248,13 @@ class CheckpointWriter:
         if self.rank == 0:
             self._start(self._publish)
 
-    def _give_up(self) -> Outcome:
-        """Clear what was written of a checkpoint that some rank could not write."""
+    def _abort(self) -> Outcome:
+        """Cancel a checkpoint that some rank could not write, and delete its files."""
         job = self._job
         assert job is not None and job.thread is not None
         job.cancelled = True
         job.thread.join()
-        errors = gather_objects(job.error)  # and all have stopped writing
+        errors = gather_objects(job.error)  # also a barrier: all ranks have stopped writing
         if self.rank == 0:
             shutil.rmtree(job.temporary, ignore_errors=True)
         lines = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
@@ -267,7 +268,7 @@ class CheckpointWriter:
         name = checkpoint_name(job.progress.step)
         return Outcome(name, job.progress, error, job.copy_seconds, seconds)
 
-    # ---- In a thread
+    # ---- Run in a thread
 
     def _start(self, work: Callable[[_Job], None]) -> None:
         job = self._job
@@ -280,7 +281,7 @@ class CheckpointWriter:
                     work(job)
             except Cancelled:
                 return
-            except Exception as error:  # whatever it is, the training loop must hear of it
+            except Exception as error:  # the training loop must learn of any failure
                 job.error = f"{error or repr(error)}"
 
         job.thread = threading.Thread(target=run, name="checkpoint writer", daemon=True)
@@ -296,15 +297,15 @@ class CheckpointWriter:
             entry = write_hashed(path, state, lambda: job.cancelled)
             entries.append({"file": str(path.relative_to(job.temporary)), **entry})
             del state
-        entries += [_hash_foreign(path, job.temporary) for path in self._foreign_files(job)]
+        entries += [_hash_file(path, job.temporary) for path in self._other_files(job)]
         for directory in {(job.temporary / entry["file"]).parent for entry in entries}:
             sync_directory(directory)
         sync_directory(job.temporary)
         fault_point("checkpoint.written", step)
         job.entries = entries
 
-    def _foreign_files(self, job: _Job) -> list[Path]:
-        """Return this rank's files that DeepSpeed did not hand over: NVMe's, and the script."""
+    def _other_files(self, job: _Job) -> list[Path]:
+        """Return this rank's files that were not captured: NVMe states and zero_to_fp32.py."""
         files = []
         swapped = job.temporary / "offloaded_tensors" / f"rank{self.rank}"
         if swapped.is_dir():
@@ -323,7 +324,7 @@ class CheckpointWriter:
         job.published = True
 
 
-def _hash_foreign(path: Path, directory: Path) -> dict[str, Any]:
+def _hash_file(path: Path, directory: Path) -> dict[str, Any]:
     sync_file(path)
     return {
         "file": str(path.relative_to(directory)),

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from zerolm.checkpoint.directory import Checkpoint, newest, problems_of, read
+from zerolm.checkpoint.directory import Checkpoint, newest, read, verify_files
 from zerolm.common.errors import CheckpointError
 from zerolm.common.run_files import RunFiles
 
@@ -27,7 +27,7 @@ def verified_checkpoint(path: Path) -> Checkpoint:
     checkpoint = newest(path) if RunFiles(path).checkpoints.is_dir() else read(path)
     if checkpoint is None:
         raise CheckpointError(f"{path}: the run has no checkpoint yet.")
-    problems = problems_of(checkpoint)
+    problems = verify_files(checkpoint)
     if problems:
         raise CheckpointError(problems)
     progress = checkpoint.progress

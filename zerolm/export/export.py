@@ -118,7 +118,7 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
     """Load a model directory as a user would, and compare it with the engine that was saved.
 
     Args:
-        saved: what `probe.some_logits` returned there, with the precision that it computed in;
+        saved: what `probe.sample_logits` returned there, with the precision that it computed in;
             None for checkpoints of versions that kept none.
         precision: of the weights in the directory.
 

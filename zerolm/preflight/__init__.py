@@ -1,4 +1,4 @@
-"""Find every problem of a run before a process group exists, else make its Plan.
+"""Find every problem of a run before a process group exists, or return its `Plan`.
 
 Reads files and the machine, writes nothing. Must not depend on the training loop.
 """

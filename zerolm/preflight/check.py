@@ -1,8 +1,9 @@
-"""Everything that can be known before a process group exists: every problem at once, or the plan.
+"""`check`: check a command line completely, and return its `Plan` or report every problem at once.
 
-The first thing that each rank of pretrain.py does, and all that `--check` does. It reads the three
-files, the data's manifests and the machine, and writes nothing. All ranks read the same files and
-arrive at the same plan. Each check uses whatever the ones before it could establish.
+Each rank of pretrain.py calls it first, before there is a process group; `--check` does nothing
+else. It reads the settings, the configs, the manifests of the data and the state of the machine,
+and writes nothing. All ranks read the same files and get the same plan. A check whose inputs were
+refused by an earlier one is skipped.
 """
 
 import os
@@ -43,14 +44,14 @@ SIZES = frozenset({"seq_len", "batch_tokens", "micro_batch_size", "total_tokens"
 
 
 def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Plan:
-    """Check a command line on this machine.
+    """Check a command line on this machine, and return the plan of the run.
 
     Args:
         argv: flags, without the program's name.
         environment: of the launcher: `WORLD_SIZE`, `LOCAL_RANK`, ...
 
     Raises:
-        ConfigError: every problem that was found, a line each.
+        ConfigError: every problem found, one line each.
     """
     settings, problems = parse_settings(argv)
     found, refused = Findings(problems), _refused(problems)
@@ -65,12 +66,12 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     if not found.problems and given.model is not None and mixture is not None:
         resolved = Resolved.of(settings)
         plan = _plan(resolved, run_dir, given.model, given, host, mixture)
-        earlier = existing_run.compare(plan, environment, found)
+        existing = existing_run.compare(plan, environment, found)
     else:
-        earlier, plan = existing_run.NONE, None
+        existing, plan = existing_run.NO_RUN, None
     config = given.model.config if given.model is not None else None
     missing = evaluation_rules.missing(settings, given.sources.training, config, environment)
-    if earlier.resumes:  # what only observes a run must not keep it from resuming
+    if existing.resumes:  # a missing package or account for evaluation must not stop a resume
         found.notices += [f"the run resumes without: {line}" for line in missing]
     else:
         found.problems += missing
@@ -78,13 +79,13 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
         raise ConfigError(list(dict.fromkeys(found.problems)))
     assert plan is not None, "there is a plan unless there are problems"
     derived = figures(plan) | cache_budget.figures([*plan.sources, *plan.val_sources])
-    return replace(plan, changed=earlier.changed, notices=found.notices, derived=derived)
+    return replace(plan, changed=existing.changed, notices=found.notices, derived=derived)
 
 
 def _refused(problems: Sequence[str]) -> set[str]:
-    """Return the settings whose values were refused, or that a typo may have been meant for.
+    """Return the settings named in problems: refused values, or suggestions for mistyped flags.
 
-    Nothing is concluded from their absence.
+    They are not reported as missing as well.
     """
     return {
         name
@@ -95,7 +96,7 @@ def _refused(problems: Sequence[str]) -> set[str]:
 
 
 def _require(settings: Settings, refused: set[str], found: Findings) -> None:
-    """Report what every run needs and this one lacks."""
+    """Report required settings that are missing."""
     for name, what in REQUIRED.items():
         if not getattr(settings, name) and name not in refused:
             found.problems.append(f"command line: --{name}: missing, a run needs {what}.")
@@ -104,7 +105,7 @@ def _require(settings: Settings, refused: set[str], found: Findings) -> None:
 def _resolve(
     settings: Settings, given: Inputs, host: Host, refused: set[str], found: Findings
 ) -> Settings:
-    """Return the settings with gaps filled, unless a size was refused: then all else is open."""
+    """Return the settings with defaults filled in, unless a size they depend on was refused."""
     if refused & SIZES:
         found.problems += budget.schedule_problems(settings)
         return settings
@@ -121,10 +122,10 @@ def _resolve(
 def _check_sources(
     settings: Settings, given: Inputs, host: Host, found: Findings
 ) -> Mixture | None:
-    """Check the token shards against the model and each other; return how they are mixed.
+    """Check the token shards against the model and each other.
 
     Returns:
-        None where too little is known; `found` has the reason.
+        The mixture; None if it cannot be determined, for which `found` has the reason.
     """
     vocab_size = given.model.vocab_size if given.model is not None else None
     problems = source_problems(given.sources, settings, vocab_size, settings.seq_len)
@@ -159,7 +160,7 @@ def _check_sources(
 
 
 def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings) -> Settings:
-    """Check what the settings ask of the model; return them with its attention chosen."""
+    """Check the settings against the model; return them with the attention kernel resolved."""
     profile, device = given.profile, host.device.kind
     found.problems += model_rules.attention_problems(settings, device)
     if profile.json:
@@ -174,7 +175,7 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     found.notices += model_rules.router_notices(settings, config)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
-    # Flash attention would take the mask for a padding mask.
+    # Flash attention would interpret the document mask as a padding mask.
     sdpa = causal_lm_class(config)._supports_sdpa
     return replace(settings, attn_implementation="sdpa" if sdpa else "eager")
 
@@ -187,7 +188,7 @@ def _plan(
     host: Host,
     mixture: Mixture,
 ) -> Plan:
-    """Put together what is known of a run without problems."""
+    """Return the plan of a run without problems."""
     sources, seq_len, packing = given.sources, settings.seq_len, settings.packing
     schedule = budget.batch_schedule(settings)
     profile = resolve_ds_config(

@@ -1,4 +1,4 @@
-"""Check the run directory: may this command write there, is there room, and which run it resumes.
+"""Check the run directory: is it writable, is the disk large enough, can its run be resumed.
 
 Compares the plan with run.json (`run_record`) and with the newest checkpoint (`topology`).
 """
@@ -26,24 +26,24 @@ from zerolm.upload.rules import stored_record, upload_problems
 Changed = dict[str, tuple[Any, Any]]
 
 
-class Earlier(NamedTuple):
-    """What is known of the run that this one resumes.
+class ExistingRun(NamedTuple):
+    """The run in the run directory or its store, compared with the plan.
 
     Attributes:
-        resumes: whether there is a run with a checkpoint.
-        changed: old and new value of each setting of the curve that differs.
+        resumes: there is a checkpoint to resume from.
+        changed: {key: (old, new)} of values that affect the loss curve and differ.
     """
 
     resumes: bool
     changed: Changed
 
 
-NONE = Earlier(False, {})
+NO_RUN = ExistingRun(False, {})
 
 
 def check_directory(settings: Settings, found: Findings) -> Path:
-    """Check that the run directory can be written, and its store's URL used; return its path."""
-    if settings.run_dir is None:  # reported as missing
+    """Check that the run directory is writable and the store's URL is valid; return its path."""
+    if settings.run_dir is None:  # already reported as missing
         return Path()
     problem = machine.write_problem(settings.run_dir)
     if problem:
@@ -53,8 +53,10 @@ def check_directory(settings: Settings, found: Findings) -> Path:
     return Path(settings.run_dir)
 
 
-def compare(plan: Plan, environment: Mapping[str, str], found: Findings) -> Earlier:
-    """Compare a plan without problems with the run in its directory, or in its store.
+def compare(plan: Plan, environment: Mapping[str, str], found: Findings) -> ExistingRun:
+    """Compare a plan with the run in its directory, or in its store.
+
+    Only rank 0 reads the store.
 
     Args:
         environment: of the launcher.
@@ -66,67 +68,68 @@ def compare(plan: Plan, environment: Mapping[str, str], found: Findings) -> Earl
     resumes = stored is not None or bool(checkpoint_directories(RunFiles(run_dir).checkpoints))
     where, record = stored or _record_of(run_dir, found)
     if record is None:
-        return Earlier(resumes, {})
+        return ExistingRun(resumes, {})
     differences = run_record.differences(record, plan, _fixed_sequences(settings, run_dir))
     accepted = settings.accept_changes
     found.problems += run_record.problems(differences, where, accepted=accepted)
     found.notices += [f"changed since {where}: {one}" for one in differences if accepted]
     _check_checkpoint(plan, found)
-    return Earlier(resumes, {one.key: (one.old, one.new) for one in differences})
+    return ExistingRun(resumes, {one.key: (one.old, one.new) for one in differences})
 
 
 def _check_disk(plan: Plan, found: Findings) -> None:
-    """Compare the size of the checkpoints to be written with the free space."""
+    """Compare the size of the checkpoints with the free space; a notice if only some fit."""
     settings = plan.settings
     size = memory.checkpoint_bytes(plan.model.shapes, plan.profile)
-    free, wanted = checkpoint_room(plan.run_dir, size, settings.checkpoint_keep)
+    free, required = checkpoint_room(plan.run_dir, size, settings.checkpoint_keep)
     if free < 0 or plan.device == "absent":
         return
     where = f"{settings.where('run_dir')}: {plan.run_dir}"
     has = f"its file system has {shown_bytes(free)} free"
     if free < size:
         found.problems.append(
-            f"{where}, {has}, a checkpoint needs about {shown_bytes(size)}. Free some, or "
+            f"{where}, {has}, a checkpoint needs about {shown_bytes(size)}. Free some space, or "
             f"choose another directory."
         )
-    elif free < wanted:
+    elif free < required:
         found.notices.append(
             f"{where}: {has}, but --checkpoint_keep {settings.checkpoint_keep} needs "
-            f"about {shown_bytes(wanted)} more"
+            f"about {shown_bytes(required)} more"
         )
 
 
 def _record_of(run_dir: Path, found: Findings) -> tuple[str, Mapping[str, Any] | None]:
-    """Return the path of run.json and its content, None where there is none that can be read."""
+    """Return the path of run.json and its content, None if it is absent or unreadable."""
     path = RunFiles(run_dir).record
     if not path.is_file():
         return str(path), None
     try:
-        return str(path), read_json(path, "a --run_dir that a run has made, or a new one")
+        return str(path), read_json(path, "the --run_dir of a run, or a new one")
     except ConfigError as error:
         found.problems += error.problems
         return str(path), None
 
 
 def _fixed_sequences(settings: Resolved, run_dir: Path) -> int:
-    """Return the sequence number below which the order of the data must stay as it was."""
+    """Return the sequence number below which the data order must not change."""
     try:
         newest = directory.newest(run_dir)
         done = rollback.entries(run_dir)
     except (CheckpointError, ConfigError):
-        return MAX_SEQUENCES  # reported when the run starts, which may resume from an older one
-    if newest is None:  # a store may have more; the first weights stay in any case
+        return MAX_SEQUENCES  # reported when the run starts; it may resume from an older one
+    # Without a checkpoint only the initial weights are fixed; a store may have newer ones.
+    if newest is None:
         return MAX_SEQUENCES if settings.upload_to else 1
-    progress = rollback.carried_over(newest.progress, done)
+    progress = rollback.with_rollbacks(newest.progress, done)
     return max(1, skips.used_sequences_end(progress.position, progress.skipped_windows))
 
 
 def _check_checkpoint(plan: Plan, found: Findings) -> None:
-    """Report what a resume will reshard, and refuse what it cannot."""
+    """Report that the newest checkpoint will be resharded, or refuse if it cannot be."""
     try:
         newest = directory.newest(plan.run_dir)
     except CheckpointError:
-        return  # reported when the run starts, which may resume from an older one
+        return  # reported when the run starts; it may resume from an older one
     if newest is None:
         return
     changes = plan.resharded(newest.manifest)

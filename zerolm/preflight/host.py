@@ -1,5 +1,6 @@
-"""What the machine and the launcher say of a run: how many ranks, on which device, and what is
-wrong with them. Knows nothing of the model and the data.
+"""Detect the number of ranks and their device, and check this host: locks, memory, ports, trackers.
+
+Must not depend on the model or the data. `launch doctor` uses some of the checks too.
 """
 
 import errno
@@ -21,10 +22,10 @@ NO_DEVICE = machine.Device("cpu", None, True)
 
 
 class Host(NamedTuple):
-    """What a run has: ranks in all, and the device of this one.
+    """The ranks and devices of a run.
 
     Attributes:
-        device: its kind is `absent` when the run's devices are not here.
+        device: of this rank; of kind `absent` if the run's devices are not on this machine.
     """
 
     world_size: int
@@ -34,12 +35,12 @@ class Host(NamedTuple):
 def detect(
     settings: Settings, argv: Sequence[str], environment: Mapping[str, str], found: Findings
 ) -> Host:
-    """Read the launcher's environment, find the device, and check what the host has for the run.
+    """Read the launcher's environment, detect the device, and check this host.
 
     Args:
         argv: flags of pretrain.py.
         environment: of the launcher: `WORLD_SIZE`, `LOCAL_RANK`, ...
-        found: is added to.
+        found: problems and notices are added to it.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         value = environment.get(name, "1" if name == "WORLD_SIZE" else "0")
@@ -55,41 +56,41 @@ def detect(
             device = machine.Device("absent", machine.ASSUMED_DEVICE_BYTES, True)
             gibibytes = machine.ASSUMED_DEVICE_BYTES >> 30
             found.notices.append(
-                f"the devices of this run are not here: {gibibytes} GiB each are assumed"
+                f"the devices of this run are not on this machine: {gibibytes} GiB each are assumed"
             )
         return Host(settings.world_size, device)
     problem = machine.launcher_problem(argv, environment)
     if problem:
         found.problems.append(problem)
-    _look_at_builds(environment, found)
-    _look_at_what_ranks_share(environment, found)
+    _check_build_locks(environment, found)
+    _check_shared_resources(environment, found)
     _check_trackers(settings, environment, found)
     return Host(int(environment.get("WORLD_SIZE", 1)), device)
 
 
-def _look_at_builds(environment: Mapping[str, str], found: Findings) -> None:
-    """Look for locks of operators that are being built, or were when the build was killed."""
+def _check_build_locks(environment: Mapping[str, str], found: Findings) -> None:
+    """Refuse stale locks of builds of DeepSpeed operators; report locks of running builds."""
     stale, fresh = machine.build_locks(environment)
     found.problems += [
         f"{lock}: left by a build that was killed: every rank would wait for it forever. Delete it."
         for lock in stale
     ]
     found.notices += [
-        f"{lock}: another process builds an operator; this run waits for it. If there is no "
+        f"{lock}: another process is building an operator; this run waits for it. If there is no "
         f"such process, stop this run and delete the lock"
         for lock in fresh
     ]
 
 
-def _look_at_what_ranks_share(environment: Mapping[str, str], found: Findings) -> None:
-    """Look at what the ranks of this host share; the other hosts' ranks look at theirs."""
+def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> None:
+    """Check the shared memory of this host, and on rank 0 the port for the rendezvous."""
     ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "1")
     shared = shared_memory()
     if shared is not None and ranks.isdigit():
         problem = shared_memory_problem(shared[0], int(ranks))
         found.notices += [problem] if problem else []
     port = environment.get("MASTER_PORT", "")
-    # Where an agent of torchrun holds the store, the port is rightly in use.
+    # With torchrun the port is in use: its agent holds the store.
     own = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
     if port.isdigit() and environment.get("RANK") == "0" and own:
         problem = port_problem(int(port))
@@ -97,7 +98,7 @@ def _look_at_what_ranks_share(environment: Mapping[str, str], found: Findings) -
 
 
 def _check_trackers(settings: Settings, environment: Mapping[str, str], found: Findings) -> None:
-    """Check that the trackers of the run have the account or the package that they need."""
+    """Check that the accounts and packages of the run's trackers are available."""
     for name in enabled_trackers(settings):
         found.problems += tracker_class(name).problems(name, settings, environment)
 
@@ -111,19 +112,19 @@ SHARED_BYTES_PER_RANK = 128 << 20
 
 
 def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tuple[int, int]:
-    """Return (free bytes, bytes that the checkpoints to come need) of a run directory's disk.
+    """Return (free bytes, bytes for future checkpoints) of the disk of a run directory.
 
-    One more than are kept, since the oldest goes when the newest is whole; those on disk have
-    theirs already. Free is -1 where the file system does not say.
+    There is one more checkpoint than are kept, because the oldest is removed after the newest is
+    published; those already on disk need no further space. Free is -1 if it is not known.
     """
     free = free_bytes(run_dir)
-    there = len(checkpoint_directories(RunFiles(run_dir).checkpoints))
-    wanted = max(1, keep + 1 - there) * checkpoint_bytes
-    return (-1 if free is None else free), wanted
+    existing = len(checkpoint_directories(RunFiles(run_dir).checkpoints))
+    required = max(1, keep + 1 - existing) * checkpoint_bytes
+    return (-1 if free is None else free), required
 
 
 def shared_memory() -> tuple[int, int] | None:
-    """Return (free, in all) bytes of the shared memory of this host or container; None: no such."""
+    """Return (free, total) bytes of this host's or container's shared memory, None if absent."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
@@ -132,19 +133,19 @@ def shared_memory() -> tuple[int, int] | None:
 
 
 def shared_memory_problem(free: int, num_ranks: int) -> str | None:
-    """Say why so many ranks of one host would run out of it, None if they would not."""
-    wanted = num_ranks * SHARED_BYTES_PER_RANK
-    if free >= wanted:
+    """Return why the ranks of a host do not have enough shared memory, None if they do."""
+    required = num_ranks * SHARED_BYTES_PER_RANK
+    if free >= required:
         return None
     return (
         f"{SHARED_MEMORY}: {shown_bytes(free)} free, {num_ranks} rank(s) need about "
-        f"{shown_bytes(wanted)}. Make it larger: docker run --shm-size, a memory emptyDir in "
-        f"Kubernetes, or mount -o remount,size=; or remove what is left over in it."
+        f"{shown_bytes(required)}. Make it larger: docker run --shm-size, a memory emptyDir in "
+        f"Kubernetes, or mount -o remount,size=; or delete stale files in it."
     )
 
 
 def port_problem(port: int) -> str | None:
-    """Say why rank 0 could not listen on a port of this host, None if it could."""
+    """Return why rank 0 cannot listen on a port of this host, None if it can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
         try:
@@ -156,13 +157,13 @@ def port_problem(port: int) -> str | None:
             return None
     who = _listener(port)
     return (
-        f"port {port}: in use{f' by {who}' if who else ''}. End that, or choose another one: "
-        f"deepspeed --master_port."
+        f"port {port}: in use{f' by {who}' if who else ''}. End that process, or choose another "
+        f"port: deepspeed --master_port."
     )
 
 
 def _listener(port: int) -> str | None:
-    """Return who listens on a port, as far as this user may see: `process 4242 (python)`."""
+    """Return the process that listens on a port, if visible to this user: `process 4 (python)`."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:
@@ -180,6 +181,6 @@ def _listener(port: int) -> str | None:
             if any(str(entry.readlink()) in inodes for entry in descriptors.iterdir()):
                 name = (descriptors.parent / "comm").read_text().strip()
                 return f"process {descriptors.parent.name} ({name})"
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return None

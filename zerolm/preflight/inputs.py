@@ -1,6 +1,6 @@
-"""Read what a run is given: model, DeepSpeed JSON and token shards; each is checked by itself.
+"""Read a run's inputs: model config, DeepSpeed JSON, token shards. Checks each by itself.
 
-Whether they fit together is checked in `zerolm.preflight.check` and `zerolm.plan.resolve`.
+`zerolm.preflight.check` and `zerolm.plan.resolve` check whether they fit together.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ BUCKET_KEYS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is given besides its settings.
+    """The inputs of a run besides its settings.
 
     Attributes:
-        model: None when it could not be read.
-        profile: as written; empty when it could not be read.
+        model: None if it could not be read.
+        profile: as written; empty if it could not be read.
         sources: those that could be opened.
-        all_sources: whether these are all that were named, without a problem.
+        all_sources: all sources were opened, without a problem.
     """
 
     model: Model | None
@@ -42,7 +42,7 @@ class Inputs:
 
 
 def read(settings: Settings, host: Host, refused: set[str], found: Findings) -> Inputs:
-    """Read everything that can be read; problems of one input by itself go to `found`.
+    """Read all inputs; add their problems to `found`.
 
     Args:
         refused: names of settings whose values were refused.
@@ -86,26 +86,26 @@ def _read_profile(settings: Settings, host: Host, model: Model | None, found: Fi
     found.problems += rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
     if profile.compute_precision == "bf16" and not host.device.supports_bf16:
         found.problems.append(
-            f"{path}: bf16 is asked for, this {host.device.kind} device has no bf16. Use "
+            f"{path}: bf16: enabled, but this {host.device.kind} device does not support it. Use "
             f"fp16, or a newer device."
         )
     found.notices += rule_notices(profile, on_gpu=on_gpu, world_size=world_size)
     auto = [key for key in BUCKET_KEYS if profile.zero.get(key) == AUTO]
     if auto and model is not None and not model.hidden_size:
         found.problems.append(
-            f"{path}: zero_optimization.{auto[0]}: auto, but the model config has no "
-            f"hidden_size to derive it from. Give a number."
+            f"{path}: zero_optimization.{auto[0]}: auto, which needs a hidden_size in the model "
+            f"config. Give a number."
         )
     return profile
 
 
 def _prepare_caches(sources: Sources, settings: Settings, found: Findings) -> None:
-    """Give sources in object stores their cache, and report shards that lack checksums."""
+    """Allocate the caches of sources in object stores, and report shards without checksums."""
     every = [*sources.training, *sources.validation]
     found.problems += cache_budget.allocate(settings, every)
     found.notices += [
-        f"{source.directory} has no checksums of blocks: only the sizes of its files are checked, "
-        f"not what is read. Shards of this release have them"
+        f"{source.directory} has no block checksums: training checks the sizes of its files, but "
+        f"not their content. Shards written by this release have them"
         for source in every
         if not source.has_checksums
     ]

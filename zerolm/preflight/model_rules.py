@@ -1,4 +1,7 @@
-"""Check settings against the model: positions, attention, activation checkpointing. No weights."""
+"""Check settings against the model: positions, attention, activation checkpointing, compilation.
+
+Uses the model's config and class; must not build weights.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +18,7 @@ def attention_problems(settings: Settings, device: str) -> list[str]:
     """Check the attention kernel against the device.
 
     Args:
-        device: DeepSpeed's name of its kind, `cpu`, `cuda`, ...
+        device: its kind as DeepSpeed names it: `cpu`, `cuda`, ...
     """
     attention = settings.attn_implementation
     where = settings.where("attn_implementation")
@@ -30,7 +33,7 @@ def matmul_problems(settings: Settings, precision: str, device: str) -> list[str
     """Refuse TF32 where it would have no effect.
 
     Args:
-        precision: of matrix products, by the DeepSpeed JSON.
+        precision: of matrix products, from the DeepSpeed JSON.
         device: kind of the ranks' devices, `absent` when they are not on this machine.
     """
     if settings.float32_matmul == HIGHEST:
@@ -38,7 +41,8 @@ def matmul_problems(settings: Settings, precision: str, device: str) -> list[str
     where = f"{settings.where('float32_matmul')}: {settings.float32_matmul}"
     if precision != "fp32":
         return [
-            f"{where}, but {settings.deepspeed_config} computes in {precision}. Remove the flag."
+            f"{where}, needs fp32, but {settings.deepspeed_config} computes in {precision}. Remove "
+            f"the flag."
         ]
     return [f"{where}, needs a GPU. Remove the flag."] if device == "cpu" else []
 
@@ -57,13 +61,13 @@ def model_problems(
         problems.append(
             f"{settings.where('seq_len')}: {seq_len}, must not exceed the model's "
             f"max_position_embeddings {positions} ({settings.model_config}). Use at most "
-            f"{positions}, or raise that."
+            f"{positions}, or raise it in the model config."
         )
     model_class = causal_lm_class(config)
     if settings.gradient_checkpointing and not model_class.supports_gradient_checkpointing:
         problems.append(
-            f"{settings.where('gradient_checkpointing')}: true, {model_class.__name__} has none. "
-            f"Remove the flag."
+            f"{settings.where('gradient_checkpointing')}: true, but {model_class.__name__} does "
+            f"not support it. Remove the flag."
         )
     if settings.compile and settings.gradient_checkpointing == SELECTIVE:
         problems.append(
@@ -84,34 +88,34 @@ def model_problems(
     if settings.document_mask and (why := document_mask.obstacle(config, model_class, kernel)):
         problems.append(
             f"{settings.where('document_mask')}: true, {why} ({settings.model_config}). Remove the "
-            f"flag, or use a model of full or sliding attention."
+            f"flag, or use a model with full or sliding-window attention."
         )
     return problems
 
 
 def has_router_loss(config: "PretrainedConfig") -> bool:
-    """Tell whether a mixture of experts adds its router's loss to that of the tokens."""
+    """Return whether a mixture of experts adds its router loss to the loss of the tokens."""
     text = config.get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", None)
     return getattr(text, "output_router_logits", False) is True and coefficient != 0
 
 
 def router_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Report that a router loss, a product of means over a micro-batch, depends on its size."""
+    """Report that the router loss, a product of means over a micro-batch, depends on its size."""
     if not has_router_loss(config):
         return []
     return [
-        f"{settings.model_config}: output_router_logits is true: the router loss is made of "
-        f"means over a micro-batch, so the curve depends a little on --micro_batch_size and the "
-        f"world size (1e-3 in the gradient norm)"
+        f"{settings.model_config}: output_router_logits is true: the router loss averages over "
+        f"a micro-batch, so the loss curve depends slightly on --micro_batch_size and the world "
+        f"size (1e-3 in the gradient norm)"
     ]
 
 
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Report dropout: it is allowed, but differs with the number of ranks."""
+    """Report dropout: allowed, but its random masks depend on the number of ranks."""
     return [
-        f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the curve "
-        f"depends on the world size; 0 is usual for pretraining"
+        f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the loss "
+        f"curve depends on the world size; 0 is usual for pretraining"
         for key, value in config.get_text_config().to_dict().items()
         if ("dropout" in key or key.endswith("pdrop"))
         and not key.startswith(("classifier", "summary"))  # heads that a causal LM does not have

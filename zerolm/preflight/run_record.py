@@ -1,10 +1,9 @@
-"""Whether a command may resume a run: run.json compared with the plan of the command. Pure.
+"""Compare the run.json of a run with the plan of a command that would resume it.
 
-What decides the loss curve must be the same as when the run started. What decides memory and speed
-may change: micro-batch, workers, intervals, ZeRO profile. With a router loss the division of the
-batch into micro-batches is part of the curve. With --accept_changes a run resumes with other
-settings of its curve too, as far as its states can be carried over; `carried` returns its position
-in the data then.
+Values that affect the loss curve must not change, unless --accept_changes is given and the states
+in checkpoints remain valid; `carry_over` then returns the position in the data. Values that only
+affect memory and speed may change: micro-batch, workers, intervals, ZeRO profile. With a router
+loss the micro-batch size affects the curve. Must not read files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +42,9 @@ CURVE_SETTINGS = (
     "float32_matmul",
     "adaptive_clip",
 )
-# Values in runs from before these settings existed.
+# Values of settings that did not exist when an old run started.
 LEGACY_DEFAULTS = {"packing": CONCAT, "float32_matmul": HIGHEST, "adaptive_clip": 0.0}
-# Written by transformers, without effect on what is learned.
+# Keys that transformers writes and that do not affect training.
 IRRELEVANT_MODEL_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 )
@@ -61,27 +60,27 @@ IRRELEVANT_OPTIMIZER_KEYS = frozenset(
         "bias_correction",
     }
 )
-# What of the DeepSpeed JSON shapes the curve, besides precisions and the optimizer's parameters.
+# Values of the DeepSpeed JSON that affect the curve, besides precision and optimizer parameters.
 DS_VALUES: dict[str, Callable[[Profile], Any]] = {
     "gradient_clipping": lambda profile: profile.json.get("gradient_clipping"),
     "data_types.grad_accum_dtype": lambda profile: profile.grad_accum_dtype,
     "optimizer.type": lambda profile: profile.block("optimizer").get("type"),
     "scheduler": lambda profile: profile.json.get("scheduler"),
 }
-# What cannot change even with --accept_changes, by the start of the key, and why.
+# {prefix of the key: reason} of values that cannot change even with --accept_changes.
 UNCHANGEABLE = {
     "model_config.": "the checkpoints hold the weights of the old model",
-    "ds_config precision": "the optimizer's states are those of weights in that precision",
-    "ds_config.optimizer.type": "another optimizer's states mean something else",
-    "ds_config.optimizer.params.amsgrad": "it would lack one of its states",
-    "ds_config.optimizer.params.fp32_optimizer_states": "the states are kept in that precision",
-    "ds_config.scheduler": "its position in its schedule means nothing in another one",
+    "ds_config precision": "the optimizer's states were saved for weights of that precision",
+    "ds_config.optimizer.type": "another optimizer has other states",
+    "ds_config.optimizer.params.amsgrad": "one of the optimizer's states would be missing",
+    "ds_config.optimizer.params.fp32_optimizer_states": "the states were saved in that precision",
+    "ds_config.scheduler": "its saved position is not valid for another schedule",
 }
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that shapes the curve and has changed.
+    """A value that affects the loss curve and has changed.
 
     Attributes:
         where: where the new value was given.
@@ -94,7 +93,7 @@ class Difference:
 
     @property
     def obstacle(self) -> str:
-        """Why the run cannot resume with the new value; empty when it can."""
+        """Why the run cannot resume with the new value; empty if it can."""
         return next((why for start, why in UNCHANGEABLE.items() if self.key.startswith(start)), "")
 
     def __str__(self) -> str:
@@ -102,11 +101,11 @@ class Difference:
 
 
 def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[str]:
-    """Return a line for each difference with which the run cannot resume.
+    """Return a line for each difference that prevents the run from resuming.
 
     Args:
         path: of run.json.
-        accepted: the command has --accept_changes.
+        accepted: --accept_changes was given.
     """
     lines = []
     for one in found:
@@ -124,8 +123,8 @@ def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[
     return lines
 
 
-def order_of(plan: Plan) -> dict[str, Any]:
-    """Return what the order of the data depends on, for a checkpoint's manifest."""
+def data_order(plan: Plan) -> dict[str, Any]:
+    """Return what the data order depends on, for a checkpoint's manifest."""
     order = {
         "seq_len": plan.settings.seq_len,
         "packing": plan.settings.packing,
@@ -138,19 +137,19 @@ def order_of(plan: Plan) -> dict[str, Any]:
 
 
 def _stages_of(order: Mapping[str, Any]) -> list[Stage]:
-    """Return the mixture stages in what `order_of` returned."""
+    """Return the mixture stages of a result of `data_order`."""
     return stages_from_record([[0, order["weights"]], *order.get("stages", [])])
 
 
-def carried(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) -> Progress:
-    """Return a checkpoint's progress in the data order of this run.
+def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) -> Progress:
+    """Return a checkpoint's progress, converted to the data order of this run.
 
-    The position in tokens stays: with another `seq_len` it is rounded up to a whole sequence. In
-    another order sequence numbers mean other text, so skipped windows and the history of losses
-    are dropped. A stage that has not started yet may differ.
+    The position in tokens stays the same; with another `seq_len` it is rounded up to a complete
+    sequence. In another order sequence numbers refer to other text, so skipped windows and the
+    history of losses are dropped. Stages that have not started yet may differ.
 
     Args:
-        old, new: `order_of` the checkpoint and of this run.
+        old, new: `data_order` of the checkpoint, and of this run.
     """
     old, new = {**LEGACY_DEFAULTS, **old}, {**LEGACY_DEFAULTS, **new}
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
@@ -162,11 +161,11 @@ def carried(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) 
 
 
 def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> list[Difference]:
-    """Return each value that would change the curve of a run.
+    """Return the values that affect the loss curve and have changed.
 
     Args:
-        record: the content of run.json.
-        fixed_sequences: sequence number below which the run has consumed or skipped its data.
+        record: content of run.json.
+        fixed_sequences: the run has consumed or skipped the sequence numbers below this.
     """
     settings, old_settings = plan.settings, block(record, "settings")
     pairs: list[tuple[str, Any, Any, str]] = []
@@ -174,11 +173,11 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         schedule = SCHEDULES.get(settings.schedule or "")
         same = settings.schedule == old_settings.get("schedule")
         if name == "total_tokens" and same and schedule and not schedule.needs_total:
-            continue  # the learning rate does not depend on it: the run may be extended
+            continue  # the learning rate does not depend on it, so the run may be extended
         old, new = old_settings.get(name, LEGACY_DEFAULTS.get(name)), getattr(settings, name)
         where = settings.where(name)
         if name == "total_tokens":
-            where += f"; a {settings.schedule} schedule looks ahead to it, {EXTENDABLE} would not"
+            where += f"; a {settings.schedule} schedule depends on it, {EXTENDABLE} does not"
         pairs.append((f"settings.{name}", old, new, where))
     old_data = old_settings.get("data") or []
     pairs.append(
@@ -187,7 +186,8 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
     if pairs[-1][1] == pairs[-1][2] and settings.seq_len == old_settings.get("seq_len"):
         pairs.append(_stage_pair(record, settings, plan.mixture.stages, fixed_sequences))
     old_print = record.get("data_fingerprint")
-    pairs.append(("data_fingerprint", old_print, plan.data_fingerprint, "other tokens in --data"))
+    where = "--data has other tokens"
+    pairs.append(("data_fingerprint", old_print, plan.data_fingerprint, where))
     if has_router_loss(plan.model.config):
         old, new = old_settings.get("micro_batch_size"), settings.micro_batch_size
         pairs.append(("settings.micro_batch_size", old, new, "output_router_logits"))
@@ -202,7 +202,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
 def _stage_pair(
     record: Mapping[str, Any], settings: Resolved, new: Sequence[Stage], fixed_sequences: int
 ) -> tuple[str, Any, Any, str]:
-    """Compare the stages that have started; a record from before stages existed has one."""
+    """Compare the stages that have started. Without recorded stages (old runs) there is one."""
     recorded = block(record, "mixture").get("stages")
     old = stages_from_record(recorded) if recorded else list(new[:1])
     where = next(
@@ -219,7 +219,7 @@ def _stage_pair(
 
 
 def _weights(sources: Any) -> list[float | None]:
-    """Return the weights as shares of 1; None where they depend on the sizes of the sources."""
+    """Return the weights, normalized to 1; all None if they depend on the sizes of the sources."""
     weights = []
     for source in sources:
         try:
@@ -253,7 +253,7 @@ def _ds_pairs(old: Profile, new: Profile) -> list[tuple[str, Any, Any, str]]:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Compare as JSON does: a tuple is a list, 1 is 1.0."""
+    """Compare values as JSON: tuples equal lists, keys are strings, 1 equals 1.0."""
     if isinstance(new, tuple):
         new = list(new)
     if isinstance(old, Mapping) and isinstance(new, Mapping):

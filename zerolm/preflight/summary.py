@@ -54,7 +54,7 @@ def figures(plan: Plan) -> dict[str, str]:
         )
     lines |= rules.figures(settings)
     if chunk:
-        lines["loss"] = f"the logits of {chunk:,} tokens at a time"
+        lines["loss"] = f"computed for {chunk:,} tokens at a time"
     if settings.batch_ramp_start:
         lines["batch ramp"] = (
             f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint.directory import by_step
+from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common import events
 from zerolm.common.errors import ConfigError
 from zerolm.common.run_files import RunFiles
@@ -148,7 +148,7 @@ def read_run(run_dir: str | Path) -> RunHistory:
         except OSError:
             continue  # removed by a run that is starting
     history.heartbeat_age = max(0.0, time.time() - max(times)) if times else None
-    history.checkpoints = by_step(files.checkpoints)
+    history.checkpoints = published_checkpoints(files.checkpoints)
     return history
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerolm.checkpoint import rollback
-from zerolm.checkpoint.directory import by_step, read
+from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.common.run_files import RunFiles
 from zerolm.common.values import read_json
@@ -113,7 +113,7 @@ def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
     schedule = batch_schedule(run.settings)
     # Count from a checkpoint, since the run may have been resumed with another batch size.
     now = position = skipped = 0
-    for directory in by_step(RunFiles(run.run_dir).checkpoints):
+    for directory in published_checkpoints(RunFiles(run.run_dir).checkpoints):
         try:
             progress = read(directory).progress
         except CheckpointError:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerolm.checkpoint.directory import Progress
-from zerolm.checkpoint.load import Damage
+from zerolm.checkpoint.load import DamagedCheckpoint
 from zerolm.checkpoint.rollback import Entry
 from zerolm.data import mixture
 from zerolm.model import compile
@@ -56,7 +56,7 @@ class Journal:
         self,
         step: int,
         checkpoint: str | None,
-        damage: Sequence[Damage],
+        damage: Sequence[DamagedCheckpoint],
         resumes: bool,
         resharded: Sequence[str],
     ) -> None:

@@ -29,7 +29,7 @@ class Resumption(NamedTuple):
 
     progress: Progress
     found: Checkpoint | None
-    damage: list[load.Damage]
+    damage: list[load.DamagedCheckpoint]
 
 
 def load_newest(
@@ -59,18 +59,18 @@ def load_newest(
     if rank == 0:  # now that the lock is held
         for entry in rollbacks:
             run_log.archive(run_dir, entry["number"], entry["to_step"])
-        rollback.settle(run_dir)
-    found, damage = load.newest_whole(run_dir, rank, engine.world_size)
+        rollback.apply_recorded(run_dir)
+    found, damage = load.newest_complete(run_dir, rank, engine.world_size)
     for damaged in damage:
         say(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
     if found is None:
-        return Resumption(rollback.carried_over(progress, rollbacks), None, damage)
+        return Resumption(rollback.with_rollbacks(progress, rollbacks), None, damage)
     load.load(engine, found, plan, reshard.load)
     parameter_groups.restore_beta_powers(engine.optimizer.optimizer)
     say(f"resume: {found.directory}, step {found.progress.step}")
     where = found.directory / MANIFEST
     say(f"probe loss: {probe.check(engine, probes(), plan, found.manifest, where)}")
-    new = run_record.order_of(plan)
+    new = run_record.data_order(plan)
     old = found.manifest.get("order", new)
-    progress = rollback.carried_over(found.progress, rollbacks)
-    return Resumption(run_record.carried(progress, old, new), found, damage)
+    progress = rollback.with_rollbacks(found.progress, rollbacks)
+    return Resumption(run_record.carry_over(progress, old, new), found, damage)

@@ -216,7 +216,7 @@ class Run:
         fault_point("rollback.load", entry["from_step"])
         self.begin()
         if self.rank == 0:
-            rollback.forget(self.run_dir, entry["number"])
+            rollback.remove_older(self.run_dir, entry["number"])
         return self.batches()
 
     # ---- What is said and kept of it
@@ -258,7 +258,7 @@ class Run:
                 "data_fingerprint": plan.data_fingerprint,
                 "precision": plan.profile.precision,
                 "cut": topology.sharding(plan.profile),
-                "order": run_record.order_of(plan),
+                "order": run_record.data_order(plan),
                 "versions": self.record["versions"],
                 "model_config": self.record["model_config"],
                 "probe": probe.measure(self.engine, self.feed.probes(), plan),

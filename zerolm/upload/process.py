@@ -8,7 +8,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from zerolm.checkpoint.directory import by_step
+from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common import jsonl
 from zerolm.common.run_files import MANIFEST, RunFiles
 from zerolm.common.store import OFF
@@ -79,7 +79,7 @@ class Uploads:
     def _published(self) -> set[tuple[str, int]]:
         """Return (name, time of its manifest in ns) of each checkpoint to keep in the store."""
         published = set()
-        checkpoints = by_step(RunFiles(self.run_dir).checkpoints)
+        checkpoints = published_checkpoints(RunFiles(self.run_dir).checkpoints)
         for directory in checkpoints[-self.keep :] if self.keep else checkpoints:
             with contextlib.suppress(FileNotFoundError):  # rotated away in the meantime
                 published.add((directory.name, (directory / MANIFEST).stat().st_mtime_ns))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zerolm.checkpoint.directory import by_step, read
+from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.common.faults import fault_point
@@ -144,7 +144,7 @@ def _remove_partial(run_dir: Path, store: Store) -> None:
 
 def _newest_missing(checkpoints: Path, store: Store, keep: int, damaged: set[str]) -> str:
     """Return the name of the newest published checkpoint that the store lacks; '' for none."""
-    published = by_step(checkpoints)
+    published = published_checkpoints(checkpoints)
     for directory in reversed(published[-keep:] if keep else published):
         if directory.name in damaged:
             continue

@@ -59,7 +59,7 @@ def test_the_newest_is_found_and_only_the_last_stay(tmp_path) -> None:
     assert checkpoint_directory.newest(tmp_path).progress.step == 20
     assert names(tmp_path) == ["latest", "step-00000015", "step-00000020"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000020\n"
-    assert checkpoint_directory.problems_of(checkpoint_directory.newest(tmp_path)) == []
+    assert checkpoint_directory.verify_files(checkpoint_directory.newest(tmp_path)) == []
 
 
 def test_milestones_and_the_best_stay_for_good(tmp_path) -> None:
@@ -93,8 +93,8 @@ def test_killed_anywhere_in_a_publication_a_whole_checkpoint_is_left(tmp_path, p
     (found, *_), damaged = candidates(tmp_path)
     renamed = point.endswith(("pointer", "rotate", "rotated")) or not in_the_publisher
     assert found.progress.step == (10 if renamed else 5)
-    assert not damaged and checkpoint_directory.problems_of(found) == []
-    checkpoint_directory.clear_debris(tmp_path / "checkpoints")
+    assert not damaged and checkpoint_directory.verify_files(found) == []
+    checkpoint_directory.remove_unfinished(tmp_path / "checkpoints")
     write(tmp_path, 15, Retention(last=1))
     assert names(tmp_path) == ["latest", "step-00000015"]
 
@@ -116,10 +116,10 @@ def test_a_new_run_has_no_checkpoint(tmp_path) -> None:
 def test_lost_checkpoints_are_refused_and_never_step_zero(tmp_path) -> None:
     directory = write(tmp_path, 5)
     (directory / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint is left .*step-00000005"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint is left .*step-00000005"):
         candidates(tmp_path)
     shutil.rmtree(directory)
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint is left \(latest\)"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint is left \(latest\)"):
         candidates(tmp_path)
 
 
@@ -157,12 +157,12 @@ def test_every_kind_of_damage_is_named(tmp_path) -> None:
     (directory / "model.pt").write_bytes(flipped)
     (directory / "optimizer.pt").write_bytes(b"short")
     (directory / "stranger.pt").write_bytes(b"unvouched pickle")
-    problems = "\n".join(checkpoint_directory.problems_of(found))
+    problems = "\n".join(checkpoint_directory.verify_files(found))
     assert "model.pt: SHA-256" in problems and found.manifest["files"][0]["sha256"] in problems
     assert "optimizer.pt: 5 bytes, the manifest says 17" in problems
     assert "stranger.pt: the manifest does not list this file" in problems
     (directory / "optimizer.pt").unlink()
-    assert "optimizer.pt: missing" in "\n".join(checkpoint_directory.problems_of(found))
+    assert "optimizer.pt: missing" in "\n".join(checkpoint_directory.verify_files(found))
 
 
 @pytest.mark.parametrize(

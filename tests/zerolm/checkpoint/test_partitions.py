@@ -55,7 +55,7 @@ def test_copies_turn_one_cut_into_another(each, world_size, source_each, source_
 
 
 def test_a_rank_reads_no_more_shards_than_it_needs() -> None:
-    source = Partitions([{"w": 64_000}], 64, each=True)
-    halved = Partitions([{"w": 64_000}], 32, each=True)
+    source = Partitions([{"w": 64_000}], 64, per_parameter=True)
+    halved = Partitions([{"w": 64_000}], 32, per_parameter=True)
     assert {copy.source_rank for copy in halved.copies(5, source)} == {10, 11}
     assert halved.parameters() == {"w": 64_000}

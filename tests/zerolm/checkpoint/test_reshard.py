@@ -192,7 +192,7 @@ def test_its_next_checkpoint_is_an_ordinary_one(resharded) -> None:
         exported = get_fp32_state_dict_from_zero_checkpoint(str(base), tag=name)
         manifest = {"world_size": state["world_size"], "zero_stage": state["stage"]}
         ours = Weights(base / name, manifest)
-        assert {*ours.shapes, *ours.twins, *ours.buffers} == set(exported)
+        assert {*ours.shapes, *ours.tied, *ours.buffers} == set(exported)
         for parameter, master in exported.items():
             assert torch.equal(master, ours[parameter]), f"{name}: {parameter}"
             assert torch.equal(master, state.get(f"{parameter}: master", master)), name
@@ -228,7 +228,7 @@ def test_states_that_cannot_be_cut_anew_are_refused_before_anything_is_touched(
     run(1, jobs, tmp_path)
     said = {change: read(tmp_path / f"{change}.state") for change in ("state", "model", "shard")}
     assert "rank_1_mp_rank_00_optim_states.pt: state.exp_avg: (3, 5)" in said["state"]["refused"]
-    assert "model_states.pt: param_shapes: not this model's: head" in said["model"]["refused"]
+    assert "model_states.pt: param_shapes: differ from this model: head" in said["model"]["refused"]
     assert "optimizer states of ranks [0], its manifest says 2" in said["shard"]["refused"]
     for found in said.values():
         assert found["untouched"]

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from zerolm.checkpoint import rollback
-from zerolm.checkpoint.directory import FORMAT, VERSION, Progress, by_step, digest_of, read
+from zerolm.checkpoint.directory import (
+    FORMAT,
+    VERSION,
+    Progress,
+    manifest_digest,
+    published_checkpoints,
+    read,
+)
 from zerolm.common.errors import ConfigError
 from zerolm.optim.schedule import BatchSchedule
 
@@ -19,7 +26,7 @@ def add_checkpoint(run_dir: Path, step: int, **more) -> Path:
     directory.mkdir(parents=True)
     progress = vars(Progress(step=step, position=8 * step, tokens=256 * step, **more))
     manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": []}
-    manifest["digest"] = digest_of(manifest)
+    manifest["digest"] = manifest_digest(manifest)
     (directory / "MANIFEST.json").write_text(json.dumps(manifest))
     (run_dir / "checkpoints" / "latest").write_text(directory.name + "\n")
     return directory
@@ -33,7 +40,7 @@ def run_dir(tmp_path) -> Path:
 
 
 def newest(run_dir: Path):
-    return read(by_step(run_dir / "checkpoints")[-1])
+    return read(published_checkpoints(run_dir / "checkpoints")[-1])
 
 
 def names(run_dir: Path) -> list[str]:
@@ -96,11 +103,11 @@ AFTER = ["latest", "rolled-back-0001-step-00000030", "step-00000010", "step-0000
 
 def test_what_was_gone_back_over_is_set_aside_and_never_resumed(run_dir) -> None:
     recorded(run_dir)
-    rollback.settle(run_dir)
+    rollback.apply_recorded(run_dir)
     assert names(run_dir) == AFTER
     assert (run_dir / "checkpoints" / "latest").read_text() == "step-00000020\n"
     found = newest(run_dir)
-    progress = rollback.carried_over(found.progress, rollback.entries(run_dir))
+    progress = rollback.with_rollbacks(found.progress, rollback.entries(run_dir))
     assert (progress.step, progress.rollbacks, progress.spikes) == (20, 1, 3)
     assert progress.skipped_windows == [[8 * 26, 8 * 33]]
 
@@ -110,7 +117,7 @@ def test_a_crash_at_any_point_leaves_what_the_next_start_completes(run_dir, monk
     recorded(run_dir)
     whole = run_dir.with_name(run_dir.name + "-whole")
     shutil.copytree(run_dir, whole)
-    rollback.settle(whole)
+    rollback.apply_recorded(whole)
     for crash_at in (1, 2, 3):
         copy = run_dir.with_name(f"{run_dir.name}-{crash_at}")
         shutil.copytree(run_dir, copy)
@@ -125,34 +132,34 @@ def test_a_crash_at_any_point_leaves_what_the_next_start_completes(run_dir, monk
             patched.setattr(rollback, "sync_directory", die)
             patched.setattr(rollback, "write_atomically", lambda path, write, die=die: die(path))
             with pytest.raises(KeyboardInterrupt):
-                rollback.settle(copy)
-        rollback.settle(copy)
+                rollback.apply_recorded(copy)
+        rollback.apply_recorded(copy)
         assert names(copy) == names(whole)
         assert (copy / "checkpoints" / "latest").read_text() == "step-00000020\n"
 
 
 def test_checkpoints_from_after_a_rollback_stay(run_dir) -> None:
     recorded(run_dir)
-    rollback.settle(run_dir)
+    rollback.apply_recorded(run_dir)
     windows = [[8 * 26, 8 * 33]]
     add_checkpoint(run_dir, 30, rollbacks=1, skipped_windows=windows)
-    rollback.settle(run_dir)
+    rollback.apply_recorded(run_dir)
     assert names(run_dir) == sorted([*AFTER, "step-00000030"])
     found = newest(run_dir)
     assert found.progress.step == 30
-    assert rollback.carried_over(found.progress, rollback.entries(run_dir)) == found.progress
+    assert rollback.with_rollbacks(found.progress, rollback.entries(run_dir)) == found.progress
 
 
 def test_what_an_earlier_rollback_set_aside_is_removed(run_dir) -> None:
     recorded(run_dir)
-    rollback.settle(run_dir)
-    rollback.forget(run_dir, 1)
+    rollback.apply_recorded(run_dir)
+    rollback.remove_older(run_dir, 1)
     assert names(run_dir) == AFTER
-    rollback.forget(run_dir, 2)
+    rollback.remove_older(run_dir, 2)
     assert names(run_dir) == ["latest", "step-00000010", "step-00000020"]
 
 
 def test_a_damaged_record_is_named(run_dir) -> None:
     (run_dir / "rollbacks.json").write_text("[")
     with pytest.raises(ConfigError, match=r"rollbacks\.json"):
-        rollback.settle(run_dir)
+        rollback.apply_recorded(run_dir)

@@ -25,8 +25,8 @@ def test_a_pickle_that_calls_something_is_refused_and_does_nothing(tmp_path, map
     path, mark = tmp_path / "model_states.pt", tmp_path / "mark"
     torch.save({"module": {"weight": torch.ones(3)}, "more": Malicious(mark)}, path)
     assert (
-        "posix.mkdir" in safe_load.problems_of(path)[0]
-        and str(path) in (safe_load.problems_of(path)[0])
+        "posix.mkdir" in safe_load.pickle_problems(path)[0]
+        and str(path) in (safe_load.pickle_problems(path)[0])
     )
     with pytest.raises(CheckpointError, match=r"model_states\.pt: holds more than tensors"):
         safe_load.read_data(path, mapped=mapped)
@@ -50,7 +50,7 @@ def test_what_deepspeed_writes_is_data(tmp_path) -> None:
         "flat": torch.arange(5.0),
     }
     torch.save(written, path)
-    assert safe_load.problems_of(path) == []
+    assert safe_load.pickle_problems(path) == []
     for mapped in (False, True):
         read = safe_load.read_data(path, mapped=mapped)
         assert read["zero_stage"] is ZeroStageEnum.weights
@@ -66,7 +66,7 @@ def test_deepspeed_reads_through_it_while_asked_to(tmp_path) -> None:
 
     path, mark = tmp_path / "states.pt", tmp_path / "mark"
     torch.save(Malicious(mark), path)
-    with safe_load.only_data(Engine), pytest.raises(CheckpointError):
+    with safe_load.safe_loading(Engine), pytest.raises(CheckpointError):
         Engine.checkpoint_engine.load(path, map_location="cpu")
     assert not mark.exists()
     Engine.checkpoint_engine.load(path, map_location="cpu")

@@ -29,7 +29,7 @@ def state() -> dict:
 
 def test_the_copy_is_equal_and_does_not_change_with_its_origin() -> None:
     origin, expected = state(), state()
-    copied = HostCopy().take(origin)
+    copied = HostCopy().copy(origin)
     origin["flat"].fill_(-1)
     origin["groups"][1][0].scale = 4.0
     origin["groups"][0]["lr"] = 0.0
@@ -48,11 +48,11 @@ def test_the_copy_is_equal_and_does_not_change_with_its_origin() -> None:
 
 def test_the_same_memory_is_used_for_every_copy() -> None:
     host_copy, origin = HostCopy(), state()
-    first = host_copy.take(origin)
+    first = host_copy.copy(origin)
     size = host_copy.size_bytes
     origin["flat"] += 1
-    host_copy.begin()
-    second = host_copy.take(origin)
+    host_copy.reset()
+    second = host_copy.copy(origin)
     assert second["flat"].data_ptr() == first["flat"].data_ptr()
     assert host_copy.size_bytes == size == 4 * (4 + 6 + 12) + 8 * 12
     assert torch.equal(second["flat"], origin["flat"])

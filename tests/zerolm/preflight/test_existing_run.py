@@ -76,7 +76,7 @@ def test_only_a_constant_schedule_may_be_made_longer(inputs, tmp_path, kind):
         assert check.check(command(inputs, longer), {}).total_steps == 200
     else:
         (problem,) = refusal(inputs, longer)
-        assert f"a {kind} schedule looks ahead to it" in problem
+        assert f"a {kind} schedule depends on it" in problem
 
 
 def test_changes_of_the_curve_are_gone_on_with_when_accepted(inputs, a_run):

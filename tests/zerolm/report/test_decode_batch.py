@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.launching import ROOT, environment, write_json
-from zerolm.checkpoint.directory import FORMAT, VERSION, Progress, digest_of
+from zerolm.checkpoint.directory import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.data.order import Order
 from zerolm.shards.reader import open_source
 
@@ -113,7 +113,7 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     directory.mkdir(parents=True)
     progress = vars(Progress(step=7, position=100))
     manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": []}
-    write_json(directory / "MANIFEST.json", {**manifest, "digest": digest_of(manifest)})
+    write_json(directory / "MANIFEST.json", {**manifest, "digest": manifest_digest(manifest)})
     done = call("-m", "zerolm", "decode-batch", run_dir, "--step", 9)
     assert list(sequences_of(done.stdout)) == [116, 117, 118, 119]
 

@@ -21,7 +21,7 @@ from tests.endpoints import (
 )
 from tests.launching import ROOT, environment
 from tests.zerolm.upload.published import contents, events, publish
-from zerolm.checkpoint.directory import problems_of, read
+from zerolm.checkpoint.directory import read, verify_files
 
 pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 SIZE = 3_000_000
@@ -69,7 +69,7 @@ def test_a_run_goes_to_s3_and_comes_back_through_failing_requests(tmp_path, s3_p
         back = zerolm("restore", url, tmp_path / "again", port=proxy.port)
     assert back.returncode == 0, back.stdout + back.stderr
     found = tmp_path / "again" / "checkpoints" / newest.name
-    assert contents(found) == contents(newest) and problems_of(read(found)) == []
+    assert contents(found) == contents(newest) and verify_files(read(found)) == []
     assert (tmp_path / "again" / "metrics.jsonl").read_text().count("\n") == 2
     written = b"".join([*contents(run_dir).values(), *contents(tmp_path / "again").values()])
     output = done.stdout + done.stderr + back.stdout + back.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launching import ROOT, environment
 from tests.zerolm.upload.published import contents, events, publish
-from zerolm.checkpoint.directory import newest, problems_of
+from zerolm.checkpoint.directory import newest, verify_files
 from zerolm.common.errors import CheckpointError
 from zerolm.common.run_files import MANIFEST
 from zerolm.common.store import StoreError, call_within, describe_error
@@ -54,7 +54,7 @@ def test_a_run_comes_back_from_its_store_in_every_byte(run_dir, store, tmp_path)
     assert not list((run_dir / "uploads").glob("step-*")), "no link and no note is left"
     again = tmp_path / "again"
     found = restore(store, again)
-    assert found is not None and found.progress.step == 10 and problems_of(found) == []
+    assert found is not None and found.progress.step == 10 and verify_files(found) == []
     assert contents(found.directory) == contents(run_dir / "checkpoints" / "step-00000010")
     for file in ("run.json", "metrics.jsonl", "rollbacks.json", *logs):
         assert (again / file).read_bytes() == (run_dir / file).read_bytes()
@@ -185,7 +185,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     said: list[str] = []
     again = tmp_path / "again"
     found = restore(store, again, log=said.append)
-    assert found is not None and found.progress.step == 5 and problems_of(found) == []
+    assert found is not None and found.progress.step == 5 and verify_files(found) == []
     assert f"{store}/step-00000010/{victim.relative_to(place / 'step-00000010')}" in said[0]
     assert harm not in ("flip", "truncate") or "the manifest says" in said[0]
     assert [path.name for path in (again / "checkpoints").glob("*")].count("step-00000010") == 0
