@@ -266,7 +266,9 @@ def test_an_evaluation_that_crashes_a_run_is_retried_once(tmp_path, texts) -> No
     assert [done.returncode == 0 for done in ends] == [False, False, True], ends[-1].stdout[-4000:]
     failed = [each for each in events(run_dir) if each["event"] == "evaluation_failed"]
     assert [(each["step"], each["evaluation"]) for each in failed] == [(2, "hellaswag")]
-    assert failed[0]["error"] == "the run ended in it, again at this step"
+    assert failed[0]["error"] == (
+        "the run crashed twice during evaluation of this step; skipping it"
+    )
     assert set(rows(run_dir, "eval/hellaswag/acc")) == {1, 3, 4}
     assert {each["step"] for each in samples(run_dir)} == {1, 3, 4}
 

@@ -1,9 +1,11 @@
-"""What a run has begun to measure: where that has ended a run twice, it is not begun a third time.
+"""`EvaluationAttempts`: skips evaluation at a step where it has already crashed the run twice.
 
-A forward pass that runs out of memory, or a text that hangs, would do so after each restart; a kill
-would not. So rank 0 writes down in `evaluation_begun.json` what is begun, before any rank computes,
-and removes it at the end. A step at which two starts have ended in an evaluation, whichever, is
-given up: the supervisor gives a run up that ends three times at one step. Knows no evaluation.
+A forward pass that runs out of memory, or an evaluation that hangs, would fail again after each
+restart, while one that was killed from outside would not. So before any rank computes, rank 0
+records the evaluation in `evaluation_begun.json`, and removes the record when it ends. A launch
+that finds a record knows that the previous one crashed. Two crashes at a step, in any of its
+evaluations, disable the step, because the supervisor gives up after three crashes at the same step.
+Must not depend on the evaluations themselves.
 """
 
 import contextlib
@@ -15,56 +17,56 @@ from typing import Any
 from zerolm.common.files import write_json
 from zerolm.common.run_files import RunFiles
 
-MAX_ENDS = 2  # of starts, in evaluations of one step
+MAX_CRASHES = 2  # at one step
 
-Entry = dict[str, Any]  # step, tokens, what
+Attempt = dict[str, Any]  # step, tokens, what
 
 
-class Begun:
-    """The file of a run. Rank 0 alone uses it.
+class EvaluationAttempts:
+    """The record of a run's evaluation attempts. Used by rank 0 only.
 
     Attributes:
-        failed: what starts of this run have ended in.
+        crashed: attempts during which the run crashed.
     """
 
     def __init__(self, run_dir: Path):
         self.path = RunFiles(run_dir).evaluation_begun
-        self.failed: list[Entry] = []
+        self.crashed: list[Attempt] = []
 
-    def settle(self) -> Entry | None:
-        """Return what the last start of the run has ended in, from now on one of `failed`."""
+    def load(self) -> Attempt | None:
+        """Read the record; return the attempt in which the previous launch crashed, if it did."""
         try:
-            found = json.loads(self.path.read_text())
+            record = json.loads(self.path.read_text())
         except (OSError, ValueError):
-            found = {}
-        self.failed = found.get("failed", [])
-        entry = found.get("begun")
-        if entry is not None:
-            self.failed = [*self.failed, entry]
+            record = {}
+        self.crashed = record.get("failed", [])
+        attempt = record.get("begun")
+        if attempt is not None:
+            self.crashed = [*self.crashed, attempt]
             self._write(None)
-        return entry
+        return attempt
 
-    def given_up(self) -> dict[int, int]:
-        """Return the steps at which nothing is begun any more, with the tokens of each."""
-        ends = Counter(entry["step"] for entry in self.failed)
+    def disabled_steps(self) -> dict[int, int]:
+        """Return {step: tokens} of the steps at which nothing is evaluated any more."""
+        crashes = Counter(attempt["step"] for attempt in self.crashed)
         return {
-            entry["step"]: entry["tokens"]
-            for entry in self.failed
-            if ends[entry["step"]] >= MAX_ENDS
+            attempt["step"]: attempt["tokens"]
+            for attempt in self.crashed
+            if crashes[attempt["step"]] >= MAX_CRASHES
         }
 
-    def begin(self, step: int, tokens: int, what: str) -> None:
-        """Make durable that something begins."""
+    def start(self, step: int, tokens: int, what: str) -> None:
+        """Record on disk that an evaluation starts."""
         self._write({"step": step, "tokens": tokens, "what": what})
 
-    def end(self) -> None:
-        """Say that it has ended, well or not, and the run goes on."""
+    def finish(self) -> None:
+        """Record that the evaluation has ended, with or without an error that the run survives."""
         self._write(None)
 
-    def _write(self, entry: Entry | None) -> None:
-        # On a full disk a failure may come again: but what observes a run does not end it.
+    def _write(self, attempt: Attempt | None) -> None:
+        # A full disk may lose the record, but an evaluation must not end the run.
         with contextlib.suppress(OSError):
-            if entry is None and not self.failed:
+            if attempt is None and not self.crashed:
                 self.path.unlink(missing_ok=True)
             else:
-                write_json(self.path, {"begun": entry, "failed": self.failed})
+                write_json(self.path, {"begun": attempt, "failed": self.crashed})

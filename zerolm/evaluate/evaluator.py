@@ -1,11 +1,10 @@
-"""What is measured beside training: validation loss, HellaSwag, lm-eval's tasks, samples.
+"""`Evaluations` of a run: validation loss, HellaSwag, tasks of lm-eval, and samples.
 
-A run calls it between two steps, on every rank, when the checkpoint of the step is safe. Whatever
-is measured leaves the engine and every random generator as they were. What the first rank prepares
-and concludes may fail: that is an event, and the run goes on. A forward pass that fails ends the
-run where other ranks may be in it. What is begun is noted first (begun.py): the next start tries
-it once more, since the last one may have been killed, and where that ends the run again, nothing
-more is measured at that step, on any rank.
+Every rank runs them between two steps, once the checkpoint of the step is on disk. They leave the
+engine and all random generators unchanged. An error in what rank 0 prepares or computes alone is
+logged as an event, and training continues. An error in a forward pass ends the run if other ranks
+may be inside it. `EvaluationAttempts` records each evaluation before it starts: the next launch
+retries it once, and after a second crash skips all evaluations of that step, on every rank.
 """
 
 import json
@@ -25,18 +24,18 @@ from zerolm.common.run_files import RunFiles
 from zerolm.data import loader as data
 from zerolm.distributed.collectives import broadcast_object, gather_objects
 from zerolm.evaluate import hellaswag, lm_eval, rules, sampling, validation
-from zerolm.evaluate.attempts import Begun
-from zerolm.evaluate.keepalive import hear
-from zerolm.evaluate.likelihood import Ranks, Row, fitting_tokens
+from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
+from zerolm.evaluate.keepalive import receive
+from zerolm.evaluate.likelihood import Ranks, Row, max_batch_tokens
 from zerolm.evaluate.text_coder import TextCoder, prompt_ids
 from zerolm.plan.plan import Plan
 from zerolm.watchdog.progress import record_progress, with_progress
 
-# What is measured, beside the tasks by their names.
+# What is evaluated, besides tasks, which go by their names.
 LOSS, HELLASWAG, TASKS, SAMPLES = "loss", "hellaswag", "tasks", "samples"
 
-Due = Callable[[int], bool]
-Measure = Callable[[Any, Any], None]
+IsDue = Callable[[int], bool]
+Evaluation = Callable[[Any, Any], None]  # (progress, log)
 
 
 class Evaluations:
@@ -44,270 +43,300 @@ class Evaluations:
 
     Args:
         engine: the DeepSpeed engine.
-        cut: how validation data is cut into this rank's micro-batches, see `data.WindowStream`.
-        say: prints on rank 0.
+        stream_options: shape and shard of this rank's validation batches, for
+            `data.ValidationStream`.
+        print_line: prints on rank 0.
+
+    Attributes:
+        sampled_tokens: tokens of the run when samples were last due.
     """
 
-    def __init__(self, plan: Plan, engine: Any, device: Any, cut: dict[str, Any], say: Any):
-        self.plan, self.engine, self.device, self.cut, self.say = plan, engine, device, cut, say
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Any,
+        device: Any,
+        stream_options: dict[str, Any],
+        print_line: Callable[..., None],
+    ):
+        self.plan, self.engine, self.device = plan, engine, device
+        self.stream_options, self.print_line = stream_options, print_line
         self.settings = plan.settings
-        self.first = engine.global_rank == 0
+        self.is_rank0 = engine.global_rank == 0
         self.run_dir = plan.run_dir
-        self.rows: list[Row] | None = None  # of HellaSwag
-        self.items: list[hellaswag.Item] = []
-        self.sampled_tokens = 0  # of the run, when samples were last due
-        self.begun = Begun(self.run_dir)
-        self.given_up: dict[int, int] = {}  # steps at which nothing is measured any more: tokens
-        # ZeRO-3 would be left with weights half gathered.
-        self.survives = engine.world_size == 1 and plan.profile.zero_stage < 3
-        self.unusable: str | None = None  # why texts cannot be used
+        self.hellaswag_rows: list[Row] | None = None  # read by rank 0 at the first evaluation
+        self.hellaswag_items: list[hellaswag.Item] = []  # on rank 0
+        self.sampled_tokens = 0
+        self.attempts = EvaluationAttempts(self.run_dir)
+        self.disabled_steps: dict[int, int] = {}  # step: tokens
+        # An error in a forward pass would leave other ranks waiting, or ZeRO-3 weights gathered.
+        self.survives_forward_error = engine.world_size == 1 and plan.profile.zero_stage < 3
+        self.tokenizer_error: str | None = None
         settings = plan.settings
         if not (settings.hellaswag or settings.eval_tasks or settings.prompts):
             return
         try:
             coder = TextCoder(rules.tokenizer_dir(plan.sources), plan.sources[0].eos_id)
         except ConfigError as error:
-            self.unusable = str(error)
-        # A new run was refused for it: one that goes on does so without.
-        self.unusable = next(filter(None, gather_objects(self.unusable)), None)
-        if self.unusable:
+            self.tokenizer_error = str(error)
+        # Preflight refuses a new run for this; a resumed run continues without these evaluations.
+        self.tokenizer_error = next(filter(None, gather_objects(self.tokenizer_error)), None)
+        if self.tokenizer_error:
             return
-        self.compute = lm_eval.Compute(
+        self.runner = lm_eval.ModelRunner(
             engine,
             coder,
             device,
-            rules.tokens_at_once(settings, plan.model.config, coder.tokenizer),
-            fitting_tokens(plan.settings.micro_batch_size * self.cut["seq_len"], plan.model.config),
+            rules.max_text_tokens(settings, plan.model.config, coder.tokenizer),
+            max_batch_tokens(
+                plan.settings.micro_batch_size * stream_options["seq_len"], plan.model.config
+            ),
             Ranks(engine.global_rank, engine.world_size),
             lambda: record_progress("evaluate"),
         )
 
-    def begin(self, log: Any, step: int) -> None:
-        """Find out what was sampled, and what has ended the run. Every rank calls, after each load.
+    def restore(self, log: Any, step: int) -> None:
+        """Restore what was sampled, and log a crash. Every rank must call, after each load.
 
         Args:
-            step: at which the run is now.
+            log: the run's `RunLog`.
+            step: the step that was loaded.
         """
         sampled = 0
-        if self.first:
-            entry = self.begun.settle()
-            if entry is not None:
-                self._ended_in(entry, log)
+        if self.is_rank0:
+            attempt = self.attempts.load()
+            if attempt is not None:
+                self._log_crash(attempt, log)
             sampled = log.sampled_tokens()
-        sampled, self.given_up = broadcast_object((sampled, self.begun.given_up()))
-        places = [tokens for at, tokens in self.given_up.items() if at <= step]
-        self.sampled_tokens = max([sampled, *places])
+        sampled, self.disabled_steps = broadcast_object((sampled, self.attempts.disabled_steps()))
+        disabled = [tokens for at, tokens in self.disabled_steps.items() if at <= step]
+        self.sampled_tokens = max([sampled, *disabled])  # skipped samples are not made up for
 
-    def if_due(self, progress: Any, log: Any, due: Due, make_safe: Callable[[], None]) -> None:
-        """Measure whatever this step is to be measured by, and has not been. Every rank calls.
+    def run_due(
+        self, progress: Any, log: Any, is_due: IsDue, wait_for_checkpoint: Callable[[], None]
+    ) -> None:
+        """Run the evaluations of this step that are due and not logged yet. Every rank must call.
 
         Args:
             progress: of the run.
-            log: its `RunLog`.
-            due: tells whether something done every so many steps is done now.
-            make_safe: called before the first one: waits for the checkpoint of this step.
+            log: the run's `RunLog`.
+            is_due: interval in steps -> whether it ends at this step.
+            wait_for_checkpoint: called before the first evaluation.
         """
-        wanted: list[tuple[str, str, Measure]] = []
+        due: list[tuple[str, str, Evaluation]] = []  # (name, metric key, method)
         settings = self.settings
-        if self.plan.val_sources and settings.eval_interval and due(settings.eval_interval):
-            wanted.append((LOSS, "eval/loss", self.validate))
-        if settings.downstream_interval and due(settings.downstream_interval):
+        if self.plan.val_sources and settings.eval_interval and is_due(settings.eval_interval):
+            due.append((LOSS, "eval/loss", self.validate))
+        if settings.downstream_interval and is_due(settings.downstream_interval):
             if settings.hellaswag:
-                wanted.append((HELLASWAG, "eval/hellaswag/acc", self.run_hellaswag))
+                due.append((HELLASWAG, "eval/hellaswag/acc", self.run_hellaswag))
             names = rules.task_names(settings)
             if names:
-                wanted.append((TASKS, f"eval/{names[-1]}/", self.run_tasks))
-        if wanted:
-            has = broadcast_object([log.has(progress.step, key) for _, key, _ in wanted])
-            wanted = [each for each, there in zip(wanted, has, strict=True) if not there]
+                due.append((TASKS, f"eval/{names[-1]}/", self.run_tasks))
+        if due:
+            logged = broadcast_object([log.has(progress.step, key) for _, key, _ in due])
+            due = [each for each, done in zip(due, logged, strict=True) if not done]
         if self.samples_due(progress.tokens):
-            wanted.append((SAMPLES, "", self.sample))
+            due.append((SAMPLES, "", self.sample))
             self.sampled_tokens = progress.tokens
-        if not wanted or progress.step in self.given_up:
+        if not due or progress.step in self.disabled_steps:
             return
-        make_safe()
+        wait_for_checkpoint()
         fault_point("evaluation.begin", progress.step)
-        with undisturbed(self.engine):
-            for what, _, measure in wanted:
-                self._measure(what, measure, progress, log)
+        with evaluation_mode(self.engine):
+            for what, _, evaluation in due:
+                self._run(what, evaluation, progress, log)
 
-    def _measure(self, what: str, measure: Measure, progress: Any, log: Any) -> None:
-        """Measure one thing, which is noted as begun before any rank computes."""
+    def _run(self, what: str, evaluation: Evaluation, progress: Any, log: Any) -> None:
+        """Run one evaluation, recorded as an attempt before any rank computes."""
         record_progress("evaluate")
-        if self.unusable and what != LOSS:
-            self._failed(what, progress.step, log, self.unusable)
+        if self.tokenizer_error and what != LOSS:
+            self._log_failure(what, progress.step, log, self.tokenizer_error)
             return
-        with nullcontext() if what == TASKS else self._noted(what, progress):
-            broadcast_object(None)  # it is on disk
-            with self._failing(what, progress, log) if self.survives else nullcontext():
+        # Each task is recorded by its own name, in `run_tasks`.
+        with nullcontext() if what == TASKS else self._recorded(what, progress):
+            broadcast_object(None)  # now the record is on disk
+            survives = self.survives_forward_error
+            with self._logged_errors(what, progress, log) if survives else nullcontext():
                 if what != TASKS:
                     fault_point("evaluation.measure", progress.step)
-                measure(progress, log)
+                evaluation(progress, log)
 
     @contextmanager
-    def _noted(self, what: str, progress: Any) -> Iterator[None]:
-        if self.first:
-            self.begun.begin(progress.step, progress.tokens, what)
+    def _recorded(self, what: str, progress: Any) -> Iterator[None]:
+        """Record an attempt; an error that ends the run leaves the record for the next launch."""
+        if self.is_rank0:
+            self.attempts.start(progress.step, progress.tokens, what)
         yield
-        if self.first:
-            self.begun.end()
+        if self.is_rank0:
+            self.attempts.finish()
 
     def samples_due(self, tokens: int) -> bool:
-        """Tell whether the run has passed a place where samples are due since it last had them."""
+        """Return whether a point at which samples are due was passed since the last samples."""
         if not self.settings.prompts:
             return False
-        places = (self.settings.total_tokens, self.settings.sample_interval)
-        return sampling.passed(tokens, *places) > sampling.passed(self.sampled_tokens, *places)
+        now, then = (
+            sampling.num_points_passed(
+                each, self.settings.total_tokens, self.settings.sample_interval
+            )
+            for each in (tokens, self.sampled_tokens)
+        )
+        return now > then
 
-    # ---- What is measured
+    # ---- The evaluations
 
     def validate(self, progress: Any, log: Any) -> None:
-        """Measure the validation loss."""
+        """Log the validation loss."""
         plan = self.plan
         held_out = data.ValidationStream(
-            plan.val_sources, num_sequences=plan.val_sequences, **self.cut
+            plan.val_sources, num_sequences=plan.val_sequences, **self.stream_options
         )
         loader = data.make_loader(held_out, 0, False)
         batches = with_progress("evaluate", data.prefetch_to_device(loader, self.device))
         row = validation.validation_loss(self.engine, batches, plan.val_source_names)
         self.engine.eval()
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
-        self.say(
+        self.print_line(
             f"step={progress.step} eval_loss={row['eval/loss']:.4f} "
             f"eval_perplexity={row['eval/perplexity']:.2f}"
         )
 
     def run_hellaswag(self, progress: Any, log: Any) -> None:
-        """Measure HellaSwag's two accuracies; the file keeps the newest, item by item."""
-        if self.rows is None:
-            self.rows = self._prepared(HELLASWAG, progress, log, self._hellaswag_rows)
-        if self.rows is None:
+        """Log both accuracies of HellaSwag, and write the outcomes to `hellaswag.json`."""
+        if self.hellaswag_rows is None:
+            self.hellaswag_rows = self._prepare(HELLASWAG, progress, log, self._read_hellaswag)
+        if self.hellaswag_rows is None:
             return
-        scores = self.compute.score(self.rows)
-        with self._failing(HELLASWAG, progress, log):
+        scores = self.runner.score(self.hellaswag_rows)
+        with self._logged_errors(HELLASWAG, progress, log):
             likelihoods = iter(likelihood for likelihood, _ in scores)
             outcomes = [
                 hellaswag.outcome(item, [next(likelihoods) for _ in item.endings])
-                for item in self.items
+                for item in self.hellaswag_items
             ]
-            found = hellaswag.accuracies(outcomes)
+            accuracies = hellaswag.accuracies(outcomes)
             where = {"step": progress.step, "tokens": progress.tokens}
-            log.metrics({**where, **{f"eval/hellaswag/{key}": v for key, v in found.items()}})
+            log.metrics({**where, **{f"eval/hellaswag/{key}": v for key, v in accuracies.items()}})
             each = [hellaswag.to_json(outcome) for outcome in outcomes]
-            content = {**where, **found, "outcomes": each}
+            content = {**where, **accuracies, "outcomes": each}
             write_json(RunFiles(self.run_dir).hellaswag, content)
-            self._say_figures(progress, {f"hellaswag/{key}": v for key, v in found.items()})
+            self._print_metrics(progress, {f"hellaswag/{k}": v for k, v in accuracies.items()})
 
-    def _hellaswag_rows(self) -> list[Row]:
-        self.items = hellaswag.read_items(
+    def _read_hellaswag(self) -> list[Row]:
+        self.hellaswag_items = hellaswag.read_items(
             self.settings.hellaswag or "", self.settings.hellaswag_items
         )
-        asked = [item.requests for item in self.items]
-        return self.compute.coder.rows(asked, self.compute.max_length)
+        requests = [item.requests for item in self.hellaswag_items]
+        return self.runner.coder.rows(requests, self.runner.max_length)
 
     def run_tasks(self, progress: Any, log: Any) -> None:
-        """Run lm-eval's tasks: the first rank asks, all compute."""
-        if not self.first:
-            lm_eval.serve(self.compute)
+        """Run the tasks of lm-eval: rank 0 runs lm-eval, all ranks compute."""
+        if not self.is_rank0:
+            lm_eval.serve(self.runner)
             return
         where = {"step": progress.step, "tokens": progress.tokens}
-        with lm_eval.quiet(), lm_eval.served(self.compute) as patience:
+        with lm_eval.quiet(), lm_eval.serving_peers(self.runner) as keep_alive:
             for name in rules.task_names(self.settings):
                 if log.has(progress.step, f"eval/{name}/"):
-                    continue  # before a kill
-                with self._noted(name, progress), self._failing(name, progress, log):
+                    continue  # done before the run was killed
+                with self._recorded(name, progress), self._logged_errors(name, progress, log):
                     fault_point("evaluation.measure", progress.step)
                     task = lm_eval.load_tasks([name], self.settings.eval_task_path)[name]
                     items = self.settings.eval_task_items
-                    found = lm_eval.evaluate(self.compute, task, items, patience)
-                    log.metrics({**where, **{f"eval/{key}": v for key, v in found.items()}})
-                    self._say_figures(progress, found)
+                    results = lm_eval.evaluate(self.runner, task, items, keep_alive)
+                    log.metrics({**where, **{f"eval/{key}": v for key, v in results.items()}})
+                    self._print_metrics(progress, results)
 
     def sample(self, progress: Any, log: Any) -> None:
-        """Write on from each prompt."""
-        prepared = self._prepared(SAMPLES, progress, log, self._prompts)
-        if prepared is None:
+        """Continue each prompt; log and print the texts."""
+        prompts = self._prepare(SAMPLES, progress, log, self._encode_prompts)
+        if prompts is None:
             return
         settings = self.settings
-        choice = sampling.Choice(settings.temperature, settings.top_k, settings.top_p)
-        asked = [
+        options = sampling.SamplingOptions(settings.temperature, settings.top_k, settings.top_p)
+        requests = [
             sampling.Prompt(
                 ids,
                 settings.sample_length,
-                choice,
-                sampling.seed_of(settings.seed, progress.step, number),
+                options,
+                sampling.sample_seed(settings.seed, progress.step, number),
             )
-            for number, (_, ids) in enumerate(prepared)
+            for number, (_, ids) in enumerate(prompts)
         ]
-        written = self.compute.write([(prompt, []) for prompt in asked])
+        texts = self.runner.generate([(request, []) for request in requests])
         rows = [
             {
                 "step": progress.step,
                 "tokens": progress.tokens,
                 "prompt_number": number,
                 "prompt": text,
-                "text": written[number],
-                "seed": asked[number].seed,
-                **choice._asdict(),
+                "text": texts[number],
+                "seed": requests[number].seed,
+                **options._asdict(),
             }
-            for number, (text, _) in enumerate(prepared)
+            for number, (text, _) in enumerate(prompts)
         ]
-        with self._failing(SAMPLES, progress, log):
+        with self._logged_errors(SAMPLES, progress, log):
             log.samples(rows)
             for row in rows:
                 shown = " ".join(f"{key}={json.dumps(row[key])}" for key in ("prompt", "text"))
-                self.say(f"step={progress.step} sample={row['prompt_number']} {shown}")
+                self.print_line(f"step={progress.step} sample={row['prompt_number']} {shown}")
 
-    def _prompts(self) -> list[tuple[str, list[int]]]:
+    def _encode_prompts(self) -> list[tuple[str, list[int]]]:
         texts = sampling.read_prompts(Path(self.settings.prompts or ""))
-        prompts = [(text, prompt_ids(self.compute.coder, text)) for text in texts]
+        prompts = [(text, prompt_ids(self.runner.coder, text)) for text in texts]
         longest = max(len(ids) for _, ids in prompts) + self.settings.sample_length
-        if longest > self.compute.max_length:  # of a run that goes on: a new one was refused
-            raise ConfigError(f"{longest} tokens, of at most {self.compute.max_length}")
+        if longest > self.runner.max_length:  # preflight refuses this only for a new run
+            raise ConfigError(
+                f"{self.settings.prompts}: the longest prompt and --sample_length make {longest} "
+                f"tokens, the maximum is {self.runner.max_length}"
+            )
         return prompts
 
-    # ---- What may fail
+    # ---- Errors
 
-    def _prepared(self, what: str, progress: Any, log: Any, prepare: Callable[[], Any]) -> Any:
-        """Return what the first rank prepares, on every rank; None if it failed."""
-        if not self.first:
-            return hear(self.compute.beat)
-        found = None
-        with self._failing(what, progress, log), lm_eval.patience(self.compute):
-            found = prepare()
-        return broadcast_object(found)
+    def _prepare(self, what: str, progress: Any, log: Any, prepare: Callable[[], Any]) -> Any:
+        """Return rank 0's result of `prepare` on every rank; None if it failed."""
+        if not self.is_rank0:
+            return receive(self.runner.tick)
+        prepared = None
+        with self._logged_errors(what, progress, log), lm_eval.keep_alive(self.runner):
+            prepared = prepare()
+        return broadcast_object(prepared)
 
     @contextmanager
-    def _failing(self, what: str, progress: Any, log: Any) -> Iterator[None]:
-        """Write down what fails on this rank, where no other rank waits for it, and go on."""
+    def _logged_errors(self, what: str, progress: Any, log: Any) -> Iterator[None]:
+        """Log an error and continue; only where no other rank waits for this one."""
         try:
             yield
         except Exception as error:
-            if isinstance(error, lm_eval.ForwardError) and not self.survives:
+            if isinstance(error, lm_eval.ForwardError) and not self.survives_forward_error:
                 raise
-            self._failed(what, progress.step, log, f"{type(error).__name__}: {error}")
+            self._log_failure(what, progress.step, log, f"{type(error).__name__}: {error}")
 
-    def _failed(self, what: str, step: int, log: Any, error: str) -> None:
+    def _log_failure(self, what: str, step: int, log: Any, error: str) -> None:
         reason = " ".join(error.split())[:500]
-        self.say(f"step={step} {what} FAILED, training goes on: {reason}")
+        self.print_line(f"step={step} {what} FAILED, training continues: {reason}")
         log.event("evaluation_failed", step, evaluation=what, error=reason)
 
-    def _ended_in(self, entry: dict[str, Any], log: Any) -> None:
-        step, what = entry["step"], entry["what"]
-        if step in self.begun.given_up():
-            self._failed(what, step, log, "the run ended in it, again at this step")
+    def _log_crash(self, attempt: Attempt, log: Any) -> None:
+        step, what = attempt["step"], attempt["what"]
+        if step in self.attempts.disabled_steps():
+            reason = "the run crashed twice during evaluation of this step; skipping it"
+            self._log_failure(what, step, log, reason)
             return
-        self.say(f"step={step} {what}: the run ended in it; it is tried once more")
+        reason = "the run crashed during this evaluation; retrying once"
+        self.print_line(f"step={step} {what}: {reason}")
         log.event("evaluation_interrupted", step, evaluation=what)
 
-    def _say_figures(self, progress: Any, found: dict[str, float]) -> None:
-        shown = " ".join(f"{key}={value:.4g}" for key, value in found.items())
-        self.say(f"step={progress.step} {shown}")
+    def _print_metrics(self, progress: Any, metrics: dict[str, float]) -> None:
+        shown = " ".join(f"{key}={value:.4g}" for key, value in metrics.items())
+        self.print_line(f"step={progress.step} {shown}")
 
 
 @contextmanager
-def undisturbed(engine: Any) -> Iterator[None]:
-    """Put an engine into evaluation mode, and all back as it was: modes, random generators."""
+def evaluation_mode(engine: Any) -> Iterator[None]:
+    """Put the engine into evaluation mode; restore its mode and the random generators after."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
     engine.eval()

@@ -1,6 +1,6 @@
-"""Evaluate an exported model directory: HellaSwag, and lm-eval's tasks with lm-eval's own model.
+"""Evaluates an exported model: HellaSwag, and tasks of lm-eval with lm-eval's own `hf` model.
 
-What `python -m zerolm evaluate` does. One process; knows no run and no engine.
+Used by `python -m zerolm evaluate`, in one process. Must not depend on a run or an engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate import hellaswag, lm_eval
-from zerolm.evaluate.likelihood import fitting_tokens
+from zerolm.evaluate.likelihood import max_batch_tokens
 from zerolm.evaluate.text_coder import TextCoder, max_length
 
-BATCH_TOKENS = 8192  # of a forward pass, or fewer
+BATCH_TOKENS = 8192  # maximum of a forward pass
 
 
 def evaluate_export(
@@ -24,23 +24,31 @@ def evaluate_export(
     hellaswag_name: str | None = None,
     hellaswag_items: int = 0,
     device: str | None = None,
-    say: Callable[..., None] = print,
+    print_line: Callable[..., None] = print,
 ) -> dict[str, Any]:
-    """Return `<task>/<metric>` figures of a model, and what became of each item of HellaSwag.
+    """Evaluate a model; return {`model`, `figures`, `hellaswag`}.
 
     Args:
-        directory: that `from_pretrained` loads, with its tokenizer.
+        directory: a model that `from_pretrained` loads, and its tokenizer.
         task_path: directory with further tasks.
-        task_items, hellaswag_items: the first so many; None and 0 for all.
+        task_items: maximum documents of each task; None for all.
+        hellaswag_name: file or hub id of HellaSwag; None to leave it out.
+        hellaswag_items: maximum items; 0 for all.
         device: of torch; None for a GPU if there is one.
 
+    Returns:
+        `figures` is {`<task>/<metric>`: value}; `hellaswag`, if evaluated, is the outcome of
+        each item.
+
     Raises:
-        ConfigError: no such model, tokenizer, task or file.
+        ConfigError: the model, tokenizer, a task or the file does not exist.
     """
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"{directory}: is no model. Name what zerolm export wrote.")
+        raise ConfigError(
+            f"{directory}: not a model directory. Give one that `zerolm export` wrote."
+        )
     if not tasks and not hellaswag_name:
-        raise ConfigError("nothing to evaluate: give --tasks, --hellaswag, or both.")
+        raise ConfigError("nothing to evaluate. Give --tasks, --hellaswag, or both.")
     items = hellaswag.read_items(hellaswag_name, hellaswag_items) if hellaswag_name else []
     loaded = lm_eval.load_tasks(tasks, task_path) if tasks else None
     import torch
@@ -49,29 +57,29 @@ def evaluate_export(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     model = model.to(device).eval()
-    found: dict[str, Any] = {"model": str(directory), "figures": {}}
+    results: dict[str, Any] = {"model": str(directory), "figures": {}}
     coder = TextCoder(directory)
-    compute = lm_eval.Compute(
+    runner = lm_eval.ModelRunner(
         model,
         coder,
         device,
         max_length(model.config, coder.tokenizer),
-        fitting_tokens(BATCH_TOKENS, model.config),
+        max_batch_tokens(BATCH_TOKENS, model.config),
     )
     if items:
-        asked = [item.requests for item in items]
-        likelihoods = iter(x for x, _ in compute.score(coder.rows(asked, compute.max_length)))
+        requests = [item.requests for item in items]
+        likelihoods = iter(x for x, _ in runner.score(coder.rows(requests, runner.max_length)))
         outcomes = [
             hellaswag.outcome(item, [next(likelihoods) for _ in item.endings]) for item in items
         ]
-        figures = hellaswag.accuracies(outcomes)
-        found["figures"] |= {f"hellaswag/{key}": value for key, value in figures.items()}
-        found["hellaswag"] = [hellaswag.to_json(outcome) for outcome in outcomes]
+        accuracies = hellaswag.accuracies(outcomes)
+        results["figures"] |= {f"hellaswag/{key}": value for key, value in accuracies.items()}
+        results["hellaswag"] = [hellaswag.to_json(outcome) for outcome in outcomes]
     if loaded is not None and coder.tokenizer is not None:
-        found["figures"] |= lm_eval.evaluate_directory(model, directory, loaded, task_items)
-    elif loaded is not None:  # a tokenizer of tiktoken, which lm-eval's own model cannot load
+        results["figures"] |= lm_eval.evaluate_directory(model, directory, loaded, task_items)
+    elif loaded is not None:  # lm-eval's own model cannot load a tiktoken tokenizer
         for task in loaded.values():
-            found["figures"] |= lm_eval.evaluate(compute, task, task_items)
-    for key, value in found["figures"].items():
-        say(f"{key}={value:.6g}")
-    return found
+            results["figures"] |= lm_eval.evaluate(runner, task, task_items)
+    for key, value in results["figures"].items():
+        print_line(f"{key}={value:.6g}")
+    return results

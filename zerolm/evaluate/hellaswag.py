@@ -1,6 +1,6 @@
-"""HellaSwag, as lm-eval asks and scores it: the items, their texts, and the two accuracies.
+"""HellaSwag as in lm-eval: reading the items, building the requests, and both accuracies.
 
-Knows the task, no model and no ranks. Zellers et al., "HellaSwag: Can a Machine Really Finish Your
+Must not depend on a model or ranks. Zellers et al., "HellaSwag: Can a Machine Really Finish Your
 Sentence?" (2019). Source of every step: lm-evaluation-harness 0.4.13, `tasks/hellaswag`, and
 `ConfigurableTask.process_results` for the scores.
 """
@@ -21,7 +21,7 @@ EXAMPLE = "hellaswag_val.jsonl, or the hub id Rowan/hellaswag"
 
 
 class Item(NamedTuple):
-    """A context, the texts that may follow it, and the number of the one that does."""
+    """A context, possible endings, and the number of the correct one."""
 
     context: str
     endings: list[str]
@@ -29,34 +29,34 @@ class Item(NamedTuple):
 
     @property
     def requests(self) -> list[tuple[str, str]]:
-        """Context and continuation of each ending."""
+        """(context, continuation) of each ending."""
         return [(self.context, f" {ending}") for ending in self.endings]
 
 
 class Outcome(NamedTuple):
-    """What a model made of an item."""
+    """The scores and predictions of a model for an item."""
 
     log_likelihoods: list[float]  # of each ending
     prediction: int
-    prediction_norm: int  # with each log-likelihood divided by the ending's characters
+    prediction_norm: int  # by log-likelihood per character of the ending
     label: int
 
 
 def read_items(name: str, limit: int = 0) -> list[Item]:
-    """Read items from a file of JSON lines, or from a data set of the hub.
+    """Read items from JSON lines, or from the validation split of a hub data set.
 
     Args:
-        name: of the file, or the hub's id, of which the validation split is taken.
-        limit: the first so many items; 0 for all.
+        name: path of the file, or hub id.
+        limit: read only this many items, from the first on; 0 for all.
 
     Raises:
         ConfigError: there is no such file, or a line is not an item.
     """
     path = Path(name)
     if path.is_file():
-        documents = _lines(path)
+        documents = _read_lines(path)
     elif HUB_ID.fullmatch(name) and not path.suffix:
-        documents = _of_hub(name)
+        documents = _load_from_hub(name)
     else:
         raise ConfigError(f"{name}: no such file. Give {EXAMPLE}.")
     items = []
@@ -66,11 +66,11 @@ def read_items(name: str, limit: int = 0) -> list[Item]:
             raise ConfigError(f"{name}:{number}: {problem}. Give {EXAMPLE}.")
         items.append(item(document))
     if not items:
-        raise ConfigError(f"{name}: has no items. Give {EXAMPLE}.")
+        raise ConfigError(f"{name}: no items. Give {EXAMPLE}.")
     return items
 
 
-def _lines(path: Path) -> list[Any]:
+def _read_lines(path: Path) -> list[Any]:
     documents = []
     try:
         text = path.read_text(encoding="utf-8")
@@ -84,15 +84,15 @@ def _lines(path: Path) -> list[Any]:
     return documents
 
 
-def _of_hub(name: str) -> list[Any]:
+def _load_from_hub(name: str) -> list[Any]:
     import datasets
 
     try:
         return list(datasets.load_dataset(name, split=SPLIT))
-    except Exception as error:  # the hub, the network, the disk, the format: whatever it raises
+    except Exception as error:  # from the hub, the network, the disk or the format
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
-            f"{name}: neither a file, nor a data set of the hub that can be loaded ({reason}). "
+            f"{name}: neither a file nor a hub data set that can be loaded ({reason}). "
             f"Give {EXAMPLE}."
         ) from None
 
@@ -102,7 +102,7 @@ def _problem(document: Any) -> str | None:
         return "not a JSON object"
     missing = [key for key in KEYS if key not in document]
     if missing:
-        return f"lacks {', '.join(missing)}"
+        return f"has no {', '.join(missing)}"
     endings = document["endings"]
     texts = (*(document[key] for key in KEYS[:3]), *(endings if isinstance(endings, list) else ()))
     if (
@@ -110,23 +110,23 @@ def _problem(document: Any) -> str | None:
         or len(endings) < 2
         or not all(isinstance(t, str) for t in texts)
     ):
-        return "activity_label, ctx_a and ctx_b are text, endings a list of texts"
+        return "activity_label, ctx_a and ctx_b must be strings, endings a list of strings"
     label = str(document["label"])
     if not label.isdigit() or int(label) >= len(endings):
         return f"label: {document['label']!r} is not the number of an ending"
     if not preprocess(f"{document['activity_label']}: "):
-        return "has no context"
+        return "the context is empty"
     return None
 
 
 def preprocess(text: str) -> str:
-    """Take out what WikiHow's part of the data set has in brackets."""
+    """Remove the bracketed markup of the items from WikiHow."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def item(document: dict[str, Any]) -> Item:
-    """Return what is asked for a line of the data set."""
+    """Return the item of a line of the data set."""
     context = f"{document['ctx_a']} {document['ctx_b'].capitalize()}"
     return Item(
         preprocess(f"{document['activity_label']}: {context}"),
@@ -135,26 +135,26 @@ def item(document: dict[str, Any]) -> Item:
     )
 
 
-def outcome(asked: Item, log_likelihoods: Sequence[float]) -> Outcome:
-    """Return the predictions: the first of the likeliest endings, as they are and per character."""
-    found = list(log_likelihoods)
-    per_character = [  # an ending that was all brackets has none left
+def outcome(scored: Item, log_likelihoods: Sequence[float]) -> Outcome:
+    """Return the predictions: the first of the likeliest endings, in total and per character."""
+    totals = list(log_likelihoods)
+    per_character = [  # an ending of markup only has no characters left
         likelihood / len(ending) if ending else -math.inf
-        for likelihood, ending in zip(found, asked.endings, strict=True)
+        for likelihood, ending in zip(totals, scored.endings, strict=True)
     ]
     return Outcome(
-        found, found.index(max(found)), per_character.index(max(per_character)), asked.label
+        totals, totals.index(max(totals)), per_character.index(max(per_character)), scored.label
     )
 
 
-def to_json(found: Outcome) -> dict[str, Any]:
-    """Return an outcome for a file; what JSON has no number for is None."""
-    numbers = [x if math.isfinite(x) else None for x in found.log_likelihoods]
-    return {**found._asdict(), "log_likelihoods": numbers}
+def to_json(scored: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON; numbers that are not finite become None."""
+    numbers = [x if math.isfinite(x) else None for x in scored.log_likelihoods]
+    return {**scored._asdict(), "log_likelihoods": numbers}
 
 
 def accuracies(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return `acc`, `acc_norm` and the number of `items`."""
+    """Return `acc`, `acc_norm` (by `prediction_norm`) and the number of `items`."""
     return {
         "acc": sum(each.prediction == each.label for each in outcomes) / len(outcomes),
         "acc_norm": sum(each.prediction_norm == each.label for each in outcomes) / len(outcomes),

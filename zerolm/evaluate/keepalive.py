@@ -1,9 +1,9 @@
-"""Signs of life of the first rank while it alone is at work, and the others wait for it.
+"""`KeepAlive`: signals from rank 0 while it works alone and the other ranks wait in a collective.
 
-lm-eval builds requests, makes ids of texts and scores; a hub answers slowly: minutes in which no
-rank takes a step or runs a model. A thread of the first rank says all the while that it is at work:
-to the watchdog, and to the other ranks, whose collective would come to its time limit. It does so
-for an hour at most: what takes longer is taken for hung. Knows nothing of what is prepared.
+lm-eval builds requests, tokenizes and scores, and a hub may answer slowly: for minutes no rank
+takes a step or runs the model. Meanwhile a thread of rank 0 signals the watchdog, and the other
+ranks, whose collective would time out. After an hour it stops, so that a hang is still detected.
+Must not depend on what rank 0 prepares.
 """
 
 import contextlib
@@ -14,81 +14,86 @@ from typing import Any
 
 from zerolm.distributed.collectives import broadcast_object
 
-AT_WORK = "at work"  # what the first rank sends the others instead of what they wait for
-BEAT_SECONDS = 2.0
-MESSAGE_SECONDS = 60.0  # a process group's limit is half an hour, or ten minutes
-LONGEST_SECONDS = 3600.0
+STILL_WORKING = "still working"  # sent to the other ranks in place of the result
+TICK_SECONDS = 2.0
+MESSAGE_SECONDS = 60.0  # the timeout of a process group is 30 minutes, or 10
+MAX_SECONDS = 3600.0
 
 
-class Patience:
-    """A context in which the first rank may take its time. It alone uses it.
+class KeepAlive:
+    """A context in which rank 0 may work for long while the other ranks wait in `receive`.
+
+    Used by rank 0 only.
 
     Args:
-        beat: says to the watchdog that this rank is at work; called from a thread.
-        others: whether there are any, each of them in `hear`.
-        device: of torch, whose collectives go through it.
-        send: sends the others `AT_WORK`.
+        tick: signals the watchdog that this rank makes progress; called from a thread.
+        has_peers: whether other ranks wait.
+        device: torch device of the collectives.
+        send: sends `STILL_WORKING` to the other ranks.
     """
 
     def __init__(
         self,
-        beat: Callable[[], None],
-        others: bool,
+        tick: Callable[[], None],
+        has_peers: bool,
         device: Any = "cpu",
         send: Callable[[Any], Any] = broadcast_object,
     ):
-        self._beat, self._others, self._device, self._send = beat, others, str(device), send
-        self._began = time.monotonic()
-        self._lock = threading.Lock()  # who has it may send
+        self._tick, self._has_peers = tick, has_peers
+        self._device, self._send = str(device), send
+        self._started_at = time.monotonic()
+        self._lock = threading.Lock()  # only its holder may send
         self._quit = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="patience", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="keepalive", daemon=True)
 
-    def __enter__(self) -> "Patience":
+    def __enter__(self) -> "KeepAlive":
         self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._quit.set()
-        self._thread.join()  # from here on only the main thread sends
+        self._thread.join()  # after this only the main thread sends
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let all ranks compute: signs of life are then theirs to give. Restarts the hour."""
+        """Send nothing while all ranks compute and signal for themselves; restart the hour."""
         with self._lock:
             try:
                 yield
             except BaseException:
-                if self._others:
-                    self._quit.set()  # they may be in another collective
+                if self._has_peers:
+                    self._quit.set()  # the peers may be in another collective
                 raise
             finally:
-                self._began = time.monotonic()
+                self._started_at = time.monotonic()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         if self._device.startswith("cuda"):
             import torch
 
-            torch.cuda.set_device(self._device)  # a thread begins with the first one
-        sent = time.monotonic()
-        while not self._quit.wait(BEAT_SECONDS):
+            torch.cuda.set_device(self._device)  # a new thread starts with device 0
+        sent_at = time.monotonic()
+        while not self._quit.wait(TICK_SECONDS):
             with self._lock:
                 now = time.monotonic()
                 if self._quit.is_set():
                     return
-                if now - self._began > LONGEST_SECONDS:
+                if now - self._started_at > MAX_SECONDS:
                     continue
-                self._beat()
-                if self._others and now - sent > MESSAGE_SECONDS:
-                    self._send(AT_WORK)
-                    sent = now
+                self._tick()
+                if self._has_peers and now - sent_at > MESSAGE_SECONDS:
+                    self._send(STILL_WORKING)
+                    sent_at = now
 
 
-def hear(beat: Callable[[], None], receive: Callable[[Any], Any] = broadcast_object) -> Any:
-    """Return what the first rank has to say once it is ready. Every other rank calls.
+def receive(
+    tick: Callable[[], None], receive_object: Callable[[Any], Any] = broadcast_object
+) -> Any:
+    """Return what rank 0 broadcasts when it is ready. Every rank except rank 0 must call.
 
     Args:
-        beat: called for each sign of life.
+        tick: called for each signal from rank 0.
     """
-    while isinstance(message := receive(None), str) and message == AT_WORK:
-        beat()
+    while isinstance(message := receive_object(None), str) and message == STILL_WORKING:
+        tick()
     return message

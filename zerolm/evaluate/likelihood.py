@@ -1,8 +1,8 @@
-"""The log-likelihood of continuations, on all ranks: what HellaSwag and lm-eval's tasks ask.
+"""Log-likelihoods of continuations, on all ranks: what HellaSwag and tasks of lm-eval request.
 
-Rows are sorted by length and cut into batches of about equal size, which are dealt to the ranks in
-rounds. Every rank makes the same number of forward passes, with a row of its own in none: ZeRO-3
-gathers weights in each. Knows token ids, no text and no task.
+Rows are sorted by length and divided into batches of about equal size, which the ranks take in
+rounds. Every rank makes the same number of forward passes, because ZeRO-3 gathers weights in each;
+a rank without a batch runs a dummy row. Works on token ids; must not depend on text or tasks.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,50 +14,51 @@ from torch.nn import functional
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.model.compile import eager
 
-LOGIT_BYTES = 1 << 30  # of a forward pass: a run may never have all logits of a micro-batch
+# Of the float32 logits of a forward pass: with a chunked loss, training never holds the logits of a
+# complete micro-batch, so evaluation must not need memory for them either.
+MAX_LOGIT_BYTES = 1 << 30
 PAD_TO = 8  # columns: fewer shapes for the allocator and for kernels that are tuned by shape
 
 
 class Row(NamedTuple):
-    """Token ids, of which the last `num_scored` are scored given those before."""
+    """Token ids; the last `num_scored` of them are scored, given the ones before."""
 
     ids: list[int]
     num_scored: int
 
 
 class Ranks(NamedTuple):
-    """Who shares the work: this rank of so many. The default is a process on its own."""
+    """This rank and the number of ranks that share the work; by default a single process."""
 
     rank: int = 0
     world_size: int = 1
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
-def fitting_tokens(wanted: int, config: Any) -> int:
-    """Return how many tokens a forward pass may have, so that float32 logits fit.
+def max_batch_tokens(requested: int, config: Any) -> int:
+    """Return the requested tokens per forward pass, or fewer if their logits would be too large.
 
     Args:
-        wanted: at most so many.
         config: of the model.
     """
-    return min(wanted, max(1, LOGIT_BYTES // (4 * config.get_text_config().vocab_size)))
+    return min(requested, max(1, MAX_LOGIT_BYTES // (4 * config.get_text_config().vocab_size)))
 
 
-def problem_of(row: Row, max_length: int) -> str | None:
-    """Say why a row cannot be scored, None if it can."""
+def row_problem(row: Row, max_length: int) -> str | None:
+    """Return why a row cannot be scored, or None."""
     if row.num_scored < 1:
         return "has no token to score"
     if len(row.ids) <= row.num_scored:
         return "has no token of context"
     if row.num_scored > max_length:
-        return f"has {row.num_scored} tokens to score, which may be at most {max_length}"
+        return f"has {row.num_scored} tokens to score, the maximum is {max_length}"
     return None
 
 
-def cut(row: Row, max_length: int) -> Row:
-    """Leave out the first tokens of what is too long; the last token is only predicted.
+def truncate(row: Row, max_length: int) -> Row:
+    """Drop the first tokens of a row that is too long; the last token is only a target.
 
     Source: lm-evaluation-harness 0.4.13, `HFLM._loglikelihood_tokens`.
     """
@@ -65,24 +66,24 @@ def cut(row: Row, max_length: int) -> Row:
 
 
 def batches(rows: Sequence[Row], batch_tokens: int, max_length: int) -> list[list[int]]:
-    """Return the numbers of the rows of each batch, longest rows first.
+    """Return the row numbers of each batch, longest rows first.
 
-    The same for any number of ranks, and so is the shape of each forward pass.
+    The batches, and so the shapes of the forward passes, do not depend on the number of ranks.
 
     Args:
-        batch_tokens: of a batch, padding included; a row that has more is a batch of its own.
+        batch_tokens: maximum of a batch, with padding; a longer row is a batch of its own.
         max_length: no row is padded beyond it.
     """
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
-    found: list[list[int]] = []
+    batched: list[list[int]] = []
     room = 0
     for number in order:
         if room == 0:
-            found.append([])
+            batched.append([])
             room = max(1, batch_tokens // _columns(rows[number], max_length))
-        found[-1].append(number)
+        batched[-1].append(number)
         room -= 1
-    return found
+    return batched
 
 
 def _columns(row: Row, max_length: int) -> int:
@@ -96,44 +97,43 @@ def log_likelihoods(
     device: Any,
     batch_tokens: int,
     max_length: int,
-    ranks: Ranks = ALONE,
-    beat: Callable[[], None] = lambda: None,
+    ranks: Ranks = SINGLE_PROCESS,
+    tick: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-likelihood of each row's last tokens, and whether each is the likeliest.
+    """Return the log-likelihood of each row's scored tokens, and whether all are the likeliest.
 
     Every rank must call, with the same rows.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
-        rows: none with a problem (`problem_of`); those that are too long are cut.
-        batch_tokens: of a forward pass.
-        max_length: tokens of a row in a forward pass, at most the positions of the model.
-        beat: called before each forward pass.
+        rows: without a `row_problem`; rows that are too long are truncated.
+        batch_tokens: maximum of a forward pass.
+        max_length: maximum tokens of a row, at most the model's positions.
+        tick: called before each forward pass.
 
     Returns:
         (N,) float64 sums of natural logarithms; (N,) bool. On the CPU, the same on every rank.
 
-    Source: lm-evaluation-harness 0.4.13, `HFLM._loglikelihood_tokens`, but in float32 whatever the
-        dtype of the logits is.
+    Source: lm-evaluation-harness 0.4.13, `HFLM._loglikelihood_tokens`, but always in float32.
     """
-    rows = [cut(row, max_length) for row in rows]
+    rows = [truncate(row, max_length) for row in rows]
     sums = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
-    mine = batches(rows, batch_tokens, max_length)
-    rounds = -(-len(mine) // ranks.world_size)
-    nothing = Row([0, 0], 1)
+    batched = batches(rows, batch_tokens, max_length)
+    rounds = -(-len(batched) // ranks.world_size)
+    dummy = Row([0, 0], 1)
     with torch.no_grad(), eager():
         for number in range(rounds):
-            beat()
-            place = number * ranks.world_size + ranks.rank
-            numbers = mine[place] if place < len(mine) else []
-            batch = [rows[n] for n in numbers] or [nothing]
+            tick()
+            index = number * ranks.world_size + ranks.rank
+            numbers = batched[index] if index < len(batched) else []
+            batch = [rows[n] for n in numbers] or [dummy]
             columns = max(_columns(row, max_length) for row in batch)
             scored, likeliest = _score(model, batch, columns, device)
             if numbers:
                 where = torch.tensor(numbers, device=device)
                 sums[0, where], sums[1, where] = scored, likeliest.double()
     if ranks.world_size > 1:
-        sum_over_ranks(sums)  # each row is one rank's, the others add zero
+        sum_over_ranks(sums)  # one rank has scored each row, the others add zero
     sums = sums.cpu()
     return sums[0], sums[1] > 0.5
 
@@ -141,7 +141,7 @@ def log_likelihoods(
 def _score(
     model: Any, rows: Sequence[Row], columns: int, device: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one batch, padded on the right to `columns`, where a causal model does not look."""
+    """Score one batch, padded on the right to `columns`; causal attention ignores the padding."""
     inputs_BT = torch.zeros(len(rows), columns, dtype=torch.int64)
     targets_BT = torch.zeros(len(rows), columns, dtype=torch.int64)
     scored_BT = torch.zeros(len(rows), columns, dtype=torch.bool)

@@ -1,11 +1,10 @@
-"""lm-eval's tasks on a DeepSpeed engine: the first rank asks, all ranks compute.
+"""Tasks of lm-eval on a DeepSpeed engine: rank 0 runs lm-eval, all ranks compute.
 
-The first rank alone runs lm-eval: it loads tasks, builds requests and scores them, and whatever
-goes wrong there is its own affair. For each list of requests it sends every rank the token ids, and
-all compute them in lock step. The other ranks wait in `serve` for the next list, or for the end,
-however long lm-eval takes (patience.py).
+Rank 0 loads tasks, builds requests and scores the answers, so an error of lm-eval concerns no other
+rank. For each list of requests it sends the token ids to all ranks, which compute in lock step. The
+other ranks wait in `serve`; `KeepAlive` keeps them waiting however long lm-eval takes.
 
-lm-eval (the extra `lm-eval`) is imported by need only. Knows no run and no training.
+lm-eval (the extra `lm-eval`) is imported only when used. Must not depend on the training loop.
 """
 
 import contextlib
@@ -16,31 +15,37 @@ from typing import Any, NamedTuple
 
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.distributed.collectives import broadcast_object
-from zerolm.evaluate.keepalive import Patience, hear
-from zerolm.evaluate.likelihood import ALONE, Ranks, Row, log_likelihoods, problem_of
-from zerolm.evaluate.sampling import Choice, Prompt, generate
+from zerolm.evaluate.keepalive import KeepAlive, receive
+from zerolm.evaluate.likelihood import (
+    SINGLE_PROCESS,
+    Ranks,
+    Row,
+    log_likelihoods,
+    row_problem,
+)
+from zerolm.evaluate.sampling import Prompt, SamplingOptions, generate
 from zerolm.evaluate.text_coder import TextCoder
 
-MAX_NEW_TOKENS = 256  # of tasks that do not say, as in lm-eval's own models
+DEFAULT_NEW_TOKENS = 256  # of a task that sets no limit, as in lm-eval's own models
 
 
 class ForwardError(Exception):
-    """A forward pass failed on this rank: the other ranks may be in it, and wait."""
+    """A forward pass failed on this rank while the other ranks may be waiting inside it."""
 
 
-class Compute(NamedTuple):
-    """A model and how it is run on: everything but what to compute."""
+class ModelRunner(NamedTuple):
+    """A model, its tokenizer, and the limits of its forward passes."""
 
     model: Any
     coder: TextCoder
     device: Any
-    max_length: int  # tokens of a text at once
+    max_length: int  # tokens of a text in one forward pass
     batch_tokens: int
-    ranks: Ranks = ALONE
-    beat: Callable[[], None] = lambda: None
+    ranks: Ranks = SINGLE_PROCESS
+    tick: Callable[[], None] = lambda: None
 
     def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether it is the likeliest) of each row. Every rank calls."""
+        """Return (log-likelihood, whether it is the likeliest) per row. Every rank must call."""
         sums, likeliest = log_likelihoods(
             self.model,
             rows,
@@ -48,16 +53,20 @@ class Compute(NamedTuple):
             batch_tokens=self.batch_tokens,
             max_length=self.max_length,
             ranks=self.ranks,
-            beat=self.beat,
+            tick=self.tick,
         )
         return list(zip(sums.tolist(), likeliest.tolist(), strict=True))
 
-    def write(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
-        """Return the text that follows each prompt, up to its stop texts. Every rank calls."""
+    def generate(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
+        """Return the text that continues each prompt, up to its stop strings. Every rank must call.
+
+        Args:
+            prompts: (prompt, stop strings).
+        """
         texts: list[str] = [""] * len(prompts)
-        wanted = [tuple(filter(None, stops)) for _, stops in prompts]
-        for stops in dict.fromkeys(wanted):
-            numbers = [number for number, ends in enumerate(wanted) if ends == stops]
+        stops_of = [tuple(filter(None, stops)) for _, stops in prompts]
+        for stops in dict.fromkeys(stops_of):
+            numbers = [number for number, each in enumerate(stops_of) if each == stops]
 
             def stop(ids: Sequence[int], stops: tuple[str, ...] = stops) -> bool:
                 if ids[-1] == self.coder.eos_id or not stops:
@@ -65,11 +74,11 @@ class Compute(NamedTuple):
                 text = self.coder.decode(ids, special_tokens=False)
                 return any(end in text for end in stops)
 
-            found = generate(
+            generated = generate(
                 self.model, [prompts[n][0] for n in numbers], stop,
-                device=self.device, ranks=self.ranks, beat=self.beat,
+                device=self.device, ranks=self.ranks, tick=self.tick,
             )  # fmt: skip
-            for number, ids in zip(numbers, found, strict=True):
+            for number, ids in zip(numbers, generated, strict=True):
                 text = self.coder.decode(ids, special_tokens=False)
                 for end in stops:
                     text = text.split(end)[0]
@@ -82,19 +91,18 @@ def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, A
 
     Args:
         names: of tasks, groups or tags.
-        task_dir: with yaml files of further tasks.
+        task_dir: a directory with YAML files of further tasks.
 
     Returns:
-        For each name what lm-eval's TaskManager loads; once in a process, however often it is
-        asked for.
+        {name: what lm-eval's TaskManager loads}; loaded only once per process.
 
     Raises:
         ConfigError: lm-eval is not installed, does not know a name, or cannot load a task.
     """
     manager = _manager(task_dir)
     problems = [
-        f"{name}: lm-eval knows no such task.{did_you_mean(name, manager.all_tasks)} List them "
-        f"with lm-eval ls tasks; --eval_task_path adds a directory of your own."
+        f"{name}: not a task of lm-eval.{did_you_mean(name, manager.all_tasks)} List them "
+        f"with `lm-eval ls tasks`; --eval_task_path adds a directory with your own."
         for name in names
         if name not in manager.all_tasks
     ]
@@ -107,18 +115,18 @@ def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, A
 def _loaded(name: str, task_dir: str | None) -> Any:
     try:
         return _manager(task_dir).load([name])
-    except Exception as error:  # the hub, the network, a yaml file, its functions: whatever
+    except Exception as error:  # from the hub, the network, a YAML file or its functions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
-            f"{name}: lm-eval cannot load it ({reason}). Correct the task, or load its data where "
-            f"there is a network."
+            f"{name}: lm-eval cannot load the task ({reason}). Correct it, or download its data "
+            f"on a machine with a network."
         ) from error
 
 
-@functools.cache  # it reads 10,000 yaml files
+@functools.cache  # reads 10,000 YAML files
 def _manager(task_dir: str | None) -> Any:
     if task_dir is not None and not Path(task_dir).is_dir():
-        raise ConfigError(f"{task_dir}: no such directory. Name one with lm-eval's yaml files.")
+        raise ConfigError(f"{task_dir}: no such directory. Give one with YAML files of lm-eval.")
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -129,111 +137,116 @@ def _manager(task_dir: str | None) -> Any:
 
 
 def evaluate(
-    compute: Compute, tasks: Any, limit: int | None = None, patience: Patience | None = None
+    runner: ModelRunner,
+    task: Any,
+    limit: int | None = None,
+    keep_alive: KeepAlive | None = None,
 ) -> dict[str, float]:
-    """Run a loaded task. Where there are ranks the first one calls, and the others `serve`.
+    """Run a loaded task. Rank 0 calls this while the other ranks are in `serve`.
 
     Args:
-        tasks: one of `load_tasks`; may be run again.
-        limit: documents of each; None for all.
-        patience: that of `served`; None for a process on its own.
+        task: a value of `load_tasks`; may be run again.
+        limit: maximum documents of each task; None for all.
+        keep_alive: from `serving_peers`; None in a single process.
 
     Returns:
-        `<task>/<metric>` of every task and group.
+        {`<task>/<metric>`: value} of every task and group.
 
     Raises:
-        ForwardError: in a forward pass. After any other error every rank can go on.
+        ForwardError: a forward pass failed. After any other error every rank can continue.
     """
     import lm_eval
 
-    model = _lm_class()(compute, patience)
+    model = _lm_class()(runner, keep_alive)
     found = lm_eval.evaluate(
-        lm=model, task_dict=tasks, limit=limit, bootstrap_iters=0, log_samples=False
+        lm=model, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
     )
-    return figures(found["results"])
+    return flatten_results(found["results"])
 
 
 def evaluate_directory(
     model: Any, directory: Path, tasks: Mapping[str, Any], limit: int | None = None
 ) -> dict[str, float]:
-    """Run loaded tasks on an exported model, in one process, with lm-eval's own `hf` model.
+    """Run loaded tasks on an exported model in one process, with lm-eval's own `hf` model.
 
     Args:
         model: loaded from `directory`.
+        limit: maximum documents of each task; None for all.
 
     Returns:
-        `<task>/<metric>` of every task and group.
+        {`<task>/<metric>`: value} of every task and group.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    theirs = HFLM(pretrained=model, tokenizer=str(directory), batch_size=8)
+    hf_model = HFLM(pretrained=model, tokenizer=str(directory), batch_size=8)
     row: dict[str, float] = {}
     for task in tasks.values():
         found = lm_eval.evaluate(
-            lm=theirs, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
+            lm=hf_model, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
         )
-        row |= figures(found["results"])
+        row |= flatten_results(found["results"])
     return row
 
 
-def figures(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return lm-eval's results as `<task>/<metric>`; a filter's name follows a metric's."""
+def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return lm-eval's results as {`<task>/<metric>[_<filter>]`: value}, without their errors."""
     row = {}
     for task, metrics in results.items():
         for key, value in metrics.items():
-            metric, _, kind = key.partition(",")
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if number and kind and not metric.endswith("_stderr"):
-                row[f"{task}/{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
+            metric, _, filter_name = key.partition(",")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and filter_name and not metric.endswith("_stderr"):
+                suffix = "" if filter_name == "none" else f"_{filter_name}"
+                row[f"{task}/{metric}{suffix}"] = float(value)
     return row
 
 
 @contextlib.contextmanager
-def served(compute: Compute) -> Iterator[Patience]:
-    """Let the other ranks wait, and return from `serve` at the end. The first rank calls."""
+def serving_peers(runner: ModelRunner) -> Iterator[KeepAlive]:
+    """Keep the other ranks in `serve`, and let them return at the end. Rank 0 calls."""
     try:
-        with patience(compute) as patient:
-            yield patient
+        with keep_alive(runner) as alive:
+            yield alive
     except ForwardError:
-        raise  # the others are not waiting there
+        raise  # the other ranks are not in `serve`
     except BaseException:
-        _release(compute)
+        _release_peers(runner)
         raise
-    _release(compute)
+    _release_peers(runner)
 
 
-def patience(compute: Compute) -> Patience:
-    """Return the context in which the first rank may take its time, while the others wait."""
-    return Patience(compute.beat, compute.ranks.world_size > 1, compute.device)
+def keep_alive(runner: ModelRunner) -> KeepAlive:
+    """Return the context in which rank 0 may work for long while the other ranks wait."""
+    return KeepAlive(runner.tick, runner.ranks.world_size > 1, runner.device)
 
 
-def _release(compute: Compute) -> None:
-    if compute.ranks.world_size > 1:
+def _release_peers(runner: ModelRunner) -> None:
+    if runner.ranks.world_size > 1:
         broadcast_object(None)
 
 
-def serve(compute: Compute) -> None:
-    """Compute what the first rank asks for, until it has no more. Every other rank calls."""
-    while (asked := hear(compute.beat)) is not None:
-        kind, requests = asked
-        getattr(compute, kind)(requests)
+def serve(runner: ModelRunner) -> None:
+    """Compute what rank 0 requests, until it sends None. Every rank except rank 0 must call."""
+    while (message := receive(runner.tick)) is not None:
+        method, requests = message
+        getattr(runner, method)(requests)
 
 
 def _lm_class() -> Any:
-    """Return the class, whose base is lm-eval's own."""
+    """Return the model class for lm-eval; a function, because importing the base takes seconds."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
 
     class EngineLM(TemplateLM):
-        """A model of lm-eval's that is one process to it, and all ranks in truth."""
+        """Looks like a single process to lm-eval, and computes on all ranks."""
 
-        def __init__(self, compute: Compute, patience: Patience | None):
+        def __init__(self, runner: ModelRunner, keep_alive: KeepAlive | None):
             super().__init__()
-            self.patience = patience
-            self.compute, self.coder = compute, compute.coder
-            self.tokenizer = compute.coder.tokenizer
+            self.keep_alive = keep_alive
+            self.runner, self.coder = runner, runner.coder
+            self.tokenizer = runner.coder.tokenizer
 
         @property
         def eot_token_id(self) -> int:
@@ -246,14 +259,16 @@ def _lm_class() -> Any:
         def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
             return self.coder.encode(string, add_special_tokens)
 
-        def _ask(self, kind: str, requests: list[Any]) -> list[Any]:
+        def _compute(self, method: str, requests: list[Any]) -> list[Any]:
+            """Call a method of `ModelRunner` on all ranks."""
             if not requests:
                 return []
+            alive = self.keep_alive
             try:
-                with contextlib.nullcontext() if self.patience is None else self.patience.paused():
-                    if self.compute.ranks.world_size > 1:
-                        broadcast_object((kind, requests))
-                    return getattr(self.compute, kind)(requests)
+                with contextlib.nullcontext() if alive is None else alive.paused():
+                    if self.runner.ranks.world_size > 1:
+                        broadcast_object((method, requests))
+                    return getattr(self.runner, method)(requests)
             except Exception as error:
                 raise ForwardError(f"{type(error).__name__}: {error}") from error
 
@@ -263,9 +278,9 @@ def _lm_class() -> Any:
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
             rows = [Row(context + scored, len(scored)) for _, context, scored in requests]
             for (texts, *_), row in zip(requests, rows, strict=True):
-                problem = problem_of(row, self.compute.max_length)
+                problem = row_problem(row, self.runner.max_length)
                 assert problem is None, f"{str(texts)[:100]} {problem}"
-            return self._ask("score", rows)
+            return self._compute("score", rows)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
             rows, counts = [], []
@@ -273,39 +288,39 @@ def _lm_class() -> Any:
                 windows = utils.get_rolling_token_windows(
                     token_list=self.tok_encode(text),
                     prefix_token=self.prefix_token_id,
-                    max_seq_len=self.compute.max_length,
+                    max_seq_len=self.runner.max_length,
                     context_len=1,
                 )
                 pairs = list(map(utils.make_disjoint_window, windows))
                 rows += [Row(context + scored, len(scored)) for context, scored in pairs]
                 counts.append(len(pairs))
-            scores = iter(self._ask("score", rows))
+            scores = iter(self._compute("score", rows))
             return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
             prompts = []
             for number, (context, given) in enumerate(request.args for request in requests):
-                asked = normalize_gen_kwargs(given, MAX_NEW_TOKENS)
-                most = asked["max_gen_toks"]
-                room = self.compute.max_length - most
-                assert room > 0, f"{most} new tokens, of at most {self.compute.max_length} in all"
-                stops = asked.get("until") or []
-                choice = Choice(
-                    float(asked.get("temperature") or 0),
-                    int(asked.get("top_k") or 0),
-                    float(asked.get("top_p") or 1),
+                options = normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS)
+                new_tokens, max_length = options["max_gen_toks"], self.runner.max_length
+                room = max_length - new_tokens
+                assert room > 0, f"{new_tokens} new tokens do not fit into {max_length} positions"
+                stops = options.get("until") or []
+                sampling = SamplingOptions(
+                    float(options.get("temperature") or 0),
+                    int(options.get("top_k") or 0),
+                    float(options.get("top_p") or 1),
                 )
                 ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
                 stops = [stops] if isinstance(stops, str) else list(stops)
-                prompts.append((Prompt(ids, most, choice, seed=number), stops))
-            return self._ask("write", prompts)
+                prompts.append((Prompt(ids, new_tokens, sampling, seed=number), stops))
+            return self._compute("generate", prompts)
 
     return EngineLM
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lm-eval's progress bars and warnings out of a run's log, and nothing else."""
+    """Suppress lm-eval's progress bars and warnings, and no other output."""
     import logging
 
     from tqdm import tqdm
@@ -313,7 +328,7 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level, init = logger.level, tqdm.__init__
     logger.setLevel(logging.ERROR)
-    # lm-eval makes bars that no argument of its own switches off.
+    # Some of lm-eval's progress bars have no option to disable them.
     tqdm.__init__ = functools.partialmethod(init, disable=True)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the settings of evaluations and samples must be, looked at before a run begins.
+"""Checks the settings of evaluations and samples before a run starts.
 
-Reads the items, prompts, tasks and the tokenizer; changes nothing. What is only used by the first
-rank is only read by it. Whatever takes long to import waits until a setting needs it.
+Reads the items, prompts, tasks and the tokenizer; changes nothing. Only rank 0 reads inputs that
+only rank 0 uses. Slow imports are inside the functions that need them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from zerolm.evaluate.text_coder import TextCoder
 
-NEEDED = {  # what a setting is about
+REQUIRES = {  # setting: it has an effect only with one of these
     "hellaswag_items": ("hellaswag",),
     "eval_task_path": ("eval_tasks",),
     "eval_task_items": ("eval_tasks",),
@@ -33,25 +33,25 @@ DEFAULTS = {name: field.default for name, field in Settings.__dataclass_fields__
 
 
 def task_names(settings: Settings) -> list[str]:
-    """Return the tasks of lm-eval, each once."""
+    """Return the names of the lm-eval tasks, without duplicates."""
     names = [name.strip() for names in settings.eval_tasks for name in names.split(",")]
     return list(dict.fromkeys(filter(None, names)))
 
 
 def tokenizer_dir(sources: Sequence[Source]) -> Path:
-    """Return where the tokenizer that made the training data is."""
+    """Return the directory of the tokenizer of the training data."""
     return sources[0].tokenizer_directory()
 
 
-def tokens_at_once(settings: Settings, model_config: "PretrainedConfig", tokenizer: Any) -> int:
-    """Return how many tokens a text may have in a forward pass beside training.
+def max_text_tokens(settings: Settings, model_config: "PretrainedConfig", tokenizer: Any) -> int:
+    """Return the maximum tokens of a text in a forward pass during a run.
 
-    No more than a sequence of training: the model has learned no place behind it, and the memory
-    that is free has room for no more.
+    At most a training sequence: the model has learned no positions beyond it, and training may
+    leave no memory for more.
 
     Args:
         settings: resolved as far as possible.
-        tokenizer: of transformers; None for one of tiktoken.
+        tokenizer: of transformers; None for tiktoken.
     """
     from zerolm.evaluate.text_coder import max_length
 
@@ -60,20 +60,20 @@ def tokens_at_once(settings: Settings, model_config: "PretrainedConfig", tokeniz
 
 
 def problems(settings: Settings) -> list[str]:
-    """Return what is wrong with the settings of evaluations and samples, a line each."""
+    """Return the problems of the settings themselves, one line each."""
     found = []
-    for name, needed in NEEDED.items():
+    for name, required in REQUIRES.items():
         changed = name in settings.explicit and getattr(settings, name) != DEFAULTS[name]
-        if changed and not any(getattr(settings, each) for each in needed):
-            flags = " or ".join(f"--{each}" for each in needed)
+        if changed and not any(getattr(settings, each) for each in required):
+            flags = " or ".join(f"--{each}" for each in required)
             found.append(
                 f"{settings.where(name)}: {getattr(settings, name)}, needs {flags}. Add it, or "
-                f"remove this."
+                f"remove this setting."
             )
     if not 0 < settings.top_p <= 1:
         found.append(
             f"{settings.where('top_p')}: {settings.top_p}, must be above 0 and at most 1. Use 1 "
-            f"to draw from all tokens."
+            f"to sample from all tokens."
         )
     return found
 
@@ -84,26 +84,26 @@ def missing(
     model_config: "PretrainedConfig | None",
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Return why what is asked for cannot be done with what there is, a line each.
+    """Return the problems of the files, tasks and tokenizer that the settings name, one line each.
 
-    A file may have been moved since the run began, a hub may not answer: what has trained for days
-    goes on all the same, only a new run is refused.
+    The caller refuses only a new run for these. A resumed run continues without the evaluation: a
+    file may have been moved since, or a hub may be down.
 
     Args:
-        sources: of training; empty when none could be opened.
-        model_config: None when it could not be read.
+        sources: of the training data; empty if none could be opened.
+        model_config: None if it could not be read.
         environment: of the launcher.
     """
     found: list[str] = []
-    asked = [name for name in ("hellaswag", "eval_tasks", "prompts") if getattr(settings, name)]
-    if not asked or not sources:
+    requested = [name for name in ("hellaswag", "eval_tasks", "prompts") if getattr(settings, name)]
+    if not requested or not sources:
         return found
     try:
         from zerolm.evaluate.text_coder import TextCoder
 
         coder = TextCoder(tokenizer_dir(sources), sources[0].eos_id)
     except ConfigError as error:
-        where = settings.where(asked[0])
+        where = settings.where(requested[0])
         return found + [f"{where}: needs a tokenizer: {problem}" for problem in error.problems]
     if environment.get("RANK", "0") != "0":
         return found
@@ -112,7 +112,7 @@ def missing(
         "eval_tasks": lambda: _load_tasks(settings),
         "prompts": lambda: _check_prompts(settings, coder, model_config),
     }
-    for name in asked:
+    for name in requested:
         try:
             checks[name]()
         except ConfigError as error:
@@ -128,8 +128,8 @@ def _check_hellaswag(
     if model_config is None:
         return
     try:
-        longest = tokens_at_once(settings, model_config, coder.tokenizer)
-        coder.rows([item.requests for item in items], longest)
+        max_tokens = max_text_tokens(settings, model_config, coder.tokenizer)
+        coder.rows([item.requests for item in items], max_tokens)
     except ConfigError as error:
         raise ConfigError([f"{name}: {problem}" for problem in error.problems]) from None
 
@@ -139,7 +139,7 @@ def _load_tasks(settings: Settings) -> None:
 
     names = task_names(settings)
     if not names:
-        raise ConfigError("names no task. Write for example --eval_tasks arc_easy,piqa.")
+        raise ConfigError("no task is named. Example: --eval_tasks arc_easy,piqa.")
     load_tasks(names, settings.eval_task_path)
 
 
@@ -153,24 +153,24 @@ def _check_prompts(
     prompts = read_prompts(path)
     if model_config is None:
         return
-    longest = tokens_at_once(settings, model_config, coder.tokenizer)
+    max_tokens = max_text_tokens(settings, model_config, coder.tokenizer)
     for number, prompt in enumerate(prompts, 1):
         tokens = len(prompt_ids(coder, prompt))
-        if tokens + settings.sample_length > longest:
+        if tokens + settings.sample_length > max_tokens:
             raise ConfigError(
-                f"{path}: prompt {number} has {tokens} tokens, with --sample_length "
-                f"{settings.sample_length} they must not exceed the {longest} of --seq_len and of "
-                f"the model. Shorten one of them."
+                f"{path}: prompt {number} has {tokens} tokens; with --sample_length "
+                f"{settings.sample_length} they must not exceed {max_tokens}, the maximum of "
+                f"--seq_len and the model. Shorten one of them."
             )
 
 
-def figures(settings: Settings) -> dict[str, str]:
-    """Return a line for the evaluations and for the samples, if there are any."""
+def summary_lines(settings: Settings) -> dict[str, str]:
+    """Return {name: line} that describe the evaluations and the samples, if there are any."""
     lines = {}
-    what = [f"HellaSwag ({settings.hellaswag_items or 'all'} items)"] if settings.hellaswag else []
-    what += task_names(settings)
-    if what:
-        lines["downstream"] = f"{', '.join(what)} every {settings.downstream_interval} steps"
+    names = [f"HellaSwag ({settings.hellaswag_items or 'all'} items)"] if settings.hellaswag else []
+    names += task_names(settings)
+    if names:
+        lines["downstream"] = f"{', '.join(names)} every {settings.downstream_interval} steps"
     if settings.prompts:
         when = (
             f"every {settings.sample_interval:,} tokens"

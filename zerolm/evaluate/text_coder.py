@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the tokenizer that made the data, as lm-eval uses it.
+"""`TextCoder`: text to token ids and back as in lm-eval, with the tokenizer of the training data.
 
-Knows the copy of a tokenizer that lies beside the shards, or beside an exported model. Training
-never comes here: its ids are in the shards.
+Reads the copy of the tokenizer next to the shards, or next to an exported model. Must not depend on
+the model or on training, which never tokenizes: its token ids are in the shards.
 """
 
 from collections.abc import Sequence
@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError
-from zerolm.evaluate.likelihood import Row, problem_of
+from zerolm.evaluate.likelihood import Row, row_problem
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
-DEFAULT_MAX_LENGTH = 2048  # of a model without such a bound, as in lm-eval
+DEFAULT_MAX_LENGTH = 2048  # if neither model nor tokenizer has a limit, as in lm-eval
 
 
 class TextCoder:
-    """A tokenizer.
+    """A tokenizer of transformers or tiktoken.
+
+    Args:
+        directory: the tokenizer's files.
+        eos_id: replaces the tokenizer's EOS id.
 
     Attributes:
         eos_id: ends a document.
-        prefix_id: what stands before a text that has nothing before it.
-        tokenizer: of transformers, None for one of tiktoken.
+        prefix_id: precedes a text without context: BOS, or else EOS.
+        tokenizer: of transformers; None for tiktoken.
 
     Raises:
-        ConfigError: there is no tokenizer in `directory`, or it has no end of text.
+        ConfigError: there is no tokenizer in `directory`, or it has no EOS token.
     """
 
     def __init__(self, directory: Path, eos_id: int | None = None):
@@ -36,36 +40,37 @@ class TextCoder:
             return
         if not directory.is_dir():
             raise ConfigError(
-                f"{directory}: there is no tokenizer, which texts need. Tokenize the data with "
-                f"python -m data_prep tokenize, which keeps a copy there."
+                f"{directory}: there is no tokenizer, which evaluation on text needs. Tokenize the "
+                f"data with `python -m data_prep tokenize`, which copies it there."
             )
         self.tokenizer = load_auto_tokenizer(str(directory), local=True)
         known = self.tokenizer.eos_token_id
         if known is None and eos_id is None:
-            raise ConfigError(f"{directory}: the tokenizer has no EOS token. Give it one.")
+            raise ConfigError(f"{directory}: the tokenizer has no EOS token. Add one.")
         self.eos_id = known if eos_id is None else eos_id
         bos_id = self.tokenizer.bos_token_id
         self.prefix_id = self.eos_id if bos_id is None else bos_id
         self._prefix = self.tokenizer.decode([self.prefix_id])
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
-        """Return the ids of a text, with a BOS where the tokenizer puts one.
+        """Return the token ids of a text.
 
         Args:
-            special_tokens: whether it may; None: unless the text begins with it.
+            special_tokens: whether the tokenizer may add a BOS; None: unless the text starts with
+                one.
         """
         if self.tokenizer is None:
             return self._encoding.encode(text, allowed_special="all")
-        more = {} if special_tokens is None else {"add_special_tokens": special_tokens}
+        kwargs = {} if special_tokens is None else {"add_special_tokens": special_tokens}
         if special_tokens is None and self._prefix and text.startswith(self._prefix):
-            more = {"add_special_tokens": False}
-        return self.tokenizer.encode(text, **more)
+            kwargs = {"add_special_tokens": False}
+        return self.tokenizer.encode(text, **kwargs)
 
     def decode(self, ids: Sequence[int], special_tokens: bool = True) -> str:
-        """Return the text of ids; those that are no token, where a model has more ids, have none.
+        """Return the text of token ids; ids of a padded vocabulary, unknown here, are skipped.
 
         Args:
-            special_tokens: whether they are shown.
+            special_tokens: whether they appear in the text.
         """
         if self.tokenizer is not None:
             known = [token for token in ids if token < len(self.tokenizer)]
@@ -82,7 +87,7 @@ class TextCoder:
             return b""
 
     def row(self, context: str, continuation: str) -> Row:
-        """Return the ids of a continuation with its context before, as one text is tokenized.
+        """Return the ids of context and continuation, tokenized together as one text.
 
         Source: lm-evaluation-harness 0.4.13, `TemplateLM.loglikelihood` and `_encode_pair`.
         """
@@ -91,38 +96,39 @@ class TextCoder:
             if ids and ids[0] == self.prefix_id:
                 return Row(ids, len(ids) - 1)
             return Row([self.prefix_id, *ids], len(ids))
-        bare = context.rstrip()
-        whole = self.encode(context + continuation)
-        before = self.encode(bare)
-        # The tokens of the context alone, even where they are others than in the whole.
-        scored = whole[len(before) :]
-        return Row(before + scored, len(scored))
+        # The context's ids are those of the context alone, even if they differ in the joined text.
+        context_ids = self.encode(context.rstrip())
+        scored_ids = self.encode(context + continuation)[len(context_ids) :]
+        return Row(context_ids + scored_ids, len(scored_ids))
 
     def rows(self, items: Sequence[Sequence[tuple[str, str]]], max_length: int) -> list[Row]:
-        """Return the ids of each (context, continuation) of each item, one after the other.
+        """Return the rows of all (context, continuation) pairs of all items, in order.
+
+        Args:
+            max_length: maximum tokens of a forward pass.
 
         Raises:
-            ConfigError: one that a model of so many positions cannot score, with the item's number.
+            ConfigError: a row cannot be scored; names the item.
         """
-        found = []
+        rows = []
         for number, item in enumerate(items, 1):
             for context, continuation in item:
-                found.append(self.row(context, continuation))
-                problem = problem_of(found[-1], max_length)
+                rows.append(self.row(context, continuation))
+                problem = row_problem(rows[-1], max_length)
                 if problem:
                     raise ConfigError(
-                        f"item {number} {problem}: {continuation.strip()[:60]!r}. Leave it out."
+                        f"item {number} {problem}: {continuation.strip()[:60]!r}. Remove it."
                     )
-        return found
+        return rows
 
 
 def prompt_ids(coder: TextCoder, prompt: str) -> list[int]:
-    """Return the ids to go on from; nothing is the end of the text before."""
+    """Return the ids of a prompt; the EOS id for an empty one."""
     return coder.encode(prompt) or [coder.eos_id]
 
 
 def max_length(config: Any, tokenizer: Any = None) -> int:
-    """Return how many tokens a model takes at once.
+    """Return the maximum number of tokens of a forward pass of a model.
 
     Source: lm-evaluation-harness 0.4.13, `resolve_max_length`.
     """

@@ -1,4 +1,4 @@
-"""Validation loss: on every rank, under every ZeRO stage, the same number for any world size."""
+"""Validation loss on all ranks, under every ZeRO stage; the same for every world size."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,16 +14,16 @@ from zerolm.model.loss import sums_by_source, token_losses
 def validation_loss(
     engine: Any, batches: Iterable[dict[str, torch.Tensor]], source_names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the mean loss of each validation token, in total and per source. Every rank must call.
+    """Return the mean loss per validation token, in total and by source. Every rank must call.
 
     Args:
-        engine: a DeepSpeed engine; it is back in training mode afterwards.
-        batches: this rank's micro-batches on the engine's device, as many as every other rank has
-            (ZeRO-3 gathers weights in each forward).
-        source_names: the names behind the ids in `sources`.
+        engine: a DeepSpeed engine; left in training mode.
+        batches: this rank's micro-batches on the engine's device. Every rank must have the same
+            number of them, because ZeRO-3 gathers weights in each forward pass.
+        source_names: names of the source numbers in `sources`.
 
     Returns:
-        `eval/loss`, `eval/perplexity`, and `eval/<source>/loss` when there are several sources.
+        `eval/loss`, `eval/perplexity`, and `eval/<source>/loss` if there are several sources.
     """
     sums = torch.zeros(2, len(source_names), dtype=torch.float64, device=engine.device)
     engine.eval()
@@ -45,5 +45,5 @@ def validation_loss(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows (a diverged run is reported, not crashed)."""
+    """Return exp(loss), or infinity if it overflows: a diverged run must not crash here."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -52,7 +52,7 @@ def figures(plan: Plan) -> dict[str, str]:
         lines["evaluation"] = (
             f"{plan.val_sequences:,} sequences every {settings.eval_interval} steps"
         )
-    lines |= rules.figures(settings)
+    lines |= rules.summary_lines(settings)
     if chunk:
         lines["loss"] = f"computed for {chunk:,} tokens at a time"
     if settings.batch_ramp_start:

@@ -100,7 +100,7 @@ class Run:
         run_directory.write(self.run_dir, self.record, self.rank)
         step = self.progress.step
         self.journal.open(step)
-        self.evaluations.begin(self.journal.log, step)
+        self.evaluations.restore(self.journal.log, step)
         resharded = self.plan.resharded(found.manifest) if found else []
         self.journal.begin(step, self.saves.newest, damage, found is not None, resharded)
         return found is not None
@@ -271,7 +271,7 @@ class Run:
 
     def evaluate_if_due(self) -> None:
         """Measure what this step is to be measured by, once its checkpoint is whole."""
-        self.evaluations.if_due(self.progress, self.journal.log, self.due, self.make_safe)
+        self.evaluations.run_due(self.progress, self.journal.log, self.due, self.make_safe)
 
     def make_safe(self) -> None:
         """Wait for the checkpoint of this step: whatever comes next, it is on disk."""

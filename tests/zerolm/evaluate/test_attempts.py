@@ -1,37 +1,37 @@
-"""Where evaluations ended a run twice, nothing more is measured, and nothing else is left out."""
+"""Evaluation is skipped at a step where it has crashed the run twice, and nowhere else."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from zerolm.evaluate.attempts import Begun
+from zerolm.evaluate.attempts import EvaluationAttempts
 from zerolm.evaluate.evaluator import LOSS, Evaluations
 
 
-def test_what_was_begun_and_not_ended_is_known_to_every_later_start(tmp_path) -> None:
-    begun = Begun(tmp_path)
-    assert begun.settle() is None
-    begun.begin(5, 500, "loss")
-    begun.end()
+def test_every_later_launch_knows_the_attempts_that_crashed(tmp_path) -> None:
+    attempts = EvaluationAttempts(tmp_path)
+    assert attempts.load() is None
+    attempts.start(5, 500, "loss")
+    attempts.finish()
     assert not (tmp_path / "evaluation_begun.json").exists()
-    begun.begin(5, 500, "piqa")
-    entry = {"step": 5, "tokens": 500, "what": "piqa"}
-    for left in (entry, None, None):
-        again = Begun(tmp_path)
-        assert again.settle() == left and again.failed == [entry]
-        again.begin(3, 300, "loss")
-        again.end()
-    again.begin(6, 600, "loss")
-    last = Begun(tmp_path)
-    assert last.settle()["step"] == 6 and [each["step"] for each in last.failed] == [5, 6]
-    assert last.given_up() == {}
-    last.begin(6, 600, "piqa")
-    third = Begun(tmp_path)
-    third.settle()
-    assert third.given_up() == {6: 600}
+    attempts.start(5, 500, "piqa")
+    crashed = {"step": 5, "tokens": 500, "what": "piqa"}
+    for expected in (crashed, None, None):
+        later = EvaluationAttempts(tmp_path)
+        assert later.load() == expected and later.crashed == [crashed]
+        later.start(3, 300, "loss")
+        later.finish()
+    later.start(6, 600, "loss")
+    last = EvaluationAttempts(tmp_path)
+    assert last.load()["step"] == 6 and [each["step"] for each in last.crashed] == [5, 6]
+    assert last.disabled_steps() == {}
+    last.start(6, 600, "piqa")
+    third = EvaluationAttempts(tmp_path)
+    third.load()
+    assert third.disabled_steps() == {6: 600}
     (tmp_path / "evaluation_begun.json").write_text('{"be')
-    assert Begun(tmp_path).settle() is None
+    assert EvaluationAttempts(tmp_path).load() is None
 
 
 class Log:
@@ -57,7 +57,7 @@ def group(tmp_path):
 
 
 def evaluations(run_dir, zero_stage: int) -> Evaluations:
-    """What a start has, with a validation loss that fails."""
+    """Return evaluations whose validation loss raises an error."""
     engine = SimpleNamespace(
         global_rank=0, world_size=1, device=torch.device("cpu"), eval=lambda: 0, train=lambda: 0
     )
@@ -67,42 +67,42 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
     )  # fmt: skip
     profile = SimpleNamespace(zero_stage=zero_stage)
     plan = SimpleNamespace(settings=settings, run_dir=run_dir, profile=profile, val_sources=[1])
-    found = Evaluations(plan, engine, "cpu", {}, lambda *_: None)
+    created = Evaluations(plan, engine, "cpu", {}, lambda *_: None)
 
     def fail(progress, log) -> None:
         raise MemoryError("a forward pass")
 
-    found.validate = fail
-    return found
+    created.validate = fail
+    return created
 
 
-def test_an_evaluation_that_ends_the_run_is_tried_once_more(tmp_path, group) -> None:
-    def begin(step: int) -> None:
-        start.begin(log, step)
+def test_an_evaluation_that_crashes_the_run_is_retried_once(tmp_path, group) -> None:
+    def resume_at(step: int) -> None:
+        launch.restore(log, step)
         progress = SimpleNamespace(step=step, tokens=100 * step)
-        start.if_due(progress, log, lambda interval: True, lambda: None)
+        launch.run_due(progress, log, lambda interval: True, lambda: None)
 
     log = Log()
     for _ in range(2):
-        start = evaluations(tmp_path, zero_stage=3)
+        launch = evaluations(tmp_path, zero_stage=3)
         with pytest.raises(MemoryError):
-            begin(4)
-    start = evaluations(tmp_path, zero_stage=3)
-    begin(4)
-    again = {"evaluation": LOSS, "error": "the run ended in it, again at this step"}
+            resume_at(4)
+    launch = evaluations(tmp_path, zero_stage=3)
+    resume_at(4)
+    error = "the run crashed twice during evaluation of this step; skipping it"
     assert log.events == [
         ("evaluation_interrupted", 4, {"evaluation": LOSS}),
-        ("evaluation_failed", 4, again),
+        ("evaluation_failed", 4, {"evaluation": LOSS, "error": error}),
     ]
-    assert start.sampled_tokens == 400, "no samples are made up for what was left out"
+    assert launch.sampled_tokens == 400, "skipped samples are not made up for"
     with pytest.raises(MemoryError):
-        begin(5)
+        resume_at(5)
 
 
-def test_a_rank_of_its_own_goes_on_after_a_failed_forward_pass(tmp_path, group) -> None:
-    log, start = Log(), evaluations(tmp_path, zero_stage=2)
-    start.begin(log, 4)
+def test_a_single_rank_continues_after_a_failed_forward_pass(tmp_path, group) -> None:
+    log, launch = Log(), evaluations(tmp_path, zero_stage=2)
+    launch.restore(log, 4)
     progress = SimpleNamespace(step=4, tokens=400)
-    start.if_due(progress, log, lambda interval: True, lambda: None)
+    launch.run_due(progress, log, lambda interval: True, lambda: None)
     assert log.events[0][2]["error"] == "MemoryError: a forward pass"
     assert not (tmp_path / "evaluation_begun.json").exists()

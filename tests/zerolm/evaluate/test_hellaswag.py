@@ -1,4 +1,4 @@
-"""HellaSwag is asked and scored as lm-eval does it, item by item."""
+"""HellaSwag is requested and scored as in lm-eval, item by item."""
 
 import json
 
@@ -15,7 +15,7 @@ from zerolm.evaluate.exported_model import evaluate_export
 from zerolm.evaluate.likelihood import Row, batches, log_likelihoods
 from zerolm.evaluate.text_coder import TextCoder
 
-ITEMS, POSITIONS = 200, 96  # some contexts are too long for the model, and are cut
+ITEMS, POSITIONS = 200, 96  # some contexts are too long for the model, and are truncated
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(exported):
-    return evaluate_export(exported[0], hellaswag_name=str(exported[1]), say=lambda *_: None)
+    return evaluate_export(exported[0], hellaswag_name=str(exported[1]), print_line=lambda *_: None)
 
 
 def test_items_are_scored_as_lm_eval_scores_them(exported, ours, tmp_path) -> None:
@@ -65,7 +65,7 @@ def test_items_are_scored_as_lm_eval_scores_them(exported, ours, tmp_path) -> No
     assert figures["hellaswag/acc"] != figures["hellaswag/acc_norm"]
 
 
-def test_the_cut_into_batches_changes_no_item(exported, ours) -> None:
+def test_batching_does_not_change_scores(exported, ours) -> None:
     model = AutoModelForCausalLM.from_pretrained(exported[0]).eval()
     coder = TextCoder(exported[0])
     rows = coder.rows([hellaswag.item(each).requests for each in items(50)], POSITIONS)
@@ -79,7 +79,7 @@ def test_the_cut_into_batches_changes_no_item(exported, ours) -> None:
         assert numbers == list(range(len(rows)))
 
 
-def test_a_batch_has_no_more_tokens_than_it_may() -> None:
+def test_a_batch_does_not_exceed_its_token_limit() -> None:
     rows = [Row(list(range(length)), 1) for length in range(2, 200, 3)]
     for batch in batches(rows, 512, 200):
         columns = -(-(max(len(rows[number].ids) for number in batch) - 1) // 8) * 8
@@ -104,11 +104,11 @@ def test_no_row_is_padded_beyond_the_learned_positions() -> None:
         ({"label": "4"}, "label: '4' is not the number of an ending"),
         ({"label": ""}, "label: ''"),
         ({"endings": "none"}, "endings a list"),
-        ({"ctx_b": None}, "are text"),
-        ({"ctx_a": ...}, "lacks ctx_a"),
+        ({"ctx_b": None}, "must be strings"),
+        ({"ctx_a": ...}, "has no ctx_a"),
     ],
 )
-def test_a_line_that_is_no_item_is_refused_with_its_number(tmp_path, change, message) -> None:
+def test_an_invalid_line_is_refused_with_its_number(tmp_path, change, message) -> None:
     documents = items(3)
     documents[2] |= change
     documents[2] = {key: value for key, value in documents[2].items() if value is not ...}
@@ -119,7 +119,7 @@ def test_a_line_that_is_no_item_is_refused_with_its_number(tmp_path, change, mes
         hellaswag.read_items(str(path))
 
 
-def test_what_is_no_file_and_no_data_set_is_refused(tmp_path) -> None:
+def test_a_missing_or_broken_file_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         hellaswag.read_items(str(tmp_path / "none.jsonl"))
     (tmp_path / "half.jsonl").write_text('{"ctx_a"\n')
@@ -127,7 +127,9 @@ def test_what_is_no_file_and_no_data_set_is_refused(tmp_path) -> None:
         hellaswag.read_items(str(tmp_path / "half.jsonl"))
 
 
-def test_the_command_evaluates_a_model_directory_on_both(exported, ours, tmp_path, capsys) -> None:
+def test_the_command_runs_hellaswag_and_tasks_on_a_model_directory(
+    exported, ours, tmp_path, capsys
+) -> None:
     model, data = exported
     tasks = write_task(tmp_path / "tasks", data)
     words = ["evaluate", model, "--hellaswag", data, "--tasks", "local_hellaswag"]

@@ -1,4 +1,4 @@
-"""lm-eval in a run says nothing of its own, and silences nobody else; tasks with any tokenizer."""
+"""lm-eval prints nothing into a run's log and hides no other output; tasks run with tiktoken."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from zerolm.__main__ import main
 from zerolm.evaluate.lm_eval import quiet
 
 
-def test_only_progress_bars_are_kept_out_of_a_log(capsys) -> None:
+def test_quiet_hides_progress_bars_only(capsys) -> None:
     with quiet():
         other = threading.Thread(target=lambda: print("rank 1 is lost", file=sys.stderr))
         other.start()

@@ -1,4 +1,4 @@
-"""What is wrong with evaluations and samples is named before a run begins, all of it at once."""
+"""Every problem with evaluations and samples is reported before a run starts."""
 
 import json
 
@@ -36,7 +36,7 @@ def refused(base, *words) -> list[str]:
     return caught.value.problems
 
 
-def test_evaluations_that_can_be_done_are_in_the_plan(base) -> None:
+def test_valid_evaluations_are_in_the_plan(base) -> None:
     plan = check(
         base, "--hellaswag", base / "items.jsonl", "--hellaswag_items", 5, "--eval_tasks",
         "local_hellaswag", "--eval_task_path", base / "tasks", "--prompts", base / "prompts.txt",
@@ -46,7 +46,7 @@ def test_evaluations_that_can_be_done_are_in_the_plan(base) -> None:
     assert "each doubling" in plan.derived["samples"]
 
 
-def test_every_problem_is_named_at_once(base, tmp_path) -> None:
+def test_all_problems_are_reported_at_once(base, tmp_path) -> None:
     (tmp_path / "items.jsonl").write_text('{"ctx_a": "x"}\n')
     problems = refused(
         base, "--hellaswag", tmp_path / "items.jsonl", "--eval_tasks", "local_hellaswog",
@@ -54,7 +54,7 @@ def test_every_problem_is_named_at_once(base, tmp_path) -> None:
     )  # fmt: skip
     assert len(problems) == 4
     for start, end in (
-        ("command line: --hellaswag: ", "items.jsonl:1: lacks activity_label"),
+        ("command line: --hellaswag: ", "items.jsonl:1: has no activity_label"),
         ("command line: --eval_tasks: local_hellaswog: ", 'Did you mean "local_hellaswag"?'),
         ("command line: --prompts: ", "cannot be read"),
         ("command line: --top_p: 0.0, ", "must be above 0"),
@@ -62,25 +62,25 @@ def test_every_problem_is_named_at_once(base, tmp_path) -> None:
         assert any(problem.startswith(start) and end in problem for problem in problems), start
 
 
-def test_a_run_that_has_trained_goes_on_without_what_is_missing(base, tmp_path) -> None:
+def test_a_resumed_run_continues_without_missing_inputs(base, tmp_path) -> None:
     words = ["--prompts", base / "none.txt", "--hellaswag", base / "none.jsonl"]
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     plan = check(base, *words, "--run_dir", tmp_path / "run")
-    without = [notice for notice in plan.notices if "the run goes on without" in notice]
+    without = [notice for notice in plan.notices if "the run resumes without" in notice]
     assert len(without) == 2 and "none.txt" in without[1], plan.notices
     with pytest.raises(ConfigError, match=r"--top_p: 0\.0"):
         check(base, *words, "--run_dir", tmp_path / "run", "--top_p", 0)
     assert len(refused(base, *words)) == 2
 
 
-def test_what_a_model_is_too_short_for_is_refused(base, tmp_path) -> None:
+def test_texts_longer_than_the_maximum_are_refused(base, tmp_path) -> None:
     item = json.loads((base / "items.jsonl").read_text().splitlines()[0])
     item["endings"][3] = "too long " * 40
     (tmp_path / "long.jsonl").write_text(json.dumps(item) + "\n")
     (problem,) = refused(base, "--hellaswag", tmp_path / "long.jsonl")
-    assert "long.jsonl: item 1 has" in problem and "at most 48" in problem
+    assert "long.jsonl: item 1 has" in problem and "the maximum is 48" in problem
     (problem,) = refused(base, "--prompts", base / "prompts.txt", "--sample_length", 47)
-    assert "prompt 1 has" in problem and "exceed the 48 of --seq_len" in problem
+    assert "prompt 1 has" in problem and "exceed 48, the maximum of --seq_len" in problem
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_a_model_is_too_short_for_is_refused(base, tmp_path) -> None:
         (["--temperature", 0.1], "--prompts"),
     ],
 )
-def test_a_setting_without_what_it_is_about_is_refused(base, words, needs) -> None:
+def test_a_setting_without_the_one_it_requires_is_refused(base, words, needs) -> None:
     (problem,) = refused(base, *words)
     assert f"needs {needs}. Add it" in problem
 

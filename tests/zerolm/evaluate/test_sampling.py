@@ -1,4 +1,4 @@
-"""Samples: the next token as transformers chooses it, and texts that depend on nothing else."""
+"""Samples: tokens are drawn as in transformers, and texts depend on their seed only."""
 
 import pytest
 import torch
@@ -8,19 +8,19 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from tests.launching import LLAMA
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate.sampling import (
-    Choice,
     Prompt,
-    distribution,
+    SamplingOptions,
     generate,
-    passed,
+    num_points_passed,
     read_prompts,
-    seed_of,
+    sample_seed,
+    token_probabilities,
 )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (20, 0.9), (1, 0.1)])
-def test_tokens_have_the_chances_that_transformers_gives_them(temperature, top_k, top_p) -> None:
+def test_token_probabilities_equal_those_of_transformers(temperature, top_k, top_p) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         logits = 3 * torch.randn(300, generator=generator, dtype=torch.float64)
@@ -30,19 +30,19 @@ def test_tokens_have_the_chances_that_transformers_gives_them(temperature, top_k
             scores = TopKLogitsWarper(top_k)(ids, scores)
         if top_p < 1:
             scores = TopPLogitsWarper(top_p)(ids, scores)
-        found = distribution(logits, Choice(temperature, top_k, top_p))
+        found = token_probabilities(logits, SamplingOptions(temperature, top_k, top_p))
         torch.testing.assert_close(found, scores[0].softmax(-1))
-    assert distribution(logits, Choice(0.0)).argmax() == logits.argmax()
+    assert token_probabilities(logits, SamplingOptions(0.0)).argmax() == logits.argmax()
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf")])
-def test_a_model_that_has_diverged_still_writes_something(worst) -> None:
+def test_probabilities_are_valid_for_a_diverged_model(worst) -> None:
     logits = torch.zeros(9)
     logits[4] = worst
-    for choice in (Choice(0.8, 3, 0.9), Choice(1.0), Choice(0.0)):
+    for options in (SamplingOptions(0.8, 3, 0.9), SamplingOptions(1.0), SamplingOptions(0.0)):
         for case in (logits, torch.full((9,), worst)):
-            chances = distribution(case, choice)
-            assert chances.isfinite().all() and chances.sum() == pytest.approx(1.0)
+            probabilities = token_probabilities(case, options)
+            assert probabilities.isfinite().all() and probabilities.sum() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,12 @@ def test_greedy_text_equals_that_of_transformers(settings) -> None:
         assert new == theirs[0, len(ids) :].tolist()
 
 
-def test_a_text_depends_on_its_own_seed_alone() -> None:
+def test_a_text_depends_only_on_its_own_seed() -> None:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).eval()
-    prompts = [Prompt([5, 6], 10, Choice(1.0), seed_of(0, 7, number)) for number in range(3)]
+    prompts = [
+        Prompt([5, 6], 10, SamplingOptions(1.0), sample_seed(0, 7, number)) for number in range(3)
+    ]
     before = torch.get_rng_state()
     together = generate(model, prompts, lambda new: len(new) == 8, device="cpu")
     assert torch.equal(torch.get_rng_state(), before)
@@ -86,14 +88,15 @@ def test_samples_are_due_after_each_doubling_and_at_the_end() -> None:
     due = [
         tokens
         for tokens in range(step, total + step, step)
-        if passed(tokens, total, None) > passed(tokens - step, total, None)
+        if num_points_passed(tokens, total, None) > num_points_passed(tokens - step, total, None)
     ]
     assert due == [-(-(total >> halvings) // step) * step for halvings in range(10, -1, -1)]
-    due = [t for t in range(100, 1100, 100) if passed(t, 1000, 300) > passed(t - 100, 1000, 300)]
+    counts = [num_points_passed(tokens, 1000, 300) for tokens in range(0, 1100, 100)]
+    due = [100 * at for at in range(1, 11) if counts[at] > counts[at - 1]]
     assert due == [300, 600, 900, 1000]
 
 
-def test_prompts_are_lines_or_json(tmp_path) -> None:
+def test_prompts_are_read_from_lines_or_json_lines(tmp_path) -> None:
     (tmp_path / "lines.txt").write_text("One day\n\n  two\n")
     assert read_prompts(tmp_path / "lines.txt") == ["One day", "  two"]
     (tmp_path / "some.jsonl").write_text('{"prompt": "a\\nb"}\n{"prompt": ""}\n')

@@ -1,4 +1,4 @@
-"""Text becomes ids as lm-eval makes them, whatever kind the tokenizer is of."""
+"""Text is tokenized as in lm-eval, with tokenizers of transformers and tiktoken."""
 
 import pytest
 import tiktoken
@@ -18,7 +18,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def with_tiktoken(tmp_path, monkeypatch):
-    """The copy that data_prep keeps of a tiny encoding of tiktoken, with a gap in its ids."""
+    """The copy that data_prep keeps of a tiny tiktoken encoding, with a gap in its ids."""
     encoding = tiktoken.Encoding(
         "tiny",
         pat_str=r"\w+|\W",
@@ -34,7 +34,7 @@ def with_tiktoken(tmp_path, monkeypatch):
     ("context", "continuation"),
     [("The class", " statement"), ("The class  ", " statement"), ("", "The class"), ("A", "b")],
 )
-def test_rows_are_those_of_lm_eval(directory, context, continuation) -> None:
+def test_rows_equal_those_of_lm_eval(directory, context, continuation) -> None:
     from lm_eval.api.model import TemplateLM
 
     coder = TextCoder(directory)
@@ -54,7 +54,7 @@ def test_rows_are_those_of_lm_eval(directory, context, continuation) -> None:
     assert coder.row(context, continuation) == Row(before + scored, len(scored))
 
 
-def test_decoding_gives_the_text_back_and_knows_no_other_ids(directory, with_tiktoken) -> None:
+def test_decoding_restores_the_text_and_skips_unknown_ids(directory, with_tiktoken) -> None:
     for coder in (TextCoder(directory), TextCoder(with_tiktoken)):
         for text in (*paragraphs()[:20], "naïve – 雪"):
             ids = coder.encode(text)
@@ -71,7 +71,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path) -> None:
         TextCoder(tmp_path)
 
 
-def test_the_length_is_that_of_lm_eval(directory) -> None:
+def test_max_length_equals_that_of_lm_eval(directory) -> None:
     from lm_eval.models.utils import resolve_max_length
     from transformers import AutoConfig
 
