@@ -1,4 +1,4 @@
-"""Turns documents into token shards, in two phases of restartable tasks, and packs shards.
+"""Encodes documents into token shards in two phases of restartable tasks, and packs shards.
 
 Must not depend on filters, deduplication, pipelines or the command line.
 """

@@ -1,7 +1,7 @@
-"""Assembles shards from parts: in threads while documents are still encoded, or as tasks.
+"""Assembles shards from parts: in background threads during encoding, or as tasks after it.
 
-The bytes of a shard do not depend on how the documents are divided into parts, or on who assembles
-it (`data_prep.tokenize.shard_plan`).
+The bytes of a shard do not depend on how documents are divided into parts (see
+`data_prep.tokenize.shard_plan`), or on whether a thread or a task assembles it.
 """
 
 import os
@@ -22,7 +22,7 @@ from zerolm.common.files import sha256_file
 from zerolm.shards.manifest import files_of
 
 SINGLE_PROCESS_BYTES = 1 << 28  # copying fewer bytes takes less time than starting processes
-MAX_LEFT_BYTES = 1 << 28  # if more is left when encoding ends, tasks assemble it instead of threads
+MAX_LEFT_BYTES = 1 << 28  # if more is left when encoding ends, tasks take over from the threads
 
 Entry = dict[str, Any]  # of a shard, in the manifest
 
@@ -36,7 +36,7 @@ def run_assembly(
     assembled: Mapping[tuple[Path, int], Entry],
     executor: Executor,
 ) -> list[list[Entry]]:
-    """Assemble the shards that are missing; return the manifest entries of all, by output.
+    """Assemble the missing shards; return the manifest entries of all shards, by output.
 
     Args:
         directories: of the outputs; other shards in them are removed.
@@ -80,7 +80,7 @@ class AssembleShards:
     Args:
         token_bytes: size of an id in the parts and in the shards.
         relative_to: the directory to which file names in the records are relative.
-        entries: of the shards that are assembled already, None for the others.
+        entries: of the shards that are already assembled; None for the others.
     """
 
     shards: tuple[Shard, ...]
@@ -89,7 +89,7 @@ class AssembleShards:
     entries: tuple[Entry | None, ...]
 
     def __call__(self, task: int) -> dict[str, Any]:
-        """Write the files of a shard, unless it is assembled already.
+        """Write the files of a shard, unless it is already assembled.
 
         Raises:
             OSError: the files cannot be written.
@@ -98,7 +98,7 @@ class AssembleShards:
         entry = self.entries[task]
         if entry is None:
             entry = write_shard(shard.directory, shard.number, shard.slices, self.token_bytes)
-        assert entry["num_tokens"] == shard.num_tokens, f"{shard.name} is not what was planned"
+        assert entry["num_tokens"] == shard.num_tokens, f"{shard.name} differs from its plan"
         written = [shard.directory / name for name, _, _ in files_of(entry)]
         return {
             "shard": entry,
@@ -110,7 +110,7 @@ class AssembleShards:
 
 
 class BackgroundAssembly:
-    """Assembles shards while documents are still encoded, in one thread per output.
+    """Assembles shards during encoding, in one thread per output.
 
     Args:
         directories: of the outputs.
@@ -142,14 +142,14 @@ class BackgroundAssembly:
             self._threads[-1].start()
 
     def add(self, record: Record) -> None:
-        """Add the record of a unit; units may come in any order."""
+        """Add the record of a unit; units may arrive in any order."""
         self._records[record["task"]] = record
         while (record := self._records.pop(self._next_unit, {})) != {}:
             self._next_unit += 1
-            for split, parts in enumerate(self._queues):
+            for split, part_queue in enumerate(self._queues):
                 for part in parts_of_unit(record, self.parts, split):
                     self._tokens_left[split] += part[2]
-                    parts.put(part)
+                    part_queue.put(part)
 
     def finish(self) -> dict[tuple[Path, int], Entry]:
         """Return the manifest entries of the assembled shards, by directory and number.
@@ -168,8 +168,8 @@ class BackgroundAssembly:
         self._join()
 
     def _join(self) -> None:
-        for parts, thread in zip(self._queues, self._threads, strict=False):
-            parts.put(None)
+        for part_queue, thread in zip(self._queues, self._threads, strict=False):
+            part_queue.put(None)  # the end
             thread.join()
 
     def _run(self, split: int) -> None:

@@ -2,9 +2,9 @@
 
 Each document, longest first, goes into the row with the least free space that still holds it, or
 into a new row. Documents of equal length are placed together: those of length l fill the rows with
-the least sufficient space r, r // l documents per row, since a row that took one has less space
-than any other candidate. So there is one step per length and group of rows with equal space,
-instead of one per document, and the result is the same.
+the least sufficient space r, r // l documents per row, because a row that took one has less space
+than any other candidate. So there is one step per length and group of rows with equal space instead
+of one per document, with the same result.
 
 Source: Ding et al., "Fewer truncations improve language modeling" (2024), section 3, for best-fit
 packing of a corpus; grouping by length is ours.
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of concatenated documents; documents longer than a row are cut into rows.
+    """Return the pieces of concatenated documents; a document longer than a row becomes several.
 
     A row has `seq_len` + 1 ids, of which the last is only a target. Each further piece of a
     document begins with the last id of the previous piece, so that every id except the first is a
@@ -111,8 +111,8 @@ def order_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sort rows in the order of the corpus, by the start of their longest piece.
 
-    In opening order the first rows would be those of the longest documents, and validation reads
-    the first rows.
+    In opening order, the first rows would hold the longest documents, and validation reads the
+    first rows.
 
     Args:
         starts, rows, lengths: of each piece, (P,) int64, by start.

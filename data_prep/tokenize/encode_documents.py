@@ -1,6 +1,6 @@
 """Encodes documents into batches of token ids for the training and the validation split.
 
-The result depends on the documents and the tokenizer only. Independent of files and tasks.
+The result depends only on the documents and the tokenizer. Independent of files and tasks.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
 def is_held_out(utf8: bytes, fraction: float) -> bool:
     """Return whether a document belongs to the validation split.
 
-    This depends on the text only: not on other documents or their order. Copies of a document are
-    in the same split, and a larger fraction holds out more documents in addition to the same ones.
+    This depends only on its text, not on other documents or their order. Copies of a document are
+    in the same split, and a larger fraction holds out a superset of the documents.
     """
     digest = hashlib.blake2b(utf8, digest_size=8, person=b"zerolm-val").digest()
     return int.from_bytes(digest, "big") < fraction * (1 << 64)
@@ -77,7 +77,7 @@ class DocumentEncoder:
         members = [~held_out, held_out] if held_out.any() else [np.ones(len(texts), bool)]
         batches = []
         for chosen in members:
-            # A document may have no ids: only spaces, with a tokenizer that drops them.
+            # A document may have no ids, such as only spaces with a tokenizer that drops them.
             kept = chosen & (lengths > 0)
             batches.append(
                 Batch(

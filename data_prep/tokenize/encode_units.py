@@ -1,7 +1,7 @@
 """Encodes units of the input into parts: the tasks of the phase `tokenize.encode`.
 
-A task reads its unit from the input files and writes parts (`data_prep.tokenize.parts`); only its
-record goes to other processes. The content of parts depends on the documents and the tokenizer.
+A task reads its unit from the input files and writes parts (`data_prep.tokenize.parts`); it sends
+only its record to other processes. The content of parts depends only on documents and tokenizer.
 """
 
 import time
@@ -23,8 +23,8 @@ from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ZerolmError
 from zerolm.common.files import attempt_token
 
-READ_BYTES = 1 << 19  # of text that is parsed and encoded at a time
-PART_SECONDS = 15.0  # of work in a part: what a killed task has to repeat, at most
+READ_BYTES = 1 << 19  # of text parsed and encoded at a time
+PART_SECONDS = 15.0  # of work in a part: the most that a killed task repeats
 ENCODED_DIRECTORY = "encoded"  # in the directory of the parts; contains a directory per unit
 
 
@@ -34,8 +34,8 @@ class EncodeUnits:
 
     Args:
         directory: of the parts.
-        units: each with the fingerprint of everything that determines its parts; existing parts
-            with another fingerprint are removed.
+        units: each with the fingerprint of everything that determines its parts; parts with another
+            fingerprint are removed.
         open_encoder: called once in each process.
         running: directory in which a task records its progress.
         part_seconds: of work in a part.
@@ -63,11 +63,11 @@ class EncodeUnits:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __call__(self, task: int) -> dict[str, Any]:
-        """Encode a unit, or the rest of it if parts of it exist.
+        """Encode a unit, resuming after its existing parts.
 
         Raises:
             ConfigError: documents that cannot be read, or ids outside the vocabulary.
-            ZerolmError: the encoder gave other ids than its reference.
+            ZerolmError: the ids differ from those of the reference.
             OSError: the parts cannot be written.
         """
         unit, fingerprint = self.units[task]
@@ -84,7 +84,7 @@ class EncodeUnits:
 
 
 class _UnitEncoder:
-    """Encodes what is left of a unit, and appends the records of its parts to `records`."""
+    """Encodes the rest of a unit, and appends the records of its parts to `records`."""
 
     def __init__(
         self,

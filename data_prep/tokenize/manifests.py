@@ -1,6 +1,6 @@
-"""Manifests of tokenized shards: what was read, encoded and skipped; and publishing the manifests.
+"""Builds and publishes the manifests of token shards: what was read, encoded and skipped.
 
-docs/formats.md lists the keys. Nothing here depends on workers, units or time, so that the same
+docs/formats.md lists the keys. Manifests do not depend on workers, units or time, so the same
 documents give the same manifest.
 """
 
@@ -21,7 +21,7 @@ from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.manifest import FORMAT, TOKENIZER_DIRECTORY, VERSION, token_dtype
 from zerolm.shards.origins import INPUTS
 
-SYNCING_THREADS = 8  # files that are synced at the same time share the cost
+SYNCING_THREADS = 8  # files synced concurrently share the cost
 
 
 def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[int]:
@@ -45,7 +45,7 @@ def refuse_empty(outputs: Sequence[Path], records: Sequence[Record]) -> None:
 def input_keys(
     inputs: Sequence[Input], records: Sequence[Record], rules: InputRules
 ) -> dict[str, Any]:
-    """Return the keys about the inputs, and about what was read but is in no shard."""
+    """Return the manifest keys about the inputs, and about documents that are in no shard."""
     tally = Tally.from_records([record["tally"] for record in records])
     skipped: Counter[str] = Counter()
     for record in records:
@@ -73,7 +73,7 @@ def input_keys(
 
 
 def encoder_entry(records: Sequence[Record], choice: dict[str, Any]) -> dict[str, Any]:
-    """Return the `encoder` key: the choice, and documents and bytes by backend."""
+    """Return the `encoder` key: the chosen backend, and documents and bytes by backend."""
     counts: Counter[str] = Counter()
     for record in records:
         counts.update(record["encoded"])
@@ -143,6 +143,6 @@ def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[
             missing = [str(other.directory) for other in directories if not other.published]
             raise ZerolmError(
                 f"{each.directory}: the manifest cannot be written ({error}). Published: "
-                f"{', '.join(done) or 'nothing'}; not published: {', '.join(missing)}. Remove what "
-                f"was published before you start again."
+                f"{', '.join(done) or 'nothing'}; not published: {', '.join(missing)}. Remove the "
+                f"published directories, and start again."
             ) from error

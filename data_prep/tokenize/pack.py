@@ -1,6 +1,6 @@
-"""Writes the best-fit packing of a source for one `seq_len`: the index that training reads.
+"""Writes the best-fit packing index of a source for one `seq_len`, which training reads.
 
-The index depends on the ends of the documents and on `seq_len` only. `data_prep.tokenize.best_fit`
+The index depends only on the ends of the documents and on `seq_len`. `data_prep.tokenize.best_fit`
 assigns documents to rows; `zerolm.data.packing` describes the format of the index.
 """
 
@@ -33,20 +33,20 @@ def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict
     Raises:
         ShardError: the directory cannot be written, or another process is packing there.
     """
-    if (existing := _existing(source, seq_len)) is not None:
+    if (existing := _intact_index(source, seq_len)) is not None:
         return existing
     try:
-        with _locked(source.directory, seq_len):
-            existing = _existing(source, seq_len)  # another process may just have written it
+        with _lock_index(source.directory, seq_len):
+            existing = _intact_index(source, seq_len)  # another process may just have written it
             return existing if existing is not None else _write(source, seq_len, block_pieces)
     except OSError as error:
         raise ShardError(
             f"{source.directory}: the index cannot be written ({error.strerror or error}). Free "
-            f"disk space, make the directory writable, or copy the shards to one that is."
+            f"disk space, make the directory writable, or copy the shards to a writable one."
         ) from error
 
 
-def _existing(source: Source, seq_len: int) -> dict[str, Any] | None:
+def _intact_index(source: Source, seq_len: int) -> dict[str, Any] | None:
     """Return the manifest of the existing index; None if it is absent, stale or damaged."""
     try:
         packing = open_packing(source, seq_len)
@@ -56,8 +56,8 @@ def _existing(source: Source, seq_len: int) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, seq_len: int) -> Iterator[None]:
-    """Keep other processes from writing the same index; the kernel frees the lock if we die."""
+def _lock_index(directory: Path, seq_len: int) -> Iterator[None]:
+    """Keep other processes from writing the index; a process that dies releases the lock."""
     path = index_file(directory, seq_len, "lock")
     try:
         lock = FileLock(path)
@@ -151,7 +151,7 @@ def _blocks(
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Rows, padding and cut documents of one way to pack a source.
+    """Rows, padding and cut documents of a source under one kind of packing.
 
     Attributes:
         packing: "concat" or "best_fit".
@@ -190,8 +190,8 @@ def efficiency(source: Source, seq_len: int, counts: dict[str, int]) -> list[Eff
     """
     windows = num_windows(source.num_tokens, seq_len)
     used = windows * seq_len + 1 if windows else 0
-    cut = [0, 0]  # documents and tokens that concatenation cuts
-    long = [0, 0]  # and those that best-fit packing cuts: longer than a row
+    cut = [0, 0]  # documents that concatenation cuts, and their tokens
+    long = [0, 0]  # documents longer than a row, which best-fit packing cuts, and their tokens
     for number in range(len(source.manifest["shards"])):
         ends = source.document_ends(number).astype(np.int64)
         lengths = np.diff(ends, prepend=0)

@@ -1,14 +1,14 @@
-"""Parts: files of encoded documents, between the tasks that encode and those that write shards.
+"""Parts: intermediate files of encoded documents, from which shards are assembled.
 
-A part is made of consecutive documents of a unit, for training (split 0) and validation (split 1).
+A part holds consecutive documents of a unit, for training (split 0) and validation (split 1).
 `NAME.0.ids` has the token ids as in shards, `NAME.0.docs` a length and an origin for each document,
 and `NAME.json` counts, checksums and the position in the input where the next part begins. A task
-writes a part every few seconds, so that it can resume inside its input after it was killed. Each
-writer has its own names and each part names the previous one, so two writers of a unit cannot mix
-their parts (Slurm may restart a task while the first attempt is still ending).
+writes a part every few seconds, so a killed task resumes inside its input. Each writer uses unique
+names and each part names the previous one, so two writers of a unit cannot mix their parts (Slurm
+may restart a task while the first attempt is still ending).
 
-Parts are not synced to disk. Damage by a power cut or a failing disk is detected by the checksums
-before a part is used again, and the part is then made again.
+Parts are not synced to disk. Checksums detect damage by a power cut or a failing disk before a part
+is reused, and a damaged part is encoded again.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ class _SplitWriter:
 
     def abort(self) -> None:
         if self.file is not None:
-            with contextlib.suppress(OSError):  # the disk is full: buffered data cannot be flushed
+            with contextlib.suppress(OSError):  # a full disk: buffered data cannot be flushed
                 self.file.close()
 
 
@@ -154,7 +154,7 @@ def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def _checksum(path: Path, size: int) -> str | None:
-    """Return the XXH3 of a file, None if it is missing or has another size."""
+    """Return the XXH3 of a file; None if it is missing or has another size."""
     digest = xxhash.xxh3_64()
     try:
         if path.stat().st_size != size:
@@ -173,7 +173,7 @@ def part_name(number: int, writer: str) -> str:
 
 
 def read_parts(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
-    """Return the records of a unit's intact parts from the first, as far as they are consecutive.
+    """Return the records of a unit's consecutive intact parts, starting with the first.
 
     Removes all other files, except those that another process may still be writing.
 
@@ -201,9 +201,9 @@ def read_parts(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
 
 
 def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the longest sequence of intact parts, each naming the one before, back to the first.
+    """Return the longest chain of intact parts, each naming the previous one, from the first part.
 
-    The parts of a sequence may be of several writers.
+    The parts of a chain may have several writers.
     """
     intact: dict[str, bool] = {}
     for name in sorted(records, reverse=True):  # the last part first
@@ -222,7 +222,7 @@ def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[
 
 
 def _has_ended(name: str) -> bool:
-    """Return whether the writer of a part is known to have ended, as a process of this machine."""
+    """Return whether the writer of a part was a process of this machine that has ended."""
     match = re.fullmatch(r"\d+-(.*)-(\d+)-[0-9a-f]{8}", name)
     if match is None or match[1] != host_name():
         return match is None

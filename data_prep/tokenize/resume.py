@@ -1,4 +1,4 @@
-"""Decides what an interrupted tokenization has left that can be used again."""
+"""Decides which files of an interrupted tokenization can be reused, and removes the others."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from zerolm.common.files import write_json
 from zerolm.shards.directory import PARTS, ShardDirectory
 
 STATE_FILE = "state.json"  # in the directory of the parts
-PARTS_VERSION = 2  # of the content of parts; parts of another version are made again
+PARTS_VERSION = 2  # of the content of parts; parts of another version are encoded again
 CHECKING_THREADS = 4
 
 
 def parts_settings(
     rules: InputRules, val_fraction: float | None, tokenizer_fingerprint: str
 ) -> dict[str, Any]:
-    """Return the settings that determine the content of parts; the keys are shown to the user."""
+    """Return the settings that determine the content of parts; messages show the keys."""
     content_rules = asdict(rules)
     for key in ("on_bad_input", "max_bad_fraction"):  # these do not change the documents
         del content_rules[key]
@@ -48,7 +48,7 @@ def unit_fingerprint(settings: dict[str, Any], inputs: Sequence[Input], unit: Wo
 def resume_or_clear(
     directories: Sequence[ShardDirectory], inputs: Sequence[Input], settings: dict[str, Any]
 ) -> None:
-    """Keep what an interrupted run of the same command has left; remove what another one has."""
+    """Keep the parts of an interrupted run of the same command; remove those of any other run."""
     state = {
         **settings,
         "--input": [each.name for each in inputs],
@@ -69,7 +69,7 @@ def resume_or_clear(
         return
     if before is not None:
         log(
-            f"{output}: removing what an interrupted run of another command left "
+            f"{output}: removing the parts of an interrupted run of another command "
             f"(it differs in {', '.join(changed)})."
         )
     for each in directories:

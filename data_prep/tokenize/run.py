@@ -1,9 +1,9 @@
 """Runs a tokenization, from inputs to published shards, as two phases of tasks.
 
-The tasks of `tokenize.encode` turn units of the input into parts; those of `tokenize.assemble` copy
-parts into shards; the manifests are written last. Until then everything is kept in `parts/` of the
-first output, so that an interrupted run can be resumed. Any executor can run the tasks. Independent
-of the command line and of pipelines.
+The tasks of `tokenize.encode` encode units of the input into parts; those of `tokenize.assemble`
+copy parts into shards; the manifests are written last. Until then the parts and records stay in
+`parts/` of the first output, so an interrupted run can resume. Any executor can run the tasks.
+Independent of the command line and of pipelines.
 """
 
 import shutil
@@ -48,10 +48,10 @@ class TokenizeOptions:
 
     Attributes:
         rules: how documents are read.
-        encoder: a backend, or "auto" for the fastest one that is equal to the reference.
+        encoder: a backend, or "auto" for the fastest one equivalent to the reference.
         val_fraction: share of the documents for the second output; None for a single output.
         shard_tokens: maximum size of a shard.
-        unit_bytes: size of a unit of the input; None to derive it from the size of the input.
+        unit_bytes: size of a unit of the input; None derives it from the size of the input.
         part_seconds: of work in a part.
     """
 
@@ -181,7 +181,7 @@ class _Run:
             with ProgressWatcher(self.progress, phase.records, phase.labels):
                 records = run_phase(phase, executor)
         tally = Tally.from_records([record["tally"] for record in records])
-        # Parts of an earlier run may have skipped bad input that this run must refuse.
+        # An earlier run may have skipped bad input in its parts that this run must refuse.
         if tally.bad and self.options.rules.on_bad_input == "fail":
             raise ConfigError(describe_problems(self.inputs, tally.examples, self.options.rules))
         check_bad_fraction(self.inputs, tally, self.options.rules)
@@ -218,7 +218,7 @@ class _Run:
         return name + (f" and {len(unit.ranges) - 1} more" if len(unit.ranges) > 1 else "")
 
     def _run_locally(self, phase: Phase, executor: LocalExecutor) -> list[Record]:
-        """Run the first phase in processes of this machine, while threads assemble shards."""
+        """Run the first phase in local processes, while threads of this process assemble shards."""
         before = valid_records(phase)
         assert isinstance(phase.run, EncodeUnits)
         if None in before:
@@ -295,10 +295,10 @@ class _Run:
         return manifests
 
     def close(self, keep_parts: bool) -> None:
-        """Release outputs that were not published: keep their parts for a later run, or remove all.
+        """Release the unpublished outputs; keep their parts for a later run, or remove everything.
 
         Args:
-            keep_parts: whether parts, if there are any, are kept.
+            keep_parts: whether to keep parts, if there are any.
         """
         unpublished = [output for output in self.directories if output.is_locked]
         has_parts = unpublished and any(self.parts.glob(f"{ENCODED_DIRECTORY}/*/*.json"))

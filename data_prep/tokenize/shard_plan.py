@@ -1,7 +1,6 @@
-"""Plans token shards: which documents of which parts each shard contains.
+"""Plans token shards: the slices of parts that make up each shard.
 
-Where shards begin and end follows from the lengths of the documents only, not from how the
-documents are divided into parts.
+Shard boundaries follow only from the lengths of the documents, not from their division into parts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,12 +36,12 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The name of its files without suffixes."""
+        """The name of its files, without suffix."""
         return f"shard-{self.number:05d}"
 
     @property
     def num_tokens(self) -> int:
-        """The number of its ids."""
+        """The number of ids in it."""
         return sum(each.last_token - each.first_token for each in self.slices)
 
 
@@ -93,7 +92,7 @@ def plan_shards(
                     lengths = np.fromfile(f"{path}.docs", DOCUMENT_DTYPE)["tokens"]
                     ends = np.cumsum(lengths).astype(int)
                 last = int(np.searchsorted(ends, start + room, side="right"))
-                if last <= first and not is_empty:  # not even one document fits
+                if last <= first and not is_empty:  # the next document does not fit
                     number, is_empty, room = number + 1, True, shard_tokens
                     continue
                 last = max(last, first + 1)

@@ -1,4 +1,4 @@
-"""Writes a shard from slices of parts: copies ids in blocks, and hashes them on the way.
+"""Writes a shard from slices of parts: copies ids in blocks and hashes them in the same pass.
 
 Independent of which slices make up a shard; `data_prep.tokenize.shard_plan` decides that.
 """
@@ -17,7 +17,7 @@ from data_prep.tokenize.shard_plan import Slice
 from zerolm.common.files import temporary_path
 from zerolm.shards.checksums import CHECKSUMS_SUFFIX, BlockChecksums
 
-BLOCK_BYTES = 1 << 19  # copied at a time; a block is hashed while it is in the CPU cache
+BLOCK_BYTES = 1 << 19  # copied at a time; a block is hashed while in the CPU cache
 SYNC_BYTES = 1 << 25  # written between two syncs
 
 
@@ -86,8 +86,8 @@ def _write(
 ) -> tuple[int, str]:
     """Write a file under a temporary name and rename it; return its size and SHA-256.
 
-    Large files are synced while they are written, in parallel with other work. All files are synced
-    once more before the manifest is published.
+    Large files are synced while they are written, in parallel with other work. `publish_all` syncs
+    all files once more before it publishes the manifest.
     """
     digest = hashlib.sha256()
     size = synced = 0

@@ -1,4 +1,4 @@
-"""Tokenizers: load, train, encode, measure and compare them.
+"""Loads, trains, measures and compares tokenizers, and encodes texts with them.
 
 Must not depend on how token shards are written, on pipelines, or on the command line.
 """

@@ -1,13 +1,13 @@
 """Encoding libraries ("backends") behind one call, each loaded from a tokenizer's saved copy.
 
-`open_backend(name, directory)` is the only place that knows how each library is loaded and called.
-The function it returns encodes texts as ordinary text: no special tokens are added, special tokens
-spelled out in a text are encoded as text (a document that spells the EOS token does not end there),
-and nothing is truncated or padded. It runs in the calling thread, or in one thread that the caller
-waits for. Whether two backends give the same ids is checked in `data_prep.tokenizer.equivalence`.
+Only `open_backend(name, directory)` knows how each library is loaded and called. The function it
+returns encodes texts as ordinary text: no special tokens are added, special tokens spelled out in a
+text are encoded as text (a document that spells the EOS token does not end there), and nothing is
+truncated or padded. It runs in the calling thread, or in one thread that the caller waits for.
+`data_prep.tokenizer.equivalence` checks whether two backends give the same ids.
 
 gigatoken and fastokens are young, so they are optional (`pip install zerolm[fast-tokenizers]`) and
-there is always another backend.
+another backend is always available.
 """
 
 import hashlib
@@ -41,11 +41,11 @@ BACKENDS = (*FAST_BACKENDS, "tokenizers", "transformers")
 ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: they determine the ids
 EXTRAS = {"gigatoken": "fast-tokenizers", "fastokens": "fast-tokenizers", "tiktoken": "tiktoken"}
 
-# (token ids of all texts (N,) uint32, where each text ends (D,) int64)
+# (token ids of all texts (N,) uint32, end of each text among them (D,) int64)
 Ids = tuple[np.ndarray, np.ndarray]
 Encode = Callable[[Sequence[str]], Ids]
 
-# A Rust panic is not an `Exception`, so all errors count as the library's failure except these.
+# A Rust panic is not an `Exception`, so all errors except these count as failures of the library.
 NOT_BACKEND_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
 
 # GPT-2's split pattern, which is built into the byte-level pre-tokenizer of `tokenizers`.
@@ -147,7 +147,7 @@ def flatten(lists: Sequence[Any]) -> Ids:
 def load_tokenizer_json(path: Path) -> Any:
     """Load a tokenizer.json with the library `tokenizers`.
 
-    The last one is cached by content, so that a copy of the same file need not be loaded again.
+    The last one is cached by content, so that a copy of the same file is not loaded again.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers

@@ -14,8 +14,8 @@ from zerolm.common.files import write_atomically, write_json
 EOS_TOKEN = "<|endoftext|>"
 ANY_DIGITS = "any"
 
-# The parts of each split pattern, in order: contractions and words, then symbols. The pattern for
-# digits goes before the symbols, the one for white space comes last.
+# The parts of each split pattern, in order: contractions and words, then symbols. `split_pattern`
+# inserts the pattern for digits before the symbols, and appends the one for white space.
 # Sources: gpt2: Radford et al. 2019, encoder.py. llama3: meta-llama/llama-models, tokenizer.py,
 # which is cl100k_base of tiktoken. o200k: tiktoken_ext/openai_public.py.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -32,7 +32,7 @@ _PARTS = {
 }  # fmt: skip
 _DIGITS = {"gpt2": ANY_DIGITS, "llama3": "3", "o200k": "3"}  # the default of each split
 _WHITESPACE_RUNS = r"\s+(?!\S)|\s+"
-_WHITESPACE_RUNS_BY_LINE = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # line ends are separate pieces
+_WHITESPACE_RUNS_BY_LINE = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # line ends are pieces of their own
 WHITESPACE = ("runs", "single")
 
 
@@ -73,7 +73,8 @@ class BpeOptions:
         names = [EOS_TOKEN, *self.special_tokens]
         duplicates = {name for name in names if names.count(name) > 1}
         lines += [
-            f"--special_tokens {name!r}: exists already. Remove it." for name in sorted(duplicates)
+            f"--special_tokens {name!r}: is given twice, or is the EOS token. Remove it."
+            for name in sorted(duplicates)
         ]
         lines += ["--special_tokens '': is empty. Remove it."] * ("" in names)
         if self.vocab_size < 256 + len(names):
@@ -147,7 +148,7 @@ def _pre_tokenizer(options: BpeOptions) -> Any:
         special_tokens=options.special_tokens,
         min_frequency=options.min_frequency,
     ):
-        return ByteLevel(add_prefix_space=False)  # which splits like GPT-2 without a pattern
+        return ByteLevel(add_prefix_space=False)  # splits like GPT-2 without a pattern
     pattern = split_pattern(options.split, options.digits, options.whitespace)
     bytes_of_pieces = ByteLevel(add_prefix_space=False, use_regex=False)
     return Sequence([Split(Regex(pattern), "isolated"), bytes_of_pieces])

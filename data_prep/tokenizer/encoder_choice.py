@@ -1,4 +1,4 @@
-"""Chooses the backend that encodes: the fastest one that gives the reference's ids.
+"""Chooses the backend that encodes: the fastest one whose ids equal the reference's.
 
 `choose_backend` runs once, in the process that starts the workers. Its equivalence check takes
 seconds (`data_prep.tokenizer.equivalence`), so results are cached in the user's cache directory.
@@ -30,22 +30,22 @@ from data_prep.tokenizer.vocabulary import added_tokens, token_texts
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.files import write_json
 
-# For smaller inputs, encoding with `tokenizers` takes less time than the check, which takes 4.3 CPU
-# seconds; `tokenizers` encodes 10 MB in that time (vocabulary of 32,000, 2 cores of an Intel Xeon,
+# For smaller inputs, encoding with `tokenizers` takes less time than the check. The check takes 4.3
+# CPU seconds, in which `tokenizers` encodes 10 MB (vocabulary of 32,000, 2 cores of an Intel Xeon,
 # 2026-11-21, `zerolm, first run` of `python -m benchmarks.tokenize_speed`).
 MIN_CHECKED_INPUT_BYTES = 10 << 20
 
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """The backend that encodes; small and picklable, made once and sent to the workers.
+    """The backend that encodes; small and picklable, chosen once and sent to the workers.
 
     Attributes:
         backend: one of `backends.BACKENDS`.
         reference: the backend whose ids are correct by definition.
         version: of the backend's package.
-        proven: ranges [start, stop) of the code points for which the backend was found to be equal
-            to the reference; texts with other code points need the reference.
+        proven: ranges [start, stop) of the code points for which the backend equals the reference;
+            texts with other code points need the reference.
         notes: for the user, why faster backends are not used.
     """
 
@@ -114,12 +114,12 @@ def choose_backend(
 def _equivalence(
     directory: Path, name: str, reference: str, only_cached: bool
 ) -> EquivalenceResult | None:
-    """Return the result of a backend's check; None if it is not cached and `only_cached`."""
+    """Return the result of a backend's check; None if `only_cached` and it is not cached."""
     path = _cache_directory() / f"{_cache_key(directory, name, reference)}.json"
     cached = _read_cached(path)
     if cached is None and only_cached:
         return None
-    candidate = open_backend(name, directory)  # even if the result is cached, to see that it loads
+    candidate = open_backend(name, directory)  # even if cached, to check that it loads
     if cached is not None:
         return cached
     texts = dict.fromkeys([*added_tokens(directory), *token_texts(directory).values()])

@@ -1,8 +1,8 @@
-"""Encodes texts with the chosen backend, and with the reference where that is necessary.
+"""`Encoder`: encodes texts with the chosen backend, and with the reference where necessary.
 
-The reference encodes documents with a code point outside the proven set, documents at which the
+The reference encodes documents with a code point outside the proven set, documents on which the
 backend fails, and a sample of the others to check the backend. `data_prep.tokenizer.encoder_choice`
-makes the choice. Independent of input files and shards.
+chooses the backend. Independent of input files and shards.
 """
 
 import zlib
@@ -27,9 +27,10 @@ from data_prep.tokenizer.encoder_choice import EncoderChoice
 from zerolm.common.errors import ZerolmError
 
 CHECK_ONE_IN = 1000  # documents, selected by a hash of their length and beginning
-# Of a checked document, only the beginning: 8 times as much took 7% of all time with gigatoken.
+# Only the beginning of a checked document: checking 8 times as much took 7% of the total time with
+# gigatoken.
 MAX_CHECKED_CHARACTERS = 1 << 12
-MAX_FAILED_DOCUMENTS = 20  # per process; after that the backend is no longer used
+MAX_FAILED_DOCUMENTS = 20  # per process; after these the backend is no longer used
 UNICODE_SIZE = 0x110000
 ASCII = bytes(range(128))
 SCAN_CHARACTERS = 1 << 20  # scanned at a time, so that a giant document needs no giant arrays
@@ -53,13 +54,12 @@ class EncoderError(ZerolmError):
 
 @dataclass
 class Encoder:
-    """Encodes texts with the backend of a choice.
+    """Encodes texts with the chosen backend.
 
     Attributes:
         directory: of the tokenizer's saved copy.
         counts: "<backend>.documents" and "<backend>.bytes" (UTF-8) by backend, "checked.documents",
-            and, if there are any, "failed.documents": those that the reference encoded because the
-            backend failed.
+            and "failed.documents", which the reference encoded because the backend failed.
     """
 
     directory: Path
@@ -70,8 +70,8 @@ class Encoder:
         """Encode documents as ordinary text, without special tokens and without truncation.
 
         Raises:
-            EncoderError: a checked document has other ids than the reference gives, or the
-                reference cannot encode a document.
+            EncoderError: a checked document's ids differ from the reference's, or the reference
+                cannot encode a document.
         """
         text_bytes, unproven = self._scan(texts)
         choice, gave_up = self.choice, self.counts["failed.documents"] >= MAX_FAILED_DOCUMENTS
@@ -111,7 +111,7 @@ class Encoder:
         self._count(self.choice.reference, text_bytes)
         try:
             return self._reference(texts)
-        except BackendFailed:  # find out which text it is
+        except BackendFailed:  # find the text
             return flatten(
                 [self._encode_one_by_reference(number, text) for number, text in enumerate(texts)]
             )
@@ -122,7 +122,7 @@ class Encoder:
             return self._reference([text])[0]
         except BackendFailed as failure:
             raise EncoderError(
-                f"encoder {self.choice.reference}: fails at a document ({failure}), and no other "
+                f"encoder {self.choice.reference}: fails on a document ({failure}), and no other "
                 f"backend can replace it. The document begins {text[:60]!r}. Nothing was "
                 f"published. Remove the document and start again.",
                 number,
@@ -131,7 +131,7 @@ class Encoder:
     def _encode_by_backend(
         self, texts: Sequence[str], text_bytes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return ids, the end of each text's ids, and which texts the reference had to encode."""
+        """Return ids, the end of each text's ids, and which texts the reference encoded."""
         failed: list[int] = []
         try:
             ids, ends = self._fast(texts)
@@ -150,7 +150,7 @@ class Encoder:
         return ids, ends, failed
 
     def _try_backend(self, text: str) -> np.ndarray | None:
-        """Return the fast backend's ids of one text, None if it fails."""
+        """Return the fast backend's ids of one text; None if it fails."""
         try:
             return self._fast([text])[0]
         except BackendFailed:
@@ -159,7 +159,7 @@ class Encoder:
     def _encode_by_both(
         self, texts: Sequence[str], text_bytes: np.ndarray, unproven: list[int]
     ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Do as `_encode_by_backend`, but encode the unproven texts with the reference."""
+        """Return as `_encode_by_backend`, with the unproven texts encoded by the reference."""
         proven = sorted(set(range(len(texts))) - set(unproven))
         ids, ends = self._encode_by_reference(
             [texts[each] for each in unproven], text_bytes[unproven]

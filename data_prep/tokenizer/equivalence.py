@@ -1,9 +1,9 @@
-"""Checks by trial whether one encoder gives the ids of another, and for which code points.
+"""Tests an encoder against a reference: are the ids equal, and for which code points?
 
 Both encode every likely code point in several contexts, every pair of ASCII characters, the tokens
 of the vocabulary, and random texts of many kinds (`data_prep.tokenizer.fuzz_texts`). A code point
-above ASCII that causes a difference is excluded from the proven code points; any other difference
-refuses the encoder. Independent of which encoders exist.
+above ASCII that causes a difference is excluded from the proven code points; after any other
+difference the encoder is refused. Independent of which encoders exist.
 """
 
 import os
@@ -17,13 +17,13 @@ import numpy as np
 from data_prep.tokenizer import fuzz_texts
 from data_prep.tokenizer.backends import Encode
 
-CHECK_VERSION = 1  # of the texts and rules; a cached result of another version is not used
+CHECK_VERSION = 1  # of the texts and rules; cached results of other versions are ignored
 RANDOM_TEXTS = 5000  # per round, about 1 MB
 MAX_VOCABULARY_TEXTS = 20_000
 MAX_ROUNDS = 6  # of random texts; the check ends at the first round without a difference
-MAX_EXCLUDED = 0.5  # share of the code points; beyond it few documents could use the encoder
-MAX_MINIMIZED = 40  # differing texts per round that are minimized, each in some hundred trials
-CODE_POINTS_PER_TEXT = 16  # tried together, since each call has a fixed cost
+MAX_EXCLUDED = 0.5  # share of the code points; beyond it, few documents could use the encoder
+MAX_MINIMIZED = 40  # differing texts minimized per round; each takes a few hundred trials
+CODE_POINTS_PER_TEXT = 16  # tried together, because each call has a fixed cost
 CHUNK_CHARACTERS = 1 << 15
 
 
@@ -32,9 +32,9 @@ class EquivalenceResult:
     """The result of comparing two encoders; a cache file has these fields.
 
     Attributes:
-        refused: why the encoder must not be used, None if it is equal.
+        refused: why the encoder must not be used; None if it is equivalent.
         proven: ranges [start, stop) of the code points for which no difference was found.
-        num_excluded: code points that were tried and made a difference.
+        num_excluded: number of code points that caused a difference.
     """
 
     refused: str | None
@@ -86,9 +86,12 @@ def check_equivalence(
 def _try_code_points(
     comparison: "_Comparison", tried: Sequence[int], excluded: set[int]
 ) -> EquivalenceResult | None:
-    """Add code points that make a difference to `excluded`; return a refusal if that is not enough.
+    """Add the code points that cause a difference to `excluded`.
 
     Each code point is tried in a text with others, and alone if that text differs.
+
+    Returns:
+        A refusal, if excluding code points does not explain a difference or excludes too many.
     """
     for packed in comparison.differing(_packed(tried)):
         inside = sorted(set(map(ord, packed)) - set(range(128)))
@@ -103,7 +106,7 @@ def _try_code_points(
 
 
 class _Comparison:
-    """The two encoders, and the amount of text that they were compared on."""
+    """Compares two encoders, and counts the texts compared."""
 
     def __init__(self, reference: Encode, candidate: Encode):
         self.reference, self.candidate = reference, candidate
@@ -121,13 +124,13 @@ class _Comparison:
         return different
 
     def _differing(self, texts: list[str]) -> tuple[list[str], int, int]:
-        """Return the texts whose ids differ, and the number of texts and bytes tried."""
+        """Return the texts whose ids differ, and the numbers of texts and bytes compared."""
         size = sum(len(text.encode()) for text in texts)
         expected_ids, expected_ends = self.reference(texts)
         try:
             with self._candidate_lock:  # gigatoken raises "Already borrowed" in a second thread
                 ids, ends = self.candidate(texts)
-        except Exception:  # a text that the candidate cannot encode is a difference; find which one
+        except Exception:  # failing to encode a text is a difference; find that text
             if len(texts) > 1:
                 return [each for text in texts for each in self._differing([text])[0]], 1, size
             return texts, 1, size
@@ -143,7 +146,7 @@ class _Comparison:
         return different, len(texts), size
 
     def refuse(self, text: str) -> EquivalenceResult:
-        """Return a refusal that shows a shortest text for which the ids differ."""
+        """Return a refusal that shows a minimal text for which the ids differ."""
         text = self.minimize(text)
         outcomes = []
         for encode in (self.candidate, self.reference):
@@ -155,7 +158,7 @@ class _Comparison:
         return EquivalenceResult(reason, (), 0, self.num_texts, self.num_bytes)
 
     def minimize(self, text: str) -> str:
-        """Remove characters from a text as long as its ids still differ."""
+        """Remove characters from a text while its ids still differ."""
         size = max(1, len(text) // 2)
         while True:
             start = 0
@@ -171,7 +174,7 @@ class _Comparison:
 
 
 def _exclude(comparison: _Comparison, text: str, excluded: set[int]) -> bool:
-    """Exclude the code points above ASCII that a difference needs; return whether it needs any."""
+    """Exclude the code points above ASCII that cause a difference; return whether there are any."""
     numbers = {number for number in map(ord, comparison.minimize(text)) if number >= 128}
     excluded |= numbers
     return bool(numbers)

@@ -1,8 +1,8 @@
 """Test texts on which two encoders must agree before one may replace the other.
 
-The texts cover where encoders were found to differ: rare and unassigned code points, case folding
-after apostrophes, runs of white space, digits, normalization, and special tokens spelled out. The
-same seed and code points give the same texts. Independent of encoders.
+They cover the cases in which encoders were found to differ: rare and unassigned code points, case
+folding after apostrophes, runs of white space, digits, normalization, and special tokens spelled
+out. The same seed and code points give the same texts. Independent of encoders.
 """
 
 import itertools
@@ -74,7 +74,7 @@ Make = Callable[[random.Random, Sequence[int]], str]
 
 
 def likely_code_points() -> list[int]:
-    """Return the code points above ASCII that texts are likely to have: assigned, no surrogates."""
+    """Return the code points above ASCII that texts are likely to contain: all assigned ones."""
     likely = {number for numbers in EXTRA_CODE_POINTS for number in numbers}
     likely.update(
         number
@@ -87,7 +87,7 @@ def likely_code_points() -> list[int]:
 def code_point_text(number: int) -> str:
     """Return a text with a code point next to letters, digits, spaces, apostrophes, and marks."""
     one = chr(number)
-    if any(number in plain for plain in PLAIN_LETTERS):  # 100,000 letters of the same properties
+    if any(number in plain for plain in PLAIN_LETTERS):  # 100,000 letters with the same properties
         return f"a{one} {one}1"
     # The marks have combining classes 230, 240 and 1, so normalization reorders them.
     return f"a{one}b {one} '{one}'s{one} 1{one}2{one}{one}\n{one}A.{one}\u0301\u0345{one}\u0334"
@@ -115,7 +115,7 @@ def ascii_texts() -> Iterator[str]:
 
 
 def vocabulary_texts(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield a text for each token with the token as a word, repeated, and inside of words."""
+    """Yield a text for each token: the token as a word, repeated, and inside words."""
     for token in tokens:
         yield f"{token} {token}{token}x{token}\n{token.upper()} {token[:-1]} "
 

@@ -2,8 +2,8 @@
 
 A tokenizer is a Hugging Face directory, a Hugging Face hub id, or `tiktoken:<encoding>`. The saved
 copy is `tokenizer.json` (run by the Rust library `tokenizers`), `tiktoken.json` with its ranks, or
-whatever transformers saves for a tokenizer implemented in Python. Documents are always encoded with
-the saved copy, so that shards and copy cannot disagree. Independent of documents.
+the files that transformers saves for a tokenizer implemented in Python. Documents are encoded only
+with the saved copy, so that shards and copy cannot disagree. Independent of documents.
 """
 
 import base64
@@ -28,7 +28,7 @@ from zerolm.shards.tokenizer import (
 TIKTOKEN_EOS = "<|endoftext|>"
 TIKTOKEN_PREFIX = "tiktoken:"
 
-# Keys of tokenizer_config.json that cannot change an id. With any other key transformers loads it.
+# Keys of tokenizer_config.json that cannot change an id. With any other key, transformers loads it.
 _SPECIAL_TOKEN_KEYS = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _INERT_KEYS = {
     "backend",
@@ -100,8 +100,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 def _load_without_transformers(directory: Path) -> Tokenizer | None:
     """Load a directory without transformers, whose import takes 2 s; None if it is needed.
 
-    It is not needed if transformers would run tokenizer.json unchanged: a tokenizer class without
-    its own code, no configuration key that adds or changes tokens, and no further files.
+    transformers is not needed if it would run tokenizer.json unchanged: the tokenizer class has no
+    code of its own, no configuration key adds or changes tokens, and there are no further files.
     """
     config_path, backend_path = directory / "tokenizer_config.json", directory / "tokenizer.json"
     if not (config_path.is_file() and backend_path.is_file()):
@@ -113,15 +113,15 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
         config = json.loads(config_path.read_text(encoding="utf-8"))
         backend_json = json.loads(backend_path.read_text(encoding="utf-8"))
         special = {token["content"]: token for token in backend_json["added_tokens"]}
-        known = config.get("tokenizer_class") in _PLAIN_CLASSES
-        known = known and set(config) <= _SPECIAL_TOKEN_KEYS | _INERT_KEYS
+        is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES
+        is_plain = is_plain and set(config) <= _SPECIAL_TOKEN_KEYS | _INERT_KEYS
         named = [config[key] for key in _SPECIAL_TOKEN_KEYS & set(config)]
-        known = known and all(
+        is_plain = is_plain and all(
             isinstance(token, str) and special.get(token, {}).get("special") for token in named
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # transformers reports the problem
-    if not known or "eos_token" not in config:
+    if not is_plain or "eos_token" not in config:
         return None
     try:
         backend = load_tokenizer_json(backend_path)

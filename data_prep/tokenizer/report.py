@@ -14,13 +14,13 @@ import numpy as np
 
 MAX_SHOWN_TOKENS = 20
 MAX_WORDS_PER_SCRIPT = 5000  # distinct words; enough for two significant digits
-MIN_WORDS = 20  # of a script; with fewer it is not reported
+MIN_WORDS = 20  # of a script; with fewer, the script is not reported
 BATCH_TEXTS = 64
 # Scripts without spaces between words: each character counts as a word.
 UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"}
 _WORD = re.compile(r"[^\W\d_]+")
 
-# texts -> (concatenated ids, end of each text's ids, ...)
+# texts -> (concatenated ids, end of each text among them, ...)
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, ...]]
 
 
@@ -100,7 +100,7 @@ def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dic
 
 
 def script_of(character: str) -> str:
-    """Return the first word of a character's Unicode name, which for letters is the script."""
+    """Return the first word of a character's Unicode name; for letters this is the script."""
     return unicodedata.name(character, "UNKNOWN").split()[0].split("-")[0]
 
 

@@ -1,8 +1,8 @@
 """Samples documents by a hash of their text, independently of their order and files.
 
-For each source the sample keeps the documents with the smallest hashes, up to the source's share of
-the bytes. So memory is bounded by the size of the sample, copies of a document are kept together,
-and a larger sample contains a smaller one.
+Of each source the sample keeps the documents with the smallest hashes, up to the source's share of
+the bytes. So memory is bounded by the sample size, copies of a document are sampled together, and a
+larger sample contains a smaller one.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Sample:
 
 
 def source_names(inputs: Sequence[Any]) -> list[str]:
-    """Return the names of the sources: the different values of --input."""
+    """Return the names of the sources: the distinct values of --input."""
     return list(dict.fromkeys(each.argument for each in inputs))
 
 
@@ -64,7 +64,7 @@ def read_texts(
     tally: Tally,
     advance: Callable[[int, int], object],
 ) -> Iterator[tuple[str, str]]:
-    """Yield (source, text) of every document in reading order.
+    """Yield (source, text) of every document, in reading order.
 
     Args:
         advance: called with the numbers of input bytes and documents read.

@@ -26,13 +26,13 @@ REPORT_BYTES = 4_000_000  # of text that the report measures
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a tokenizer was trained on.
+    """The result of a training, and the text it used.
 
     Attributes:
         vocab_size: the size reached.
         num_documents, num_bytes: trained on; bytes of UTF-8 text.
         read_documents, read_bytes: read; more than trained on if the text was sampled.
-        tally: documents skipped while reading.
+        tally: counts of what was read and skipped.
     """
 
     vocab_size: int
@@ -114,17 +114,17 @@ def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
     """Write `report.json` beside a tokenizer, measured on the first REPORT_BYTES of the texts.
 
     Args:
-        texts: documents by source, in random order, such as those of samples.
+        texts: documents by source, in random order, as in samples.
     """
     num_documents = max(1, sum(map(len, texts.values())))
     limits = {name: REPORT_BYTES * len(each) // num_documents for name, each in texts.items()}
-    texts = {name: _first(each, limits[name]) for name, each in texts.items()}
+    texts = {name: _first_texts(each, limits[name]) for name, each in texts.items()}
     known = token_texts(directory)
     report = measure_tokenizer(load_encoder(directory).encode, max(known) + 1, known, texts)
     write_json(directory / REPORT_FILE, report)
 
 
-def _first(texts: list[str], limit_bytes: int) -> list[str]:
+def _first_texts(texts: list[str], limit_bytes: int) -> list[str]:
     size, number = 0, 0
     while number < len(texts) and size < limit_bytes:
         size += len(texts[number].encode())

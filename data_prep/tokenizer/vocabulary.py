@@ -1,6 +1,6 @@
 """Reads a saved tokenizer's vocabulary: the text of each token, and which tokens are special.
 
-Reads the files only, without the libraries that encode with them.
+Reads the files directly, without tokenizer libraries.
 """
 
 import json
@@ -35,7 +35,7 @@ def token_texts(directory: Path) -> dict[int, str]:
 
 
 def added_tokens(directory: Path) -> list[str]:
-    """Return the tokens that were added to the model's own vocabulary, special or not."""
+    """Return the tokens added to the model's own vocabulary, special or not."""
     if (directory / TIKTOKEN_FILE).is_file():
         return list(read_tiktoken(directory)._special_tokens)
     if not (directory / "tokenizer.json").is_file():
@@ -45,7 +45,7 @@ def added_tokens(directory: Path) -> list[str]:
 
 
 def read_without_special_tokens(directory: Path) -> dict[str, Any]:
-    """Return tokenizer.json without special tokens, so that their spelling in a text stays text."""
+    """Return tokenizer.json without special tokens, so that they are encoded as ordinary text."""
     content = orjson.loads((directory / "tokenizer.json").read_bytes())
     content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
     content["truncation"] = content["padding"] = content["post_processor"] = None

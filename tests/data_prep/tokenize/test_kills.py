@@ -204,7 +204,7 @@ def test_another_command_removes_the_parts_and_reports_why(uninterrupted):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "run of another command left (it differs in --val_fraction, outputs)" in done.stderr
+    assert "run of another command (it differs in --val_fraction, outputs)" in done.stderr
     assert (
         json.loads((output / "manifest.json").read_text())["num_documents"]
         == NUM_DOCUMENTS * 49 // 50

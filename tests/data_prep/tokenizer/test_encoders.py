@@ -189,7 +189,7 @@ def test_documents_at_which_a_backend_panics_are_encoded_by_the_library(copies, 
     reference = failing_at("bad 43", encoder._reference)
     encoder.__dict__["_reference"] = backends._raise_backend_failed(reference)
     with pytest.raises(
-        EncoderError, match=r"tokenizers: fails at a document .panicked at bad 43"
+        EncoderError, match=r"tokenizers: fails on a document .panicked at bad 43"
     ) as e:
         encoder.encode(documents)
     assert e.value.document == 43
