@@ -1,8 +1,8 @@
-"""From a checkpoint to a Hugging Face model directory that `from_pretrained` loads.
+"""Exports a checkpoint to a Hugging Face model directory that `from_pretrained` loads.
 
-The weights are the float32 master copies that the optimizer holds, put together from the shards of
-every rank, so that an export does not depend on the ZeRO stage or the world size. What was written
-is loaded again, as a user would, and compared with logits that the training engine had.
+The weights are the optimizer's float32 master weights, assembled from the shards of all ranks, so
+an export depends neither on the ZeRO stage nor on the world size. The written model is loaded again
+as a user would load it, and its logits are compared with the training engine's.
 """
 
 import os
@@ -17,7 +17,7 @@ from zerolm.common.values import shown_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_SHARD_BYTES = 5 * 10**9
-# Largest difference of a logit, as a share of the largest one: kernels of another machine sum in
+# Maximum difference of a logit, relative to the largest logit. Kernels on another machine sum in
 # another order; with 16-bit weights or activations each layer rounds to 2^-9 of its values.
 LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-5}
 
@@ -34,25 +34,24 @@ def export(
 ) -> str:
     """Write a Hugging Face model directory: safetensors, config, tokenizer, model card.
 
-    Host memory is that of one safetensors file and one decoder block, whatever the model's size.
+    Needs host memory for one safetensors file and one decoder block, whatever the model's size.
 
     Args:
-        checkpoint_dir: a checkpoint whose files were compared with its manifest already.
-        manifest: that manifest.
-        output: must not exist; it appears whole or not at all.
-        precision: "bf16", "fp16" or "fp32" of the written weights; None for that of the training.
-        tokenizer_dir: whose files are put beside the model; None for none.
-        eos_id: ends generation; None leaves the config as it is.
-        model_card: returns {file name: content} of README.md and its pictures, given the number of
-            parameters.
-        max_shard_bytes: of a safetensors file.
+        checkpoint_dir: a checkpoint that was verified against its manifest.
+        manifest: of the checkpoint.
+        output: must not exist; it appears complete or not at all.
+        precision: "bf16", "fp16" or "fp32" of the written weights; None for the training precision.
+        tokenizer_dir: files to copy into the model directory; None for none.
+        eos_id: ends generation; None leaves the config unchanged.
+        model_card: number of parameters -> {file name: content} of README.md and its images.
+        max_shard_bytes: maximum size of a safetensors file.
 
     Returns:
-        What to say about it.
+        One line about the result.
 
     Raises:
-        ConfigError: `output` exists, or there is no room for it.
-        CheckpointError: the written model has other logits than the training engine had.
+        ConfigError: `output` exists, or its disk has too little space.
+        CheckpointError: the logits of the written model differ from the training engine's.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -88,45 +87,46 @@ def export(
             shutil.copytree(tokenizer_dir, temporary, dirs_exist_ok=True)
         for name, content in model_card(skeleton.num_parameters()).items():
             (temporary / name).write_bytes(content)
-        compared = compare_logits(temporary, manifest.get("probe", {}).get("logits"), precision)
+        comparison = compare_logits(temporary, manifest.get("probe", {}).get("logits"), precision)
         os.replace(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_directory(output.absolute().parent)
-    return f"{precision}, {shown_bytes(size_bytes)} of weights; {compared}"
+    return f"{precision}, {shown_bytes(size_bytes)} of weights; {comparison}"
 
 
 def check_room(output: Path, needed_bytes: int) -> None:
-    """Refuse an output that exists, or that its disk has no room for.
+    """Check that an output does not exist and that its disk has space for it.
 
     Raises:
-        ConfigError: every problem found.
+        ConfigError: one of them is not so.
     """
     if output.exists():
-        raise ConfigError(f"{output}: exists already. Choose another directory, or remove it.")
+        raise ConfigError(f"{output}: already exists. Choose another directory, or remove it.")
     above = next(parent for parent in output.absolute().parents if parent.is_dir())
     free_bytes = shutil.disk_usage(above).free
     if free_bytes < needed_bytes:
         raise ConfigError(
             f"{output}: needs {shown_bytes(needed_bytes)}, {above} has {shown_bytes(free_bytes)} "
-            f"free. Choose another disk, or make room."
+            f"free. Choose another disk, or free space."
         )
 
 
 def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: str) -> str:
-    """Load a model directory as a user would, and compare it with the engine that was saved.
+    """Load a model directory as a user would, and compare its logits with the training engine's.
 
     Args:
-        saved: what `probe.sample_logits` returned there, with the precision that it computed in;
-            None for checkpoints of versions that kept none.
+        saved: logits of the training engine from `probe.sample_logits`, with the precision it
+            computed in; None for checkpoints of versions that saved none.
         precision: of the weights in the directory.
 
     Returns:
-        What to say about it.
+        The result, to be printed.
 
     Raises:
-        CheckpointError: it cannot be loaded whole, or a logit differs by more than rounding does.
+        CheckpointError: weights are missing or unexpected, or a logit differs by more than
+            rounding.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -139,21 +139,23 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
     model, loading = loaded
     wrong = {key: sorted(map(str, loading[key])) for key in loading if loading[key]}
     if wrong:
-        raise CheckpointError(f"{directory}: from_pretrained says of what was exported: {wrong}")
+        raise CheckpointError(
+            f"{directory}: from_pretrained reports problems with the exported model: {wrong}"
+        )
     if saved is None:
         return "the checkpoint has no logits to compare it with"
     with torch.no_grad():
         ids_BT = torch.tensor([saved["input_ids"]])
         logits_TV = model.eval()(input_ids=ids_BT, use_cache=False).logits[0].float()
-    ours = logits_TV[saved["positions"]][:, saved["token_ids"]]
-    theirs = torch.tensor(saved["values"])
-    difference = float((ours - theirs).abs().max())
-    share = difference / max(float(theirs.abs().max()), 1e-6)
+    exported = logits_TV[saved["positions"]][:, saved["token_ids"]]
+    trained = torch.tensor(saved["values"])
+    difference = float((exported - trained).abs().max())
+    share = difference / max(float(trained.abs().max()), 1e-6)
     allowed = max(LOGIT_TOLERANCES[precision], LOGIT_TOLERANCES[saved["precision"]])
-    what = f"{theirs.numel()} logits of the training engine and of the reloaded model"
-    if not share <= allowed:  # NaN differs
+    what = f"{trained.numel()} logits of the training engine and of the reloaded model"
+    if not share <= allowed:  # so that NaN fails
         raise CheckpointError(
-            f"{directory}: {what} differ by {share:.2e} of the largest, where {allowed:.2e} is "
-            f"rounding. Nothing was exported. Please report it, with the model's config."
+            f"{directory}: {what} differ by {share:.2e} of the largest logit; rounding explains "
+            f"{allowed:.2e}. Nothing was exported. Please report this with the model's config."
         )
     return f"{what} are equal to {'the bit' if difference == 0 else f'{share:.1e} of the largest'}"

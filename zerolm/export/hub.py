@@ -1,7 +1,7 @@
-"""An exported model goes to the Hugging Face hub, private unless it is said otherwise.
+"""Pushes an exported model to the Hugging Face hub, private by default.
 
-Looked at before the export begins, so that hours of work do not end at a missing token. The token
-is the one that the hub's library finds (`hf auth login` or HF_TOKEN); it is never a flag.
+`check` runs before the export, so that a missing token is found before hours of work. The token
+comes from `hf auth login` or HF_TOKEN; there is no flag for it.
 """
 
 from pathlib import Path
@@ -10,14 +10,14 @@ from zerolm.common.errors import ConfigError, ZerolmError
 
 
 class PushError(ZerolmError):
-    """The hub did not take the model; what was exported is whole on disk."""
+    """The push failed; the exported model on disk is complete."""
 
 
 def check(repository: str, public: bool) -> None:
-    """See whether the hub will take a model under this name.
+    """Check that a model can be pushed under this name.
 
     Raises:
-        ConfigError: what is in the way, with the fix.
+        ConfigError: it cannot; the text has the fix.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -31,25 +31,27 @@ def check(repository: str, public: bool) -> None:
     if constants.is_offline_mode():
         raise ConfigError(f"{where}: HF_HUB_OFFLINE is set. Unset it, or leave --push out.")
     if not get_token():
-        raise ConfigError(f"{where}: there is no token. Run `hf auth login`, or set HF_TOKEN.")
+        raise ConfigError(f"{where}: no token found. Run `hf auth login`, or set HF_TOKEN.")
     try:
         found = HfApi().model_info(repository)
     except RepositoryNotFoundError:
         return
     except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"{where}: the hub says: {_one_line(error)}. Try again later.") from None
+        raise ConfigError(
+            f"{where}: the hub answered: {_one_line(error)}. Try again later."
+        ) from None
     if not found.private and not public:
         raise ConfigError(
-            f"{where}: that repository is public already. Add --public if the model may be seen by "
-            f"everybody, or choose another name."
+            f"{where}: this repository is already public. Add --public if the model may be public, "
+            f"or choose another name."
         )
 
 
 def push(directory: Path, repository: str, public: bool) -> str:
-    """Send a model directory; return its address.
+    """Upload a model directory; return its URL.
 
     Raises:
-        PushError: the hub did not take all of it.
+        PushError: the upload failed.
     """
     from huggingface_hub import HfApi
 
@@ -59,9 +61,9 @@ def push(directory: Path, repository: str, public: bool) -> str:
         api.upload_folder(
             repo_id=repository, folder_path=directory, commit_message=f"Upload {directory.name}"
         )
-    except Exception as error:  # of many libraries, below the hub's own
+    except Exception as error:  # the hub's library raises errors of several others
         raise PushError(
-            f"--push {repository}: {_one_line(error)}. {directory} is whole: send it with "
+            f"--push {repository}: {_one_line(error)}. {directory} is complete: push it with "
             f"`hf upload {repository} {directory}`."
         ) from error
     return str(url)

@@ -1,7 +1,7 @@
-"""README.md of an exported model: what it is, how it was trained, on what, and how well.
+"""The model card of an exported model: README.md with architecture, training, data and results.
 
-Filled from a run directory's `run.json` and `metrics.jsonl`, up to the checkpoint that is exported.
-No path of the machine goes into it, since it may be published. Knows nothing of weights.
+Made from `run.json` and `metrics.jsonl` of the run directory, up to the exported checkpoint. It may
+be published, so it contains no paths of this machine. Must not depend on weights.
 """
 
 import json
@@ -13,20 +13,20 @@ from zerolm.common import jsonl
 from zerolm.common.run_files import RunFiles
 
 PICTURE = "loss.png"
-MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: where they write
-LAST_LINES = 10  # whose mean loss is given: one step's is noisy
+PRIVATE_KEYS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: have paths, names
+LOSS_ROWS = 10  # the training loss is the mean of the last rows, because one step is noisy
 SETTINGS = {
     "seq_len": "sequence length (tokens)",
     "batch_tokens": "batch (tokens)",
-    "batch_ramp_start": "first batch (tokens), growing from there",
+    "batch_ramp_start": "first batch of the batch-size ramp (tokens)",
     "total_tokens": "token budget",
     "schedule": "learning-rate schedule",
     "learning_rate": "peak learning rate",
-    "min_learning_rate": "last learning rate",
+    "min_learning_rate": "final learning rate",
     "warmup_tokens": "warm-up (tokens)",
     "decay_tokens": "decay (tokens)",
     "weight_decay": "weight decay",
-    "document_mask": "attention stays inside a document",
+    "document_mask": "attention within documents only",
     "seed": "seed",
 }
 
@@ -37,29 +37,28 @@ def model_card(
     """Return the text of the model card.
 
     Args:
-        run_dir: of the run; what it lacks is left out.
+        run_dir: sections whose file is missing are left out.
         manifest: of the checkpoint.
         name: of the model.
-        num_parameters: counted once each.
-        picture: whether `loss.png` will stand beside it.
+        num_parameters: tied parameters count once.
+        picture: whether `loss.png` is next to the card.
     """
     files = RunFiles(run_dir)
     run = json.loads(files.record.read_text()) if files.record.is_file() else {}
     progress = manifest["progress"]
     rows = [row for row in jsonl.read_all(files.metrics) if row["step"] <= progress["step"]]
     newest: dict[str, Any] = {}
-    measured: dict[str, int] = {}  # at which step
+    measured_at: dict[str, int] = {}  # metric: step of its newest value
     for row in rows:
-        found = {key: value for key, value in row.items() if value is not None}
-        newest |= found
-        for key in found:
-            measured[key] = row["step"]
+        values = {key: value for key, value in row.items() if value is not None}
+        newest |= values
+        measured_at |= dict.fromkeys(values, row["step"])
     model_type = manifest["model_config"]["model_type"]
     evaluations = {key: value for key, value in newest.items() if key.startswith("eval/")}
     sections = [
         front_matter(
             name,
-            {key: v for key, v in evaluations.items() if measured[key] == progress["step"]},
+            {key: v for key, v in evaluations.items() if measured_at[key] == progress["step"]},
         ),
         f"# {name}",
         f"A `{model_type}` causal language model with {num_parameters:,} parameters, pretrained "
@@ -69,7 +68,7 @@ def model_card(
         "## Training",
         _table(("", ""), _training(run, manifest)),
         *_data(newest),
-        *_results(rows, evaluations, measured),
+        *_results(rows, evaluations, measured_at),
         *([f"![loss over tokens]({PICTURE})"] if picture else []),
         "## Made with",
         _table(("", ""), _made_with(run, manifest)),
@@ -80,7 +79,7 @@ def model_card(
             f"<details><summary>ds_config</summary>\n\n```json\n{text}\n```\n\n</details>"
         )
     sections.append(
-        "This is a base model: it continues text, it was not taught to follow instructions."
+        "This is a base model: it continues text and was not trained to follow instructions."
     )
     return "\n\n".join(sections) + "\n"
 
@@ -96,7 +95,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
 
 def front_matter(name: str, evaluations: Mapping[str, float]) -> str:
-    """Return the card's metadata, as the hub reads it."""
+    """Return the card's YAML metadata for the hub."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results = [
@@ -125,12 +124,12 @@ def _training(run: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[tuple
         ("tokens", f"{manifest['progress']['tokens']:,}"),
         ("steps", f"{manifest['progress']['step']:,}"),
     ]
-    rows += [(words, _shown(settings[key])) for key, words in SETTINGS.items() if settings.get(key)]
+    rows += [(label, _shown(settings[key])) for key, label in SETTINGS.items() if settings.get(key)]
     rows += [
         ("optimizer", manifest["optimizer"]),
         ("devices", str(manifest["world_size"])),
     ]
-    return [(words, value) for words, value in rows if value]
+    return [(label, value) for label, value in rows if value]
 
 
 def _data(newest: Mapping[str, Any]) -> list[str]:
@@ -153,25 +152,31 @@ def _data(newest: Mapping[str, Any]) -> list[str]:
 
 
 def _results(
-    rows: Sequence[Mapping[str, Any]], evaluations: Mapping[str, float], measured: Mapping[str, int]
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Mapping[str, float],
+    measured_at: Mapping[str, int],
 ) -> list[str]:
-    losses = [row["train/loss"] for row in rows if row.get("train/loss") is not None][-LAST_LINES:]
+    losses = [row["train/loss"] for row in rows if row.get("train/loss") is not None][-LOSS_ROWS:]
     results = []
     if losses:
         mean = f"{sum(losses) / len(losses):.4f}"
-        results.append(("train/loss, last lines", mean, f"{measured['train/loss']:,}"))
-    results += [(key, f"{value:.4f}", f"{measured[key]:,}") for key, value in evaluations.items()]
+        results.append(
+            ("train/loss (mean of the last rows)", mean, f"{measured_at['train/loss']:,}")
+        )
+    results += [
+        (key, f"{value:.4f}", f"{measured_at[key]:,}") for key, value in evaluations.items()
+    ]
     return ["## Results", _table(("metric", "value", "at step"), results)] if results else []
 
 
 def _published(value: Any) -> Any:
-    """Return what of a ds config may be seen by everybody: no paths, nothing of monitors."""
+    """Return a ds config without paths and monitors, which must not be published."""
     if not isinstance(value, Mapping):
         return value
     return {
         key: _published(part)
         for key, part in value.items()
-        if key not in MONITORS and not (isinstance(part, str) and ("/" in part or "\\" in part))
+        if key not in PRIVATE_KEYS and not (isinstance(part, str) and ("/" in part or "\\" in part))
     }
 
 
@@ -190,7 +195,7 @@ def _shown(value: Any) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; cells cannot end it."""
+    """Return a Markdown table; the text of the cells is escaped."""
     lines = [heads, ["---"] * len(heads), *rows]
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)

@@ -1,10 +1,9 @@
-"""Weights become safetensors files under Hugging Face's names, a file in memory at a time.
+"""Writes weights as safetensors files under their published names, one file in memory at a time.
 
-What a checkpoint calls a weight is what the model's code calls it. Some architectures are published
-under other names and shapes (Mixtral: a matrix for each expert), and `from_pretrained` expects
-those. Transformers turns a whole state dict around; here it turns one decoder block after the
-other, after it has shown, on tensors without data, that the result is the same. Knows nothing of
-checkpoints: weights are given by name.
+A checkpoint names weights as the model's code does. Some architectures are published under other
+names and shapes (Mixtral: one matrix per expert), and `from_pretrained` expects those. Transformers
+converts complete state dicts; here it converts one decoder block at a time, if a conversion of meta
+tensors shows that the result is the same. Must not depend on checkpoints: weights come by name.
 """
 
 import re
@@ -19,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from zerolm.common.files import sync_file, write_json
 
-NUMBERED = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
+BLOCK = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
 INDEX = "model.safetensors.index.json"
 
 State = dict[str, torch.Tensor]
@@ -27,26 +26,26 @@ State = dict[str, torch.Tensor]
 
 def write_weights(
     skeleton: Any,
-    weight: Callable[[str], torch.Tensor],
-    released: Callable[[], None],
+    load_weight: Callable[[str], torch.Tensor],
+    release: Callable[[], None],
     directory: Path,
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> int:
-    """Write a model's weights, and the index where they are several files.
+    """Write a model's weights, and their index if there are several files.
 
-    Memory is that of the file being filled, of one block, and of one weight in float32.
+    Needs memory for the file being filled, one block, and one weight in float32.
 
     Args:
         skeleton: the model on the meta device.
-        weight: returns the tensor of a name of its state dict.
-        released: called after each block: none of its weights is asked for again.
-        directory: exists.
-        dtype: of the parameters; buffers keep theirs.
-        max_shard_bytes: of a file, which holds at least one tensor.
+        load_weight: name in the model's state dict -> tensor.
+        release: called after each block, whose weights are not loaded again.
+        directory: must exist.
+        dtype: of the written parameters; buffers keep theirs.
+        max_shard_bytes: maximum size of a file; a larger tensor is a file of its own.
 
     Returns:
-        The bytes of all weights.
+        The size of all weights in bytes.
     """
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     meta = {
@@ -54,15 +53,15 @@ def write_weights(
         for name, tensor in skeleton.state_dict().items()
         if name not in skeleton.all_tied_weights_keys
     }
-    planned = {  # each a tensor of its own: a view would be counted with all that it is a view of
+    planned = {  # copies, because a view would count with the size of its base
         name: torch.empty_like(tensor)
         for name, tensor in revert_weight_conversion(skeleton, dict(meta)).items()
     }
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
     filling: dict[str, State] = {name: {} for name in split.filename_to_tensors}
     for block in _blocks(skeleton, meta, list(planned)):
-        loaded = {name: weight(name).to(meta[name].dtype) for name in block}
-        released()
+        loaded = {name: load_weight(name).to(meta[name].dtype) for name in block}
+        release()
         for name, tensor in revert_weight_conversion(skeleton, loaded).items():
             assert tensor.shape == planned[name].shape, f"{name}: {tensor.shape}"
             file = split.tensor_to_filename[name]
@@ -72,11 +71,11 @@ def write_weights(
             if len(tensors) == len(split.filename_to_tensors[file]):
                 save_file(filling.pop(file), directory / file, metadata={"format": "pt"})
                 sync_file(directory / file)
-    assert not filling, f"weights are missing in {sorted(filling)}"
+    assert not filling, f"incomplete files: {sorted(filling)}"
     if split.is_sharded:
-        counted = sum(parameter.numel() for parameter in skeleton.parameters())
+        num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         index = {
-            "metadata": {"total_parameters": counted, **split.metadata},
+            "metadata": {"total_parameters": num_parameters, **split.metadata},
             "weight_map": split.tensor_to_filename,
         }
         write_json(directory / INDEX, index)
@@ -84,18 +83,18 @@ def write_weights(
 
 
 def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list[str]]:
-    """Yield names that are turned around together, in the order in which the files are filled."""
+    """Yield the names that are converted together, in the order in which the files are filled."""
     blocks: dict[str, list[str]] = {}
     for name in meta:
-        match = NUMBERED.match(name)
+        match = BLOCK.match(name)
         blocks.setdefault(match[1] if match else name, []).append(name)
-    made = {
+    converted = {
         key: list(revert_weight_conversion(skeleton, {name: meta[name] for name in names}))
         for key, names in blocks.items()
     }
-    if sorted(name for names in made.values() for name in names) != sorted(planned):
-        yield list(meta)  # something is made of weights of several blocks: all at once, then
+    if sorted(name for names in converted.values() for name in names) != sorted(planned):
+        yield list(meta)  # a published weight needs several blocks: convert all at once
         return
-    place = {name: number for number, name in enumerate(planned)}
-    for key in sorted(made, key=lambda key: min(place[name] for name in made[key])):
+    position = {name: number for number, name in enumerate(planned)}
+    for key in sorted(converted, key=lambda key: min(position[name] for name in converted[key])):
         yield blocks[key]

@@ -1,4 +1,4 @@
-"""A model goes to a hub that runs here, through the hub's own library."""
+"""Models are pushed to a local hub server through huggingface_hub."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ TOKEN = "hf_" + "a" * 34
 
 
 class Hub(ThreadingHTTPServer):
-    """What a hub answers to an upload of small files; `models` is what it has."""
+    """A hub that accepts uploads of small files; `models` is its content."""
 
     def __init__(self, models: dict[str, dict]):
         super().__init__(("127.0.0.1", 0), Answers)
@@ -101,18 +101,18 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_a_model_is_private_unless_it_is_said(server, model):
+def test_a_model_is_private_unless_public_is_given(server, model):
     for name, public in (("us/first", False), ("us/second", True)):
         hub.check(name, public)
         assert hub.push(model, name, public) == f"{server.url}/{name}"
         sent = server.models[name]
         assert sent["private"] is not public
         assert sent["files"] == {path.name: path.read_bytes() for path in model.iterdir()}
-    hub.check("us/first", False)  # it may be sent again
+    hub.check("us/first", False)  # may be pushed again
 
 
-def test_what_is_in_the_way_is_said_before_anything_is_sent(server, monkeypatch):
-    with pytest.raises(ConfigError, match="public already"):
+def test_problems_are_reported_before_anything_is_sent(server, monkeypatch):
+    with pytest.raises(ConfigError, match="already public"):
         hub.check("us/public", False)
     hub.check("us/public", True)
     with pytest.raises(ConfigError, match="Write user/name"):
@@ -123,12 +123,12 @@ def test_what_is_in_the_way_is_said_before_anything_is_sent(server, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(ConfigError, match="there is no token"):
+    with pytest.raises(ConfigError, match="no token found"):
         hub.check("us/first", False)
 
 
-def test_a_hub_that_refuses_leaves_the_export_whole_and_says_how_to_send_it(server, model):
+def test_a_failed_push_keeps_the_export_and_shows_how_to_push_it(server, model):
     server.broken = True
-    with pytest.raises(hub.PushError, match="is whole: send it with `hf upload us/first"):
+    with pytest.raises(hub.PushError, match="is complete: push it with `hf upload us/first"):
         hub.push(model, "us/first", False)
     assert (model / "README.md").is_file()

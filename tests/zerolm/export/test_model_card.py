@@ -1,4 +1,4 @@
-"""A model card says what the run says, and nothing of the machine."""
+"""A model card describes the run and contains no path of the machine."""
 
 import json
 
@@ -56,7 +56,7 @@ def write_run(directory):
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_card_is_filled_up_to_its_checkpoint_and_names_no_path(tmp_path):
+def test_a_card_ends_at_its_checkpoint_and_names_no_path(tmp_path):
     write_run(tmp_path)
     text = model_card(tmp_path, MANIFEST, "us/first", 1_234_567, picture=True)
     for words in (
@@ -65,11 +65,11 @@ def test_a_card_is_filled_up_to_its_checkpoint_and_names_no_path(tmp_path):
         "ZeRO-3, bf16",
         "| web\\|2 | 30,000 | 75.0% | 0.5 |",
         "| code | 10,000 | 25.0% | 2 |",
-        "| train/loss, last lines | 7.4500 | 20 |",
+        "| train/loss (mean of the last rows) | 7.4500 | 20 |",
         "| eval/loss | 7.2500 | 20 |",
         "| eval/hellaswag/acc_norm | 0.3100 | 10 |",
         "| batch (tokens) | 524,288 |",
-        "attention stays inside a document | yes",
+        "attention within documents only | yes",
         "![loss over tokens](loss.png)",
         '"stage": 3',
         "| commit | 0123abcd |",
@@ -91,6 +91,6 @@ def test_a_card_is_filled_up_to_its_checkpoint_and_names_no_path(tmp_path):
     ]
 
 
-def test_a_checkpoint_without_its_run_still_has_a_card(tmp_path):
+def test_a_checkpoint_without_a_run_directory_has_a_card(tmp_path):
     text = model_card(tmp_path, MANIFEST, "first", 10, picture=False)
     assert "# first" in text and "40,000 tokens" in text and "loss.png" not in text

@@ -1,4 +1,4 @@
-"""Safetensors files written block by block are those that `save_pretrained` writes."""
+"""Safetensors files written block by block equal those of `save_pretrained`."""
 
 import json
 
@@ -21,7 +21,7 @@ def contents(directory) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_files_are_those_of_save_pretrained(family, dtype, tmp_path):
+def test_files_equal_those_of_save_pretrained(family, dtype, tmp_path):
     config = family_config(family)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -41,7 +41,7 @@ def test_the_files_are_those_of_save_pretrained(family, dtype, tmp_path):
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert size == sum(tensor.nbytes for tensor in expected.values())
-    assert len(releases) > config.num_hidden_layers, "a block after the other, not all at once"
+    assert len(releases) > config.num_hidden_layers, "one block at a time"
     index = json.loads((ours / weights.INDEX).read_text())
     assert index["metadata"]["total_size"] == size
     for name, file in index["weight_map"].items():
@@ -51,8 +51,8 @@ def test_the_files_are_those_of_save_pretrained(family, dtype, tmp_path):
         assert index == json.loads((theirs / weights.INDEX).read_text())
 
 
-def test_weights_that_depend_on_other_blocks_are_turned_around_at_once(monkeypatch):
-    """When the blocks one by one do not give what the whole gives, there is one block."""
+def test_weights_that_depend_on_several_blocks_are_converted_at_once(monkeypatch):
+    """If converting block by block gives other names, all weights are one block."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(family_config("llama"))
     meta = skeleton.state_dict()
