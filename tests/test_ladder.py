@@ -193,6 +193,18 @@ def test_help_needs_no_heavy_import(command):
     assert not HEAVY & imported
 
 
+def ladder_table() -> str:
+    """Return the ladder as a Markdown table: each subpackage with what its docstring says it is."""
+    text = "\n| rung | subpackage | purpose |\n|---|---|---|\n"
+    for name, number in LADDER.items():
+        path = name.replace(".", "/")
+        source = (ROOT / path / "__init__.py").read_text(encoding="utf-8")
+        docstring = ast.get_docstring(ast.parse(source)) or ""
+        purpose = " ".join(docstring.partition("\n\n")[0].split()).rstrip(".")
+        text += f"| {number} | `{path}/` | {purpose} |\n"
+    return text + "\n"
+
+
 def table() -> str:
     """Return the ladder as text: each subpackage with its numbers of modules and lines."""
     lines = [f"{'rung':<6}{'subpackage':<24}{'modules':>7}{'lines':>8}"]

@@ -1,28 +1,36 @@
-"""The repository: the README matches the code, and no file contains paths of a machine."""
+"""README and docs match the code, and no file contains paths of a machine."""
 
 import json
 import re
-import shlex
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-import data_prep.__main__
-import launch.__main__
-import zerolm.__main__
 from tests import ROOT
-from zerolm.common.command_line import Group, help_text
+from tests.documents import (
+    DOCUMENTS,
+    LAUNCHER,
+    PRETRAIN,
+    README,
+    blocks,
+    commands,
+    flags_of_command,
+    flags_of_script,
+    name_of,
+    problems,
+    prose,
+    spelled,
+    text_of,
+)
+from zerolm.__main__ import COMMANDS
+from zerolm.common.command_line import Group
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Directories whose every file the tree of the README names; of the others it names the directory.
-LISTED = ("zerolm", "data_prep", "launch", "ds_configs", "model_configs", "benchmarks", "docs")
-UNLISTED = {"benchmarks/results", "docs/figures"}
+MAX_README_BYTES = 12_000
 MACHINE_PATHS = re.compile(r"(?<![\w.~}])/(?:" + "|".join(("work", "root", "home")) + r")/")
-
-CALLED = r"(?:^|`)(?:python -m (data_prep|launch|zerolm)|(zerolm)) ([a-z][\w-]+)(?: ([a-z][\w-]+))?"
+# Flags in prose that are an example, of lm-eval, and of docker.
+FOREIGN = {"--flag", "--limit", "--shm_size"}
 
 
 @cache
@@ -35,55 +43,83 @@ def tracked_files() -> list[str]:
     return [name for name in result.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def blocks(language: str) -> list[str]:
-    """Return the README's fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(text_of(path)), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
 
 
-def tree_entries() -> set[str]:
-    """Return the paths that the README's tree draws; a directory ends in a slash."""
-    (tree,) = [block for block in blocks("text") if block.startswith("pretrain.py")]
-    entries, parents = set(), [""]
-    for line in tree.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        entries.add("".join(parents[: depth + 1]) + name)
-        if name.endswith("/"):
-            parents[depth + 1 :] = [name]
-    return entries
+def test_the_readme_is_short():
+    assert len(README.read_bytes()) <= MAX_README_BYTES
 
 
-def test_the_tree_of_the_readme_names_every_file():
-    missing = []
-    entries = tree_entries()
-    for name in tracked_files():
-        path = Path(name)
-        if name.startswith(".") or path.name == "__init__.py":
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text_of(path))):
+        if "://" in target:
             continue
-        top = path.parts[0]
-        if len(path.parts) > 1 and top + "/" not in entries:
-            missing.append(top + "/")
-        listed = top in LISTED and not any(name.startswith(f"{skip}/") for skip in UNLISTED)
-        if (len(path.parts) == 1 or listed) and name not in entries:
-            missing.append(name)
-    assert not missing
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
 
 
-def test_the_tree_of_the_readme_names_nothing_else():
-    known = set(tracked_files())
-    known |= {f"{parent}/" for name in known for parent in Path(name).parents}
-    assert not tree_entries() - known
+def test_the_index_names_every_document():
+    linked = set(re.findall(r"\]\(([\w.]+\.md)\)", text_of(ROOT / "docs" / "README.md")))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-def test_json_in_the_readme_parses():
-    for block in blocks("json"):
-        json.loads(block)
+def test_the_layout_in_the_readme_exists():
+    (layout,) = [block for block in blocks(text_of(README), "text") if "pretrain.py  " in block]
+    parent, named = "", set()
+    for line in layout.splitlines():
+        for name in re.findall(r"(?:^| )(\w+/)(?= )", line.split("  :")[0]):
+            parent = name if not line.startswith(" ") else parent
+            named.add(name if not line.startswith(" ") else parent + name)
+    missing = [name for name in named if not (ROOT / name).is_dir()]
+    assert len(named) > 25 and not missing
+    folders = {f"{Path(name).parts[0]}/" for name in tracked_files() if "/" in name}
+    assert not {name for name in folders if name[0] != "."} - named
 
 
-def test_images_and_links_of_the_readme_exist():
-    for target in re.findall(r"\]\(([^)#\s]+)\)", README):
-        if "://" not in target:
-            assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_the_commands_of_a_document_exist_with_their_flags_and_files(path):
+    assert not [problem for shown in commands(path) for problem in problems(shown)]
+
+
+def test_there_are_commands_to_check():
+    assert sum(len(commands(path)) for path in DOCUMENTS) > 140
+
+
+def all_flags() -> set[str]:
+    found = PRETRAIN | LAUNCHER | FOREIGN
+    for name, command in COMMANDS.commands.items():
+        inner = [(name, each) for each in command.commands] if isinstance(command, Group) else []
+        for words in inner or [(name,)]:
+            found |= flags_of_command(tuple(words)) or set()
+    for path in (*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests" / "soak.py"):
+        found |= flags_of_script(name_of(path))
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_the_flags_in_the_prose_of_a_document_exist(path):
+    code = re.findall(r"`([^`\n]+)`", prose(text_of(path)))
+    flags = {spelled(flag) for text in code for flag in re.findall(r"(?<!\S)(--[a-z][\w-]+)", text)}
+    unknown = flags - all_flags()
+    assert not unknown
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_json_in_a_document_parses(path):
+    for block in blocks(text_of(path), "json"):
+        try:
+            json.loads(block)
+        except ValueError:  # a JSON Lines file
+            for line in block.splitlines():
+                json.loads(line)
 
 
 def test_no_file_contains_a_path_of_a_machine():
@@ -97,102 +133,3 @@ def test_no_file_contains_a_path_of_a_machine():
             if MACHINE_PATHS.search(line):
                 found.append(f"{name}:{number}: {line.strip()}")
     assert not found
-
-
-def readme_commands() -> list[list[str]]:
-    """Return the argv of each command in the README's shell blocks."""
-    text = "\n".join(blocks("bash")).replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line and line[0] != "#"]
-
-
-@cache
-def help_of(*argv: str) -> str:
-    result = subprocess.run(
-        [sys.executable, *argv, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def program_of(words: list[str]) -> tuple[tuple[str, ...], list[str]] | None:
-    """Return what prints the help of the command, and the words that the help must explain."""
-    if words[0] == "zerolm":
-        words = ["python", "-m", *words]
-    if words[:3] in (["python", "-m", "launch"], ["python", "-m", "zerolm"]):
-        end = words.index("--") if "--" in words else len(words)
-        first = 4 if words[3] == "data" else 3
-        return ("-m", *words[2 : first + 1]), words[first + 1 : end]
-    if "pretrain.py" in words:
-        return ("pretrain.py",), words[words.index("pretrain.py") + 1 :]
-    if "launch/multinode.sh" in words:
-        return ("pretrain.py",), words[words.index("launch/multinode.sh") + 3 :]
-    if words[:2] == ["python", "-m"]:
-        if words[2] == "data_prep":
-            return ("-m", words[2], words[3]), words[4:]
-        return ("-m", words[2]), words[3:]
-    if words[0] == "python":
-        return (words[1],), words[2:]
-    return None
-
-
-def test_every_flag_of_a_readme_command_exists():
-    unknown = []
-    commands = readme_commands()
-    for argv in commands:
-        program = program_of(argv)
-        if program is None:
-            continue
-        explained = help_of(*program[0]).replace("-", "_")
-        for argument in program[1]:
-            flag = argument.partition("=")[0]
-            if flag.startswith("--") and flag.replace("-", "_") not in explained:
-                unknown.append(f"{flag} of {' '.join(program[0])}")
-    assert commands and not unknown
-
-
-def test_every_command_that_is_named_exists():
-    """In README and docs: `zerolm data tokenize ...`, `python -m launch plan ...`."""
-    groups = {"zerolm": zerolm.__main__, "launch": launch.__main__, "data_prep": data_prep.__main__}
-    named = []
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        for module, script, first, second in re.findall(CALLED, text, re.MULTILINE):
-            command = groups[module or script].COMMANDS.commands.get(first)
-            named.append(f"{module or script} {first}")
-            if isinstance(command, Group) and second:
-                command, named[-1] = command.commands.get(second), f"{named[-1]} {second}"
-            assert command is not None, f"{path.name}: {named[-1]}"
-    assert len(named) > 20
-
-
-def test_the_list_of_commands_in_the_docs_is_the_help():
-    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert help_text(zerolm.__main__.COMMANDS, "zerolm") in text, "paste zerolm --help"
-
-
-def test_every_file_of_a_readme_command_exists():
-    for argv in readme_commands():
-        for argument in argv:
-            is_file = argument.startswith(
-                ("ds_configs/", "model_configs/", "launch/", "benchmarks/")
-            )
-            if is_file or argument in ("pretrain.py", "tests/run.sh"):
-                assert (ROOT / argument).exists(), f"{argument} in: {' '.join(argv)}"
-
-
-def test_every_flag_in_the_prose_of_the_readme_exists():
-    prose = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
-    flags = {flag.replace("-", "_") for flag in re.findall(r"`(--[a-z][\w-]*)", prose)}
-    explained = help_of("pretrain.py") + "--num_nodes --num_gpus --hostfile"
-    for program in ("supervise", "render", "node", "doctor"):
-        explained += help_of("-m", "launch", program)
-    for program in ("train-tokenizer", "tokenize", "verify", "inspect"):
-        explained += help_of("-m", "data_prep", program)
-    assert not {flag for flag in flags if flag not in explained.replace("-", "_")}
-
-
-def test_no_two_test_files_have_one_name() -> None:
-    """pytest imports test files by their names only."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted(names) == sorted(set(names))

@@ -1,0 +1,108 @@
+"""The README's commands, run in order, as a new user would, on two processes of this CPU.
+
+python -m pytest -s tests/end_to_end/test_readme.py    # prints what was run
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests import ROOT
+from tests.documents import README, commands
+from tests.launching import environment, free_port, kill_session
+from tests.texts import paragraphs, write_items
+
+LINKS = ("pretrain.py", "ds_configs", "model_configs", "launch")
+# What makes a command small enough for two cores, or lets it run without a network.
+CHANGES = {
+    r"--vocab_size 32000": "--vocab_size 1000",
+    r"--val_fraction 0.001": "--val_fraction 0.1",
+    r"--seq_len 2048": "--seq_len 64",
+    r"--total_tokens 3B --run_dir": "--total_tokens 16k --seq_len 64 --batch_tokens 1024 --run_dir",
+    r"llama-160m.json +--data": "tiny.json --data",
+    r"--data_stage 2B": "--data_stage 8k",
+    r"s3://": "file://{directory}/",
+    r"^deepspeed ": "deepspeed --num_gpus 2 --master_port {port} ",
+    r"-- deepspeed ": "-- deepspeed --num_gpus 2 --master_port {port} ",
+    r"^zerolm train --settings": "zerolm train --num_gpus 2 --master_port {port} --settings",
+}
+NOT_RUN = {
+    "bash launch/demo.sh": "sets up .venv and takes three minutes; run by hand for docs/demo.md",
+    "bash tests/run.sh": "runs this test",
+    "bash launch/setup.sh": "run by tests/run.sh",
+    "bash launch/multinode.sh": "needs two hosts: tests/end_to_end/test_hosts_agree.py makes them",
+    "python -m tests.soak": "takes half an hour; tests/end_to_end/test_supervision.py is shorter",
+    "python benchmarks/": "takes many minutes on a quiet machine",
+}
+SECONDS = 240  # for one command
+
+
+def write_inputs(directory: Path) -> None:
+    """Write the texts that the README's commands read."""
+    for name in LINKS:
+        (directory / name).symlink_to(ROOT / name)
+    # Copied, not linked, because the paths in a recipe are relative to the file.
+    shutil.copytree(ROOT / "data_prep" / "recipes", directory / "data_prep" / "recipes")
+    texts = paragraphs()
+    lines = b"\n".join(orjson.dumps({"text": text}) for text in texts)
+    for folder in ("corpus/web", "raw/web"):
+        (directory / folder).mkdir(parents=True)
+        (directory / folder / "part.jsonl").write_bytes(lines)
+    (directory / "corpus" / "code").mkdir()
+    pq.write_table(pa.table({"text": texts[::2]}), directory / "corpus" / "code" / "part.parquet")
+    (directory / "evaluation").mkdir()
+    write_items(directory / "evaluation" / "hellaswag_val.jsonl", 20)
+    write_items(directory / "hellaswag_val.jsonl", 20)
+
+
+def changed(line: str, directory: Path) -> str:
+    for pattern, replacement in CHANGES.items():
+        line = re.sub(pattern, replacement, line)
+    return line.replace("{directory}", str(directory)).replace("{port}", str(free_port()))
+
+
+def run(line: str, directory: Path) -> str:
+    """Run a line in a shell, in a session of its own, which is killed if it takes too long."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = environment(PATH=path, DS_ACCELERATOR="cpu")
+    process = subprocess.Popen(
+        ["bash", "-c", line], cwd=directory, env=variables, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        kill_session(process.pid)
+    assert process.returncode == 0 and "Traceback" not in output, f"{line}\n{output[-6000:]}"
+    return output
+
+
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_readme_run_in_order(tmp_path, capsys):
+    write_inputs(tmp_path)
+    shown = [command.line for command in commands(README)]
+    for line in shown:
+        if line.startswith(tuple(NOT_RUN)):
+            continue
+        if "s3://bucket/shards" in line:
+            shutil.copytree(tmp_path / "shards", tmp_path / "bucket" / "shards")
+        start = time.monotonic()
+        small = changed(line, tmp_path)
+        run(small, tmp_path)
+        with capsys.disabled():
+            where = small.replace(str(tmp_path), "DIRECTORY")
+            print(f"\nran in {time.monotonic() - start:4.1f} s: {where}", end="")
+    unused = [start for start in NOT_RUN if not any(line.startswith(start) for line in shown)]
+    assert not unused
+    for name in ("exported/first/model.safetensors", "both.html", "results.json", "run.sbatch"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert any((tmp_path / "bucket" / "first").iterdir())
