@@ -57,5 +57,5 @@ def test_more_nodes_than_the_hostfile_has_are_refused_without_a_trace(
             hosts.end(process)
     output = log.read_text()
     assert code == 2, output
-    assert "4 nodes were asked for, but the hostfile gives 2" in output
+    assert "--num_nodes: 4, but the hostfile has 2 node(s)" in output
     assert not run_dir.exists()

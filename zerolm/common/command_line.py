@@ -57,11 +57,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """The commands of a program, or of its part, as `zerolm data ...`.
+    """The commands of a program, or a group of commands as in `zerolm data ...`.
 
     Attributes:
         topic: heading under which the commands are listed in the help of an outer group.
-        around: context in which each command runs; it gets the words after the command's name.
+        around: context in which each command runs; called with the arguments of the command.
     """
 
     description: str
@@ -71,7 +71,7 @@ class Group:
 
 
 def commands_in(package: str, topics: Mapping[str, Mapping[str, str]]) -> dict[str, Command]:
-    """Return the commands of a package that has a module for each, with the name of the command.
+    """Return the commands of a package that has one module per command, of the same name.
 
     Args:
         topics: {topic: {name: line of help}}.
@@ -91,7 +91,7 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
     """
     if COMPLETION in os.environ:
         _complete(group, program)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a text may hold what a terminal cannot show
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(group, argv, program)
@@ -125,12 +125,12 @@ def _output_is_closed() -> bool:
 
 
 def _run(group: Group, argv: Sequence[str], program: str) -> int:
-    """Find the command, parse its flags, run it, and print what it refuses."""
-    words, name, groups = list(argv), program, []
+    """Find the command, parse its flags, run it, and print its errors."""
+    remaining, name, groups = list(argv), program, []
     found: Command | Group = group
     while isinstance(found, Group):
         groups.append(found)
-        word = words.pop(0) if words else ""
+        word = remaining.pop(0) if remaining else ""
         if word in ("-h", "--help"):
             print(help_text(found, name))
             return EXIT_DONE
@@ -140,24 +140,24 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
     try:
         with ExitStack() as contexts:
             for outer in groups:
-                contexts.enter_context(outer.around(words))
+                contexts.enter_context(outer.around(remaining))
             module = importlib.import_module(found.module)
-            code = module.run(words if found.own_parser else _arguments(found, module, words, name))
-            return code or EXIT_DONE
+            arguments = remaining if found.own_parser else _parse(found, module, remaining, name)
+            return module.run(arguments) or EXIT_DONE
     except ZerolmError as error:
         heading = "refused\n" if error.exit_code == EXIT_REFUSED else ""
         print(f"{name}: {heading}{error}", file=sys.stderr)
         return error.exit_code
 
 
-def _arguments(command: Command, module: Any, words: list[str], name: str) -> argparse.Namespace:
+def _parse(command: Command, module: Any, argv: list[str], name: str) -> argparse.Namespace:
     run_command = None
-    if command.takes_run and "--" in words:
-        place = words.index("--")
-        words, run_command = words[:place], words[place + 1 :]
+    if command.takes_run and "--" in argv:
+        place = argv.index("--")
+        argv, run_command = argv[:place], argv[place + 1 :]
     parser = Parser(name, f"{command.help[:1].upper()}{command.help[1:]}.")
     module.add_flags(parser)
-    arguments = parser.parse(words)
+    arguments = parser.parse(argv)
     if command.takes_run:
         arguments.run_command = run_command
     return arguments
@@ -175,7 +175,7 @@ def _refuse_command(group: Group, word: str, program: str) -> NoReturn:
 
 
 def help_text(group: Group, program: str) -> str:
-    """Return what `--help` prints: every command with one line, by topic."""
+    """Return the text of `--help`: one line for each command, by topic."""
     topics = _listed(group)
     column = 6 + max(len(name) for rows in topics.values() for name, _ in rows)
     lines = [f"usage: {program} COMMAND [flags]", "", *textwrap.wrap(group.description, WIDTH)]
@@ -189,7 +189,7 @@ def help_text(group: Group, program: str) -> str:
 
 
 def _listed(group: Group) -> dict[str, list[tuple[str, str]]]:
-    """Return {topic: (name, line of help) of its commands}; those of a group have two words."""
+    """Return {topic: (name, line of help) of its commands}; those in a group are `group name`."""
     topics: dict[str, list[tuple[str, str]]] = {}
     for name, command in group.commands.items():
         rows = topics.setdefault(command.topic, [])
@@ -206,37 +206,37 @@ def _listed(group: Group) -> dict[str, list[tuple[str, str]]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of one command, in either spelling; a mistake shows its usage and the nearest flag.
+    """Parses the flags of one command, with dashes or underscores; suggests the nearest flag.
 
     Args:
-        program: with the name of the command, for usage and messages.
+        program: program and command, for usage and messages.
     """
 
     def __init__(self, program: str, description: str):
         super().__init__(prog=program, description=description, allow_abbrev=False)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse the words behind the command's name.
+        """Parse the arguments after the command's name.
 
         Raises:
-            SystemExit: `--help` (code 0), or a flag or value that is wrong (code 2).
+            SystemExit: `--help` (code 0), or an invalid flag or value (code 2).
         """
-        words, unknown = list(argv), []
+        arguments, unknown = list(argv), []
         flags = [flag for action in self._actions for flag in action.option_strings]
         spellings = {_with_underscores(flag): flag for flag in flags}
-        for place, word in enumerate(words):
-            if word == "--":
+        for place, argument in enumerate(arguments):
+            if argument == "--":
                 break
-            if word.startswith("--"):
-                written, equals, value = word.partition("=")
+            if argument.startswith("--"):
+                written, equals, value = argument.partition("=")
                 name = _with_underscores(written)
                 if (flag := spellings.get(name)) is None:
                     unknown.append(f"{written}: no such flag.{did_you_mean(name, spellings)}")
                 else:
-                    words[place] = flag + equals + value
+                    arguments[place] = flag + equals + value
         if unknown:
             self.error("\n".join(unknown))
-        return self.parse_args(words)
+        return self.parse_args(arguments)
 
 
 def _with_underscores(flag: str) -> str:
@@ -244,17 +244,17 @@ def _with_underscores(flag: str) -> str:
 
 
 def count(text: str) -> int:
-    """Read a whole number of 1 or more."""
+    """Parse an integer of 1 or more."""
     return _at_least(1, text)
 
 
 def count_from_zero(text: str) -> int:
-    """Read a whole number of 0 or more."""
+    """Parse an integer of 0 or more."""
     return _at_least(0, text)
 
 
 def number(text: str) -> float:
-    """Read a positive number."""
+    """Parse a positive number."""
     value = float(_read(parse_number, text))
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be positive. Give a larger number.")
@@ -262,7 +262,7 @@ def number(text: str) -> float:
 
 
 def size_bytes(text: str) -> int:
-    """Read a positive number of bytes."""
+    """Parse a positive number of bytes."""
     value = _read(parse_bytes, text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1. Give a larger size.")
@@ -270,7 +270,7 @@ def size_bytes(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Read `3h50m`, in seconds."""
+    """Parse `3h50m`; return seconds."""
     return _read(parse_duration, text)
 
 
@@ -293,7 +293,7 @@ def _read(parse: Callable[[str], Any], text: str) -> Any:
 
 
 def _complete(group: Group, program: str) -> None:
-    """Answer the shell's question for completions, and end the process."""
+    """Print completions for the shell, and exit."""
     import argcomplete
 
     parser = argparse.ArgumentParser(prog=program)

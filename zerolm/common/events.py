@@ -1,8 +1,8 @@
-"""The table of events: what `events.jsonl` may hold, how grave each event is, and its message.
+"""The table of events: the contents of `events.jsonl`, and the level and message of each event.
 
 The table of docs/run_directory.md, the lists of `report.html` and `zerolm status`, the state of a
 run and the alerts of the trackers are derived from `EVENTS`. An event that is not in it is shown
-with all of its keys, as plain. Standard library only.
+with all of its keys and the level `plain`. Standard library only.
 
     python -m tests.test_tables    # writes the table of docs/run_directory.md
 """
@@ -40,9 +40,8 @@ class EventKind:
     Attributes:
         level: `quiet` events are frequent and expected; they are left out of short lists.
         about: its line in docs/run_directory.md: its keys besides those of every event.
-        message: a template of what happened, or a function of the event; without it the message
-            has the `DETAILS` that the event has. In a template a missing key is "?", and
-            `{key:seconds}` is a duration.
+        message: a template, or a function of the event. If empty, the message joins the event's
+            `DETAILS`. In a template a missing key is "?", and `{key:seconds}` is a duration.
         state: of the run after the event; "" if the event does not change it.
         written: False if the report derives the event from metrics.
     """
@@ -57,7 +56,7 @@ class EventKind:
 
 
 def level(name: str) -> Level:
-    """Return how grave an event is."""
+    """Return the level of an event."""
     return EVENTS[name].level if name in EVENTS else "plain"
 
 
@@ -67,7 +66,7 @@ def state_after(name: str) -> str:
 
 
 def message(event: Event) -> str:
-    """Return what happened, without the event's name and step. Any key may be missing."""
+    """Return the message of an event, without its name and step. Any key may be missing."""
     kind = EVENTS.get(event["event"])
     if kind is None:
         known = (key for key in event if key not in COMMON_KEYS)
@@ -96,7 +95,7 @@ def _joined(value: Any) -> str:
     return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-# ---- Messages that no template can write
+# ---- Messages that are not templates
 
 
 def _resumed(event: Event) -> str:

@@ -122,11 +122,11 @@ def privacy_problem(directory: Path) -> str | None:
     except FileNotFoundError:
         return None
     if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
-        return "is no directory, or a link to one"
+        return "is not a directory, or is a symbolic link"
     if status.st_uid != os.getuid():
         return f"belongs to another user ({status.st_uid})"
     if status.st_mode & 0o022:
-        return f"may be written by others (mode {status.st_mode & 0o777:o})"
+        return f"is writable by other users (mode {status.st_mode & 0o777:o})"
     return None
 
 

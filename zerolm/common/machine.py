@@ -1,4 +1,4 @@
-"""What can be read about this machine and the launch: devices, launcher, directories, W&B account.
+"""Inspect this machine and the launch: device, build locks, directories, number of nodes.
 
 Changes nothing. torch and DeepSpeed are imported where they are needed.
 """
@@ -42,7 +42,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
 
     Args:
         environment: of the launcher.
-        problems: a device that was asked for and is missing is added to it.
+        problems: a line is added if the requested device is missing.
     """
     if environment.get("DS_ACCELERATOR") == "cuda":
         import torch
@@ -141,12 +141,12 @@ def launcher_problem(argv: Sequence[str], environment: Mapping[str, str]) -> str
     flags = [argument for argument in argv if not argument.startswith("--local_rank=")]
     for command in _commands():
         options = _runner_options(command, flags)
-        asked = options.get("--num_nodes", "")
-        if asked.isdigit() and int(asked) > nodes:
+        requested = options.get("--num_nodes", "")
+        if requested.isdigit() and int(requested) > nodes:
             hostfile = options.get("--hostfile", DEFAULT_HOSTFILE)
             return (
-                f"{hostfile}: --num_nodes: {asked} nodes were asked for, but the hostfile gives "
-                f"{nodes}. Add the missing hosts to it, or use --num_nodes {nodes}."
+                f"{hostfile}: --num_nodes: {requested}, but the hostfile has {nodes} node(s). Add "
+                f"the missing hosts to it, or use --num_nodes {nodes}."
             )
     return None
 
@@ -174,7 +174,7 @@ def _commands() -> list[list[str]]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             commands.append(path.read_bytes().decode(errors="replace").split("\0")[:-1])
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return commands
 

@@ -1,4 +1,4 @@
-"""The table of metrics: what `metrics.jsonl` may hold, and where each metric is shown.
+"""The table of metrics: the contents of `metrics.jsonl`, and where each metric is shown.
 
 The tables of docs/metrics.md, the panels of `report.html`, the W&B workspace, the console line and
 the progress bar are derived from `METRICS`. A metric that is not in it is still logged, sent to

@@ -1,8 +1,7 @@
-"""Processes of this machine: their state, marking them, and signals that reach the right one.
+"""Processes of this machine: inspect them, find marked ones, and signal exactly the right one.
 
 A process is identified by its number and start time, or by a mark in its environment, never by its
-name, which another run of the same user shares. Reads Linux's /proc; psutil only lowers the disk
-priority of background processes.
+name, which processes of other runs share. Reads Linux's /proc. Standard library only.
 """
 
 import contextlib
@@ -77,7 +76,7 @@ def all_pids() -> list[int]:
 def children(parent: int) -> list[Process]:
     """Return the direct children of a process."""
     processes = (inspect_process(pid) for pid in all_pids())
-    return [each for each in processes if each is not None and each.parent == parent]
+    return [process for process in processes if process is not None and process.parent == parent]
 
 
 def handles_signal(pid: int, number: int) -> bool:
@@ -143,6 +142,3 @@ def _signal_if(condition: Callable[[], bool], pid: int, number: int) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-# ---- Background processes

@@ -9,8 +9,8 @@ from pathlib import Path
 
 MANIFEST = "MANIFEST.json"  # of a checkpoint, on disk and in an object store
 STEP = "step-"
-# Before the name of a checkpoint directory that does not count:
-TEMPORARY = ".tmp-"  # not complete yet, or being removed
+# Prefixes of directories that are not, or no longer, checkpoints of the run:
+TEMPORARY = ".tmp-"  # being written or removed
 DAMAGED = "damaged-"
 ROLLED_BACK = "rolled-back-"
 
@@ -34,7 +34,7 @@ class RunFiles:
         self.report = run_dir / "report.html"
         self.lock = run_dir / "lock"
         # Written by the supervisor
-        self.supervisor = run_dir / "supervisor"  # its lock, which names it
+        self.supervisor = run_dir / "supervisor"  # its lock, with its host and pid
         self.hostfile = run_dir / "hosts"
         # Directories
         self.checkpoints = run_dir / "checkpoints"
@@ -55,7 +55,7 @@ class RunFiles:
         return sorted(self.run_dir.glob(f"metrics-{ROLLED_BACK}*.jsonl"))
 
     def record_files(self) -> list[Path]:
-        """Return what is sent with each checkpoint. Only the archived metrics must exist."""
+        """Return the files to upload with each checkpoint. All but the archived may be absent."""
         return [
             self.record, self.rollbacks, self.metrics, self.events, self.samples, self.hellaswag,
             *self.all_archived_metrics(),
@@ -112,11 +112,11 @@ def checkpoint_step(name: str) -> int:
     """Return the step that a checkpoint directory is named after.
 
     Raises:
-        ValueError: this is no name of a checkpoint directory.
+        ValueError: it is not the name of a checkpoint directory.
     """
     match = CHECKPOINT_NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} is no name of a checkpoint directory")
+        raise ValueError(f"{name!r} is not the name of a checkpoint directory")
     return int(match[1])
 
 

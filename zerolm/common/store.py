@@ -1,4 +1,4 @@
-"""What reading and writing object stores through fsspec share: options, limits, errors.
+"""Shared by the readers and writers of object stores (fsspec): options, limits, errors.
 
 fsspec is imported where it is needed.
 """

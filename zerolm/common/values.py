@@ -51,7 +51,7 @@ def parse_number(value: Any) -> int | float:
 
 
 def parse_count(value: Any) -> int:
-    """Read a whole number, in any form of `parse_number`."""
+    """Parse an integer, in any form of `parse_number`."""
     number = parse_number(value)
     if isinstance(number, float):
         raise ValueError("must be a whole number. Round it.")
@@ -59,7 +59,7 @@ def parse_count(value: Any) -> int:
 
 
 def parse_bytes(value: Any) -> int:
-    """Read a number of bytes: `5GB`, `500MB`, `32GiB`, or any form of `parse_count`."""
+    """Parse a number of bytes: `5GB`, `500MB`, `32GiB`, or any form of `parse_count`."""
     text = str(value).strip().lower()
     if (unit := BINARY_UNITS.get(text[-3:])) is not None:
         return parse_count(float(parse_number(text[:-3]) * unit))
@@ -69,7 +69,7 @@ def parse_bytes(value: Any) -> int:
 
 
 def parse_duration(value: Any) -> float:
-    """Read `3h50m`, `90s`, `2d` or a number of seconds; return seconds."""
+    """Parse `3h50m`, `90s`, `2d` or a number of seconds; return seconds."""
     text = str(value).strip().lower()
     if re.fullmatch(r"[\d.]+(e\d+)?", text):
         text += "s"

@@ -115,27 +115,27 @@ def _read_flags(
         flush_output()
         sys.exit(0)
     flags: dict[str, Any] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            problems.append(f"{COMMAND_LINE}: {word}, not a flag. Remove it, or quote values.")
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--"):
+            problems.append(f"{COMMAND_LINE}: {argument}, not a flag. Remove it, or quote values.")
             continue
-        written, equals, value = word[2:].partition("=")
+        written, equals, value = argument[2:].partition("=")
         name = written.replace("-", "_")
         negated = name.startswith("no_") and FLAGS.get(name[3:], {}).get("kind") in SWITCHES
         kind = FLAGS.get(name, {}).get("kind")
-        if kind == "recompute" and not equals and words and words[0] in RECOMPUTE_NAMES:
-            equals, value = "=", words.pop(0)
+        if kind == "recompute" and not equals and remaining and remaining[0] in RECOMPUTE_NAMES:
+            equals, value = "=", remaining.pop(0)
         if negated or kind in SWITCHES:
             truth = value if equals else "true"
             if negated:
                 truth = "false" if truth == "true" else "true"
             flags[name[3:] if negated else name] = truth
             continue
-        has_value = bool(equals) or bool(words and not words[0].startswith("--"))
+        has_value = bool(equals) or bool(remaining and not remaining[0].startswith("--"))
         if has_value and not equals:
-            value = words.pop(0)
+            value = remaining.pop(0)
         if name not in FLAGS:
             choices = [f"--{known}" for known in (*FLAGS, *other_flags) if known != "local_rank"]
             problems.append(
@@ -144,7 +144,7 @@ def _read_flags(
             )
         elif not has_value:
             problems.append(
-                f"{COMMAND_LINE}: --{name}, lacks its value. Write --{name} "
+                f"{COMMAND_LINE}: --{name}, has no value. Write --{name} "
                 f"{FLAGS[name]['shows'] or '|'.join(FLAGS[name]['choices'])}."
             )
         elif FLAGS[name]["kind"] == "list":

@@ -1,4 +1,4 @@
-"""Settings in which nothing that every run needs is left open."""
+"""`Resolved`: the settings of a run with all defaults filled in."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from zerolm.config.settings import Settings
 
 @dataclass(frozen=True)
 class Resolved(Settings):
-    """Settings of a run after defaults and the DeepSpeed JSON have filled the gaps.
+    """Settings completed from defaults and the DeepSpeed JSON.
 
-    These fields are never None here. Others may be: they belong to something the run does not have,
-    such as an evaluation, or a schedule that the DeepSpeed JSON decides.
+    The fields below are never None. Others may be None if they do not apply to the run: those of
+    evaluations without validation data, or of a schedule that the DeepSpeed JSON defines.
     """
 
     seq_len: int = 0
@@ -27,7 +27,7 @@ class Resolved(Settings):
 
     @classmethod
     def of(cls, settings: Settings) -> "Resolved":
-        """Return the same settings with the narrower type."""
+        """Return completed settings with this type, whose fields are not optional."""
         values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
         missing = [name for name in cls.__annotations__ if values[name] is None]
         assert not missing, f"not resolved: {missing}"

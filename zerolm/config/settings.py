@@ -1,8 +1,8 @@
 """The settings of a run: one field per flag, with its unit, bounds and help.
 
-A setting that is not given is None here, and gets a default that suits the model when the settings
-are resolved. What DeepSpeed's JSON already says has no flag. Must not depend on data, the model or
-the DeepSpeed JSON. Standard library only, so that `--help` is instant.
+A setting that is not given is None here; resolving the settings replaces it by a default that
+suits the model. Values that belong in DeepSpeed's JSON have no flag. Must not depend on data, the
+model or the DeepSpeed JSON. Standard library only, so that `--help` is instant.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ ATTENTION_IMPLEMENTATIONS = (
     *("auto", "eager", "sdpa", "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
-HIGHEST, HIGH = "highest", "high"  # --float32_matmul, in torch's words
+HIGHEST, HIGH = "highest", "high"  # --float32_matmul, as torch names them
 SELECTIVE = "selective"
 # Of --gradient_checkpointing. False: keep all activations; True: recompute each block;
 # "selective": recompute all but matmuls and attention.
@@ -63,9 +63,9 @@ def _flag(
     Args:
         group: a key of `GROUPS`.
         kind: how its value is converted, a key of `zerolm.config.flags.CONVERTERS`.
-        shows: its value in the help.
-        minimum, below: bounds, included and excluded.
-        saved: whether run.json keeps it.
+        shows: placeholder of its value in the help.
+        minimum, below: inclusive lower and exclusive upper bound.
+        saved: it is saved in run.json.
         tracker: `module:class` of the `Tracker` that the flag switches on.
     """
     about: dict[str, Any] = {
@@ -93,9 +93,9 @@ def _switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user gave; None means not given.
+    """The settings as given by the user; None means not given.
 
-    Each field is the flag of that name; `--help` shows its unit and default.
+    Each field is a flag of the same name; `--help` shows its unit and default.
     """
 
     data: tuple[str, ...] = _flag(
@@ -132,8 +132,8 @@ class Settings:
     over_max_epochs: str | None = _flag(
         "data",
         "text",
-        "what to do if a source would be read more often; redistribute: drop it from then on "
-        "and scale up the others (default: refuse)",
+        "what to do if a source would be read more often; redistribute: drop it then, and "
+        "scale up the others (default: refuse)",
         choices=EPOCH_POLICIES,
     )
     val_data: tuple[str, ...] = _flag(
@@ -146,8 +146,8 @@ class Settings:
     packing: str = _flag(
         "data",
         "text",
-        "concat: sequences are cut from concatenated documents; best_fit: they hold whole "
-        "documents, by the index that `data_prep pack` writes (default: concat)",
+        "concat: split concatenated documents into sequences; best_fit: pack complete "
+        "documents into sequences, with the index that `data_prep pack` writes (default: concat)",
         default=CONCAT,
         choices=(CONCAT, BEST_FIT),
     )
@@ -239,7 +239,7 @@ class Settings:
     compile: bool = _switch("model", "compile each block of the model with torch.compile")
     loss_chunk_tokens: int | None = _count(
         "model",
-        "compute the loss for this many tokens at a time, to save memory; 0: for a whole "
+        "compute the loss for this many tokens at a time, to save memory; 0: for a complete "
         "micro-batch (default: 0, unless its logits exceed 16 GiB in float32)",
         "N",
         minimum=0,
@@ -556,7 +556,7 @@ TRACKERS: dict[str, str] = {  # {name of a tracker and of its flag: its class}
 
 
 def split_weight(source: str) -> tuple[str, float | None]:
-    """Split a value of `--data` into its path and its weight, None when it has none.
+    """Split a value of `--data` into path and weight; the weight is None if not given.
 
     Raises:
         ValueError: the text after the last `=` is not a number.

@@ -51,7 +51,7 @@ def test_what_somebody_else_has_planted_is_refused(monkeypatch, planted, name):
         monkeypatch.setattr("zerolm.common.files.private_directory", lambda name: directory)
         monkeypatch.setattr(cache_budget, "private_directory", lambda name: directory)
         monkeypatch.setattr(local_copies, "private_directory", lambda name: directory)
-    with pytest.raises(PermissionError, match=r"link to one|others|another user"):
+    with pytest.raises(PermissionError, match=r"symbolic link|other users|another user"):
         make_private(directory)
     if name == "data-cache":
         found = cache_budget._directory_problems(Settings(), directory, 1 << 16, ())

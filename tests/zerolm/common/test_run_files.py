@@ -34,7 +34,7 @@ def test_the_step_of_a_checkpoint_is_read_back_from_its_name(step):
      "step-0000100a", "step-00001000\n", "step-٠٠٠٠١٠٠٠"],
 )  # fmt: skip
 def test_other_names_are_no_checkpoints(tmp_path, name):
-    with pytest.raises(ValueError, match="no name of a checkpoint"):
+    with pytest.raises(ValueError, match="not the name of a checkpoint"):
         checkpoint_step(name)
     if name:
         (tmp_path / name).mkdir()

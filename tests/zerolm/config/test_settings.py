@@ -70,8 +70,8 @@ def test_sources_repeat_and_carry_weights():
         ("--learning-rat 1", ['Did you mean "--learning_rate"?']),
         ("--seq 64", ["--seq", "no such flag"]),  # no abbreviations
         ("64", ["64", "not a flag"]),
-        ("--run_dir", ["--run_dir", "lacks its value", "PATH"]),
-        ("--run_dir --compile", ["--run_dir", "lacks its value"]),
+        ("--run_dir", ["--run_dir", "has no value", "PATH"]),
+        ("--run_dir --compile", ["--run_dir", "has no value"]),
         ("--schedule cosin", ["--schedule: cosin", "wsd", 'Did you mean "cosine"?']),
         ("--seq_len 12.5", ["--seq_len: 12.5", "whole number"]),
         ("--seq_len 0", ["--seq_len: 0", "at least 1"]),

@@ -191,6 +191,6 @@ def test_fewer_hosts_than_asked_for_are_refused_by_the_real_launcher(inputs, tmp
     finally:
         kill_session(process.pid)
     assert process.returncode == 2, output
-    assert f"{hostfile}: --num_nodes: 2 nodes were asked for, but the hostfile gives 1" in output
+    assert f"{hostfile}: --num_nodes: 2, but the hostfile has 1 node(s)" in output
     assert "Traceback" not in output
     assert snapshot(inputs) == before
