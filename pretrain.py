@@ -178,7 +178,7 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     if custom.is_dotted(profile.optimizer.name):
         kind = custom.optimizer_class(profile.optimizer.name)
         optimizer = partial(kind, **profile.optimizer.params)
-    with muon.tagging(model) if profile.uses_muon else nullcontext():
+    with muon.embeddings_excluded(model) if profile.uses_muon else nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

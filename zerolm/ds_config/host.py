@@ -1,7 +1,7 @@
-"""What a profile needs of this host besides devices: NVMe directories, and nvcc for kernels.
+"""Check that this host has the NVMe directories, libaio and nvcc that a profile needs.
 
-DeepSpeed compiles its operators on first use, after the model is built, and ends with a traceback
-where it cannot. Checked before `deepspeed.initialize`. Versions: DeepSpeed 0.19.8.
+DeepSpeed compiles its operators on first use, after the model is built, and fails with a traceback
+if it cannot. Preflight runs these checks before `deepspeed.initialize`. Versions: DeepSpeed 0.19.8.
 """
 
 import copy
@@ -20,27 +20,26 @@ from zerolm.ds_config.rules import QUANTIZED_KEYS
 
 
 def with_nvme_path(profile: Profile, settings: Settings, problems: list[str]) -> Profile:
-    """Return the profile with `--nvme_path` wherever it leaves the path to the run.
+    """Return the profile with every `nvme_path` that is "auto" or missing set to `--nvme_path`.
 
-    A directory of one machine does not belong in a shared profile, so ds_configs/zero3_nvme.json
-    has "auto" there.
+    ds_configs/zero3_nvme.json has "auto" there, because the path differs between machines.
 
     Args:
-        problems: is added to.
+        problems: found problems are appended.
     """
-    value: dict[str, Any] = copy.deepcopy(profile.json)
+    resolved: dict[str, Any] = copy.deepcopy(profile.json)
     path, used = settings.nvme_path, False
     for name, device in profile.offloads.items():
         if device != "nvme":
             continue
         used = True
-        offload: Any = block(value, "zero_optimization", name)
+        offload: Any = block(resolved, "zero_optimization", name)
         written = offload.get("nvme_path", AUTO)
         key = f"{profile.name}: zero_optimization.{name}.nvme_path"
         if written == AUTO and path is None:
             problems.append(
-                f"{key}: auto, is set by --nvme_path. Name a directory on a local NVMe disk of "
-                f"each host: --nvme_path PATH."
+                f'{key}: "auto" needs --nvme_path. Name a directory on a local NVMe disk of each '
+                f"host: --nvme_path PATH."
             )
         elif written == AUTO:
             offload["nvme_path"] = path
@@ -49,16 +48,16 @@ def with_nvme_path(profile: Profile, settings: Settings, problems: list[str]) ->
                 f"{key}: {shown(written)}, contradicts {settings.where('nvme_path')} {path}. "
                 f'Set it to "auto", or remove the flag.'
             )
-    if path is not None and not used and value:
+    if path is not None and not used and resolved:
         problems.append(
             f"{settings.where('nvme_path')}: {path}, but {profile.name} offloads nothing to NVMe. "
             f"Use ds_configs/zero3_nvme.json, or remove the flag."
         )
-    return Profile.parse(value, profile.name)
+    return Profile.parse(resolved, profile.name)
 
 
 def nvme_problems(profile: Profile) -> list[str]:
-    """Find why this host cannot read and write its NVMe disk as DeepSpeed does."""
+    """Check that this host can write to the profile's NVMe directories, and has libaio."""
     paths = {
         name: block(profile.zero, name).get("nvme_path")
         for name, device in profile.offloads.items()
@@ -71,15 +70,15 @@ def nvme_problems(profile: Profile) -> list[str]:
     ]
     if paths and not has_asynchronous_io():
         problems.append(
-            f"{profile.name}: offload to NVMe needs DeepSpeed's async_io, which cannot be built on "
-            f"this host. Install libaio's headers (Debian: libaio-dev), or use "
+            f"{profile.name}: offload to NVMe needs DeepSpeed's async_io operator, which cannot be "
+            f"built on this host. Install the libaio headers (Debian: libaio-dev), or use "
             f"ds_configs/zero3_offload.json."
         )
     return problems
 
 
 def has_asynchronous_io() -> bool:
-    """Tell whether DeepSpeed's operator for asynchronous file access exists or can be built."""
+    """Return whether DeepSpeed's async_io operator is installed or can be built."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("AsyncIOBuilder")
@@ -91,33 +90,33 @@ def has_asynchronous_io() -> bool:
 
 
 def kernel_problems(profile: Profile) -> list[str]:
-    """Find kernels that this host cannot build, unless DeepSpeed was installed with them."""
-    wanted = needed_kernels(profile)
-    if not wanted or not (why := toolkit_problem()):
+    """Find kernels that this host cannot build and that DeepSpeed was not installed with."""
+    needed = needed_kernels(profile)
+    if not needed or not (why := toolkit_problem()):
         return []
     from deepspeed.git_version_info import installed_ops
 
     return [
-        f"{profile.name}: {key}, needs DeepSpeed's {operator}, which nvcc builds first, but {why}. "
-        f"{fix}"
-        for operator, key, fix in wanted
+        f"{profile.name}: {key}, needs DeepSpeed's {operator} kernel, which nvcc must build, but "
+        f"{why}. {fix}"
+        for operator, key, fix in needed
         if not installed_ops.get(operator)
     ]
 
 
 def needed_kernels(profile: Profile) -> list[tuple[str, str, str]]:
-    """Return (operator, key that needs it, what to do instead) of each kernel that a GPU needs."""
+    """Return (operator, JSON key that needs it, fix) for each kernel to be built for a GPU."""
     kind, key = profile.optimizer.kind, f"optimizer.type: {profile.optimizer.name}"
     found = []
-    if profile.optimizer_offload == "none":  # with offload a C++ compiler is enough
+    if profile.optimizer_offload == "none":  # with offload a C++ compiler suffices
         if kind in ("adam", "adamw") and not profile.optimizer.params.get("torch_adam"):
-            fix = "Set torch_adam and fused in optimizer.params to true: torch's own fused kernel."
+            fix = "To use torch's fused kernel, set torch_adam and fused in optimizer.params."
             found.append(("fused_adam", key, fix))
         elif kind == "muon":
-            fix = "Install the CUDA toolkit of torch's version, or use AdamW with torch_adam."
+            fix = "Install the CUDA toolkit that matches torch, or use AdamW with torch_adam."
             found.append(("fused_adam", key, fix))
         elif kind == "lion":
-            fix = "Install the CUDA toolkit of torch's version, or offload the optimizer."
+            fix = "Install the CUDA toolkit that matches torch, or offload the optimizer."
             found.append(("fused_lion", key, fix))
     return found + [
         ("quantizer", f"zero_optimization.{name}: true", "Remove the key.")
@@ -127,9 +126,9 @@ def needed_kernels(profile: Profile) -> list[tuple[str, str, str]]:
 
 
 def toolkit_problem() -> str | None:
-    """Say why nothing can be compiled for the GPUs of this host, None when it can.
+    """Return why CUDA code cannot be compiled on this host, None if it can.
 
-    ROCm has its own compiler and is not checked.
+    Hosts without a GPU and ROCm, which has its own compiler, are not checked.
     """
     import torch
     from torch.utils import cpp_extension
@@ -140,7 +139,7 @@ def toolkit_problem() -> str | None:
         return "ninja is not on the PATH"
     home = cpp_extension.CUDA_HOME
     if home is None:
-        return "there is no nvcc: neither CUDA_HOME nor the PATH names one"
+        return "nvcc was not found through CUDA_HOME or the PATH"
     nvcc = f"{home}/bin/nvcc"
     try:
         output = subprocess.run(
@@ -149,9 +148,9 @@ def toolkit_problem() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return f"{nvcc} does not run"
     release = output.partition("release ")[2].partition(",")[0]
-    # Within a major version CUDA's compiler and libraries are compatible.
+    # CUDA's compiler and libraries are compatible within a major version.
     if release.partition(".")[0] == torch.version.cuda.partition(".")[0]:
         return None
     if os.environ.get("DS_SKIP_CUDA_CHECK") == "1":  # DeepSpeed's own override
         return None
-    return f"{nvcc} is of CUDA {release}, torch of {torch.version.cuda}"
+    return f"{nvcc} is from CUDA {release}, and torch was built with CUDA {torch.version.cuda}"

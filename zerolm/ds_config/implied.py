@@ -1,7 +1,7 @@
-"""The settings of a run that a DeepSpeed JSON implies, and where it contradicts a flag.
+"""Find the settings that a DeepSpeed JSON fixes, and where it contradicts a flag.
 
-Explicit numbers in the JSON become settings; one that contradicts an explicit flag is refused with
-both values shown.
+Explicit numbers in the JSON become settings; a number that contradicts an explicit flag is refused,
+and the message shows both values. `zerolm.plan.resolve` applies the result. Reads no file.
 """
 
 import math
@@ -17,7 +17,13 @@ _STEP_KEYS = {"warmup_tokens": "warmup_num_steps", "total_tokens": "total_num_st
 
 
 class Implied(NamedTuple):
-    """A setting that the JSON decides, the dotted key that does so, and how it is written there."""
+    """A setting that the JSON fixes.
+
+    Attributes:
+        value: of the setting.
+        key: dotted key in the JSON.
+        written: text of the value in messages, if not `value` itself.
+    """
 
     value: Any
     key: str
@@ -27,11 +33,11 @@ class Implied(NamedTuple):
 def implied_settings(
     profile: Profile, *, seq_len: int, replicas: int
 ) -> tuple[dict[str, Implied], list[str]]:
-    """Find the settings that the JSON decides, and where it contradicts itself.
+    """Find the settings that the JSON fixes, and contradictions within the JSON.
 
     Args:
-        seq_len: tokens of a sequence; DeepSpeed counts batches in sequences.
-        replicas: ranks, or groups of ranks, that read sequences of their own.
+        seq_len: tokens per sequence; DeepSpeed counts batches in sequences.
+        replicas: number of data-parallel ranks or groups of ranks.
 
     Returns:
         Implied values by name of the setting, and problems without the file's name.
@@ -108,25 +114,25 @@ def _implied_batch(
 def implied_token_counts(
     profile: Profile, settings: Settings, tokens_after: Callable[[int], int]
 ) -> tuple[dict[str, Implied], list[str]]:
-    """Find the token counts that the scheduler's step counts decide.
+    """Find the token counts that the scheduler's step counts fix.
 
     Args:
-        settings: explicit ones are compared in steps: a count that ends within the same step is
-            no contradiction.
-        tokens_after: tokens that a number of optimizer steps consumes.
+        settings: explicit token counts are compared in steps: a count that ends within the same
+            step is no contradiction.
+        tokens_after: returns the tokens that a number of optimizer steps consumes.
     """
     implied: dict[str, Implied] = {}
     problems = []
     params = profile.scheduler_params
-    flat = "warmup_min_lr" in params and params["warmup_min_lr"] == params.get("warmup_max_lr")
+    no_warmup = "warmup_min_lr" in params and params["warmup_min_lr"] == params.get("warmup_max_lr")
     for name, key in _STEP_KEYS.items():
         steps = params.get(key)
-        if not is_number(steps) or (flat and name == "warmup_tokens"):
+        if not is_number(steps) or (no_warmup and name == "warmup_tokens"):
             continue
         tokens, given = tokens_after(int(steps)), getattr(settings, name)
-        # One step is the shortest warm-up of DeepSpeed's schedulers: it also stands for none.
-        least = -1 if steps == 1 else tokens_after(int(steps) - 1)
-        if name in settings.explicit and not least < given <= tokens:
+        # DeepSpeed's shortest warm-up is one step, so one step may also mean no warm-up.
+        lower = -1 if steps == 1 else tokens_after(int(steps) - 1)
+        if name in settings.explicit and not lower < given <= tokens:
             problems.append(
                 f"scheduler.params.{key}: {shown(steps)} steps are {tokens} tokens, contradicts "
                 f'{settings.where(name)} {given}. Remove one, or write "auto".'
@@ -139,7 +145,7 @@ def implied_token_counts(
 def contradictions(
     implied: Mapping[str, Implied], settings: Settings, profile: Profile
 ) -> list[str]:
-    """Compare what the JSON decides with what the user gave explicitly."""
+    """Find explicit settings that differ from what the JSON fixes."""
     problems = []
     for setting, (value, key, written) in implied.items():
         if setting not in settings.explicit:
@@ -149,7 +155,7 @@ def contradictions(
         if is_number(given) and is_number(value):
             same = math.isclose(given, value, rel_tol=1e-9)
         if not same:
-            text = written or ("decides it" if value is None else shown(value))
+            text = written or shown(value)
             problems.append(
                 f"{profile.name}: {key}: {text}, contradicts {settings.where(setting)} "
                 f'{shown(given)}. Remove one of them, or write "auto" in the JSON.'

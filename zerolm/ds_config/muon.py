@@ -1,9 +1,9 @@
 """DeepSpeed's Muon for matrices, with AdamW for embeddings, the head, norms and biases.
 
-Muon orthogonalises the momentum of each matrix by a Newton-Schulz iteration before each step
-(Jordan et al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers whole matrices for it, and the
-optimizer receives the finished update. This module decides which parameters Muon takes, and refuses
-what DeepSpeed 0.19.8 gets wrong. torch and DeepSpeed are imported only inside functions.
+Muon orthogonalizes the momentum of each matrix by a Newton-Schulz iteration before each step
+(Jordan et al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers full matrices for it, and the
+optimizer receives the finished update. This module decides which parameters Muon updates, and
+refuses what DeepSpeed 0.19.8 gets wrong. Imports torch and DeepSpeed only inside functions.
 """
 
 import math
@@ -21,29 +21,30 @@ PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "ns_method", "betas", "eps", "
 SWITCHES = ("adam_w_mode", "torch_adam", "per_head_muon")
 NEWTON_SCHULZ = ("gram", "standard")
 MOMENTUM, ADAM_EPSILON = 0.95, 1e-8
-# Parts of the names of embeddings and output heads in the models of transformers.
-TABLE_NAMES = ("embed", "lm_head", "wte", "wpe")
+# Parts of the names of embeddings and output heads in transformers' models.
+EMBEDDING_NAMES = ("embed", "lm_head", "wte", "wpe")
 
 
 def problems(profile: Profile) -> list[str]:
-    """Find what DeepSpeed's Muon cannot do, or would silently ignore."""
+    """Find options that DeepSpeed's Muon does not support or would silently ignore."""
     found = _param_problems(profile)
     clipping = profile.json.get("gradient_clipping")
     if clipping != AUTO and clipping != 0:
-        value = "missing, which is 1.0" if clipping is None else shown(clipping)
+        value = "missing, which means 1.0" if clipping is None else shown(clipping)
         found.append(
-            f"gradient_clipping: {value}, with Muon it shrinks the orthogonalised update "
+            f"gradient_clipping: {value}, would shrink Muon's orthogonalized update "
             f"(DeepSpeed#8439). Set it to 0."
         )
     if profile.zero_stage == 3 and profile.zero.get("reduce_scatter", True) is not False:
         found.append(
-            "zero_optimization.reduce_scatter: true, Muon at stage 3 needs false. Set it to false."
+            "zero_optimization.reduce_scatter: true, must be false for Muon at stage 3. Set it to "
+            "false."
         )
     return found
 
 
 def _param_problems(profile: Profile) -> list[str]:
-    """Find parameters that DeepSpeed's Muon would silently ignore, and wrong values."""
+    """Find invalid values, and parameters that DeepSpeed's Muon would silently ignore."""
     params = profile.optimizer.params
     known = (*PARAMS, *SWITCHES)
     found = [
@@ -73,23 +74,25 @@ def _param_problems(profile: Profile) -> list[str]:
     if rates and "scheduler" in profile.json:
         found.append(
             f"optimizer.params.{rates[0]}: {shown(params[rates[0]])}, but DeepSpeed's schedulers "
-            f"give all parameters one rate. Remove the scheduler block, and use --schedule."
+            f"set one learning rate for all parameters. Remove the scheduler block, and use "
+            f"--schedule."
         )
     return found
 
 
 def setting_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse adaptive clipping, since Muon's norm is not that of the gradient."""
+    """Refuse adaptive clipping: with Muon the reported norm is not the gradient's."""
     if not settings.adaptive_clip or not profile.uses_muon:
         return []
     return [
-        f"{settings.where('adaptive_clip')}: {settings.adaptive_clip}, but Muon's norm is that of "
-        f"its orthogonalised update, which clipping only shrinks. Remove the flag."
+        f"{settings.where('adaptive_clip')}: {settings.adaptive_clip}, but with Muon the gradient "
+        f"norm is measured on the orthogonalized update, which clipping would only shrink. Remove "
+        f"the flag."
     ]
 
 
 def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Refuse experts that are stacked in one tensor where DeepSpeed takes flat matrices only.
+    """Refuse experts stacked in one tensor where DeepSpeed's Muon supports only 2-D tensors.
 
     Args:
         shapes: of every parameter by name.
@@ -97,33 +100,33 @@ def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> l
     if not (profile.uses_muon and profile.uses_bf16_optimizer):
         return []
     return [
-        f"{profile.name}: optimizer.type: Muon, at stage 1 with bf16 and fp32 gradients it takes "
-        f"no tensor of several matrices, as {tensor} is {list(shape)}. Use stage 2 or 3."
+        f"{profile.name}: optimizer.type: Muon, at stage 1 with bf16 and fp32 gradients supports "
+        f"only 2-D tensors, but {tensor} is {list(shape)}. Use stage 2 or 3."
         for tensor, shape in shapes.items()
-        if len(shape) > 2 and takes(tensor, shape)
+        if len(shape) > 2 and is_matrix(tensor, shape)
     ][:1]
 
 
 def notices(profile: Profile) -> list[str]:
-    """List where DeepSpeed's Muon does not follow the JSON."""
+    """List options of the JSON that DeepSpeed's Muon does not follow."""
     stage_2 = profile.zero_stage == 2 and profile.optimizer_offload == "none"
     fp32_sums = profile.precision == "bf16" and profile.grad_accum_dtype == "fp32"
     if not (profile.uses_muon and stage_2 and fp32_sums):
         return []
     return [
-        "Muon at stage 2 adds up the gradients of its matrices over micro-batches in bf16, and "
-        "keeps its momentum in bf16, whatever data_types.grad_accum_dtype says; stages 1 and 3 do "
-        "it in fp32"
+        "Muon at stage 2 accumulates the gradients of its matrices over micro-batches in bf16, and "
+        "keeps its momentum in bf16, whatever data_types.grad_accum_dtype is; stages 1 and 3 use "
+        "fp32"
     ]
 
 
-def fill(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
+def fill_defaults(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
     """Fill in DeepSpeed's defaults where the JSON has no value.
 
     Args:
         params: of the optimizer; changed in place.
         on_plain_cpu: a CPU without offload. DeepSpeed's fused AdamW would compile a kernel there
-            for a minute; torch's has the same arithmetic.
+            for a minute; torch's does the same arithmetic.
     """
     for key, value in (
         ("momentum", MOMENTUM),
@@ -135,16 +138,19 @@ def fill(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
         params.setdefault("torch_adam", True)
 
 
-def takes(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell by name and shape whether Muon takes a parameter; `tagging` asks the model itself."""
-    return len(shape) >= 2 and not any(word in name.lower() for word in TABLE_NAMES)
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether Muon updates a parameter, by name and shape.
+
+    `embeddings_excluded` asks the model itself; a test holds the two to the same answer.
+    """
+    return len(shape) >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
 
 
 @contextmanager
-def tagging(model: Any) -> Iterator[None]:
-    """Keep embeddings and the head away from Muon while `deepspeed.initialize` tags parameters.
+def embeddings_excluded(model: Any) -> Iterator[None]:
+    """Exclude embeddings and the head from Muon while `deepspeed.initialize` tags parameters.
 
-    DeepSpeed recognises them by "embed" and "lm_head" in the name, and would give GPT-2's `wte` and
+    DeepSpeed recognizes them by "embed" and "lm_head" in the name, and would give GPT-2's `wte` and
     `wpe` to Muon. It reads `ds_shape`, so partitioned parameters have their full shape.
     """
     import deepspeed
@@ -168,12 +174,12 @@ def tagging(model: Any) -> Iterator[None]:
 
 
 def describe(model: Any) -> str:
-    """Describe how many parameters Muon and AdamW take, by the tags DeepSpeed grouped them by."""
+    """Describe how many parameters Muon and AdamW update, by DeepSpeed's `use_muon` tags."""
     counts, values = {True: 0, False: 0}, {True: 0, False: 0}
     for parameter in model.parameters():
         counts[parameter.use_muon] += 1
         values[parameter.use_muon] += math.prod(getattr(parameter, "ds_shape", parameter.shape))
     return (
-        f"Muon: {counts[True]} tensors of matrices with {values[True]:,} values; AdamW: the "
-        f"{counts[False]} others with {values[False]:,}"
+        f"Muon: {counts[True]} matrix tensors with {values[True]:,} values; AdamW: the "
+        f"{counts[False]} other tensors with {values[False]:,}"
     )

@@ -1,6 +1,7 @@
-"""Which optimizers and schedulers a DeepSpeed JSON can name, and which run on this machine.
+"""Check the `optimizer` and `scheduler` blocks of a DeepSpeed JSON.
 
-DeepSpeed itself finds out only when it builds them, after the model. Versions: DeepSpeed 0.19.8.
+Finds names and parameters that DeepSpeed would reject only after the model is built, and optimizers
+that are wrong on ZeRO's shards. `rules` calls this module. Versions: DeepSpeed 0.19.8.
 """
 
 import importlib.util
@@ -11,27 +12,27 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.profile import AUTO, Profile
 
-# DeepSpeed matches these in any case (deepspeed/runtime/config.py, DEEPSPEED_OPTIMIZERS) and
-# everything else as an attribute of torch.optim.
+# DeepSpeed matches these case-insensitively (deepspeed/runtime/config.py, DEEPSPEED_OPTIMIZERS) and
+# looks up every other name in torch.optim.
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 ADAM = frozenset({"adam", "adamw"})
 WITHOUT_BETAS = frozenset({"adagrad", "musgd"})
-# Their arithmetic needs whole parameters. ZeRO gives an optimizer flat shards, at stages 1 and 2 of
-# several parameters, so the curve would depend on the number of ranks. A test steps every optimizer
-# of torch on whole and on halved parameters.
+# Their arithmetic needs full parameters. ZeRO gives an optimizer flat shards, at stages 1 and 2 of
+# several parameters, so the loss curve would depend on the number of ranks. A test steps every
+# torch optimizer on full and on halved parameters.
 NOT_ELEMENTWISE = {
-    "adafactor": "factors matrices and scales its step by the norms of whole parameters",
-    "lamb": "scales the step of each parameter by the norms of the whole parameter",
+    "adafactor": "factors matrices and scales its step by the norms of full parameters",
+    "lamb": "scales the step of each parameter by the norms of the full parameter",
     "lbfgs": "calls the model several times in a step",
     "sparseadam": "takes sparse gradients only",
 }
-# Often asked for, but neither in DeepSpeed nor in torch.optim.
+# Often requested, but neither in DeepSpeed nor in torch.optim.
 UNAVAILABLE = {
     "sophia": "needs a second backward pass through the gradient for its Hessian, which ZeRO's "
     "gradient reduction does not support"
 }
 NEEDS_MUP = frozenset({"muadam", "muadamw", "musgd"})
-# deepspeed/ops/*/cpu_*.py. Muon's update is computed by ZeRO, its other parameters' by CPUAdam.
+# deepspeed/ops/*/cpu_*.py. ZeRO computes Muon's update, CPUAdam that of the other parameters.
 WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
 ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 FUSED_ADAM_PARAMS = ("bias_correction", "fp32_optimizer_states", "amsgrad")
@@ -54,7 +55,7 @@ SCHEDULERS = {
     "lr_range_test_staircase",
 }
 
-# Parameters that may be "auto", as in Hugging Face's Trainer.
+# Parameters that may be "auto", as in the Hugging Face Trainer.
 AUTO_PARAMS = muon.AUTO_PARAMS
 AUTO_SCHEDULER_PARAMS = (
     "warmup_min_lr",
@@ -66,7 +67,7 @@ AUTO_SCHEDULER_PARAMS = (
 
 
 def takes_betas(profile: Profile) -> bool:
-    """Tell whether the optimizer has betas; True for an unknown one, which is refused elsewhere."""
+    """Return whether the optimizer has betas; True if it is unknown, which is refused elsewhere."""
     optimizer_name, kind = profile.optimizer.name, profile.optimizer.kind
     if kind in map(str.lower, OPTIMIZERS):
         return kind not in WITHOUT_BETAS
@@ -76,7 +77,7 @@ def takes_betas(profile: Profile) -> bool:
 
 
 def beta_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse the flags for betas where the optimizer has none."""
+    """Refuse `--beta1` and `--beta2` for an optimizer without betas."""
     if takes_betas(profile):
         return []
     return [
@@ -88,11 +89,11 @@ def beta_problems(profile: Profile, settings: Settings) -> list[str]:
 
 
 def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
-    """Find an optimizer, or parameters of it, that this machine or ZeRO cannot run."""
+    """Find an optimizer or optimizer parameters that this machine or ZeRO does not support."""
     written, kind, params = profile.optimizer.name, profile.optimizer.kind, profile.optimizer.params
     offload = profile.optimizer_offload
     problems = [
-        f"optimizer.params.{key}: auto, is not one of the settings. Give a value."
+        f'optimizer.params.{key}: "auto", but no setting has this value. Give a value.'
         for key, value in params.items()
         if value == AUTO and key not in AUTO_PARAMS
     ]
@@ -103,24 +104,24 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
     if why := NOT_ELEMENTWISE.get(kind):
         return [
             *problems,
-            f"optimizer.type: {written}, {why}; ZeRO gives it flat shards, so that each world "
-            f"size would have another curve. Use AdamW, Muon or Lion.",
+            f"optimizer.type: {written}, {why}, but ZeRO passes flat shards, so the loss curve "
+            f"would depend on the world size. Use AdamW, Muon or Lion.",
         ]
     if kind not in map(str.lower, OPTIMIZERS):
         return problems + _torch_optimizer_problems(profile)
     if kind in NEEDS_MUP and importlib.util.find_spec("mup") is None:
         problems.append(
-            f"optimizer.type: {written}, needs the mup package. Install it or use AdamW."
+            f"optimizer.type: {written}, needs the mup package. Install it, or use AdamW."
         )
     if offload != "none" and kind not in WITH_CPU_OFFLOAD:
         problems.append(
-            f"optimizer.type: {written}, has no version for offload_optimizer. Use AdamW, Lion or "
+            f"optimizer.type: {written}, does not support offload_optimizer. Use AdamW, Lion or "
             f"Adagrad, or remove zero_optimization.offload_optimizer."
         )
     elif not on_gpu and kind == "lion" and offload == "none":
         problems.append(
-            f"optimizer.type: {written}, needs a GPU, or zero_optimization.offload_optimizer. Use "
-            f"AdamW or add the block."
+            f"optimizer.type: {written}, needs a GPU or zero_optimization.offload_optimizer. Use "
+            f"AdamW, or add the block."
         )
     if kind == "muon":
         problems += muon.problems(profile)
@@ -130,7 +131,7 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
 
 
 def _torch_optimizer_problems(profile: Profile) -> list[str]:
-    """Check an optimizer of torch.optim, or one's own by its dotted path."""
+    """Check an optimizer of torch.optim, or a user's own class named by its dotted path."""
     import torch
 
     from zerolm.optim import custom
@@ -139,7 +140,7 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
     unavailable = (why for word, why in UNAVAILABLE.items() if name.lower().startswith(word))
     if why := next(unavailable, ""):
         return [
-            f"optimizer.type: {name}, is neither DeepSpeed's nor torch.optim's, and {why}. Use "
+            f"optimizer.type: {name}, is neither in DeepSpeed nor in torch.optim, and {why}. Use "
             f"AdamW, Muon or Lion."
         ]
     try:
@@ -149,16 +150,16 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
             return [f"optimizer.type: {name}, {error}"]
         choices = [*OPTIMIZERS, *(name for name in dir(torch.optim) if name[0].isupper())]
         hint = did_you_mean(name, choices) or " Use AdamW."
-        return [f"optimizer.type: {name}, is neither DeepSpeed's nor torch.optim's.{hint}"]
+        return [f"optimizer.type: {name}, is neither in DeepSpeed nor in torch.optim.{hint}"]
     if profile.optimizer_offload != "none":
         return [
-            f"optimizer.type: {name}, has no version for offload_optimizer. Use AdamW, Lion or "
+            f"optimizer.type: {name}, does not support offload_optimizer. Use AdamW, Lion or "
             f"Adagrad, or remove zero_optimization.offload_optimizer."
         ]
     if profile.json.get("zero_allow_untested_optimizer") is not True:
         return [
-            f"optimizer.type: {name}, ZeRO refuses it as untested. Use AdamW, or set "
-            f"zero_allow_untested_optimizer to true."
+            f"optimizer.type: {name}, is not tested with ZeRO, so DeepSpeed refuses it. Use AdamW, "
+            f"or set zero_allow_untested_optimizer to true."
         ]
     if not custom.is_dotted(name):
         return []
@@ -173,7 +174,7 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
 
 
 def _trial_problems(profile: Profile) -> list[str]:
-    """Step an optimizer of one's own on a small matrix, whole and in shards."""
+    """Step a user's own optimizer on a small matrix, once full and once in shards."""
     from zerolm.optim import custom
 
     name = profile.optimizer.name
@@ -184,8 +185,8 @@ def _trial_problems(profile: Profile) -> list[str]:
         reason = f"{type(error).__name__}: {error}"
         return [f"optimizer.type: {name}, fails on a small matrix ({reason}). Correct it."]
     return [
-        f"optimizer.type: {name}, steps on shards of a matrix differ from steps on the matrix; "
-        f"ZeRO gives it flat shards, so that each world size would have another curve. Make its "
+        f"optimizer.type: {name}, updates shards of a matrix differently from the full matrix, but "
+        f"ZeRO passes flat shards, so the loss curve would depend on the world size. Make its "
         f"arithmetic elementwise, or use AdamW, Muon or Lion."
     ]
 
@@ -195,12 +196,12 @@ def _adam_param_problems(profile: Profile, on_gpu: bool) -> list[str]:
     problems = []
     if "max_grad_norm" in params:
         problems.append(
-            f"optimizer.params.max_grad_norm: {shown(params['max_grad_norm'])}, belongs to the top "
-            f'level. Write "gradient_clipping": {shown(params["max_grad_norm"])} instead.'
+            f"optimizer.params.max_grad_norm: {shown(params['max_grad_norm'])}, is a top-level "
+            f'key. Write "gradient_clipping": {shown(params["max_grad_norm"])} instead.'
         )
     plain_cpu = not on_gpu and profile.optimizer_offload == "none"
     torch_adam = params.get("torch_adam", plain_cpu)
-    # With torch_adam on a plain CPU, `resolve` removes what only the fused kernels accept.
+    # With torch_adam on a CPU without offload, `resolve` removes what only fused kernels accept.
     more = TORCH_ADAM_PARAMS if torch_adam else FUSED_ADAM_PARAMS
     known = (*ADAM_PARAMS, *more, *(FUSED_ADAM_PARAMS if plain_cpu else ()), "max_grad_norm")
     for key in params:
@@ -215,7 +216,8 @@ def _adam_param_problems(profile: Profile, on_gpu: bool) -> list[str]:
         problems.append("optimizer.params.amsgrad: true, needs torch_adam. Remove it.")
     if params.get("bias_correction") is False and torch_adam:
         problems.append(
-            "optimizer.params.bias_correction: false, torch's Adam has it always. Remove the key."
+            "optimizer.params.bias_correction: false, but torch's Adam always corrects bias. "
+            "Remove the key."
         )
     betas = params.get("betas", AUTO)
     if betas != AUTO and not (
@@ -231,7 +233,7 @@ def _adam_param_problems(profile: Profile, on_gpu: bool) -> list[str]:
 
 
 def scheduler_problems(profile: Profile) -> list[str]:
-    """Find a scheduler, or parameters of it, that DeepSpeed does not have."""
+    """Find a scheduler or scheduler parameters that DeepSpeed does not have."""
     if "scheduler" not in profile.json:
         return []
     kind, params = str(profile.scheduler), profile.scheduler_params
@@ -246,7 +248,7 @@ def scheduler_problems(profile: Profile) -> list[str]:
         if key not in known
     ]
     problems += [
-        f"scheduler.params.{key}: auto, is not one of the settings. Give a value."
+        f'scheduler.params.{key}: "auto", but no setting has this value. Give a value.'
         for key, value in params.items()
         if value == AUTO and key not in AUTO_SCHEDULER_PARAMS
     ]

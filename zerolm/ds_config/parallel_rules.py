@@ -1,9 +1,9 @@
-"""What tensor and sequence parallelism can be combined with.
+"""Check what a run combines with tensor or sequence parallelism.
 
-Each rule was found by running it or in the source. DeepSpeed checks few of them before the first
-step, and some never. Combinations that are allowed have their loss curve compared with that of
-plain PyTorch in tests/end_to_end/test_parallel.py; all others are refused. docs/parallelism.md
-explains the reasons. Versions: DeepSpeed 0.19.8.
+Each rule was found by running DeepSpeed or reading its source; DeepSpeed itself checks few of them,
+and some never. tests/end_to_end/test_parallel.py compares the loss curves of allowed combinations
+with plain PyTorch; all others are refused. docs/parallelism.md has the reasons. Versions: DeepSpeed
+0.19.8.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 TENSOR_KEY, SEQUENCE_KEY = "tensor_parallel.autotp_size", "sequence_parallel_size"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 OPTIMIZERS = ("adam", "adamw")
 
 
 def ds_problems(profile: Profile, world_size: int) -> list[str]:
-    """Find what the JSON cannot combine with its tensor or sequence parallelism."""
+    """Find keys of the JSON that tensor or sequence parallelism does not support."""
     tensor = profile.json.get("tensor_parallel")
     if tensor is not None and not isinstance(tensor, Mapping):
-        return [f"tensor_parallel: {shown(tensor)}, must be an object. Write it, or remove it."]
+        return [
+            f"tensor_parallel: {shown(tensor)}, must be an object. Write "
+            f'{{"autotp_size": N}}, or remove it.'
+        ]
     written = {
         TENSOR_KEY: profile.block("tensor_parallel").get("autotp_size"),
         SEQUENCE_KEY: profile.json.get(SEQUENCE_KEY),
@@ -42,12 +45,12 @@ def ds_problems(profile: Profile, world_size: int) -> list[str]:
         return []
     if min(degrees) > 1:
         return [
-            f"{TENSOR_KEY}: {degrees[0]}, and {SEQUENCE_KEY}: {degrees[1]}. DeepSpeed takes one "
-            f"set of groups only. Remove one of them."
+            f"{TENSOR_KEY}: {degrees[0]}, and {SEQUENCE_KEY}: {degrees[1]}. DeepSpeed supports "
+            f"only one set of groups. Remove one of them."
         ]
     key = TENSOR_KEY if profile.tensor_parallel > 1 else SEQUENCE_KEY
     problems = [
-        f"tensor_parallel.{name}: not supported, the layers are sharded as the model's class says. "
+        f"tensor_parallel.{name}: not supported, the model's class decides how layers are sharded. "
         f"Remove the key."
         for name in profile.block("tensor_parallel")
         if name != "autotp_size"
@@ -60,31 +63,31 @@ def _tensor_problems(profile: Profile) -> list[str]:
     if profile.zero_stage != 3:
         return []
     # zero/stage3.py, _grad_norm_counts_every_rank: zero.Init partitions everything over all ranks
-    # before there are tensor groups, and the matrices, once sharded, are partitioned over replicas.
+    # before the tensor groups exist, and the sharded matrices are then partitioned over replicas.
     return [
         f"{TENSOR_KEY}: needs ZeRO stage 1 or 2, got 3: DeepSpeed would partition the sharded "
-        f"matrices over replicas and all else over all ranks, which checkpoints here cannot "
+        f"matrices over replicas and everything else over all ranks, which our checkpoints cannot "
         f"record. Use stage 2, or remove the block."
     ]
 
 
 def _sequence_problems(profile: Profile) -> list[str]:
     if profile.zero.get("reduce_scatter") is False:
-        # zero/stage3.py: then small gradients are divided by one number, large ones by another.
+        # zero/stage3.py: without it, small gradients get another divisor than large ones.
         return [
-            f"{SEQUENCE_KEY}: needs zero_optimization.reduce_scatter, got false: gradients would "
-            f"not all be averaged alike. Remove that key."
+            f"{SEQUENCE_KEY}: needs zero_optimization.reduce_scatter, got false: DeepSpeed would "
+            f"average small and large gradients differently. Remove that key."
         ]
     if (
         profile.zero_stage == 1
         and profile.precision == "bf16"
         and profile.grad_accum_dtype == "fp32"
     ):
-        # bf16_optimizer.py, get_grads_for_norm: takes the sequence group for a tensor group, and
-        # has no gradients left to take the norm of on its other ranks.
+        # bf16_optimizer.py, get_grads_for_norm: treats the sequence group as a tensor group, so
+        # only the group's first rank contributes gradients to the norm.
         return [
             f"{SEQUENCE_KEY}: needs ZeRO stage 2 or 3 in bf16 with fp32 accumulation: DeepSpeed's "
-            f"BF16_Optimizer takes the ranks for a tensor group in its norm. Use stage 2."
+            f"BF16_Optimizer treats the ranks as a tensor group in its gradient norm. Use stage 2."
         ]
     return []
 
@@ -117,20 +120,20 @@ def _shared_problems(profile: Profile, key: str) -> list[str]:
 def model_problems(
     settings: Settings, config: "PretrainedConfig", profile: Profile, world_size: int
 ) -> list[str]:
-    """Find what a model or a flag cannot combine with the parallelism of the profile.
+    """Find what in the model or the flags the profile's parallelism does not support.
 
     Args:
-        profile: without problems of its own, see `ds_problems`; else nothing is found.
+        profile: one that `ds_problems` accepts; for others nothing is found.
     """
     layout = profile.layout(world_size)
     if layout.replica_size == 1:
         return []
     key = TENSOR_KEY if layout.tensor > 1 else SEQUENCE_KEY
     name, size = f"{settings.deepspeed_config}: {key}", layout.replica_size
-    if config.model_type not in FAMILIES:
+    if config.model_type not in MODEL_TYPES:
         return [
-            f"{name}: {size}, not supported for {config.model_type} ({settings.model_config}); it "
-            f"is for {', '.join(FAMILIES)}. Remove it, or use another model."
+            f"{name}: {size}, not supported for {config.model_type} ({settings.model_config}), "
+            f"only for {', '.join(MODEL_TYPES)}. Remove it, or use another model."
         ]
     divided = ["num_attention_heads", "num_key_value_heads"]
     divided += ["intermediate_size", "vocab_size"] if layout.tensor > 1 else []
@@ -154,16 +157,16 @@ def model_problems(
 
 
 def _tensor_flags(settings: Settings, name: str) -> list[str]:
-    sharded = "each rank would have other texts, and a part of the matrices"
+    own_texts = "ranks that share a matrix would evaluate different texts"
     flags = {
-        "loss_chunk_tokens": "the output head is one of DeepSpeed's",
-        "hellaswag": sharded,
-        "eval_tasks": sharded,
-        "prompts": sharded,
+        "loss_chunk_tokens": "DeepSpeed replaces the output head",
+        "hellaswag": own_texts,
+        "eval_tasks": own_texts,
+        "prompts": own_texts,
     }
     return [
         f"{settings.where(flag)}: not supported together with {name}: {why}. Remove the flag"
-        + (", or evaluate an export." if why == sharded else ".")
+        + (", or evaluate an export." if why == own_texts else ".")
         for flag, why in flags.items()
         if getattr(settings, flag)
     ]
@@ -179,10 +182,10 @@ def _sequence_flags(
             f"one of them."
         )
     if settings.document_mask:
-        # ulysses_sp.py, uattn_wrapper: discards the mask, and attends by causality alone
+        # ulysses_sp.py, uattn_wrapper: discards the mask and uses causal attention
         found.append(
             f"{settings.where('document_mask')}: true, not supported together with {name}: "
-            f"DeepSpeed's attention drops every mask, so that documents would not be kept apart. "
+            f"DeepSpeed's attention discards every mask, so tokens would attend across documents. "
             f"Remove one of them."
         )
     if settings.attn_implementation in ("eager", "flex_attention"):
@@ -195,6 +198,7 @@ def _sequence_flags(
     if window and getattr(text, "use_sliding_window", True):
         found.append(
             f"{name}: {size}, not supported for a model with sliding_window {window} "
-            f"({settings.model_config}): DeepSpeed's attention drops every mask. Remove one."
+            f"({settings.model_config}): DeepSpeed's attention discards every mask. Remove one of "
+            f"them."
         )
     return found

@@ -1,8 +1,8 @@
-"""A DeepSpeed JSON file, parsed once into a `Profile`; the rest of the project asks the profile.
+"""`Profile`: a DeepSpeed JSON file, parsed once; the rest of the project reads the profile.
 
 Only this subpackage reads the raw JSON: `schema` checks its keys, `rules` their combinations,
-`implied` finds the settings it decides, and `resolve` fills in what it leaves open. Never imports
-DeepSpeed.
+`implied` finds the settings it fixes, and `resolve` replaces "auto" and missing values. Must not
+import DeepSpeed.
 """
 
 import json
@@ -27,7 +27,7 @@ class Optimizer:
     """The `optimizer` block.
 
     Attributes:
-        name: its type as written, AdamW where there is none.
+        name: its type as written; AdamW if missing.
         params: its parameters as written.
     """
 
@@ -36,20 +36,20 @@ class Optimizer:
 
     @property
     def kind(self) -> str:
-        """The name in lower case, as DeepSpeed compares it."""
+        """The name in lower case, as DeepSpeed compares names."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """ZeRO's buffer sizes and thresholds, each a number of values.
+    """ZeRO's buffer sizes and thresholds, counted in values.
 
     Attributes:
-        reduce: gradients that are reduced at once.
+        reduce: gradients reduced in one message.
         prefetch: weights that stage 3 gathers ahead.
-        persistence_threshold: stage 3 keeps smaller parameters on every rank ...
-        persistence_limit: ... up to this many values in all.
-        max_live: gathered weights that stage 3 keeps at once.
+        persistence_threshold: stage 3 keeps parameters up to this size on every rank.
+        persistence_limit: total values of the parameters kept that way.
+        max_live: gathered weights that stage 3 keeps at a time.
     """
 
     reduce: int
@@ -61,26 +61,26 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a DeepSpeed JSON says, with every value that cannot be read as if it were absent.
+    """A parsed DeepSpeed JSON. Invalid values count as missing; `schema` and `rules` report them.
 
     Attributes:
-        name: of the file, to begin a message.
+        name: of the file, for messages.
         json: the object as written, or as resolved for `deepspeed.initialize`.
-        zero: its `zero_optimization` block.
-        zero_stage: 1 where none is written (see `resolve`), 0 where the value is not a stage.
+        zero: the `zero_optimization` block.
+        zero_stage: 1 if missing (see `resolve`), 0 if the value is not a stage.
         precision: of the weights, `fp32`, `bf16` or `fp16`; "auto" is bf16.
-        compute_precision: of matrix products, which differs under `torch_autocast`.
-        grad_accum_dtype: in which gradients are accumulated; None: in `precision`.
-        communication_dtype: in which gradients are reduced; None: in `precision`.
+        compute_precision: of matmuls, which differs under `torch_autocast`.
+        grad_accum_dtype: of accumulated gradients; None means `precision`.
+        communication_dtype: in which gradients are reduced; None means `precision`.
         optimizer_offload, param_offload: `none`, `cpu` or `nvme`.
         scheduler: type of the `scheduler` block, None without one.
         scheduler_params: its parameters as written.
-        gradient_clipping: None where it is missing or "auto".
-        tensor_parallel, sequence_parallel: ranks that share a sequence; 1 where not a valid degree.
-        batch_size, micro_batch_size, accumulation: in sequences and micro-batches; None where
-            missing or "auto".
-        overlap_comm: None where it is missing.
-        buckets: sizes with DeepSpeed's defaults filled in.
+        gradient_clipping: None if missing or "auto".
+        tensor_parallel, sequence_parallel: ranks per group; 1 if the value is invalid.
+        batch_size, micro_batch_size: in sequences; None if missing or "auto".
+        accumulation: micro-batches per step; None if missing or "auto".
+        overlap_comm: None if missing.
+        buckets: sizes, with DeepSpeed's defaults filled in.
     """
 
     name: str
@@ -107,17 +107,17 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> "Profile":
-        """Read a file; comments are allowed, as DeepSpeed allows them (hjson).
+        """Read a file, in JSON or in hjson, which DeepSpeed accepts too.
 
         Raises:
-            ConfigError: the file is missing, not readable, or holds no object.
+            ConfigError: the file is missing, not readable, or not an object.
         """
         example = "DeepSpeed's JSON, for example ds_configs/zero2.json"
         return cls.parse(read_json(find_config(path), example, _loads), str(path))
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], name: str = "DeepSpeed JSON") -> "Profile":
-        """Parse a JSON object. Values that DeepSpeed would refuse are left to `rules` to report."""
+        """Parse a JSON object; `schema` and `rules` report invalid values."""
         zero, precision = block(value, "zero_optimization"), _precision(value)
         autocast = block(value, "torch_autocast").get("enabled") is True
         stage, clipping = zero.get("stage", 1), value.get("gradient_clipping")
@@ -150,11 +150,11 @@ class Profile:
         )  # fmt: skip
 
     def block(self, *path: str) -> Mapping[str, Any]:
-        """Return a nested block of the JSON, empty when there is none that can be read."""
+        """Return a nested block of the JSON, empty if missing or not an object."""
         return block(self.json, *path)
 
     def layout(self, world_size: int) -> Layout:
-        """Return which ranks share sequences; none do where the degrees do not divide the ranks."""
+        """Return the rank layout; plain data parallelism if the degrees do not divide the ranks."""
         tensor, sequence = self.tensor_parallel, self.sequence_parallel
         if world_size % (tensor * sequence):
             return Layout(world_size)
@@ -171,7 +171,7 @@ class Profile:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed takes its BF16_Optimizer class, which stage 1 alone can get."""
+        """Whether DeepSpeed uses its BF16_Optimizer class, which it does only at stage 1."""
         return (
             self.zero_stage == 1
             and self.precision == "bf16"
@@ -181,22 +181,22 @@ class Profile:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight as the model computes with it."""
+        """Bytes of one weight in the model's precision."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an accumulated gradient value."""
+        """Bytes of one accumulated gradient value."""
         return 4 if (self.grad_accum_dtype or self.precision) == "fp32" else 2
 
     @property
     def communication_bytes(self) -> int:
-        """Bytes of a gradient value as ranks exchange it."""
+        """Bytes of one gradient value in the reduction over ranks."""
         return 4 if (self.communication_dtype or self.precision) == "fp32" else 2
 
 
 def block(value: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """Return a nested object of a JSON object, empty when there is none."""
+    """Return a nested object of a JSON object, empty if missing or not an object."""
     found: Any = value
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -204,14 +204,14 @@ def block(value: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Tell a finite number of a possible size from everything else that JSON may hold."""
+    """Return whether a JSON value is a finite number below `MAX_NUMBER`, and not a boolean."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < MAX_NUMBER
 
 
 def is_degree(value: Any) -> bool:
-    """Tell whether a value can be a degree of parallelism: a positive whole number."""
+    """Return whether a JSON value is a valid degree of parallelism, a positive whole number."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

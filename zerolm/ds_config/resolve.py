@@ -1,6 +1,6 @@
-"""Resolve a profile: replace every "auto", and write out what DeepSpeed would fill in silently.
+"""Resolve a profile: replace every "auto", and write out DeepSpeed's silent defaults.
 
-Runs after `rules` has found no problem. The result goes to `deepspeed.initialize` and run.json.
+Runs after `rules` has found no problems. The result goes to `deepspeed.initialize` and run.json.
 """
 
 import copy
@@ -28,15 +28,15 @@ def resolve_profile(
     warmup_steps: int = 1,
     total_steps: int = 1,
 ) -> Profile:
-    """Return the profile for `deepspeed.initialize`: no "auto", nothing left to defaults.
+    """Return the profile for `deepspeed.initialize`, without "auto" and with defaults filled in.
 
     Args:
         profile: without problems.
         settings: resolved.
         hidden_size: of the model; None leaves the bucket sizes to DeepSpeed's defaults.
-        micro_batch_size: sequences per rank and micro-batch.
-        accumulation: micro-batches per rank in a full batch.
-        replicas: ranks, or groups of ranks, that read sequences of their own.
+        micro_batch_size: sequences per micro-batch.
+        accumulation: micro-batches per optimizer step.
+        replicas: number of data-parallel ranks or groups of ranks.
         on_gpu: whether the ranks have accelerators.
         warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
 
@@ -47,14 +47,14 @@ def resolve_profile(
     resolved["gradient_accumulation_steps"] = accumulation
     resolved["train_batch_size"] = micro_batch_size * accumulation * replicas
     if profile.tensor_parallel > 1:
-        del resolved["train_batch_size"]  # DeepSpeed would multiply by all ranks
-        # Otherwise the head of tied weights returns only the rank's part of the logits.
+        del resolved["train_batch_size"]  # DeepSpeed's check would multiply by the world size
+        # With true, a head with tied weights would return only the rank's shard of the logits.
         resolved["tensor_parallel"]["vocab_parallel_lm_head"] = False
     if resolved.get("gradient_clipping", AUTO) == AUTO:
-        # DeepSpeed's own default since 0.19, written out so that run.json has it.
+        # DeepSpeed's default since 0.19, written out so that run.json has it.
         resolved["gradient_clipping"] = 0.0 if profile.uses_muon else DEFAULT_CLIPPING
     if "writer" in block(resolved, "checkpoint"):
-        del resolved["checkpoint"]["writer"]  # became --async_checkpoint
+        del resolved["checkpoint"]["writer"]  # `implied` turns it into --async_checkpoint
     _resolve_precision(resolved, profile.precision)
     _resolve_zero(resolved, profile.zero_stage, hidden_size)
     _resolve_optimizer(resolved, profile, settings, on_gpu)
@@ -73,7 +73,7 @@ def _resolve_precision(resolved: dict[str, Any], precision: str) -> None:
 
 def _resolve_zero(resolved: dict[str, Any], stage: int, hidden_size: int | None) -> None:
     zero = resolved.setdefault("zero_optimization", {})
-    # Without a stage DeepSpeed runs stage 0, which `rules` refuses.
+    # DeepSpeed's default is stage 0, which `rules` refuses.
     zero.setdefault("stage", stage)
     if hidden_size is None:
         return
@@ -93,9 +93,9 @@ def _resolve_optimizer(
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW", "params": {}})
     params = optimizer.setdefault("params", {})
     adam = profile.optimizer.kind in ADAM
-    always = {"lr", "eps", "weight_decay"} if adam or profile.uses_muon else {"lr"}
+    filled_if_missing = {"lr", "eps", "weight_decay"} if adam or profile.uses_muon else {"lr"}
     if takes_betas(profile):
-        always.add("betas")
+        filled_if_missing.add("betas")
     values = {
         "lr": settings.learning_rate,
         "betas": [settings.beta1, settings.beta2],
@@ -103,14 +103,14 @@ def _resolve_optimizer(
         "weight_decay": settings.weight_decay,
     }
     for key, value in values.items():
-        if params.get(key) == AUTO or (key not in params and key in always):
+        if params.get(key) == AUTO or (key not in params and key in filled_if_missing):
             params[key] = value
     on_plain_cpu = not on_gpu and profile.optimizer_offload == "none"
     if profile.uses_muon:
-        muon.fill(params, on_plain_cpu=on_plain_cpu)
+        muon.fill_defaults(params, on_plain_cpu=on_plain_cpu)
     if adam and on_plain_cpu:
-        # DeepSpeed's FusedAdam would compile a CPU kernel for a minute at each fresh start; torch's
-        # AdamW has the same arithmetic and needs no compiler.
+        # DeepSpeed's FusedAdam would compile a CPU kernel for a minute; torch's AdamW does the same
+        # arithmetic and needs no compiler.
         params.setdefault("torch_adam", True)
         if params["torch_adam"]:
             params.setdefault("fused", True)  # one pass over the states, not seven
@@ -138,7 +138,7 @@ def _resolve_scheduler(
 
 
 def _without_auto(value: Any) -> Any:
-    """Drop keys that are still "auto": in DeepSpeed's own blocks that means the default."""
+    """Drop keys that are still "auto": DeepSpeed then uses its default."""
     if isinstance(value, dict):
         kept = {key: inner for key, inner in value.items() if inner != AUTO}
         kept |= {key: inner for key, inner in value.items() if key == "keep_in_fp32_modules"}

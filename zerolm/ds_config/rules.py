@@ -1,7 +1,8 @@
-"""Which combinations of keys in a DeepSpeed JSON work, each rule found by running or in its source.
+"""Check which combinations of keys in a DeepSpeed JSON work.
 
-DeepSpeed checks some of these after minutes of start-up, some with a bare assertion, some never.
-Independent of the settings of a run. Versions: DeepSpeed 0.19.8.
+Each rule was found by running DeepSpeed or reading its source; DeepSpeed checks some of them after
+minutes of start-up, some with a bare assertion, some never. Must not depend on the settings of a
+run. Versions: DeepSpeed 0.19.8.
 """
 
 from collections.abc import Mapping
@@ -20,25 +21,26 @@ QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")
 WRITER_KEYS = frozenset(
     {"data_parallel", "io_buffer_size", "io_buffer_double", "io_multiplier", "show_statistics"}
 )
-_ON_BY_DEFAULT = ("pipeline", "weight_quantization")  # when the block has no `enabled`
-# What pretrain.py does not support, and what to do instead.
+_ON_BY_DEFAULT = ("pipeline", "weight_quantization")  # if the block has no `enabled`
+# Keys that pretrain.py does not support: the reason and the fix.
 _UNSUPPORTED: dict[str, str] = {
-    "autotuning": "pretrain.py has one trial, not a search. Remove the block.",
-    "data_efficiency": "the order of the data is a function of the seed alone (--data). Remove it.",
-    "datastates_ckpt": "needs a package of its own, and checkpoints are ours. Remove the block.",
-    "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5.23, and nothing here reads "
-    "its checkpoints (docs/parallelism.md). Remove the block, use ZeRO 3.",
-    "fp8": "8-bit matrix products are not offered, see docs/speed.md. Remove the block, use bf16.",
+    "autotuning": "pretrain.py is one run, not a search (see zerolm plan --search). Remove the "
+    "block.",
+    "data_efficiency": "the data order depends only on --data and the seed. Remove the block.",
+    "datastates_ckpt": "pretrain.py writes its own checkpoints. Remove the block.",
+    "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5.23, and its checkpoints "
+    "cannot be read here (docs/parallelism.md). Remove the block, use ZeRO 3.",
+    "fp8": "8-bit matmuls are not supported, see docs/speed.md. Remove the block, use bf16.",
     "hybrid_engine": "it is for reinforcement learning. Remove the block.",
-    "pipeline": "DeepSpeed's pipeline engine takes its steps inside a loop of its own, where they "
-    "cannot be checked (docs/parallelism.md). Remove the block, use ZeRO 3.",
+    "pipeline": "DeepSpeed's pipeline engine steps the optimizer inside its own training loop, "
+    "where a step cannot be checked (docs/parallelism.md). Remove the block, use ZeRO 3.",
     "weight_quantization": "it is for inference. Remove the block.",
-    "data_parallel_size": "it is the world size that the launcher starts. Remove the key.",
+    "data_parallel_size": "the launcher decides the world size. Remove the key.",
 }
 
 
 def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
-    """Find combinations that DeepSpeed or pretrain.py cannot run, in the JSON as written.
+    """Find combinations of keys that DeepSpeed or pretrain.py does not support.
 
     Args:
         on_gpu: whether the run has accelerators.
@@ -60,11 +62,11 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
     if isinstance(written, bool) or written not in (0, 1, 2, 3):
         return [f"zero_optimization.stage: {shown(written)}, must be 1, 2 or 3. Correct it."]
     if written == 0:
-        # engine.py scales the loss for a ZeROOptimizer only, so that gradients in fp16 would be
-        # 2^16 too small; in fp32 there is no gradient norm; nothing reads its checkpoints.
+        # engine.py scales the loss for a ZeROOptimizer only, so fp16 gradients would be 2^16 too
+        # small; in fp32 there is no gradient norm; no code here reads stage 0 checkpoints.
         return [
             "zero_optimization.stage: 0, has no loss scaling, gradient norm or export. Use 1: the "
-            "same numbers, with each optimizer state kept once."
+            "same results, with sharded optimizer states."
         ]
     problems = _zero_option_problems(zero)
     if profile.param_offload != "none" and stage != 3:
@@ -86,7 +88,7 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
             problems.append(f"zero_optimization.{key}: true, needs a GPU. Remove the key.")
     if zero.get("zero_quantized_nontrainable_weights") is True:
         key = "zero_optimization.zero_quantized_nontrainable_weights"
-        problems.append(f"{key}: true, but every weight is trained here. Remove the key.")
+        problems.append(f"{key}: true, but pretraining trains every weight. Remove the key.")
     secondary = zero.get("zero_hpz_partition_size", 1)
     if isinstance(secondary, int) and secondary > 1 and world_size % secondary:
         key = "zero_optimization.zero_hpz_partition_size"
@@ -95,16 +97,16 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
 
 
 def _zero_option_problems(zero: Mapping[str, Any]) -> list[str]:
-    """Find options that would change what is learned, or hide how the run is doing."""
+    """Find options that would change the loss curve, or disable a metric that checks rely on."""
     found: dict[str, str] = {}
     if zero.get("compute_grad_norm") is False:
-        found["compute_grad_norm"] = "false, but train/grad_norm is watched here"
+        found["compute_grad_norm"] = "false, but the stability checks need train/grad_norm"
     if zero.get("load_from_fp32_weights") is False:
         found["load_from_fp32_weights"] = (
-            "false, would resume from weights rounded to 16 bits, on another curve"
+            "false, would resume from weights rounded to 16 bits and change the loss curve"
         )
     if zero.get("zenflow") is not None:
-        found["zenflow"] = "delays the updates of most weights, which is another curve"
+        found["zenflow"] = "delays the updates of most weights, which changes the loss curve"
     return [
         f"zero_optimization.{key}: {why}. Remove the {'block' if key == 'zenflow' else 'key'}."
         for key, why in found.items()
@@ -117,10 +119,10 @@ def _precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
     bf16_key = "bfloat16" if "bfloat16" in profile.json and "bf16" not in profile.json else "bf16"
     if fp16 is True and profile.block(bf16_key).get("enabled") is True:
         problems.append(
-            f"fp16.enabled: true, and {bf16_key}.enabled: true too. Only one can be: remove fp16."
+            f"fp16.enabled: true, but {bf16_key}.enabled is true too. Only one may be: remove fp16."
         )
     elif fp16 is True and not on_gpu and not cpu_has_fp16():
-        problems.append("fp16.enabled: true, does not run on this CPU. Use bf16 instead.")
+        problems.append("fp16.enabled: true, is not supported by this CPU. Use bf16 instead.")
     if profile.grad_accum_dtype not in (None, "fp32", "fp16", "bf16"):
         problems.append(
             f"data_types.grad_accum_dtype: {shown(profile.grad_accum_dtype)}, must be fp32, fp16 "
@@ -128,14 +130,14 @@ def _precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
         )
     if profile.block(bf16_key).get("check_grad_overflow") is False:
         problems.append(
-            f"{bf16_key}.check_grad_overflow: false, would take a step on gradients that are not "
-            f"finite, and report their norm as -1. Remove the key."
+            f"{bf16_key}.check_grad_overflow: false, would step on non-finite gradients and report "
+            f"their norm as -1. Remove the key."
         )
     return problems + _autocast_problems(profile)
 
 
 def cpu_has_fp16() -> bool:
-    """Tell whether this CPU multiplies in fp16; DeepSpeed asks oneDNN in the same way."""
+    """Return whether this CPU supports fp16 matmuls; DeepSpeed asks oneDNN in the same way."""
     import torch
 
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
@@ -149,15 +151,16 @@ def _autocast_problems(profile: Profile) -> list[str]:
     problems = []
     dtype = autocast.get("dtype")
     if dtype not in BF16_NAMES:
-        # Without a dtype DeepSpeed lets torch choose, on a GPU float16 without a loss scale. With
-        # float16 a GradScaler skips steps that engine.was_step_applied() reports as taken.
+        # Without a dtype torch chooses float16 on a GPU, without a loss scale. With float16 a
+        # GradScaler skips steps that engine.was_step_applied() reports as taken.
         problems.append(
-            f"torch_autocast.dtype: {'missing' if dtype is None else shown(dtype)}, only bfloat16 "
-            f'is exact about steps that are skipped. Write "dtype": "bfloat16".'
+            f"torch_autocast.dtype: {'missing' if dtype is None else shown(dtype)}, must be "
+            f"bfloat16, since DeepSpeed does not report steps that float16 autocast skips. Write "
+            f'"dtype": "bfloat16".'
         )
     if profile.precision == "fp16":
         problems.append(
-            "torch_autocast.enabled: true, and fp16.enabled: true too. Only one can be: remove "
+            "torch_autocast.enabled: true, but fp16.enabled is true too. Only one may be: remove "
             "fp16."
         )
     if profile.zero.get("zero_quantized_weights") is True:
@@ -168,7 +171,7 @@ def _autocast_problems(profile: Profile) -> list[str]:
 
 
 def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
-    """List what is allowed, but gives another curve on other hardware or is easily misread.
+    """List options that are allowed, but change the loss curve or are easily misread.
 
     Args:
         on_gpu, world_size: as for `rule_problems`.
@@ -176,13 +179,13 @@ def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str
     notices = []
     if "stage" not in profile.zero:
         notices.append(
-            "no zero_optimization.stage: the run has stage 1, the same numbers with each optimizer "
-            "state kept once"
+            "zero_optimization.stage is missing: using stage 1, which has the results of stage 0 "
+            "with sharded optimizer states"
         )
     if profile.block("checkpoint").get("writer") is not None:
         notices.append(
             "checkpoint.writer: pretrain.py uses its own writer, which follows `decoupled`; "
-            "DeepSpeed's writers produce files that it then cannot load (DeepSpeed#8500)"
+            "DeepSpeed cannot load the files of its own writers (DeepSpeed#8500)"
         )
     if profile.precision == "bf16" and profile.grad_accum_dtype != "fp32":
         notices.append(
@@ -193,11 +196,13 @@ def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str
         f"zero_optimization.{key}" for key in QUANTIZED_KEYS if profile.zero.get(key) is True
     ]
     if quantized and on_gpu:
-        notices.append(f"{' and '.join(quantized)}: rounds what ranks exchange: another curve")
+        notices.append(
+            f"{' and '.join(quantized)}: quantizes communication, which changes the loss curve"
+        )
     reduction, remedy = _reduction(profile)
     if reduction != "fp32" and world_size > 1:
         notices.append(
-            f"ranks add up their gradients in {reduction}, so the curve depends a little on the "
+            f"gradients are reduced in {reduction}, so the loss curve depends slightly on the "
             f"world size{remedy}"
         )
     return [f"{profile.name}: {notice}" for notice in notices]
@@ -207,7 +212,7 @@ def _reduction(profile: Profile) -> tuple[str, str]:
     """Return the precision in which gradients are summed over ranks, and how to get fp32."""
     if profile.block("torch_autocast").get("enabled") is True:
         # deepspeed/runtime/torch_autocast.py sets it for each weight of a linear layer.
-        return "bf16", "; torch_autocast decides that"
+        return "bf16", "; torch_autocast requires it"
     dtype = str(profile.communication_dtype or profile.precision)
     return dtype, '; "communication_data_type": "fp32" is exact, at twice the bytes'
 
@@ -224,7 +229,7 @@ def _unsupported_problems(profile: Profile) -> list[str]:
             problems.append(f"{key}: {shown(value)[:60]}, is not supported: {why}")
     if profile.json.get("gradient_allreduce_op", "mean") != "mean":
         problems.append(
-            "gradient_allreduce_op: sum, makes gradients grow with the world size. Use mean."
+            "gradient_allreduce_op: sum, would scale gradients by the world size. Use mean."
         )
     if profile.json.get("managed_gradient_accumulation") is False:
         problems.append("managed_gradient_accumulation: false, is not supported. Remove the key.")
@@ -236,15 +241,15 @@ def _unsupported_problems(profile: Profile) -> list[str]:
 
 
 def _secrets(value: Mapping[str, Any], where: str = "") -> list[str]:
-    """Refuse secrets: the whole JSON is copied to run.json, the HTML report and W&B."""
+    """Refuse secrets, because the JSON is copied to run.json, the HTML report and W&B."""
     problems = []
     for key, part in value.items():
         if isinstance(part, Mapping):
             problems += _secrets(part, f"{where}{key}.")
         elif isinstance(part, str) and part and SECRET_KEY.search(key):
             problems.append(
-                f"{where}{key}: a secret, which everybody who sees the run would see. Remove it, "
-                f"and set it in the environment (for Comet: COMET_API_KEY)."
+                f"{where}{key}: a secret, which would be copied to run.json, the report and W&B. "
+                f"Remove it, and set it in the environment (for Comet: COMET_API_KEY)."
             )
     return problems
 
@@ -269,12 +274,12 @@ def _checkpoint_problems(profile: Profile) -> list[str]:
             )
     if checkpoint.get("load_universal"):
         problems.append(
-            "checkpoint.load_universal: true, is not supported: saves are incomplete with it "
-            "(DeepSpeed#7546). Remove the key: a run resumes at any world size and stage without."
+            "checkpoint.load_universal: true, is not supported: it makes saves incomplete "
+            "(DeepSpeed#7546). Remove the key: runs resume at any world size and stage without it."
         )
     if checkpoint.get("use_node_local_storage"):
         problems.append(
-            "checkpoint.use_node_local_storage: true, but a checkpoint is one directory that all "
-            "nodes see. Remove the key and use a shared file system for --run_dir."
+            "checkpoint.use_node_local_storage: true, but a checkpoint is one directory shared by "
+            "all nodes. Remove the key, and use a shared file system for --run_dir."
         )
     return problems

@@ -1,9 +1,9 @@
-"""The keys and value types of DeepSpeed's JSON, as DeepSpeed 0.19.8 reads them.
+"""Check the keys and value types of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads them.
 
-DeepSpeed ignores unknown keys at the top level and in several blocks, so a typo there silently
-trains something else. A block that has a pydantic model in DeepSpeed is validated by that model;
-the other keys are listed here, and a test compares the list with DeepSpeed's source. Which values
-work together is decided in `rules`. DeepSpeed is imported only inside functions.
+DeepSpeed ignores unknown keys at the top level and in several blocks, so a typo there would go
+unnoticed. Blocks with a pydantic model in DeepSpeed are validated by that model; the other keys are
+listed here, and a test compares the list with DeepSpeed's source. `rules` checks which values work
+together. DeepSpeed is imported only inside functions.
 """
 
 import inspect
@@ -14,42 +14,42 @@ from zerolm.common.errors import did_you_mean
 from zerolm.common.values import shown
 from zerolm.ds_config.profile import AUTO, MAX_NUMBER, Profile
 
-_COUNT, _NUMBER, _TRUTH = "a positive whole number", "a number, at least 0", "true or false"
+_COUNT, _NUMBER, _BOOL = "a positive whole number", "a number, at least 0", "true or false"
 _DTYPE = ("fp32", "fp16", "bf16", None)
 
-# Top-level keys with a single value, and what that value may be.
+# Top-level keys with a scalar value, and its allowed values.
 SCALARS: dict[str, str | tuple[Any, ...]] = {
     "train_batch_size": _COUNT,
     "train_micro_batch_size_per_gpu": _COUNT,
     "gradient_accumulation_steps": _COUNT,
     "gradient_clipping": _NUMBER,
     "steps_per_print": _COUNT,
-    "wall_clock_breakdown": _TRUTH,
-    "memory_breakdown": _TRUTH,
-    "dump_state": _TRUTH,
-    "disable_python_gc": _TRUTH,
-    "disable_allgather": _TRUTH,
-    "prescale_gradients": _TRUTH,
+    "wall_clock_breakdown": _BOOL,
+    "memory_breakdown": _BOOL,
+    "dump_state": _BOOL,
+    "disable_python_gc": _BOOL,
+    "disable_allgather": _BOOL,
+    "prescale_gradients": _BOOL,
     "gradient_predivide_factor": _NUMBER,
     "gradient_allreduce_op": ("mean", "sum"),
     "communication_data_type": _DTYPE,
     "seq_parallel_communication_data_type": _DTYPE,
-    "zero_allow_untested_optimizer": _TRUTH,
-    "zero_force_ds_cpu_optimizer": _TRUTH,
-    "managed_gradient_accumulation": _TRUTH,
-    "dataloader_drop_last": _TRUTH,
-    "use_data_before_expert_parallelism": _TRUTH,
+    "zero_allow_untested_optimizer": _BOOL,
+    "zero_force_ds_cpu_optimizer": _BOOL,
+    "managed_gradient_accumulation": _BOOL,
+    "dataloader_drop_last": _BOOL,
+    "use_data_before_expert_parallelism": _BOOL,
     "vocabulary_size": _COUNT,
     "log_level": ("debug", "info", "warning", "error", "critical", None),
 }
-# Hugging Face's Trainer resolves "auto" for these; for others it crashes DeepSpeed or is ignored.
+# The Hugging Face Trainer resolves "auto" for these; elsewhere DeepSpeed crashes or ignores it.
 AUTO_SCALARS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-# Blocks that DeepSpeed reads key by key, ignoring unknown ones.
+# Blocks that DeepSpeed reads key by key, ignoring unknown keys.
 BLOCKS: dict[str, frozenset[str]] = {
     name: frozenset(keys.split())
     for name, keys in {
@@ -67,8 +67,8 @@ BLOCKS: dict[str, frozenset[str]] = {
         "timers": "throughput",
     }.items()
 }
-# Blocks and keys that `rules` refuses as a whole unless they are switched off: not checked here.
-FOREIGN = (
+# Checked by `rules` and `parallel_rules`, which refuse most of them.
+CHECKED_BY_RULES = (
     "autotuning",
     "data_efficiency",
     "datastates_ckpt",
@@ -83,8 +83,8 @@ FOREIGN = (
 )
 
 
-def _models() -> dict[str, Any]:
-    """Return DeepSpeed's pydantic model by block."""
+def _pydantic_models() -> dict[str, Any]:
+    """Return {block: DeepSpeed's pydantic model of it}."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
@@ -107,23 +107,25 @@ def _models() -> dict[str, Any]:
 
 def known_keys() -> frozenset[str]:
     """Return every top-level key that DeepSpeed reads."""
-    return frozenset(SCALARS) | frozenset(BLOCKS) | frozenset(FOREIGN) | frozenset(_models())
+    return frozenset().union(SCALARS, BLOCKS, CHECKED_BY_RULES, _pydantic_models())
 
 
 def schema_problems(profile: Profile) -> list[str]:
     """Find unknown keys and values of a wrong type, at every level of the JSON as written."""
-    models, removed, name = _models(), _removed_keys(), profile.name
+    models, removed, name = _pydantic_models(), _removed_keys(), profile.name
     problems = []
     for key, value in profile.json.items():
         if key in removed:
-            problems.append(f"{name}: {key}: DeepSpeed refuses it: {removed[key]} Remove the key.")
+            problems.append(
+                f"{name}: {key}: DeepSpeed has removed this key: {removed[key]} Remove the key."
+            )
         elif key in models:
             problems += _model_problems(models[key], value, name, key)
         elif key in SCALARS:
             problems += _scalar_problems(key, value, name)
         elif key in BLOCKS:
             problems += _block_problems(key, value, BLOCKS[key], name)
-        elif key not in FOREIGN:
+        elif key not in CHECKED_BY_RULES:
             problems.append(f"{name}: {key}: {_unknown(key, known_keys())}")
     return problems
 
@@ -148,17 +150,16 @@ def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
     if value is None and key == "steps_per_print":
         return []
     if isinstance(rule, tuple):
-        spelled = value.lower() if isinstance(value, str) else value
-        fine = spelled in rule
+        valid = (value.lower() if isinstance(value, str) else value) in rule
         rule = "one of " + ", ".join(shown(choice) for choice in rule)
-    elif rule == _TRUTH:
-        fine = isinstance(value, bool)
+    elif rule == _BOOL:
+        valid = isinstance(value, bool)
     elif rule == _COUNT:
-        fine = number and value > 0 and value == int(value)
+        valid = number and value > 0 and value == int(value)
     else:
-        fine = number and value >= 0
+        valid = number and value >= 0
     auto = ' or "auto"' if key in AUTO_SCALARS else ""
-    return [] if fine else [f"{name}: {key}: {shown(value)}, must be {rule}{auto}. Correct it."]
+    return [] if valid else [f"{name}: {key}: {shown(value)}, must be {rule}{auto}. Correct it."]
 
 
 def _block_problems(key: str, value: Any, choices: frozenset[str], name: str) -> list[str]:
@@ -172,45 +173,45 @@ def _block_problems(key: str, value: Any, choices: frozenset[str], name: str) ->
 
 
 def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:
-    """Validate a block with DeepSpeed's pydantic model: first its keys, then its values."""
+    """Check a block's keys, then validate its values with DeepSpeed's pydantic model."""
     from pydantic import ValidationError
 
     if not isinstance(value, Mapping):
         return [f"{name}: {path}: {shown(value)}, must be an object. Write {{...}} or remove it."]
     problems: list[str] = []
-    known = _known_only(model, value, name, path, problems)
+    known = _known_keys_only(model, value, name, path, problems)
     try:
         model(**known)
     except ValidationError as error:
         for found in error.errors():
             if found["loc"] == ("stage",):
-                continue  # `rules` has a better message than "should be 0, 1, 2, 3 or 3"
+                continue  # `rules` has a better message
             where = ".".join([path, *(str(part) for part in found["loc"])])
             given = "" if isinstance(found["input"], Mapping) else f"{shown(found['input'])}, "
             message = found["msg"].rstrip(".")
             problems.append(
-                f"{name}: {where}: {given}DeepSpeed says: {message}. Correct the value."
+                f"{name}: {where}: {given}refused by DeepSpeed: {message}. Correct the value."
             )
     except (AssertionError, ValueError, AttributeError, TypeError) as error:
-        problems.append(f"{name}: {path}: DeepSpeed says: {error}. Correct the block.")
+        problems.append(f"{name}: {path}: refused by DeepSpeed: {error}. Correct the block.")
     return problems
 
 
-def _known_only(
+def _known_keys_only(
     model: Any, block: Mapping[str, Any], name: str, path: str, problems: list[str]
 ) -> dict[str, Any]:
-    """Return the block without "auto" and without unknown keys, which are added to `problems`."""
+    """Return the block without "auto" values and unknown keys; append those to `problems`."""
     removed = _removed_zero_keys() if path == "zero_optimization" else {}
     fields = {}
-    for field_name, about in model.model_fields.items():
-        fields[field_name] = about
-        if about.alias:
-            fields[about.alias] = about
+    for field_name, field in model.model_fields.items():
+        fields[field_name] = field
+        if field.alias:
+            fields[field.alias] = field
     known = {}
     for key, value in block.items():
         if key in removed:
             problems.append(
-                f"{name}: {path}.{key}: DeepSpeed refuses it: {removed[key]} Remove it."
+                f"{name}: {path}.{key}: DeepSpeed has removed this key: {removed[key]} Remove it."
             )
         elif key not in fields:
             hint = did_you_mean(key, fields) or " Correct or remove it."
@@ -218,7 +219,7 @@ def _known_only(
         elif value != AUTO:
             inner = _inner_model(fields[key].annotation)
             if inner is not None and isinstance(value, Mapping):
-                value = _known_only(inner, value, name, f"{path}.{key}", problems)
+                value = _known_keys_only(inner, value, name, f"{path}.{key}", problems)
             known[key] = value
     return known
 

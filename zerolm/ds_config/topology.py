@@ -1,7 +1,7 @@
-"""How optimizer states are sharded over ranks, and how a checkpoint differs from a run in that.
+"""Compare how a checkpoint and a run shard optimizer states over ranks.
 
-Pure: compares a profile with a checkpoint's manifest. Preflight reports the differences, loading a
-checkpoint decides by them, and `zerolm.checkpoint.reshard` acts on them.
+Preflight reports the differences, loading a checkpoint checks them, and `zerolm.checkpoint.reshard`
+reshards accordingly. Must not read files.
 """
 
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from typing import Any
 from zerolm.ds_config.parallel_rules import TENSOR_KEY
 from zerolm.ds_config.profile import Profile
 
-# Keys of zero_optimization that change which rank holds what, or in which order.
+# Keys of zero_optimization that change which rank holds a value, or the order of values.
 SHARDING_KEYS = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
 TENSOR_PARALLEL = "tensor_parallel"
-KEEPS_WHOLE_MATRICES = frozenset({"muon"})  # momentum of whole matrices, not sharded like weights
+FULL_MATRIX_STATES = frozenset({"muon"})  # momentum of full matrices, not sharded like weights
 
 
 def optimizer_kind(profile: Profile) -> str:
-    """Name the optimizer and where its states live."""
+    """Return the optimizer's name and offload device, as the manifest has them."""
     return f"{profile.optimizer.name}, offload {profile.optimizer_offload}"
 
 
 def sharding(profile: Profile) -> dict[str, Any]:
-    """Return what else decides where a state is, for a checkpoint's manifest.
+    """Return the other options that decide which rank holds a state, for a checkpoint's manifest.
 
     Args:
         profile: resolved.
@@ -31,20 +31,20 @@ def sharding(profile: Profile) -> dict[str, Any]:
     return {
         **({TENSOR_PARALLEL: degree} if degree > 1 else {}),
         **{key: profile.zero.get(key) for key in SHARDING_KEYS},
-        # With stage 1 and bf16 these make DeepSpeed take another optimizer class.
+        # At stage 1 with bf16 these select another of DeepSpeed's optimizer classes.
         "grad_accum_dtype": profile.grad_accum_dtype,
         "torch_adam": profile.optimizer.params.get("torch_adam"),
     }
 
 
 def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> list[str]:
-    """List how a checkpoint's sharding differs from this run's, `old -> new` each.
+    """List how a checkpoint's sharding differs from this run's, each as `old -> new`.
 
     Args:
         profile: resolved.
 
     Returns:
-        Empty when the checkpoint can be loaded as it is.
+        Empty if the checkpoint can be loaded without resharding.
     """
     pairs = [
         ("world size", manifest["world_size"], world_size),
@@ -61,7 +61,7 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
     """Find why the states of a checkpoint cannot be resharded for this run.
 
     Args:
-        where: the manifest's path, to begin a message.
+        where: the manifest's path, for messages.
     """
     saved_degree = manifest.get("cut", {}).get(TENSOR_PARALLEL, 1)
     if max(saved_degree, profile.tensor_parallel) > 1:
@@ -75,13 +75,13 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
     kind, _, offload = saved.partition(", offload ")
     if kind.lower() != profile.optimizer.kind:
         return [
-            f"{where}: optimizer: {saved!r}, --deepspeed_config has {ours!r}: another optimizer's "
-            f"states mean something else. Use {kind} to resume."
+            f"{where}: optimizer: {saved!r}, --deepspeed_config has {ours!r}: optimizer states "
+            f"cannot be converted. Use {kind} to resume."
         ]
     found = []
-    if kind.lower() in KEEPS_WHOLE_MATRICES:
+    if kind.lower() in FULL_MATRIX_STATES:
         found.append(
-            f"{where}: optimizer: {kind} keeps a momentum of whole matrices, which cannot be "
+            f"{where}: optimizer: {kind} keeps the momentum of full matrices, which cannot be "
             f"resharded. Resume with the world size, ZeRO stage and offload that it was written "
             f"with."
         )

@@ -87,4 +87,4 @@ def gradient_bytes(shapes: Shapes, profile: Profile, world_size: int) -> int:
 
 
 def _numels(shapes: Shapes) -> list[int]:
-    return [math.prod(shape) for name, shape in shapes.items() if muon.takes(name, shape)]
+    return [math.prod(shape) for name, shape in shapes.items() if muon.is_matrix(name, shape)]

@@ -1,4 +1,4 @@
-"""Files of a user, and what is found in them: for the tests of DeepSpeed's JSON."""
+"""A user's DeepSpeed JSON, and short forms of the checks, for the tests of this folder."""
 
 import json
 
@@ -8,7 +8,7 @@ from zerolm.ds_config.resolve import resolve_profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
 from zerolm.ds_config.schema import schema_problems
 
-# The file of a user that must work as it is.
+# A user's file that must work unchanged.
 USER = json.loads(
     """{"zero_optimization": {"stage": 3, "overlap_comm": true, "contiguous_gradients": true,
     "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",

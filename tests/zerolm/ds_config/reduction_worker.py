@@ -1,9 +1,9 @@
-"""One rank of test_ds_config.py: gradients as DeepSpeed adds them up, for each ds config given.
+"""One rank of test_resolve.py: checks how DeepSpeed reduces gradients, for each ds config given.
 
     RANK=0 WORLD_SIZE=2 ... python reduction_worker.py REPORT.json CONFIG.json ...
 
-The report of rank 0 has, for each config, by how much DeepSpeed's gradient norm differs from that
-of the float32 mean of the ranks' own gradients, relative to it.
+Rank 0 writes, for each config, the relative difference between DeepSpeed's gradient norm and the
+norm of the float32 mean of the ranks' gradients.
 """
 
 import json

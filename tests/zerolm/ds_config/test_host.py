@@ -1,4 +1,4 @@
-"""The profiles for GPU kernels and for disks: what they resolve to, and what is refused."""
+"""The profiles for GPU kernels and NVMe disks: what they resolve to, and what is refused."""
 
 import json
 
@@ -24,12 +24,14 @@ def problems_of(profile, on_gpu=True):
     return schema_problems(profile) + rule_problems(profile, on_gpu=on_gpu, world_size=8)
 
 
-def test_zeropp_resolves_for_gpus_and_says_that_its_curve_is_another():
+def test_zeropp_resolves_for_gpus_with_a_notice_about_its_loss_curve():
     profile = Profile.read(PROFILES / "zeropp.json")
     assert problems_of(profile) == []
     assert '"auto"' not in json.dumps(resolved(profile, parse_settings([])[0]))
     (notice,) = [
-        line for line in rule_notices(profile, on_gpu=True, world_size=8) if "another curve" in line
+        line
+        for line in rule_notices(profile, on_gpu=True, world_size=8)
+        if "changes the loss curve" in line
     ]
     assert "zero_quantized_weights" in notice and "zero_quantized_gradients" in notice
     on_cpu = "\n".join(problems_of(profile, on_gpu=False))
@@ -38,7 +40,7 @@ def test_zeropp_resolves_for_gpus_and_says_that_its_curve_is_another():
     assert "must divide the world size 12" in problem
 
 
-def test_nvme_path_is_the_users_and_stands_in_what_is_resolved(tmp_path):
+def test_the_resolved_profile_has_the_users_nvme_path(tmp_path):
     profile = Profile.read(PROFILES / "zero3_nvme.json")
     settings, problems = parse_settings(["--nvme_path", str(tmp_path / "disk")])
     found = host.with_nvme_path(profile, settings, problems)
@@ -52,20 +54,18 @@ def test_nvme_path_is_the_users_and_stands_in_what_is_resolved(tmp_path):
 @pytest.mark.parametrize(
     ("profile", "words", "complaints"),
     [
-        ("zero3_nvme", [], ["offload_optimizer.nvme_path: auto", "offload_param", "--nvme_path"]),
+        ("zero3_nvme", [], ['offload_optimizer.nvme_path: "auto"', "offload_param", "--nvme_path"]),
         ("zero2", ["--nvme_path", "/disk"], ["offloads nothing to NVMe", "zero3_nvme.json"]),
     ],
 )
-def test_a_path_that_is_missing_or_not_used_is_refused(profile, words, complaints):
+def test_a_missing_or_unused_path_is_refused(profile, words, complaints):
     settings, problems = parse_settings(words)
     host.with_nvme_path(Profile.read(PROFILES / f"{profile}.json"), settings, problems)
     for complaint in complaints:
         assert complaint in "\n".join(problems)
 
 
-def test_a_path_that_contradicts_the_flag_and_a_host_without_libaio_are_refused(
-    tmp_path, monkeypatch
-):
+def test_a_contradicting_path_and_a_host_without_libaio_are_refused(tmp_path, monkeypatch):
     settings, problems = parse_settings(["--nvme_path", "/disk"])
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
     config["zero_optimization"]["offload_param"]["nvme_path"] = "/other"

@@ -1,4 +1,4 @@
-"""Which optimizers ZeRO can run: proved on torch's own, and each refusal says why and what else."""
+"""Optimizers that are correct on ZeRO's shards, proved on torch's own; refusals give the reason."""
 
 import copy
 import types
@@ -15,22 +15,22 @@ from zerolm.ds_config import muon, optimizers
 from zerolm.ds_config.profile import Profile
 from zerolm.optim import custom
 
-OTHER_KINDS = {"LBFGS", "SparseAdam", "Muon"}  # they refuse flat cuts, or dense gradients
+OTHER_KINDS = {"LBFGS", "SparseAdam", "Muon"}  # they refuse flat shards, or dense gradients
 
 
-def stepped(kind: str, cut: bool) -> torch.Tensor:
-    """Return a matrix after three steps, taken whole, or as ZeRO cuts it: as two flat parts."""
+def stepped(kind: str, sharded: bool) -> torch.Tensor:
+    """Return a matrix after three steps, on the full matrix or on two flat shards as ZeRO's."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(6, 8, generator=generator)
-    parts = list(matrix.flatten().chunk(2)) if cut else [matrix]
-    parameters = [nn.Parameter(part.clone()) for part in parts]
+    shards = list(matrix.flatten().chunk(2)) if sharded else [matrix]
+    parameters = [nn.Parameter(shard.clone()) for shard in shards]
     optimizer = getattr(torch.optim, kind)(parameters, lr=0.01)
     for _ in range(3):
         gradient = torch.randn(6, 8, generator=generator)
-        gradient[:3] *= 10  # the two cuts have other norms
-        gradients = gradient.flatten().chunk(2) if cut else [gradient]
-        for parameter, part in zip(parameters, gradients, strict=True):
-            parameter.grad = part.clone()
+        gradient[:3] *= 10  # so that the shards' norms differ
+        gradients = gradient.flatten().chunk(2) if sharded else [gradient]
+        for parameter, shard in zip(parameters, gradients, strict=True):
+            parameter.grad = shard.clone()
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
@@ -43,22 +43,22 @@ KINDS = sorted(
 
 
 def test_refused_optimizers_are_those_whose_steps_differ_on_shards():
-    by_value = {
+    elementwise = {
         kind: torch.allclose(stepped(kind, True), stepped(kind, False), rtol=1e-6, atol=1e-7)
         for kind in KINDS
         if kind not in OTHER_KINDS
     }
-    assert {"AdamW", "NAdam", "SGD", "Adafactor"} <= set(by_value)
-    assert [kind for kind, fine in by_value.items() if not fine] == ["Adafactor"]
+    assert {"AdamW", "NAdam", "SGD", "Adafactor"} <= set(elementwise)
+    assert [kind for kind, equal in elementwise.items() if not equal] == ["Adafactor"]
     assert "adafactor" in optimizers.NOT_ELEMENTWISE
-    assert by_value == {kind: custom.is_elementwise(kind, {}) for kind in by_value}
+    assert elementwise == {kind: custom.is_elementwise(kind, {}) for kind in elementwise}
 
 
-def test_adafactor_learns_something_else_for_each_world_size():
-    """Its steps are scaled by norms: of a rank's cut, not of the parameter, and unfactored."""
-    whole, halves = stepped("Adafactor", False), stepped("Adafactor", True)
+def test_adafactor_on_shards_depends_on_the_world_size():
+    """Its steps are scaled by the norms of a rank's shard, not of the parameter."""
+    full, halves = stepped("Adafactor", False), stepped("Adafactor", True)
     start = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).flatten()
-    assert (whole - halves).norm() > 0.1 * (whole - start).norm()
+    assert (full - halves).norm() > 0.1 * (full - start).norm()
     parameter = nn.Parameter(torch.ones(48))
     optimizer = torch.optim.Adafactor([parameter])
     parameter.grad = torch.ones(48)
@@ -69,22 +69,22 @@ def test_adafactor_learns_something_else_for_each_world_size():
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("Adafactor", "norms of whole parameters"),
-        ("Lamb", "norms of the whole parameter"),
+        ("Adafactor", "norms of full parameters"),
+        ("Lamb", "norms of the full parameter"),
         ("LBFGS", "calls the model several times"),
         ("SparseAdam", "sparse gradients"),
         ("SophiaG", "second backward pass"),
         ("sophia", "second backward pass"),
     ],
 )
-def test_a_refusal_says_why_and_what_else(kind, why):
+def test_a_refusal_names_the_reason_and_alternatives(kind, why):
     config = {"optimizer": {"type": kind}, "zero_allow_untested_optimizer": True}
     [problem] = optimizers.optimizer_problems(Profile.parse(config), on_gpu=True)
     assert problem.startswith(f"optimizer.type: {kind}, ") and why in problem
     assert problem.endswith("Use AdamW, Muon or Lion.")
 
 
-def test_every_problem_of_a_muon_is_found_at_once():
+def test_all_problems_of_a_muon_config_are_reported_together():
     params = {"lr": "auto", "momentun": 0.9, "momentum": 1.0, "ns_method": "gramm", "muon_lr": -1}
     config = {
         "optimizer": {"type": "Muon", "params": params},
@@ -97,9 +97,9 @@ def test_every_problem_of_a_muon_is_found_at_once():
         "params.momentum: 1.0, must be a number of at least 0 below 1",
         "params.ns_method: gramm, must be one of gram, standard",
         "params.muon_lr: -1, must be a number of at least 0.",
-        "params.muon_lr: -1, but DeepSpeed's schedulers give all parameters one rate",
-        "gradient_clipping: missing, which is 1.0",
-        "zero_optimization.reduce_scatter: true, Muon at stage 3 needs false",
+        "params.muon_lr: -1, but DeepSpeed's schedulers set one learning rate",
+        "gradient_clipping: missing, which means 1.0",
+        "zero_optimization.reduce_scatter: true, must be false for Muon at stage 3",
     ):
         assert part in found, found
     fine = {"params": {"lr": "auto", "muon_lr": 0.02, "momentum": 0.95}, "type": "Muon"}
@@ -112,27 +112,27 @@ def test_every_problem_of_a_muon_is_found_at_once():
 def test_muon_takes_the_matrices_and_no_table(family):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**COMMON, **FAMILIES[family]}))
     named = types.SimpleNamespace(optimizer_name="muon", optimizer_params={})
-    with muon.tagging(model):
+    with muon.embeddings_excluded(model):
         deepspeed.set_optimizer_flags(named, model)
     tables = {"wte.weight", "wpe.weight", "embed_tokens.weight", "embed_in.weight",
               "embed_out.weight", "lm_head.weight"}  # fmt: skip
     for name, parameter in model.named_parameters():
         is_table = any(name.endswith(table) for table in tables)
         assert parameter.use_muon == (parameter.ndim >= 2 and not is_table), name
-        assert parameter.use_muon == muon.takes(name, tuple(parameter.shape)), name
+        assert parameter.use_muon == muon.is_matrix(name, tuple(parameter.shape)), name
     values = sum(each.numel() for each in model.parameters() if each.use_muon)
     assert f"with {values:,} values; AdamW" in muon.describe(model)
 
 
-def test_muon_and_adaptive_clipping_do_not_go_together():
+def test_adaptive_clipping_is_refused_with_muon():
     config = {"optimizer": {"type": "Muon"}}
     settings = Settings(adaptive_clip=2.5, origins={"adaptive_clip": "command line"})
     [problem] = muon.setting_problems(Profile.parse(config), settings)
-    assert problem.startswith("command line: 2.5, but Muon's norm")
+    assert problem.startswith("command line: 2.5, but with Muon the gradient norm")
     assert muon.setting_problems(Profile.parse({}), settings) == []
 
 
-def test_stacked_experts_are_refused_where_deepspeed_takes_flat_matrices_only():
+def test_stacked_experts_are_refused_where_muon_supports_only_2d_tensors():
     shapes = {"experts.down_proj": (4, 8, 8), "gate.weight": (4, 8), "embed.weight": (9, 8)}
     config = {
         "optimizer": {"type": "Muon"},
@@ -141,7 +141,7 @@ def test_stacked_experts_are_refused_where_deepspeed_takes_flat_matrices_only():
         "data_types": {"grad_accum_dtype": "fp32"},
     }
     [problem] = muon.shape_problems(Profile.parse(config), shapes)
-    assert "experts.down_proj is [4, 8, 8]. Use stage 2 or 3." in problem
+    assert "but experts.down_proj is [4, 8, 8]. Use stage 2 or 3." in problem
     other = copy.deepcopy(config)
     other["zero_optimization"]["stage"] = 2
     assert muon.shape_problems(Profile.parse(other), shapes) == []

@@ -1,4 +1,4 @@
-"""What tensor and sequence parallelism are refused with, and the memory that they save."""
+"""What tensor and sequence parallelism cannot be combined with, and the memory they save."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2}
 
 
-def test_without_either_form_every_rank_is_a_replica():
+def test_without_parallel_groups_every_rank_is_a_replica():
     layout = Profile.parse(
         {"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": 1}
     ).layout(4)
@@ -27,7 +27,7 @@ def test_without_either_form_every_rank_is_a_replica():
     assert [layout.training_shard(rank) for rank in range(4)] == [(rank, 4) for rank in range(4)]
 
 
-def test_memory_counts_the_parts_of_matrices():
+def test_memory_counts_only_a_ranks_shard_of_each_matrix():
     shapes = {"model.embed_tokens.weight": (512, 64), "q_proj.weight": (64, 64), "norm": (64,)}
     ds = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}
     plain, tensor, sequence = (Profile.parse({**ds, **form}) for form in ({}, TENSOR, SEQUENCE))
@@ -40,7 +40,7 @@ def test_memory_counts_the_parts_of_matrices():
     assert sequences == memory.model_states(shapes, plain, 4), "ZeRO partitions over all ranks"
 
 
-def test_a_tensor_parallel_checkpoint_says_so_and_is_not_resharded():
+def test_tensor_parallel_checkpoints_are_not_resharded():
     ds = {"zero_optimization": {"stage": 2}}
     plain = Profile.parse(ds)
     manifest = {"world_size": 4, "zero_stage": 2, "optimizer": topology.optimizer_kind(plain)}
@@ -61,7 +61,7 @@ BAD_DS = {
     "no number": ({"tensor_parallel": {"autotp_size": "2"}}, "positive whole number"),
     "true": ({"sequence_parallel_size": True}, "positive whole number"),
     "does not divide": ({"sequence_parallel_size": 3}, "must divide the world size 4"),
-    "both": ({**TENSOR, **SEQUENCE}, "one set of groups"),
+    "both": ({**TENSOR, **SEQUENCE}, "only one set of groups"),
     "stage 3": ({**TENSOR, "zero_optimization": {"stage": 3}}, "needs ZeRO stage 1 or 2, got 3"),
     "other keys": ({"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}, "tp_overlap"),
     "offload": (
@@ -84,13 +84,13 @@ BAD_DS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "said"), BAD_DS.values(), ids=list(BAD_DS))
-def test_what_a_ds_config_cannot_have_is_one_line_with_a_fix(config, said):
+@pytest.mark.parametrize(("config", "part"), BAD_DS.values(), ids=list(BAD_DS))
+def test_refusing_a_ds_config_takes_one_line(config, part):
     [problem] = rule_problems(Profile.parse(config, "ds.json"), on_gpu=False, world_size=4)
-    assert problem.startswith("ds.json: ") and said in problem and "\n" not in problem
+    assert problem.startswith("ds.json: ") and part in problem and "\n" not in problem
 
 
-def test_all_that_is_not_supported_beside_it_is_said_at_once():
+def test_all_unsupported_combinations_are_reported_together():
     config = {
         **SEQUENCE, "optimizer": {"type": "Lion"}, "scheduler": {"type": "WarmupLR"},
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
@@ -112,18 +112,18 @@ BAD_FLAGS = {
     "samples": (TENSOR, LLAMA, {"prompts": "x.txt"}, "evaluate an export"),
     "HellaSwag": (TENSOR, LLAMA, {"hellaswag": "x.jsonl"}, "evaluate an export"),
     "tasks": (TENSOR, LLAMA, {"eval_tasks": ("arc_easy",)}, "evaluate an export"),
-    "documents": (SEQUENCE, LLAMA, {"document_mask": True}, "would not be kept apart"),
+    "documents": (SEQUENCE, LLAMA, {"document_mask": True}, "attend across documents"),
     "a window": (SEQUENCE, MISTRAL, {}, "sliding_window 16"),
     "eager": (SEQUENCE, LLAMA, {"attn_implementation": "eager"}, "Use sdpa"),
     "odd lengths": (SEQUENCE, LLAMA, {"seq_len": 31}, "must divide"),
 }
 
 
-@pytest.mark.parametrize(("form", "model", "flags", "said"), BAD_FLAGS.values(), ids=BAD_FLAGS)
-def test_what_a_model_or_a_flag_cannot_have_is_one_line(form, model, flags, said):
+@pytest.mark.parametrize(("form", "model", "flags", "part"), BAD_FLAGS.values(), ids=BAD_FLAGS)
+def test_refusing_a_model_or_a_flag_takes_one_line(form, model, flags, part):
     settings = dict(model)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     given = dataclasses.replace(Settings(deepspeed_config="ds.json", seq_len=32), **flags)
     [problem] = model_problems(given, config, Profile.parse(form), 4)
-    assert said in problem and "\n" not in problem and problem.endswith(".")
+    assert part in problem and "\n" not in problem and problem.endswith(".")
     assert model_problems(given, config, Profile.parse({}), 4) == []

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: its keys against DeepSpeed's source, and what it decides of the settings."""
+"""The DeepSpeed JSON: its keys against DeepSpeed's source, and the settings that it fixes."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from zerolm.ds_config.schema import BLOCKS, known_keys
 
 
 @pytest.mark.parametrize("writer", [{"type": "fast", "decoupled": True}, {"type": "python"}])
-def test_the_checkpoint_writer_decides_what_training_waits_for(writer):
+def test_the_checkpoint_writer_block_sets_async_checkpoint(writer):
     config = {**USER, "checkpoint": {"writer": writer}}
     assert found(config) == []
     implied, problems = implied_settings(Profile.parse(config), seq_len=8, replicas=2)
@@ -25,7 +25,7 @@ def test_the_checkpoint_writer_decides_what_training_waits_for(writer):
     assert len(contradicted) == (1 if writer.get("decoupled") else 0)
 
 
-def test_every_key_that_deepspeed_reads_at_the_top_is_known():
+def test_every_top_level_key_that_deepspeed_reads_is_known():
     from deepspeed.comm import config as comm
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime import config as runtime
@@ -43,7 +43,7 @@ def test_every_key_that_deepspeed_reads_at_the_top_is_known():
     assert read - inner <= known_keys()
 
 
-def test_comments_are_allowed_as_deepspeed_allows_them(tmp_path):
+def test_hjson_comments_are_allowed(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{\n  # ours\n  "zero_optimization": {"stage": 2} // and theirs\n}')
     assert Profile.read(file).json == zero(2)
@@ -52,7 +52,7 @@ def test_comments_are_allowed_as_deepspeed_allows_them(tmp_path):
         Profile.read(file)
 
 
-def test_numbers_of_the_json_become_settings():
+def test_numbers_in_the_json_become_settings():
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,

@@ -1,4 +1,4 @@
-"""What "auto" of DeepSpeed's JSON becomes, against Hugging Face's Trainer; the shipped profiles."""
+"""Resolving a DeepSpeed JSON: "auto" as in the Hugging Face Trainer, and the shipped profiles."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from tests.zerolm.ds_config.ds_cases import USER, found, notices, resolved, zero
 from zerolm.ds_config.profile import Profile
 
 SHIPPED = ROOT / "ds_configs"
-# Those for a GPU's kernels and for a disk are in test_nvme.py.
+# test_host.py has those that need GPU kernels or a disk.
 PROFILES = sorted(
     {*SHIPPED.glob("*.json")} - {SHIPPED / "zeropp.json", SHIPPED / "zero3_nvme.json"}
 )
@@ -32,7 +32,7 @@ def test_shipped_profiles_have_no_problems_and_resolve(path):
     assert (profile.optimizer_offload == "cpu") == ("offload" in path.stem)
 
 
-def test_shipped_profiles_add_up_gradients_exactly(tmp_path):
+def test_shipped_profiles_reduce_gradients_exactly(tmp_path):
     """Two real ranks; in bf16 the sum would differ from torch's by 5e-6."""
     files = []
     for path in PROFILES:
@@ -46,7 +46,7 @@ def test_shipped_profiles_add_up_gradients_exactly(tmp_path):
     assert len(differences) == len(PROFILES) and max(differences.values()) < 1e-6, differences
 
 
-def test_a_users_file_works_as_it_is():
+def test_a_users_file_works_unchanged():
     assert found(USER) == []
     result = resolved(USER)
     assert result["zero_optimization"]["gather_16bit_weights_on_model_save"] is True
@@ -54,7 +54,7 @@ def test_a_users_file_works_as_it_is():
     assert result["optimizer"]["type"] == "AdamW"
 
 
-def test_auto_is_resolved_as_the_trainer_of_hugging_face_does():
+def test_auto_is_resolved_as_by_the_hugging_face_trainer():
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     auto = copy.deepcopy(USER)
@@ -101,7 +101,7 @@ def test_auto_is_resolved_as_the_trainer_of_hugging_face_does():
     assert resolved(auto) == trainer.config
 
 
-def test_adamw_is_torchs_only_on_a_plain_cpu():
+def test_torch_adamw_is_used_only_on_a_cpu_without_offload():
     offload = zero(2, offload_optimizer={"device": "cpu"})
     assert resolved(zero(2), on_gpu=False)["optimizer"]["params"]["torch_adam"] is True
     assert "torch_adam" not in resolved(zero(2), on_gpu=True)["optimizer"]["params"]
@@ -114,14 +114,14 @@ def test_adamw_is_torchs_only_on_a_plain_cpu():
     ("kind", "takes"),
     [("Lion", True), ("Muon", True), ("NAdam", True), ("Adagrad", False), ("SGD", False)],
 )
-def test_betas_reach_every_optimizer_that_takes_them(kind, takes):
+def test_every_optimizer_with_betas_gets_them(kind, takes):
     params = resolved({"optimizer": {"type": kind}})["optimizer"]["params"]
     assert params.get("betas") == ([0.9, 0.95] if takes else None)
     given = {"optimizer": {"type": kind, "params": {"betas": [0.5, 0.6]}}}
     assert resolved(given)["optimizer"]["params"]["betas"] == [0.5, 0.6]
 
 
-def test_clipping_that_deepspeed_defaults_in_silence_is_written_down():
+def test_the_default_of_gradient_clipping_is_written_out():
     assert resolved({})["gradient_clipping"] == 1.0
     assert resolved({"gradient_clipping": 0})["gradient_clipping"] == 0
 

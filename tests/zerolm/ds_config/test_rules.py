@@ -1,4 +1,4 @@
-"""What is refused of DeepSpeed's JSON, and what is a notice; no value is a traceback."""
+"""Refusals and notices about a DeepSpeed JSON; no value causes a traceback."""
 
 import copy
 
@@ -161,7 +161,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("config", "key", "fix"), BAD.values(), ids=list(BAD))
-def test_what_cannot_run_is_one_line_with_file_key_and_fix(monkeypatch, config, key, fix):
+def test_a_refusal_is_one_line_with_file_key_and_fix(monkeypatch, config, key, fix):
     monkeypatch.setattr(rules, "cpu_has_fp16", lambda: False)
     on_gpu = block(config, "fp16").get("enabled") and "torch_autocast" in config
     problems = found(config, on_gpu=bool(on_gpu))
@@ -170,7 +170,7 @@ def test_what_cannot_run_is_one_line_with_file_key_and_fix(monkeypatch, config, 
 
 
 @pytest.mark.parametrize("config", [{}, {"zero_optimization": {"overlap_comm": True}}])
-def test_a_file_without_a_stage_is_run_at_stage_1(config):
+def test_a_file_without_a_stage_runs_at_stage_1(config):
     assert found(config) == [] and Profile.parse(config).zero_stage == 1
     assert resolved(config)["zero_optimization"]["stage"] == 1
     assert any("stage 1" in notice for notice in notices(config))
@@ -180,7 +180,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
-def test_arithmetic_is_that_of_autocast():
+def test_compute_precision_follows_autocast():
     assert Profile.parse(AUTOCAST).precision == "fp32"
     assert Profile.parse(AUTOCAST).compute_precision == "bf16"
     off = {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}
@@ -189,20 +189,20 @@ def test_arithmetic_is_that_of_autocast():
 
 
 @pytest.mark.parametrize(
-    ("config", "world_size", "said"),
+    ("config", "world_size", "expected"),
     [
-        ({**zero(2), **BF16}, 2, ["in bf16, so the curve"]),
+        ({**zero(2), **BF16}, 2, ["reduced in bf16"]),
         ({**zero(2), **BF16}, 1, []),
         ({**zero(2), **BF16, "communication_data_type": "fp32"}, 2, []),
         (zero(2), 2, []),
-        ({**zero(2), **AUTOCAST, "communication_data_type": "fp32"}, 2, ["in bf16, so the curve"]),
-        (zero(3, zero_quantized_weights=True), 2, ["zero_quantized_weights: rounds"]),
+        ({**zero(2), **AUTOCAST, "communication_data_type": "fp32"}, 2, ["reduced in bf16"]),
+        (zero(3, zero_quantized_weights=True), 2, ["zero_quantized_weights: quantizes"]),
     ],
 )
-def test_what_depends_on_the_world_size_is_a_notice(config, world_size, said):
-    heard = notices(config, on_gpu=True, world_size=world_size)
-    assert len(heard) == len(said)
-    assert all(part in notice for part, notice in zip(said, heard, strict=True))
+def test_inexact_communication_is_a_notice(config, world_size, expected):
+    found = notices(config, on_gpu=True, world_size=world_size)
+    assert len(found) == len(expected)
+    assert all(part in notice for part, notice in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_what_depends_on_the_world_size_is_a_notice(config, world_size, said):
     [None, "x", -1, 0, 1.5, [], {}, True, [1], float("inf"), 10**400],
     ids=lambda value: repr(value)[:9],
 )
-def test_no_value_of_any_key_is_a_traceback(value):
-    """Each leaf of a large config in turn is replaced by something odd."""
+def test_no_value_of_any_key_causes_a_traceback(value):
+    """Each key of a large config in turn gets an odd value."""
     config = copy.deepcopy(USER)
     config |= {
         "train_batch_size": 16,

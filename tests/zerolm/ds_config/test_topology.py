@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says of its cut, against what a run wants."""
+"""Differences between a checkpoint's sharding and a run's, and which cannot be resharded."""
 
 import pytest
 
@@ -21,11 +21,11 @@ def changes(saved: dict, ds_config: dict, world_size: int = 2) -> list[str]:
     return topology.changes(saved, Profile.parse(ds_config), world_size)
 
 
-def test_the_same_topology_needs_nothing() -> None:
+def test_the_same_topology_has_no_changes() -> None:
     assert changes(manifest(ADAMW), ADAMW) == []
 
 
-def test_all_that_changed_is_said_at_once() -> None:
+def test_all_changes_are_listed_together() -> None:
     offloaded = {
         **ADAMW,
         "zero_optimization": {
@@ -50,7 +50,7 @@ def test_all_that_changed_is_said_at_once() -> None:
         (
             {"optimizer": {"type": "Muon"}},
             {"optimizer": {"type": "Muon"}},
-            "Muon keeps a momentum of whole matrices",
+            "Muon keeps the momentum of full matrices",
         ),
         (
             ADAMW,
@@ -59,6 +59,6 @@ def test_all_that_changed_is_said_at_once() -> None:
         ),
     ],
 )
-def test_what_cannot_be_resharded_is_refused_with_the_reason(saved, ours, part) -> None:
+def test_states_that_cannot_be_resharded_are_refused_with_the_reason(saved, ours, part) -> None:
     (problem,) = topology.problems(manifest(saved), "MANIFEST.json", Profile.parse(ours))
     assert problem.startswith("MANIFEST.json: optimizer: ") and part in problem

@@ -73,7 +73,7 @@ def test_an_elementwise_optimizer_is_accepted_and_its_states_are_counted():
 @pytest.mark.parametrize(
     ("name", "params", "text"),
     [
-        ("own_optimizers.Normalised", {}, "steps on shards of a matrix differ"),
+        ("own_optimizers.Normalised", {}, "updates shards of a matrix differently"),
         ("own_optimizers.Broken", {}, "RuntimeError: no step"),
         ("own_optimizers.SignSGD", {"momentun": 0.5}, 'Did you mean "momentum"?'),
         ("own_optimizers.Missing", {}, "cannot be imported"),
