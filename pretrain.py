@@ -1,10 +1,13 @@
-"""Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. The story of a run.
+"""Pretrain a Hugging Face causal language model with DeepSpeed ZeRO.
 
     deepspeed pretrain.py --deepspeed_config ds_configs/zero2.json \\
         --model_config model_configs/llama-160m.json --data shards/web --run_dir runs/first
 
-Run it again with the same words and it goes on from its newest checkpoint. `--help` lists the
-settings; `--check` finds every problem, without a GPU, and stops there.
+The same command again resumes the run from its newest complete checkpoint. `--help` lists the
+flags; `--check` reports every problem without a GPU and exits.
+
+`main` checks everything before it starts the ranks, `train` is the training loop, and
+`build_engine` builds the model and hands it to DeepSpeed.
 """
 
 import logging
@@ -30,10 +33,11 @@ from zerolm.upload import restore
 from zerolm.watchdog import watchdog
 
 # -------------------------------------------------------------------------------------------------
-# Before anything exists: every problem in the three files, the data and the machine, at once
+# Preflight: report every problem of the configs, the data and the machine at once; then train
 
 
 def main(argv: list[str]) -> int:
+    """Check the command line, train, and return the exit code."""
     rank, local_rank, _ = process_group.environment_rank()
     try:
         plan = check.check(argv)
@@ -45,11 +49,11 @@ def main(argv: list[str]) -> int:
         lock = run_directory.claim(run_dir) if rank == 0 else None
         if rank == 0:
             restore.if_lost(run_dir, plan.settings.upload_to)
-            candidates(run_dir)  # refuses a run whose checkpoints are all lost
+            candidates(run_dir)  # raises if the run has checkpoints, but no complete one
         process_group.rendezvous()
     except ConfigError as error:
         return process_group.report_config_error(error, rank, local_rank)
-    stop = stability.StopRequest(plan.settings.stop_after)  # its clock runs from here on
+    stop = stability.StopRequest(plan.settings.stop_after)  # its clock starts here
     dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
     try:
         code = train(plan, stop, dog)
@@ -73,40 +77,45 @@ def main(argv: list[str]) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# The run
+# The training loop
 
 
 def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> int:
-    """Train to the token budget, from the newest checkpoint if any. Every rank calls."""
+    """Train to the token budget, from the newest checkpoint if there is one.
+
+    Every rank must call. Returns the exit code.
+    """
     rank, world_size, device = process_group.init()
     if device.type == "cpu":
         malloc.keep_freed_memory()
     dog.connect(world_size)
     collectives.require_same_on_all_ranks(
         plan.fingerprint(),
-        "settings, files, versions or devices differ from the first rank's, so the ranks would "
-        "not train one model on one data order. Make the hosts alike.",
+        "settings, files, versions or devices differ from those of rank 0, so the ranks would not "
+        "train one model on one data order. Make the hosts identical.",
     )
-    say = partial(collectives.print_rank0, rank)
-    say(plan.summary())
-    run = Run(plan, build_engine(plan, device, say), device, stop)
-    resumed = run.begin()
+    print_rank0 = partial(collectives.print_rank0, rank)
+    print_rank0(plan.summary())
+    run = Run(plan, build_engine(plan, device, print_rank0), device, stop)
+    resumed = run.start()
     batches = run.batches()
     try:
         if resumed:
-            run.evaluate_if_due()  # a kill may have come between the checkpoint and its evaluation
+            run.evaluate_if_due()  # if the run was killed between a checkpoint and its evaluation
         while not run.finished and not run.stopping:
             run.step(batches)
             if run.due(run.settings.log_interval):
                 run.report()
-            if run.rung is not None and (entry := run.climb(run.rung)) is not None:
-                batches = run.roll_back(batches, entry)
+            if (rollback := run.respond_to_anomaly()) is not None:
+                batches = run.roll_back(batches, rollback)
                 continue
             if run.due(run.settings.checkpoint_interval):
                 run.save()
             run.uploads.tick()
             run.html_report.tick()
-            if run.finished or not run.stopping:  # asked to stop in its last step, it ends
+            if (
+                run.finished or not run.stopping
+            ):  # a run asked to stop leaves evaluation to a resume
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError) as error:
         run.fail(error)
@@ -115,11 +124,18 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
 
 
 # -------------------------------------------------------------------------------------------------
-# The engine
+# The model and the DeepSpeed engine
 
 
-def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
-    """Build the model from its config, check its initial weights, and hand it to DeepSpeed."""
+def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> Any:
+    """Build the model, check its initial weights, and return the DeepSpeed engine that trains it.
+
+    Every rank must call.
+
+    Raises:
+        ConfigError: the initial weights are wrong, or the attention kernel ignores the document
+            mask.
+    """
     # Imported here: they take seconds, which --help and --check need not wait for.
     import deepspeed
     from deepspeed.utils import logger
@@ -141,13 +157,13 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     attention = build.agreed_attention(
         model_config, settings.attn_implementation, device.type, dtype
     )
-    say(f"attention: {attention}")
+    print_rank0(f"attention: {attention}")
     masked = settings.document_mask
     notice = plain_attention_notice(model_config, device, dtype, document_mask=masked)
     if attention == "sdpa" and notice:
-        say(f"note: {notice}")
+        print_rank0(f"note: {notice}")
 
-    # The model: the same initial weights on every stage, checked before anything trains on them.
+    # The model: initial weights that do not depend on the ZeRO stage, checked before training.
     model = build.build_model(
         model_config,
         seed=settings.seed,
@@ -160,9 +176,9 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
     report = build.check_initialization(model, model_config)
     if report.problems:
         raise ConfigError(["the model was not initialised:", *report.problems])
-    say(f"{report}; fingerprint {build.weights_fingerprint(model)}")
+    print_rank0(f"{report}; fingerprint {build.weights_fingerprint(model)}")
 
-    # Changes to the model that must come before DeepSpeed takes it.
+    # Changes to the model that must precede deepspeed.initialize.
     buffers = build.float32_buffers(model)
     if settings.loss_chunk_tokens:
         chunked_loss.install(model, settings.loss_chunk_tokens)
@@ -172,8 +188,8 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
         model, plan.layout, settings.micro_batch_size, settings.seq_len
     )
 
-    # The engine: parameters grouped by weight decay, and for Muon by what they are. DeepSpeed makes
-    # the optimizer from the JSON, unless it is one of the user's own.
+    # The engine. Parameter groups are for weight decay; Muon also needs its matrices tagged.
+    # DeepSpeed builds the optimizer from its JSON, unless the JSON names a class by dotted path.
     optimizer = None
     if custom.is_dotted(profile.optimizer.name):
         kind = custom.optimizer_class(profile.optimizer.name)
@@ -187,17 +203,17 @@ def build_engine(plan: Plan, device: Any, say: Callable[..., None]) -> Any:
             config=profile.json,
         )
     if profile.uses_muon:
-        say(muon.describe(model))
+        print_rank0(muon.describe(model))
     if profile.optimizer.kind == "lion":
         fix_lion_zero_updates(engine.optimizer.optimizer)
 
-    # Undo what DeepSpeed casts, compile the blocks, and test the document mask on the engine.
+    # Restore the buffers that DeepSpeed has cast, compile the blocks, and test the document mask.
     build.restore_float32_buffers(engine.module, buffers)
     if settings.compile:
-        say(compile.compile_blocks(engine.module))
+        print_rank0(compile.compile_blocks(engine.module))
     engine.train()
     if settings.document_mask:
-        say(mask_check.check(engine, plan, device))
+        print_rank0(mask_check.check(engine, plan, device))
     return engine
 
 

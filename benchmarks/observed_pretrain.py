@@ -62,7 +62,7 @@ def timed_edges(owner: Any, name: str, part: str) -> None:
 
 
 GRADIENTS = "noise scale: gradient norms of micro-batches"
-timed(noise_scale, "square", GRADIENTS)
+timed(noise_scale, "sum_of_squares", GRADIENTS)
 timed_edges(noise_scale.SmallBatches, "backward", GRADIENTS)
 timed(health.Health, "begin", "every step: what to measure, clipped gradients")
 timed(health.Health, "end_step", "every step: what to measure, clipped gradients")

@@ -13,15 +13,17 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
 
         def __init__(self, *_) -> None:
             self.finished = self.stopping = False
-            self.rung = None
             self.settings = SimpleNamespace(log_interval=1, checkpoint_interval=1)
             self.uploads = self.html_report = SimpleNamespace(tick=lambda: None)
 
         def step(self, batches) -> None:
             self.finished = self.stopping = True
 
-        def begin(self) -> bool:
+        def start(self) -> bool:
             return False
+
+        def respond_to_anomaly(self) -> None:
+            return None
 
         def due(self, interval) -> bool:
             return True
@@ -31,8 +33,9 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
 
     monkeypatch.setattr(pretrain, "Run", Run)
     monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
-    monkeypatch.setattr(pretrain.collectives, "start", lambda: (0, 1, SimpleNamespace(type="none")))
-    monkeypatch.setattr(pretrain.collectives, "must_be_same", lambda *_: None)
+    device = SimpleNamespace(type="none")
+    monkeypatch.setattr(pretrain.process_group, "init", lambda: (0, 1, device))
+    monkeypatch.setattr(pretrain.collectives, "require_same_on_all_ranks", lambda *_: None)
     plan = SimpleNamespace(summary=lambda: "", fingerprint=lambda: "")
-    pretrain.train(plan, None, SimpleNamespace(meet=lambda world_size: None))
+    pretrain.train(plan, None, SimpleNamespace(connect=lambda world_size: None))
     assert calls == ["batches", "report", "save", "evaluate_if_due", "end"]

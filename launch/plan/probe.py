@@ -1,7 +1,7 @@
 """`plan --probe`: three real steps of the real profile on this machine, beside what was predicted.
 
 pretrain.py runs under the `deepspeed` launcher on tokens made up for it, counts what each rank
-keeps (zerolm/train/evidence.py) and times its steps. Its directory is removed afterwards.
+keeps (zerolm/train/instrumentation.py) and times its steps. Its directory is removed afterwards.
 """
 
 import json

@@ -57,7 +57,7 @@ def train(flags: list[str], until: int, device, weights: str = "") -> None:
     say(plan.summary())
     engine = pretrain.build_engine(plan, device, say)
     run = Run(plan, engine, device, stability.StopRequest(None))
-    run.begin()
+    run.start()
     batches = run.batches()
     while not run.finished and not run.stopping:
         run.step(batches)

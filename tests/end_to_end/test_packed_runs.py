@@ -14,7 +14,7 @@ from tests.launching import LLAMA, rows, run_ranks, write_shards
 from zerolm.data.order import Order
 from zerolm.data.packing import PIECE
 from zerolm.shards.reader import open_source
-from zerolm.train import evidence
+from zerolm.train import instrumentation
 
 STEPS, SAVE, KILLED = 8, 3, 5
 
@@ -77,7 +77,7 @@ def test_a_killed_packed_run_equals_training_on_separate_documents(
     losses, norms = reference
     np.testing.assert_allclose(list(rows(run_dir, "train/loss").values()), losses, rtol=2e-5)
     np.testing.assert_allclose(list(rows(run_dir, "train/grad_norm").values()), norms, rtol=2e-4)
-    trained = evidence.read_sequences(ledger)
+    trained = instrumentation.read_sequences(ledger)
     for step in range(1, STEPS + 1):
         expected = list(range((step - 1) * BATCH, step * BATCH))
         times = 2 if SAVE < step <= KILLED else 1  # steps before the kill were repeated

@@ -10,7 +10,7 @@ import torch
 from tests.end_to_end.recipe import BATCH, STEP_TOKENS, profile, recipe
 from tests.end_to_end.run_digest import differences, digest, losses, newest_checkpoint, tensors
 from tests.launching import rows, run_ranks, write_json
-from zerolm.train import evidence
+from zerolm.train import instrumentation
 
 # The steps of three different anomalies, each of which is skipped.
 NAN, INF, X10 = 10, 14, 20
@@ -88,8 +88,8 @@ def test_skipped_steps_equal_a_run_without_their_batches(tmp_path, llama, corpus
         if step not in (NAN, INF, X10)
     ]
     assert rates == list(rows(reference, "train/learning_rate").values())
-    assert list(evidence.read_sequences(ledgers[0]).values()) == list(
-        evidence.read_sequences(ledgers[1]).values()
+    assert list(instrumentation.read_sequences(ledgers[0]).values()) == list(
+        instrumentation.read_sequences(ledgers[1]).values()
     )
     steps_of_ranks = [
         [json.loads(line)["step"] for line in path.read_text().splitlines()]
@@ -99,7 +99,9 @@ def test_skipped_steps_equal_a_run_without_their_batches(tmp_path, llama, corpus
         "all ranks must skip the same steps"
     )
     trained = {
-        number for numbers in evidence.read_sequences(ledgers[0]).values() for number in numbers
+        number
+        for numbers in instrumentation.read_sequences(ledgers[0]).values()
+        for number in numbers
     }
     left_out = {number for start, end in windows for number in range(start, end)}
     assert trained == set(range(27 * BATCH)) - left_out, (

@@ -46,7 +46,7 @@ class Progress:
         rollbacks: how often the run has rolled back to a checkpoint.
         skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
         history: for spike detection, a `zerolm.optim.spikes.History` as JSON.
-        health: for the next metrics, a `zerolm.train.health.Since` as JSON.
+        health: for the next metrics, a `zerolm.train.health.HealthState` as JSON.
         clipping: gradient-norm statistics, `zerolm.optim.adaptive_clip.NormStatistics` as JSON.
 
     Lists and dicts are replaced, never mutated: a writer thread may hold a shallow copy.

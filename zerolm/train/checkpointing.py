@@ -1,7 +1,6 @@
-"""When a run saves: what is waited for, what is said of it, and how many failures are borne.
+"""`Checkpointing`: when a run saves and waits, how it logs saves, and how many may fail.
 
-Between the loop of a run and the writer of its checkpoints, which is handed in. All ranks make the
-same calls.
+Between the training loop and the `CheckpointWriter`. Every rank makes the same calls.
 """
 
 import time
@@ -9,108 +8,124 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.writer import CheckpointWriter, Outcome
 from zerolm.common.errors import CheckpointWriteError
 from zerolm.common.run_files import checkpoint_name
 from zerolm.config.resolved import Resolved
+from zerolm.train.stability import StopRequest
 from zerolm.watchdog.progress import record_progress
 
 
-class Saves:
-    """The saves of a run.
+class Checkpointing:
+    """Saves checkpoints of a run, and ends the run if too many of them fail.
 
     Args:
-        writer: a `zerolm.checkpoint.writer.CheckpointWriter`.
-        settings: resolved ones.
-        stop: is told how long a save takes, to leave time for the last one.
-        say: prints on rank 0.
+        writer: a `CheckpointWriter`.
+        settings: resolved settings.
+        stop: the `StopRequest`, which records how long a save takes.
+        print_rank0: prints on rank 0.
 
     Attributes:
-        newest: the newest checkpoint that is whole, as a path.
+        newest: path of the newest complete checkpoint.
     """
 
-    def __init__(self, writer: Any, settings: Resolved, stop: Any, say: Callable[..., None]):
-        self._writer, self._settings, self._stop, self._say = writer, settings, stop, say
-        self._failed = 0  # in a row
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        settings: Resolved,
+        stop: StopRequest,
+        print_rank0: Callable[..., None],
+    ):
+        self._writer, self._settings, self._stop = writer, settings, stop
+        self._print_rank0 = print_rank0
+        self._consecutive_failures = 0
         self.newest: str | None = None
 
     @property
     def step(self) -> int | None:
-        """The step of the checkpoint on its way, if there is one."""
+        """Step of the checkpoint that is being written, or None."""
         return self._writer.step
 
     def flags(self) -> tuple[float, ...]:
-        """Return what this rank adds to the sums of the next step."""
+        """Return this rank's status flags, to be summed over ranks in the next step."""
         return self._writer.flags()
 
     def save(
-        self, progress: Progress, log: Any, *, last: bool, facts: Callable[[], dict[str, Any]]
+        self,
+        progress: Progress,
+        log: Any,
+        *,
+        last: bool,
+        manifest_entries: Callable[[], dict[str, Any]],
     ) -> None:
-        """Copy the state, from which a checkpoint is written behind training.
+        """Copy the state to host memory; a checkpoint is written from it in the background.
 
         Every rank must call.
 
         Args:
-            log: the run's `RunLog`, which is made durable first.
-            last: the run ends after this one: wait for it.
-            facts: makes the further entries of the manifest.
+            log: the run's `RunLog`, which is synced to disk first.
+            last: whether the run ends after this checkpoint, so that it is waited for.
+            manifest_entries: returns further entries of the manifest.
 
         Raises:
-            CheckpointWriteError: on every rank: it, or the one before, has failed for good.
+            CheckpointWriteError: on every rank: this checkpoint or the previous one failed, and
+                the run cannot continue without it.
         """
         record_progress("checkpoint")
-        began = time.perf_counter()
+        start = time.perf_counter()
         if self._writer.busy:
-            self._say(f"step={progress.step} waits for the checkpoint before")
+            self._print_rank0(f"step={progress.step} waits for the previous checkpoint")
             self.finish(log, last=False)
-        waited = time.perf_counter() - began
+        waited = time.perf_counter() - start
         log.sync()
         best = log.best_steps("eval/loss", self._settings.checkpoint_keep_best)
         names = [checkpoint_name(step) for step in best]
-        copied = self._writer.save(progress, best=names, **facts())
+        copied = self._writer.save(progress, best=names, **manifest_entries())
         if last or not self._settings.async_checkpoint:
             self.finish(log, last=last)
-        row = {"checkpoint/stall_seconds": time.perf_counter() - began}
+        row = {"checkpoint/stall_seconds": time.perf_counter() - start}
         row |= {"checkpoint/wait_seconds": waited, "checkpoint/copy_seconds": copied}
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
 
     def advance(self, sums: Sequence[float], log: Any, *, last: bool) -> None:
-        """Go on with the checkpoint on its way, after a step. Every rank must call.
+        """Advance the checkpoint that is being written, after a step. Every rank must call.
 
         Args:
-            sums: of all ranks' `flags`.
+            sums: sums over ranks of `flags`.
 
         Raises:
             CheckpointWriteError: see `save`.
         """
-        self._note(self._writer.advance(sums), log, last)
+        self._log_outcome(self._writer.advance(sums), log, last)
 
     def finish(self, log: Any, *, last: bool) -> None:
-        """Wait for the checkpoint on its way, if there is one. Every rank must call.
+        """Wait for the checkpoint that is being written, if any. Every rank must call.
 
         Raises:
             CheckpointWriteError: see `save`.
         """
         record_progress("checkpoint")
-        self._note(self._writer.finish(), log, last)
+        self._log_outcome(self._writer.finish(), log, last)
 
-    def _note(self, outcome: Any, log: Any, last: bool) -> None:
-        """Say what became of a checkpoint, and end the run if too many failed in a row."""
+    def _log_outcome(self, outcome: Outcome | None, log: Any, last: bool) -> None:
+        """Log the outcome of a checkpoint; end the run after too many consecutive failures."""
         if outcome is None:
             return
         step, name = outcome.progress.step, outcome.name
         if outcome.error is None:
-            self._failed, self.newest = 0, str(self._writer.checkpoints / name)
-            self._stop.saved(outcome.seconds)
-            took = {"copy_seconds": outcome.copy_seconds, "seconds": outcome.seconds}
-            log.event("checkpoint", step, checkpoint=name, **took)
-            shown = " ".join(f"{key}={value:.2f}" for key, value in took.items())
-            self._say(f"step={step} checkpoint={name} {shown}")
+            self._consecutive_failures, self.newest = 0, str(self._writer.checkpoints / name)
+            self._stop.record_save(outcome.seconds)
+            times = {"copy_seconds": outcome.copy_seconds, "seconds": outcome.seconds}
+            log.event("checkpoint", step, checkpoint=name, **times)
+            shown = " ".join(f"{key}={value:.2f}" for key, value in times.items())
+            self._print_rank0(f"step={step} checkpoint={name} {shown}")
             return
-        self._failed += 1
+        self._consecutive_failures += 1
         log.event("checkpoint_failed", step, checkpoint=name, error=outcome.error)
-        self._say(f"step={step} checkpoint={name} FAILED: {outcome.error}")
-        if last or self._failed >= self._settings.checkpoint_failures:
+        self._print_rank0(f"step={step} checkpoint={name} FAILED: {outcome.error}")
+        if last or self._consecutive_failures >= self._settings.checkpoint_failures:
             raise CheckpointWriteError(
                 f"{self._writer.checkpoints}: {name} could not be written: {outcome.error}. The "
-                f"last whole one is {self.newest}. Make room, and start the same command again."
+                f"newest complete checkpoint is {self.newest or 'none'}. Free disk space, and run "
+                f"the same command again."
             )

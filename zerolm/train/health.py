@@ -1,8 +1,8 @@
-"""How healthy training is, measured on the steps that are reported, on the way of the step itself.
+"""`Health`: clipping, weight norms, update ratios and gradient noise scale of reported steps.
 
-Comes between `train_step` and the row of metrics. Only looks: no gradient, weight, state or
-generator is changed. What must outlive a restart is a `Since`, which the run's progress carries, so
-that a resumed run reports the same bits. Must not know files or trackers.
+Measured during the step itself, without changing gradients, weights, optimizer states or RNG. State
+between steps is saved with the run's progress, so a resumed run reports the same bits. Must not
+know files or trackers.
 """
 
 import math
@@ -15,19 +15,19 @@ import torch
 from zerolm.distributed.layout import Layout
 from zerolm.model.loss import IGNORED
 from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
-from zerolm.train.norms import Blocks, UpdateMeter, counted_here, parameter_norm, weight_squares
+from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
 
 Row = dict[str, Any]
 NUM_FIGURES = 5  # of SmallBatchSums
 
 
 @dataclass(frozen=True)
-class Since:
-    """What is remembered from step to step, in the checkpoint as JSON.
+class HealthState:
+    """State between steps; saved in the checkpoint as JSON.
 
     Attributes:
-        steps: taken since the last report.
-        clipped: of these, with a gradient that was clipped.
+        steps: steps applied since the last report.
+        clipped: how many of them had a clipped gradient.
         noise, signal: moving averages of `zerolm.train.noise_scale.Estimate`.
     """
 
@@ -38,17 +38,18 @@ class Since:
 
 
 class Health:
-    """Measures one rank's part. All ranks make the same calls, in this order in each step:
-    `begin`, `backward` around each backward pass, `before_update`, `end_step`, and `row` if the
-    step is reported.
+    """Measures the health metrics of one rank.
+
+    Every rank makes the same calls, in this order in each step: `begin`, `observe_backward` around
+    each backward pass, `before_update`, `end_step`, and `row` if the step is reported.
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
-        device: where collectives of this run work.
-        interval: every so many steps are measured.
-        clips: whether there is any clipping.
-        norm_is_of_gradient: False for optimizers whose reported norm is that of something else.
-        layout: which ranks share sequences, and matrices.
+        device: on which this run's collectives work.
+        interval: steps between two measurements.
+        clips: whether gradients are clipped at all.
+        norm_is_of_gradient: False for optimizers that report another norm (Muon).
+        layout: which ranks share sequences and matrices.
     """
 
     def __init__(
@@ -65,65 +66,65 @@ class Health:
         self._engine, self._device = engine, device
         self._interval, self._clips = interval, clips
         self._layout, self._rank = layout, engine.global_rank
-        # With sequences cut no rank ever has the gradient of a micro-batch.
+        # With sharded sequences no rank has the gradient of a complete micro-batch.
         self._noise = norm_is_of_gradient and layout.sequence == 1
         self._meter = UpdateMeter(engine, self.blocks, layout)
-        counts = layout.contributes(self._rank)
-        own = [each for each, _ in self.blocks.parameters if counted_here(each, counts)]
-        self._small = SmallBatches(own, device, counts)
+        contributes = layout.contributes(self._rank)
+        own = [each for each, _ in self.blocks.parameters if is_counted_here(each, contributes)]
+        self._small = SmallBatches(own, device, contributes)
         self._measuring = self._sampling = False
         self._loss_scale = 1.0
 
     def begin(self, step: int, num_micro_batches: int) -> None:
-        """Begin a step, and decide whether it is measured."""
+        """Start a step, and decide whether to measure it."""
         self._measuring = step % self._interval == 0
-        # One micro-batch in all has no smaller one beside it.
+        # The noise scale compares two batch sizes, so a single micro-batch is not enough.
         several = num_micro_batches * self._layout.replicas > 1
         self._sampling = self._measuring and self._noise and several
         if self._sampling:
             self._small.begin()
             self._loss_scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
 
-    def backward(self, batch: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Return what the backward pass of a micro-batch is to run in."""
+    def observe_backward(self, batch: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context manager for the backward pass of a micro-batch."""
         if not self._sampling:
             return nullcontext()
         targets = batch["targets"]
         counted = targets.numel()
-        if "document_ids" in batch:  # rows differ in how many targets they have
+        if "document_ids" in batch:  # rows differ in their number of targets
             counted = int((targets != IGNORED).sum())
         return self._small.backward(counted)
 
     def before_update(self) -> None:
-        """Remember the weights that the optimizer step is about to change."""
+        """Copy the weights that the optimizer step is about to change."""
         if self._measuring:
             self._meter.before()
 
     def end_step(self, state: dict[str, Any], result: Any) -> dict[str, Any]:
-        """Take note of a step, and return what is remembered from here on.
+        """Count a step; return the new state.
 
         Args:
-            state: a `Since` as JSON; empty at the start of a run.
-            result: its `StepResult`.
+            state: a `HealthState` as JSON; empty at the start of a run.
+            result: `StepResult` of the step.
         """
         if not result.applied:
             self._measuring = self._sampling = False
             self._meter.drop()
             return state
-        since = Since(**state)
+        old = HealthState(**state)
         clipped = 0.0 < result.clipped_to < result.grad_norm
-        return vars(replace(since, steps=since.steps + 1, clipped=since.clipped + clipped))
+        return vars(replace(old, steps=old.steps + 1, clipped=old.clipped + clipped))
 
     def row(self, state: dict[str, Any], result: Any) -> tuple[Row, dict[str, Any]]:
-        """Return the metrics of the last step, and what is remembered from here on.
+        """Return the metrics of the last step, and the new state.
 
-        Every rank must call: there is one reduction, of all figures.
+        Every rank must call. All figures are reduced at once.
 
         Args:
-            state: as `end_step` returned it.
-            result: the `StepResult` of the last step.
+            state: as returned by `end_step`.
+            result: `StepResult` of the last step.
         """
-        since = Since(**state)
+        old = HealthState(**state)
         weights = weight_squares(self.blocks, self._device, self._layout)
         changes = self._meter.squares(self._device) if self._measuring else None
         none = torch.zeros(len(self.blocks.names), dtype=torch.float64, device=self._device)
@@ -142,18 +143,18 @@ class Health:
             row |= self._norms("train/param_norm", found[:count])
             if changes is not None:
                 row |= self._ratios(found[count : 2 * count], found[:count])
-        if self._clips and since.steps:
-            row["train/clipped_share"] = since.clipped / since.steps
-        averages = Estimate(since.noise, since.signal)
+        if self._clips and old.steps:
+            row["train/clipped_share"] = old.clipped / old.steps
+        averages = Estimate(old.noise, old.signal)
         new = self._estimate(found[-NUM_FIGURES:], result) if self._sampling else None
         if new is not None:
             averages = average(averages, new)
             if averages.noise_scale_tokens is not None:
                 row["train/noise_scale_tokens"] = averages.noise_scale_tokens
-        return row, vars(Since(noise=averages.noise, signal=averages.signal))
+        return row, vars(HealthState(noise=averages.noise, signal=averages.signal))
 
     def parameter_norm(self) -> float | None:
-        """Return the 2-norm of all parameters; None when they are on NVMe. Every rank must call."""
+        """Return the 2-norm of all parameters, None if they are on NVMe. Every rank must call."""
         return parameter_norm(self.blocks, self._device, self._layout)
 
     def _norms(self, key: str, squares: list[float]) -> Row:
@@ -170,7 +171,7 @@ class Health:
     def _estimate(self, figures: list[float], result: Any) -> Estimate | None:
         sums = SmallBatchSums(*figures)
         if result.auxiliary_loss is not None and not sums.are_equal:
-            return None  # a router's loss counts by micro-batch, the others by token
+            return None  # the router loss is a mean over micro-batches, the others are over tokens
         return estimate(sums, result.grad_norm, self._layout.replicas, self._loss_scale)
 
 
@@ -179,5 +180,5 @@ def _root(square: float) -> float:
 
 
 def _ratio(change: float, weight: float) -> float | None:
-    """Return the ratio of two norms, given as squares; None for weights that are all zero."""
+    """Return the ratio of two norms given as squares; None if all weights are zero."""
     return math.sqrt(change / weight) if weight > 0.0 and math.isfinite(change + weight) else None

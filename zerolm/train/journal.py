@@ -1,6 +1,6 @@
-"""What is said and kept of a run: its log with its trackers, and what stands on the console.
+"""`Journal`: logging of a run: metrics, events, trackers, console.
 
-run.py tells it what has happened. Every rank has one; only the first one's writes and speaks.
+Between `Run`, which reports what has happened, and the `RunLog` with its trackers.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,39 +20,44 @@ from zerolm.train import stability, throughput
 
 
 class Journal:
-    """The journal of a run on one rank. All ranks make the same calls.
+    """Logs a run. Every rank makes the same calls; only rank 0 writes and prints.
 
     Args:
-        rank: of this process, of `world_size`.
+        rank, world_size: of this process.
         device: of this rank.
-        say: prints on rank 0.
+        print_rank0: prints on rank 0.
 
     Attributes:
-        log: from the step on at which the run last began or went on.
-        watch: times the steps between two reports.
+        log: the `RunLog`; a new one after each start and rollback.
+        stopwatch: times the steps between two reports.
     """
 
     log: run_log.RunLog
 
     def __init__(
-        self, plan: Plan, rank: int, world_size: int, device: Any, say: Callable[..., None]
+        self,
+        plan: Plan,
+        rank: int,
+        world_size: int,
+        device: Any,
+        print_rank0: Callable[..., None],
     ):
         self.plan, self.rank, self.world_size = plan, rank, world_size
         self.settings = plan.settings
-        self.device, self.say = device, say
+        self.device, self.print_rank0 = device, print_rank0
         self.peak_flops, source = throughput.device_peak_flops(device, plan.matmul_precision)
-        say(f"peak: {self.peak_flops:.3g} FLOP/s a device ({source})")
-        self.watch = throughput.Stopwatch(device)
+        print_rank0(f"peak: {self.peak_flops:.3g} FLOP/s per device ({source})")
+        self.stopwatch = throughput.Stopwatch(device)
         self.console = Console(rank == 0)
         self.changed = plan.changed
-        self.trackers: Trackers | None = None  # of the log, until the next one has them
-        self.said: str | None = None  # of graphs that were broken
+        self.trackers: Trackers | None = None  # handed over to the next log
+        self.printed_breaks: str | None = None  # the last notice on torch.compile graph breaks
 
     def open(self, step: int) -> None:
-        """Open the log of the steps behind `step`; the lines of later ones are dropped."""
+        """Open the log at a step; lines of later steps are removed."""
         self.log = run_log.RunLog(self.plan.run_dir, step, writes=self.rank == 0)
 
-    def begin(
+    def log_start(
         self,
         step: int,
         checkpoint: str | None,
@@ -60,12 +65,13 @@ class Journal:
         resumes: bool,
         resharded: Sequence[str],
     ) -> None:
-        """Write down that the run begins or goes on; start the trackers and the bar.
+        """Log that the run starts or resumes; start the trackers and the progress bar.
 
         Args:
-            checkpoint: the newest one.
-            damage: checkpoints that were set aside.
-            resharded: what of the checkpoint was cut anew.
+            checkpoint: path of the newest one.
+            damage: damaged checkpoints that were set aside.
+            resumes: whether a checkpoint was loaded.
+            resharded: what in the checkpoint was resharded.
         """
         for damaged in damage:
             aside = str(damaged.set_aside)
@@ -80,59 +86,60 @@ class Journal:
         )
         if self.changed:
             self.log.event("changed", step, changes=self.changed)
-            self.changed = {}  # a rollback begins again, with nothing changed since
+            self.changed = {}  # log it once: a rollback starts the run again
         self.log.track(self.settings, before=self.trackers)
         self.trackers = self.log.trackers
         self.console.start(step, self.plan.total_steps)
 
-    def stage(self, step: int, stage: int) -> None:
-        """Write down that the mixture's next stage has begun with this step."""
+    def log_stage(self, step: int, stage: int) -> None:
+        """Log that this step has reached a new stage of the mixture, numbered from 0."""
         stages = self.plan.mixture.stages
         shares = mixture.stage_shares(stages[stage], self.plan.source_names)
         self.log.event("stage", step, stage=stage + 1, shares=shares)
-        self.say(f"step={step} stage={stage + 1} of {len(stages)}: {shares}")
+        self.print_rank0(f"step={step} stage={stage + 1} of {len(stages)}: {shares}")
 
-    def anomaly(self, ladder: SpikeGuard, progress: Progress, result: Any, sequences: int) -> None:
-        """Write down a step that was an anomaly, or was not taken, and the data that it saw.
+    def log_anomaly(
+        self, guard: SpikeGuard, progress: Progress, result: Any, num_sequences: int
+    ) -> None:
+        """Log a step that was an anomaly, or was not applied, with the sequences of its batch.
 
         Args:
             progress: after the step.
-            result: its `StepResult`.
-            sequences: of its batch.
+            result: `StepResult` of the step.
+            num_sequences: size of its batch.
         """
-        saw = stability.what_was_seen(ladder, progress, result, sequences)
-        if ladder.reason:
-            self.log.event("spike", progress.step, **saw)
-            self.say(f"step={progress.step} spike: {ladder.reason}")
+        fields = stability.anomaly_fields(guard, progress, result, num_sequences)
+        if guard.reason:
+            self.log.event("spike", progress.step, **fields)
+            self.print_rank0(f"step={progress.step} spike: {guard.reason}")
         if not result.applied:
-            self.log.event("step_skipped", progress.step, **saw)
+            self.log.event("step_skipped", progress.step, **fields)
 
-    def cooldown(self, step: int, reason: str | None) -> None:
-        """Write down that the learning rate is lower for a while."""
-        settings = self.settings
-        what = {"factor": settings.cooldown_factor, "steps": settings.cooldown_steps}
-        self.log.event("cooldown", step, reason=reason, **what)
-        self.say(f"step={step} cooldown: {what}")
+    def log_cooldown(self, step: int, reason: str | None) -> None:
+        """Log that the learning rate is lowered for some steps."""
+        factor, steps = self.settings.cooldown_factor, self.settings.cooldown_steps
+        self.log.event("cooldown", step, reason=reason, factor=factor, steps=steps)
+        self.print_rank0(f"step={step} cooldown: learning rate x {factor:g} for {steps} steps")
 
-    def rollback(self, step: int, entry: Entry) -> None:
-        """Write down that the run goes back, and close the log, which another one goes on with."""
+    def log_rollback(self, step: int, entry: Entry) -> None:
+        """Log a rollback, and close the log: `open` opens the next one."""
         self.log.event("rollback", step, **entry)
-        self.say(
-            f"step={entry['from_step']} rollback: to {entry['checkpoint']}, sequences "
-            f"{entry['skipped_window']} are left out: {entry['reason']}"
+        self.print_rank0(
+            f"step={entry['from_step']} rollback: to {entry['checkpoint']}, skipping "
+            f"sequences {entry['skipped_window']}: {entry['reason']}"
         )
         self.log.close("rollback")
 
     def report(self, progress: Progress, row: run_log.Row) -> None:
-        """Write the metrics of the interval to the log, the trackers and the console.
+        """Log the metrics since the last report: to metrics.jsonl, trackers and console.
 
         Args:
-            row: what the run knows of it; how fast it was is added here.
+            row: metrics of the run; throughput, memory and counts of anomalies are added here.
         """
         plan = self.plan
         row |= {
-            **throughput.slowest_rank(self.watch.own_seconds(), self.device),
-            **self.watch.report(self.world_size, plan.flops_per_token, self.peak_flops),
+            **throughput.slowest_rank(self.stopwatch.own_seconds(), self.device),
+            **self.stopwatch.report(self.world_size, plan.flops_per_token, self.peak_flops),
             **throughput.memory(self.device),
             "health/skipped_steps": progress.skipped_steps,
             "health/spikes": progress.spikes,
@@ -145,12 +152,15 @@ class Journal:
         )
         seconds_left = steps_left * row["throughput/step_seconds"]
         if not self.console.figures(row, progress.step + steps_left, seconds_left):
-            self.say(run_log.console_line(row, progress.step + steps_left, seconds_left))
-        if self.settings.compile and (broken := compile.breaks()) not in (None, self.said):
-            self.said = broken
-            self.say(broken)
+            self.print_rank0(run_log.console_line(row, progress.step + steps_left, seconds_left))
+        if self.settings.compile and (broken := compile.breaks()) not in (
+            None,
+            self.printed_breaks,
+        ):
+            self.printed_breaks = broken
+            self.print_rank0(broken)
 
     def close(self, how: str) -> None:
-        """Close console and log; the trackers are told how the run ends."""
+        """Close the console and the log; pass on to the trackers how the run has ended."""
         self.console.close()
         self.log.close(how)

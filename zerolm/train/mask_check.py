@@ -1,9 +1,9 @@
-"""A test before the first step: do tokens of one document move the losses of another?
+"""Tests before the first step that --document_mask isolates documents from each other.
 
-With --document_mask they must not. Whether they do is up to the model's class, the attention
-kernel, transformers and torch together, and a kernel that takes no notice of the mask says nothing:
-the loss even looks better. So it is tried out on the engine that will train, on every rank: rows of
-two documents, once more with other tokens in the first, and the losses of the second compared.
+Whether it does depends on model class, attention kernel, transformers and torch together, and a
+kernel that ignores the mask raises no error: the loss even looks better. So the engine that will
+train is tested, on every rank: rows of two documents run twice, with different tokens in the first
+document, and the losses of the second document must not change.
 """
 
 from typing import Any
@@ -17,23 +17,22 @@ from zerolm.model.architecture import ROUTED_EXPERT
 from zerolm.model.loss import token_losses
 from zerolm.plan.plan import Plan
 
-# Of what the losses move by without a mask, what they may move by with it. Where documents are kept
-# apart they do not move by a bit: a masked weight is 0, and the sums are of the same shape. One
-# layer of 16 that takes no notice of the mask moves them by a quarter.
+# Loss change allowed with the mask, as a fraction of the change without it. With a correct mask no
+# bit changes: a masked weight is 0, and sums keep their shape. If one layer of 16 ignores the mask,
+# the fraction is a quarter.
 TOLERANCE = 1e-3
-# In a mixture of experts other tokens change how many an expert is given, and so the order of sums.
-# Chosen, not measured: float32 rounds by 1e-7, while 16-bit logits of about 1 are 2^-8 apart.
-TOLERANCES_OF_EXPERTS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+# In a mixture of experts other tokens change the token count of an expert, and so the order of
+# sums. Chosen, not measured: float32 rounds by 1e-7; 16-bit logits of about 1 are 2^-8 apart.
+MOE_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 
 
 def check(engine: Any, plan: Plan, device: Any) -> str:
-    """Try the document mask out. Every rank must call, and the engine is in training mode after.
+    """Test the document mask; return the result as text. Every rank must call.
 
-    Returns:
-        What to say about it.
+    The engine is in training mode afterwards.
 
     Raises:
-        ConfigError: on every rank: the documents are not kept apart on one of them.
+        ConfigError: on every rank: the mask does not separate documents on one of them.
     """
     kernel = getattr(engine, "module", engine).config._attn_implementation
     if plan.settings.seq_len < 2:
@@ -43,61 +42,63 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
         plan.settings.micro_batch_size, plan.settings.seq_len, vocab_size, device
     )
     engine.eval()
-    moved = _everywhere(_moved(engine, batch, changed))
+    masked = _gather(_loss_change(engine, batch, changed))
     keep = ("input_ids", "targets")
-    bare, other = ({name: rows[name] for name in keep} for rows in (batch, changed))
-    free = _everywhere(_moved(engine, bare, other))  # that they can move is what makes it a test
+    plain, plain_changed = ({name: rows[name] for name in keep} for rows in (batch, changed))
+    unmasked = _gather(_loss_change(engine, plain, plain_changed))  # if 0: no test
     engine.train()
     limit = _limit(engine, plan)
     problems = [
-        f"--document_mask: with {kernel} the losses of a document move by {with_mask:.1e} when "
+        f"--document_mask: with {kernel} the losses of a document change by {with_mask:.1e} when "
         f"another one in its row changes ({without:.1e} without a mask) on rank {rank}: the "
         f"documents are not kept apart. Use another --attn_implementation, or remove the flag."
-        for rank, (with_mask, without) in enumerate(zip(moved, free, strict=True))
-        if with_mask and not with_mask <= limit * without  # NaN too
+        for rank, (with_mask, without) in enumerate(zip(masked, unmasked, strict=True))
+        if with_mask and not with_mask <= limit * without  # also true for NaN
     ]
     if problems:
         raise ConfigError(problems)
-    if not all(free):
+    if not all(unmasked):
         return (
-            f"documents are kept apart by {kernel}: not tested, the model as it was initialised "
-            f"gives every token the same loss whatever stands before it"
+            f"documents are kept apart by {kernel}: not tested, the model as initialised gives a "
+            f"token the same loss whatever precedes it"
         )
-    much = max(moved)
-    how = f"to {much:.1e} of {max(free):.1e} without a mask" if much else "in every bit"
+    largest = max(masked)
+    how = f"to {largest:.1e} of {max(unmasked):.1e} without a mask" if largest else "in every bit"
     return f"documents are kept apart by {kernel}: {how}"
 
 
 def _limit(engine: Any, plan: Plan) -> float:
-    """Return the share of the unmasked movement that is rounding and not a leak."""
+    """Return the fraction of the unmasked change that may be rounding."""
     names = (name for name, _ in getattr(engine, "module", engine).named_parameters())
     if any(ROUTED_EXPERT.search(name) for name in names):
-        return TOLERANCES_OF_EXPERTS[plan.profile.compute_precision]
+        return MOE_TOLERANCES[plan.profile.compute_precision]
     return TOLERANCE
 
 
 def _rows(
     count: int, seq_len: int, vocab_size: int, device: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return rows of two documents of random tokens, and others that differ in the first."""
+    """Return rows of two documents of random tokens, and the same with another first document."""
     generator = torch.Generator().manual_seed(0)
     shape, first = (count, seq_len), seq_len // 2
     ids = torch.randint(0, vocab_size, shape, generator=generator)
     shift = torch.randint(1, max(2, vocab_size), shape, generator=generator)
     others = torch.where(torch.arange(seq_len) < first, (ids + shift) % vocab_size, ids)
-    place = torch.arange(seq_len)
+    positions = torch.arange(seq_len)
     shared = {
         "targets": torch.randint(0, vocab_size, shape, generator=generator),
-        "document_ids": (place >= first).long().expand(shape),
-        "position_ids": torch.where(place < first, place, place - first).expand(shape),
+        "document_ids": (positions >= first).long().expand(shape),
+        "position_ids": torch.where(positions < first, positions, positions - first).expand(shape),
     }
     shared = {name: value.contiguous().to(device) for name, value in shared.items()}
     one, two = ({"input_ids": each.to(device), **shared} for each in (ids, others))
     return one, two
 
 
-def _moved(engine: Any, batch: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> float:
-    """Return the root mean square of what the second documents' losses move by."""
+def _loss_change(
+    engine: Any, batch: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]
+) -> float:
+    """Return the root mean square of the change in the second documents' losses."""
     second = batch["input_ids"].shape[1] // 2
     with torch.no_grad():
         before = token_losses(engine, batch)[0][:, second:].double()
@@ -105,5 +106,5 @@ def _moved(engine: Any, batch: dict[str, torch.Tensor], changed: dict[str, torch
     return float((after - before).pow(2).mean().sqrt())
 
 
-def _everywhere(value: float) -> list[float]:
+def _gather(value: float) -> list[float]:
     return gather_objects(value) if dist.is_initialized() else [value]

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: one function for each group of metrics."""
+"""Rows of metrics.jsonl that describe the step and its data, a function per group of metrics."""
 
 import math
 from collections import Counter
@@ -10,10 +10,10 @@ from zerolm.tracking.run_log import Row
 
 
 def training_row(result: Any, source_names: Sequence[str]) -> Row:
-    """Return the `train/` metrics of a step, and the loss of each source that was in its batch.
+    """Return the `train/` metrics of a step, and the loss of each source in its batch.
 
     Args:
-        result: the `StepResult` of the step.
+        result: `StepResult` of the step.
     """
     row = {
         "train/loss": result.loss,
@@ -38,12 +38,12 @@ def data_row(
     seq_len: int,
     skipped_windows: skips.SkippedRanges = (),
 ) -> Row:
-    """Return how many tokens and epochs of each source the run has consumed.
+    """Return the tokens and epochs of each source that the run has consumed.
 
     Args:
         order: the run's `Order`.
-        position: sequences consumed.
-        skipped_windows: what the run leaves out of the order.
+        position: number of sequences consumed.
+        skipped_windows: sequences of the order that rollbacks skip.
     """
     row: Row = {}
     if len(order.starts) > 1:
@@ -58,10 +58,10 @@ def data_row(
 
 
 def store_row(traffic: Counter[str]) -> Row:
-    """Return what came from stores and from the cache; nothing without sources in stores.
+    """Return metrics of reads from object stores and the cache; none for local data.
 
     Args:
-        traffic: of a `WindowStream`.
+        traffic: counts of a `WindowStream`.
     """
     blocks = traffic["hits"] + traffic["fetched"]
     if not blocks:

@@ -1,14 +1,15 @@
-"""The gradient noise scale, from the gradients of micro-batches against that of the global batch.
+"""Gradient noise scale, estimated from gradient norms of micro-batches and of the global batch.
 
-With B_simple tokens in a batch its gradient is as much noise as signal: smaller batches train with
-fewer tokens, larger ones with fewer steps. Two batch sizes are enough to tell noise from signal,
-since the square of a mean gradient over b tokens is that of the true one plus its variance / b:
+With a batch of B_simple tokens, gradient noise is as large as the signal: smaller batches need
+fewer tokens, larger ones fewer steps. The squared norm of a mean gradient over b tokens is that of
+the true gradient plus its variance / b, so two batch sizes give both:
 
     |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)        tr(S) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
 
-Both are noisy, so both are averaged over steps, and only then divided: B_simple = tr(S) / |G|^2.
-Source: McCandlish et al. (2018), arXiv 1812.06162, appendix A.1. Micro-batches are looked at while
-their backward pass runs, before ZeRO reduces or accumulates anything: no second pass, no copy.
+Both are noisy, so each is averaged over steps before the division: B_simple = tr(S) / |G|^2.
+Source: McCandlish et al. (2018), arXiv 1812.06162, appendix A.1. Micro-batch gradients are observed
+by hooks during their backward pass, before ZeRO reduces or accumulates them: no second pass, no
+copy.
 """
 
 import math
@@ -19,53 +20,53 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolm.train.norms import square
+from zerolm.train.norms import sum_of_squares
 
-DECAY = 0.95  # of the averages, from one measured step to the next: the last 20 of them count
+DECAY = 0.95  # of the moving averages, over about the last 20 measured steps
 
 
 class SmallBatches:
-    """Sums over the micro-batches of a step of what this rank knows of their gradients.
+    """Sums of this rank over the micro-batches of a step.
 
     Args:
-        parameters: of the model; a hook is on each of them only while `backward` is open.
-        device: where collectives of this run work.
-        counts: False where another rank has the same micro-batches, and counts them.
+        parameters: of the model; they have hooks only while `backward` is active.
+        device: on which this run's collectives work.
+        contributes: False if another rank has the same micro-batches, and counts them.
 
     Attributes:
-        figures: (5,) float64, to be summed over the ranks for `SmallBatchSums`.
+        figures: (5,) float64, to be summed over ranks for `SmallBatchSums`.
     """
 
-    def __init__(self, parameters: Sequence[Any], device: torch.device, counts: bool = True):
+    def __init__(self, parameters: Sequence[Any], device: torch.device, contributes: bool = True):
         self._parameters = [each for each in parameters if each.requires_grad]
-        self._device, self._counts = device, counts
+        self._device, self._contributes = device, contributes
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self.figures = torch.zeros(5, dtype=torch.float64, device=self._device)
 
     @contextmanager
     def backward(self, num_targets: int) -> Iterator[None]:
-        """Look at the gradients of a backward pass.
+        """Record the gradient norm of a backward pass.
 
-        A hook on a parameter is called once a pass, with all that the pass adds to its gradient,
-        also for a tied one. If a pass should come to one several times (checkpointing that is
-        re-entrant, of shared layers), the step is not measured.
+        A parameter's hook is called once per pass, with all that the pass adds to its gradient,
+        even if the parameter is tied. If it is called several times (re-entrant checkpointing of
+        shared layers), the step is not measured.
 
         Args:
-            num_targets: that the loss of the micro-batch sums over.
+            num_targets: number of targets of the micro-batch.
         """
         squares: dict[int, torch.Tensor] = {}
-        twice: list[int] = []
+        repeated: list[int] = []
 
-        def look(number: int, gradient: torch.Tensor) -> None:
+        def record(number: int, gradient: torch.Tensor) -> None:
             if number in squares:
-                twice.append(number)
-            squares[number] = square(gradient)
+                repeated.append(number)
+            squares[number] = sum_of_squares(gradient)
 
         hooks = [
-            parameter.register_hook(partial(look, number))
+            parameter.register_hook(partial(record, number))
             for number, parameter in enumerate(self._parameters)
         ]
         try:
@@ -73,12 +74,12 @@ class SmallBatches:
         finally:
             for hook in hooks:
                 hook.remove()
-        if twice or not squares or num_targets == 0:
+        if repeated or not squares or num_targets == 0:
             self.figures[4] += 1
             return
         found = torch.stack([squares[number] for number in sorted(squares)])
         self.figures[0] += found.sum().to(self._device) / num_targets**2
-        if not self._counts:
+        if not self._contributes:
             return
         self.figures[1] += 1.0 / num_targets
         self.figures[2] += num_targets
@@ -89,11 +90,11 @@ class SmallBatchSums(NamedTuple):
     """`SmallBatches.figures`, summed over all ranks.
 
     Attributes:
-        squares: of the norms of the micro-batches' gradients, each over its targets' square.
-        inverses: one over the targets of each.
-        targets: of all.
-        batches: how many micro-batches.
-        unknown: micro-batches whose gradient is not known.
+        squares: sum of (gradient norm / number of targets)^2 of each micro-batch.
+        inverses: sum of 1 / number of targets of each micro-batch.
+        targets: number of targets of all micro-batches.
+        batches: number of micro-batches.
+        unknown: number of micro-batches whose gradient norm is not known.
     """
 
     squares: float
@@ -104,16 +105,16 @@ class SmallBatchSums(NamedTuple):
 
     @property
     def are_equal(self) -> bool:
-        """Whether all micro-batches have as many targets."""
+        """Whether all micro-batches have the same number of targets."""
         return math.isclose(self.inverses * self.targets, self.batches**2, rel_tol=1e-12)
 
 
 class Estimate(NamedTuple):
-    """What one step, or an average over steps, says of its gradient.
+    """Noise and signal of the gradient, of one step or averaged over steps.
 
     Attributes:
         noise: trace of the covariance of a token's gradient, tr(S).
-        signal: square of the norm of the true gradient, |G|^2; can be negative in a single step.
+        signal: squared norm of the true gradient, |G|^2; may be negative in a single step.
     """
 
     noise: float = 0.0
@@ -121,7 +122,7 @@ class Estimate(NamedTuple):
 
     @property
     def noise_scale_tokens(self) -> float | None:
-        """B_simple in tokens, or None where noise hides the signal."""
+        """B_simple in tokens; None if an estimate is not positive."""
         if self.noise <= 0.0 or self.signal <= 0.0:
             return None
         return self.noise / self.signal
@@ -130,15 +131,15 @@ class Estimate(NamedTuple):
 def estimate(
     sums: SmallBatchSums, grad_norm: float, replicas: int, loss_scale: float = 1.0
 ) -> Estimate | None:
-    """Return what the micro-batches of a step against its whole batch say; None if nothing.
+    """Return the estimate of a step; None if there is too little information.
 
-    A micro-batch of n of the N targets goes backward with the sum of its losses * replicas / N
-    (zerolm/train/step.py), so the gradient of its mean loss is N / (n * replicas) times its own.
-    Where they differ in n, 1 / b is the mean of their 1 / n.
+    A micro-batch with n of the N targets is trained on the sum of its losses * replicas / N
+    (`forward_backward`), so the gradient of its mean loss is N / (n * replicas) times its own. For
+    micro-batches of different sizes, 1 / b is the mean of 1 / n.
 
     Args:
         grad_norm: of the global batch, before clipping, unscaled.
-        loss_scale: that the micro-batches' gradients were multiplied by, of fp16.
+        loss_scale: of fp16, which the gradients of micro-batches contain.
     """
     if sums.unknown or sums.batches < 2 or not math.isfinite(sums.squares + grad_norm):
         return None
@@ -149,7 +150,7 @@ def estimate(
 
 
 def average(before: Estimate, new: Estimate) -> Estimate:
-    """Return the moving averages; both begin at zero, which their ratio does not see."""
+    """Return the moving averages. Both start at zero; this bias cancels in their ratio."""
     return Estimate(
         *(DECAY * old + (1.0 - DECAY) * each for old, each in zip(before, new, strict=True))
     )

@@ -1,8 +1,8 @@
-"""Norms of the weights and of what a step changes, in total and per block, of partitioned tensors.
+"""Norms of weights and of their updates, in total and per block, from partitioned tensors.
 
-Called beside training, on the steps that are reported. Each rank sums the squares of what it holds;
-one reduction over the ranks then makes norms of them. Nothing is gathered. Knows where DeepSpeed
-0.19.8 keeps weights and float32 masters; must not know what the figures are for.
+Used in steps that are reported. Each rank sums the squares of the values it holds, and one
+reduction over ranks makes norms of the sums; nothing is gathered. Knows where DeepSpeed 0.19.8
+keeps weights and float32 master weights; must not know what the norms are used for.
 """
 
 import math
@@ -13,35 +13,34 @@ import torch
 
 from zerolm.distributed.layout import Layout
 
-# A norm over more values than this is taken in pieces that are added in float64. On a CPU torch
-# adds one after another in float32: the square over 2^22 values is off by 2e-4, over 2^16 by 1e-6
-# (torch 2.13). On a GPU it adds them as a tree.
-PIECE_VALUES = {"cpu": 1 << 16}
-PIECE_VALUES_ELSEWHERE = 1 << 22
-# Of the masters, this many values of a rank are copied to see what a step changes: 64 MiB. All of
-# them up to there, from there on windows at equal distances.
+# Larger tensors are split into pieces of this many values, whose squares are added in float64. On a
+# CPU torch adds sequentially in float32: the relative error of the square is 2e-4 over 2^22 values,
+# 1e-6 over 2^16 (torch 2.13). On a GPU it adds as a tree.
+CPU_PIECE_VALUES, GPU_PIECE_VALUES = 1 << 16, 1 << 22
+# Master weights of a rank that are copied to measure an update: at most about 2^24 values, 64 MiB.
+# If a rank has more, they are sampled in windows at equal distances.
 SAMPLE_VALUES, WINDOW_VALUES = 1 << 24, 1024
 
 
 def block_of(name: str) -> str:
-    """Return the block that a parameter belongs to: the layer of a stack, or its own module.
+    """Return the block of a parameter: the layer of a stack, or its own module.
 
-    `model.layers.3.mlp.up_proj.weight` is of "layers.3", `model.embed_tokens.weight` of
+    `model.layers.3.mlp.up_proj.weight` belongs to "layers.3", `model.embed_tokens.weight` to
     "embed_tokens".
     """
     parts = name.split(".")
-    for at, part in enumerate(parts):
-        if part.isdigit() and at:
-            return ".".join(parts[at - 1 : at + 1])
+    for index, part in enumerate(parts):
+        if part.isdigit() and index:
+            return ".".join(parts[index - 1 : index + 1])
     return parts[-2] if len(parts) > 1 else name
 
 
 class Blocks:
-    """The parameters of a model by block. A tied parameter is one, of the block that is first.
+    """The parameters of a model by block. A tied parameter belongs to its first block only.
 
     Attributes:
         names: of the blocks, in the order of the model.
-        parameters: each parameter and the number of its block.
+        parameters: (parameter, index of its block) of each parameter.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -53,32 +52,32 @@ class Blocks:
                 self.names.append(block)
             self.parameters.append((parameter, self.names.index(block)))
 
-    def squares(
+    def sums_of_squares(
         self,
         values: Sequence[torch.Tensor],
-        numbers: Sequence[int],
+        block_indices: Sequence[int],
         device: torch.device,
         scales: Sequence[float] | None = None,
     ) -> torch.Tensor:
         """Return the sum of squares in each block, (blocks,) float64 on `device`.
 
-        A matrix product and not `index_add_`, whose order of addition on a GPU changes.
+        Uses a matrix product because `index_add_` is not deterministic on a GPU.
 
         Args:
-            values: any shapes, dtypes and devices.
-            numbers: the block of each.
-            scales: what the squares of each count for.
+            values: tensors of any shape, dtype and device.
+            block_indices: the block of each tensor.
+            scales: factor on the squares of each tensor.
         """
         pieces: list[torch.Tensor] = []
         blocks: list[int] = []
         factors: list[float] = []
-        for at, value in enumerate(values):
+        for index, value in enumerate(values):
             if value.numel() == 0:
                 continue
-            cut = _pieces(value)
-            pieces += cut
-            blocks += [numbers[at]] * len(cut)
-            factors += [1.0 if scales is None else scales[at]] * len(cut)
+            split = _pieces(value)
+            pieces += split
+            blocks += [block_indices[index]] * len(split)
+            factors += [1.0 if scales is None else scales[index]] * len(split)
         membership = torch.zeros(len(self.names), len(pieces), dtype=torch.float64)
         membership[blocks, list(range(len(pieces)))] = torch.tensor(factors, dtype=torch.float64)
         if not pieces:
@@ -86,13 +85,13 @@ class Blocks:
         return membership.to(device) @ _squares(pieces, device)
 
 
-def square(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of a tensor, of any shape and floating dtype, () float64."""
+def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a tensor of any shape and floating dtype, () float64."""
     return _squares(_pieces(values), values.device).sum()
 
 
 def _pieces(values: torch.Tensor) -> list[torch.Tensor]:
-    length = PIECE_VALUES.get(values.device.type, PIECE_VALUES_ELSEWHERE)
+    length = CPU_PIECE_VALUES if values.device.type == "cpu" else GPU_PIECE_VALUES
     return list(values.reshape(-1).split(length)) if values.numel() > length else [values]
 
 
@@ -101,53 +100,50 @@ def _squares(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     norms = list(torch._foreach_norm(pieces, 2, torch.float32))
     if len({norm.device for norm in norms}) > 1:
         norms = [norm.to(device) for norm in norms]
-    return torch.stack(norms).to(device).double().square()  # one copy, not one for each piece
+    return torch.stack(norms).to(device).double().square()  # one copy for all pieces
 
 
-def counted_here(parameter: Any, counts: bool) -> bool:
-    """Whether this rank adds a parameter up: its part of one that is cut, else if the rank counts.
+def is_counted_here(parameter: Any, contributes: bool) -> bool:
+    """Return whether this rank counts a parameter; with tensor parallelism, shards always count.
 
     Args:
-        counts: `Layout.contributes` of this rank.
+        contributes: `Layout.contributes` of this rank.
     """
-    return counts or getattr(parameter, "tensor_model_parallel", False)  # DeepSpeed's mark
+    return contributes or getattr(parameter, "tensor_model_parallel", False)  # DeepSpeed's mark
 
 
 def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torch.Tensor | None:
-    """Return this rank's share of the squares of all weights, (blocks,) float64.
+    """Return this rank's part of the sums of squares of all weights, (blocks,) float64.
 
-    Under stage 3 that is the partition it holds, less the padding at the end of the last one; else
-    every rank has all weights (or, with matrices cut, those of its replica) and takes some of the
-    parameters.
+    At stage 3 that is its partition without padding. At other stages ranks have all weights (with
+    tensor parallelism, their shards of them), and the parameters are divided among ranks.
 
     Args:
-        device: where collectives of this run work.
+        device: on which this run's collectives work.
 
     Returns:
-        None when parameters are swapped out to NVMe, where reading them would cost a step.
+        None if parameters are offloaded to NVMe, where reading them would take as long as a step.
     """
     rank = torch.distributed.get_rank()
-    place, places = layout.evaluation_shard(rank)
-    values, numbers = [], []
-    for at, (parameter, number) in enumerate(blocks.parameters):
+    shard_index, num_shards = layout.evaluation_shard(rank)
+    values, block_indices = [], []
+    for index, (parameter, block) in enumerate(blocks.parameters):
         if hasattr(parameter, "ds_tensor") and hasattr(parameter, "ds_numel"):
             if parameter.ds_tensor.status.name == "NOT_AVAILABLE":
                 return None
             shard = parameter.ds_tensor.data.flatten()
             values.append(shard[: max(0, parameter.ds_numel - rank * shard.numel())])
-            numbers.append(number)
-        elif at % places == place and counted_here(parameter, layout.contributes(rank)):
+            block_indices.append(block)
+        elif index % num_shards == shard_index and is_counted_here(
+            parameter, layout.contributes(rank)
+        ):
             values.append(parameter.data)
-            numbers.append(number)
-    return blocks.squares(values, numbers, device)
+            block_indices.append(block)
+    return blocks.sums_of_squares(values, block_indices, device)
 
 
 def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> float | None:
-    """Return the 2-norm of all parameters. Every rank must call.
-
-    Returns:
-        None when parameters are swapped out to NVMe, where reading them would cost a step.
-    """
+    """Return the 2-norm of all parameters, None if they are on NVMe. Every rank must call."""
     squares = weight_squares(blocks, device, layout)
     if squares is None:
         return None
@@ -157,37 +153,37 @@ def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> floa
 
 
 def _masters(engine: Any, blocks: Blocks, layout: Layout) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield this rank's values of each master weight, without padding, and the block it is of.
+    """Yield (this rank's partition of a master weight, without padding; index of its block).
 
-    Those that every rank of a replica has are the first one's.
+    Weights that tensor-parallel ranks have in common are yielded on the first of them.
 
     Raises:
-        _Swapped: they are on NVMe.
+        _OnNvme: they are on NVMe.
     """
     optimizer, rank = engine.optimizer, torch.distributed.get_rank()
-    for parameter, number in blocks.parameters:
+    for parameter, block in blocks.parameters:
         if hasattr(parameter, "ds_tensor"):
             group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
             if optimizer._swappable_optimizer_subgroup(group):
-                raise _Swapped
+                raise _OnNvme
             flat = optimizer.fp32_partitioned_groups_flat[group].data
             own = max(0, min(length, parameter.ds_numel - rank * length))
-            yield flat.narrow(0, offset, own), number
-        elif not counted_here(parameter, layout.contributes(rank)):
+            yield flat.narrow(0, offset, own), block
+        elif not is_counted_here(parameter, layout.contributes(rank)):
             continue
         elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:
-            yield fragment.hp_fragment.data, number
+            yield fragment.hp_fragment.data, block
 
 
-class _Swapped(Exception):
-    """The masters are where reading them would cost a step."""
+class _OnNvme(Exception):
+    """The master weights are on NVMe: reading them would take as long as a step."""
 
 
 class UpdateMeter:
-    """Measures what an optimizer step changes: `before` it, and `squares` after it.
+    """Measures the update of an optimizer step: call `before` it, and `squares` after it.
 
-    The masters are copied, all of them up to `SAMPLE_VALUES` on a rank, beyond that windows at
-    equal distances, from which the whole is estimated. The copy lives for one step.
+    Copies the master weights of this rank for one step. Of more than `SAMPLE_VALUES` values it
+    copies windows at equal distances, and estimates the rest from them.
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
@@ -198,10 +194,10 @@ class UpdateMeter:
         self._before: list[torch.Tensor] = []
 
     def before(self) -> None:
-        """Copy this rank's masters, or windows of them; nothing when they are on NVMe."""
+        """Copy this rank's master weights, or windows of them; nothing if they are on NVMe."""
         try:
             masters = [flat for flat, _ in self._masters()]
-        except _Swapped:
+        except _OnNvme:
             return
         every = -(-sum(flat.numel() for flat in masters) // SAMPLE_VALUES)
         self._every = max(1, every)
@@ -211,37 +207,39 @@ class UpdateMeter:
         return _masters(self._engine, self._blocks, self._layout)
 
     def squares(self, device: torch.device) -> torch.Tensor | None:
-        """Return the squares of this rank's changes since `before`, (blocks,) float64, or None.
+        """Return the sums of squares of this rank's changes since `before`, (blocks,) float64.
+
+        None if nothing was copied.
 
         Args:
-            device: where collectives of this run work.
+            device: on which this run's collectives work.
         """
         if not self._before:
             return None
         before, self._before = self._before, []
-        changes, numbers, scales = [], [], []
-        for old, (flat, number) in zip(before, self._masters(), strict=True):
+        changes, block_indices, scales = [], [], []
+        for old, (flat, block) in zip(before, self._masters(), strict=True):
             if old.numel():
-                # In place of the copy: old - new has the norm of new - old.
+                # In place, because the copy is no longer needed; the sign does not matter.
                 changes.append(old.sub_(windows(flat, self._every)))
-                numbers.append(number)
+                block_indices.append(block)
                 scales.append(flat.numel() / old.numel())
-        return self._blocks.squares(changes, numbers, device, scales)
+        return self._blocks.sums_of_squares(changes, block_indices, device, scales)
 
     def drop(self) -> None:
-        """Forget the copy: the step was not taken."""
+        """Drop the copy, because the step was not applied."""
         self._before = []
 
 
 def windows(flat: torch.Tensor, every: int) -> torch.Tensor:
-    """Return a view of one in `every` values, in windows; all of them when they fit in one.
+    """Return a view of one in `every` values, in windows; of all values if they fit in one.
 
     Args:
         flat: (N,) values.
 
     Returns:
-        (N,), or (windows, WINDOW_VALUES). Their distance is odd, so that they do not stand in the
-        same columns of a matrix.
+        (N,) or (windows, WINDOW_VALUES). The distance of windows is odd, so that they cover
+        different columns of a matrix.
     """
     if every == 1 or flat.numel() <= WINDOW_VALUES:
         return flat

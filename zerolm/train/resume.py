@@ -1,6 +1,6 @@
-"""Where a run goes on: its newest whole checkpoint, and what rollbacks have made of it since.
+"""Resumes a run: loads the newest complete checkpoint, and applies rollbacks made since then.
 
-The parts that it puts together (rollback, checkpoint, reshard, probe) know nothing of each other.
+Connects rollback, load, reshard and probe of zerolm/checkpoint, which do not know each other.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from zerolm.tracking import run_log
 from zerolm.watchdog.progress import record_progress
 
 
-class Resumption(NamedTuple):
-    """Where a run goes on.
+class ResumePoint(NamedTuple):
+    """Where a run starts or resumes.
 
     Attributes:
-        progress: of the checkpoint, with what rollbacks since then have left.
-        found: the checkpoint that the engine was loaded from, None for a run that begins.
-        damage: newer checkpoints that are not whole, and were set aside.
+        progress: of the checkpoint, with the effects of rollbacks since then.
+        found: the checkpoint that was loaded into the engine; None for a new run.
+        damage: newer checkpoints that are damaged, and were set aside.
     """
 
     progress: Progress
@@ -37,40 +37,41 @@ def load_newest(
     plan: Plan,
     run_dir: Path,
     progress: Progress,
-    probes: Callable[[], Any],
-    say: Callable[..., None],
-) -> Resumption:
-    """Settle what rollbacks have decided, and load the newest whole checkpoint, if any.
+    probe_batches: Callable[[], Any],
+    print_rank0: Callable[..., None],
+) -> ResumePoint:
+    """Finish interrupted rollbacks, and load the newest complete checkpoint, if any.
 
     Every rank must call.
 
     Args:
         engine: the DeepSpeed engine.
-        progress: what a run without a checkpoint begins with.
-        probes: makes the micro-batches of the fixed batch.
-        say: prints on rank 0.
+        progress: of a new run.
+        probe_batches: returns the micro-batches of the fixed probe batch.
+        print_rank0: prints on rank 0.
 
     Raises:
-        CheckpointError: on every rank: there are checkpoints, but none can be gone on from.
+        CheckpointError: on every rank: there are checkpoints, but the run can resume from none.
     """
     rank = engine.global_rank
     rollbacks = collectives.broadcast_object(rollback.entries(run_dir))
     record_progress("load")
-    if rank == 0:  # now that the lock is held
+    if rank == 0:  # which holds the lock of the run directory
         for entry in rollbacks:
             run_log.archive(run_dir, entry["number"], entry["to_step"])
         rollback.apply_recorded(run_dir)
     found, damage = load.newest_complete(run_dir, rank, engine.world_size)
     for damaged in damage:
-        say(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
+        print_rank0(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
     if found is None:
-        return Resumption(rollback.with_rollbacks(progress, rollbacks), None, damage)
+        return ResumePoint(rollback.with_rollbacks(progress, rollbacks), None, damage)
     load.load(engine, found, plan, reshard.load)
     parameter_groups.restore_beta_powers(engine.optimizer.optimizer)
-    say(f"resume: {found.directory}, step {found.progress.step}")
-    where = found.directory / MANIFEST
-    say(f"probe loss: {probe.check(engine, probes(), plan, found.manifest, where)}")
+    print_rank0(f"resume: {found.directory}, step {found.progress.step}")
+    path = found.directory / MANIFEST
+    loss = probe.check(engine, probe_batches(), plan, found.manifest, path)
+    print_rank0(f"probe loss: {loss}")
     new = run_record.data_order(plan)
     old = found.manifest.get("order", new)
     progress = rollback.with_rollbacks(found.progress, rollbacks)
-    return Resumption(run_record.carry_over(progress, old, new), found, damage)
+    return ResumePoint(run_record.carry_over(progress, old, new), found, damage)

@@ -1,9 +1,9 @@
-"""How the routers of a mixture of experts spread their tokens, on the steps that are reported.
+"""`RouterMetrics`: load balance and entropy of the routers of a mixture of experts.
 
-Looks at the logits that the model hands out for its auxiliary loss, on the way of the step itself:
-each rank sums what it sees, and the sums go with those of the step in one reduction, so the figures
-are those of the global batch on any number of ranks. Between the steps that are measured nothing is
-computed; a model that hands out no such logits has no figures. Must not know files or trackers.
+Uses the logits that the model returns for its auxiliary loss, in the steps that are reported. Sums
+of each rank go into the step's own reduction, so metrics are those of the global batch on any
+number of ranks. A model that returns no router logits has no metrics. Must not know files or
+trackers.
 """
 
 import math
@@ -16,72 +16,71 @@ Row = dict[str, float]
 
 
 def experts_per_token(config: Any) -> int | None:
-    """Return how many experts serve a token, None for a model without a router to look at."""
+    """Return the number of experts per token; None for a model that returns no router logits."""
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False) is not True:
         return None
-    # DBRX has it in a part of its own
-    parts = (text, getattr(text, "ffn_config", None))
+    configs = (text, getattr(text, "ffn_config", None))  # the latter for DBRX
     names = ("num_experts_per_tok", "moe_top_k")
-    found = (getattr(part, name, None) for part in parts for name in names)
+    found = (getattr(each, name, None) for each in configs for name in names)
     return next((count for count in found if isinstance(count, int)), None)
 
 
-class Routing:
+class RouterMetrics:
     """Sums of one rank over the micro-batches of a step.
 
-    All ranks make the same calls in each step: `begin`, `observe` after each forward pass, `sums`,
-    and `row` with what the ranks have together.
+    Every rank makes the same calls in each step: `begin`, `observe` after each forward pass,
+    `sums`, and `row` with the sums over ranks.
 
     Args:
         config: of the model.
-        interval: every so many steps are measured.
+        interval: steps between two measurements.
     """
 
     def __init__(self, config: Any, interval: int):
         self._top_k = experts_per_token(config)
         self._interval = interval
         self._measuring = False
-        self._experts: list[int] = []  # of each router
+        self._num_experts: list[int] = []  # of each router
         self._sums: list[torch.Tensor] = []
 
     def begin(self, step: int) -> None:
-        """Begin a step, and decide whether it is measured."""
+        """Start a step, and decide whether to measure it."""
         self._measuring = self._top_k is not None and step % self._interval == 0
-        self._experts, self._sums = [], []
+        self._num_experts, self._sums = [], []
 
     @torch.no_grad()
     def observe(self, outputs: Any) -> None:
-        """Take note of a micro-batch.
+        """Add the router logits of a micro-batch to the sums.
 
         Args:
-            outputs: of the model; `router_logits` has (tokens, experts) of each router.
+            outputs: of the model; `router_logits` has a (tokens, experts) tensor per router.
         """
         logits = getattr(outputs, "router_logits", None) if self._measuring else None
         if not isinstance(logits, Sequence) or not logits:
             return
-        found = [_sums_of(each.detach().float(), self._top_k or 1) for each in logits]
+        found = [_expert_sums(each.detach().float(), self._top_k or 1) for each in logits]
         if self._sums:
             found = [old + new for old, new in zip(self._sums, found, strict=True)]
-        self._experts, self._sums = [each.shape[-1] for each in logits], found
+        self._num_experts, self._sums = [each.shape[-1] for each in logits], found
 
     def sums(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's sums, (figures,) float64, as long on every rank."""
+        """Return this rank's sums, (figures,) float64, of the same length on every rank."""
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *self._sums])
 
     def row(self, figures: Sequence[float]) -> Row:
-        """Return the metrics of the step; none when it was not measured.
+        """Return the metrics of the step; none if it was not measured.
 
         Args:
-            figures: the sums of all ranks.
+            figures: `sums`, summed over ranks.
         """
-        if not self._experts:
+        if not self._num_experts:
             return {}
         row: Row = {}
-        imbalances, entropies, unused, at = [], [], 0, 0
-        for number, experts in enumerate(self._experts):
-            counts, entropy = figures[at : at + experts], figures[at + experts]
-            at += experts + 1
+        imbalances, entropies, unused, start = [], [], 0, 0
+        for number, experts in enumerate(self._num_experts):
+            counts, entropy = figures[start : start + experts], figures[start + experts]
+            start += experts + 1
             chosen = sum(counts)
             tokens = chosen / (self._top_k or 1)
             imbalances.append(max(counts) * experts / chosen)
@@ -91,15 +90,15 @@ class Routing:
         return {
             "router/load_imbalance": sum(imbalances) / len(imbalances),
             "router/entropy": sum(entropies) / len(entropies),
-            "router/unused_experts": unused / sum(self._experts),
+            "router/unused_experts": unused / sum(self._num_experts),
             **row,
         }
 
 
-def _sums_of(logits_NE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return how often each expert was chosen, and the sum of entropies, (E + 1,) float64.
+def _expert_sums(logits_NE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return the tokens of each expert, and the sum of entropies, (E + 1,) float64.
 
-    A comparison and a sum, not `bincount`, whose order of addition on a GPU changes.
+    Counts with a comparison and a sum, because `bincount` is not deterministic on a GPU.
     """
     num_experts = logits_NE.shape[-1]
     chosen = logits_NE.topk(min(top_k, num_experts), dim=-1).indices

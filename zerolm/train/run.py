@@ -1,7 +1,7 @@
-"""A run on one rank: its steps, what becomes of an anomaly, when it saves, measures and ends.
+"""`Run`: the methods that the training loop of pretrain.py calls, on one rank.
 
-`pretrain.py` tells the story; here is what each of its sentences does. The parts that it puts
-together (feed, train step, health, checkpoints, journal, ...) know nothing of each other.
+It connects data feed, step, spike guard, checkpointing, evaluations, journal and more, which do not
+know each other.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ from zerolm.optim.spikes import COOL_DOWN, History
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
 from zerolm.tracking import report_process
-from zerolm.train import evidence, health, metrics, router_metrics, run_directory, stability
+from zerolm.train import health, instrumentation, metrics, router_metrics, run_directory, stability
 from zerolm.train import step as train_step
-from zerolm.train.checkpointing import Saves
-from zerolm.train.data_feed import Feed
+from zerolm.train.checkpointing import Checkpointing
+from zerolm.train.data_feed import DataFeed
 from zerolm.train.journal import Journal
 from zerolm.train.resume import load_newest
 from zerolm.train.step_gate import StepGate
@@ -31,7 +31,18 @@ from zerolm.watchdog.progress import record_progress
 
 
 class Run:
-    """A run on one rank: its engine, how far it is, its journal. All ranks make the same calls."""
+    """A run on one rank: its engine, its progress and its logs. Every rank makes the same calls.
+
+    Args:
+        plan: of the run.
+        engine: the DeepSpeed engine.
+        device: of this rank.
+        stop: requests to save and stop.
+
+    Attributes:
+        progress: how far the run is, as saved in checkpoints.
+        stopping: whether the ranks have agreed to save and stop.
+    """
 
     def __init__(self, plan: Plan, engine: Any, device: Any, stop: stability.StopRequest):
         self.plan, self.run_dir = plan, plan.run_dir
@@ -39,14 +50,14 @@ class Run:
         self.engine, self.stop, self.layout = engine, stop, plan.layout
         self.rank, self.world_size = engine.global_rank, engine.world_size
         peak = plan.learning_rate.peak if plan.learning_rate else 1.0
-        self.ratios = train_step.learning_rate_ratios(self.engine, peak)
-        self.journal = Journal(plan, self.rank, self.world_size, device, self.say)
-        self.feed = Feed(plan, self.rank, device, self.say)
+        self.rate_ratios = train_step.learning_rate_ratios(self.engine, peak)
+        self.journal = Journal(plan, self.rank, self.world_size, device, self.print_rank0)
+        self.feed = DataFeed(plan, self.rank, device, self.print_rank0)
         retention = Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens)
         writer = CheckpointWriter(engine, self.run_dir, retention)
-        self.saves = Saves(writer, self.settings, stop, self.say)
-        cut = self.feed.cut_into(*self.layout.evaluation_shard(self.rank))
-        self.evaluations = Evaluations(plan, engine, device, cut, self.say)
+        self.checkpointing = Checkpointing(writer, self.settings, stop, self.print_rank0)
+        stream_options = self.feed.stream_options(*self.layout.evaluation_shard(self.rank))
+        self.evaluations = Evaluations(plan, engine, device, stream_options, self.print_rank0)
         self.uploads = process.Uploads(
             self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
         )
@@ -56,7 +67,7 @@ class Run:
         self.progress = Progress()
         self.stopping = False
         self.gate = StepGate(self.engine)
-        self.ladder = stability.ladder(plan.settings, plan.profile)
+        self.spike_guard = stability.spike_guard(plan.settings, plan.profile)
         self.clipping = adaptive_clip.Clipping(
             plan.profile.gradient_clipping or 0.0, self.settings.adaptive_clip
         )
@@ -65,35 +76,44 @@ class Run:
             device,
             interval=plan.settings.log_interval,
             clips=self.clipping.is_active,
-            norm_is_of_gradient=self.ladder.policy.watch_norm,
+            norm_is_of_gradient=self.spike_guard.policy.watch_norm,
             layout=self.layout,
         )
-        self.routing = router_metrics.Routing(plan.model.config, plan.settings.log_interval)
-        self.rung: str | None = None  # of the ladder, that the last step led to
+        self.router_metrics = router_metrics.RouterMetrics(
+            plan.model.config, plan.settings.log_interval
+        )
+        self.anomaly_response: str | None = None  # to the last step, from the spike guard
 
-    def say(self, *words: object) -> None:
-        collectives.print_rank0(self.rank, *words)
+    def print_rank0(self, *values: object) -> None:
+        """Print on rank 0."""
+        collectives.print_rank0(self.rank, *values)
 
     @property
     def finished(self) -> bool:
+        """Whether the token budget is spent."""
         return self.progress.tokens >= self.settings.total_tokens
 
     def due(self, interval: int) -> bool:
-        """Tell whether something done every `interval` steps, and at the end, is done now."""
+        """Return whether this step is a multiple of `interval`, or the last one."""
         return self.finished or self.stopping or self.progress.step % interval == 0
 
-    def begin(self) -> bool:
-        """Load the newest whole checkpoint, if any; write run.json; open the log and the trackers.
+    def start(self) -> bool:
+        """Load the newest complete checkpoint if there is one, write run.json and open the logs.
 
         Returns:
-            Whether there was one.
+            Whether there was a checkpoint.
         """
         self.progress, found, damage = load_newest(
-            self.engine, self.plan, self.run_dir, self.progress, self.feed.probes, self.say
+            self.engine,
+            self.plan,
+            self.run_dir,
+            self.progress,
+            self.feed.probe_batches,
+            self.print_rank0,
         )
         if found is not None:
-            self.saves.newest = str(found.directory)
-        self.ladder.history = History(**self.progress.history)
+            self.checkpointing.newest = str(found.directory)
+        self.spike_guard.history = History(**self.progress.history)
         self.clipping.statistics = adaptive_clip.NormStatistics(**self.progress.clipping)
         self.record = run_directory.record(self.plan)
         self.record["skipped_windows"] = self.progress.skipped_windows
@@ -102,11 +122,12 @@ class Run:
         self.journal.open(step)
         self.evaluations.restore(self.journal.log, step)
         resharded = self.plan.resharded(found.manifest) if found else []
-        self.journal.begin(step, self.saves.newest, damage, found is not None, resharded)
+        newest = self.checkpointing.newest
+        self.journal.log_start(step, newest, damage, found is not None, resharded)
         return found is not None
 
     def batches(self) -> Any:
-        """Return the endless iterator of this rank's micro-batches, from where the run is."""
+        """Return an endless iterator over this rank's micro-batches, from the run's position."""
         return self.feed.batches(self.progress)
 
     # ---- One step
@@ -118,16 +139,16 @@ class Run:
         record_progress("data", progress.step + 1, (progress.position, sequences))
         fault_point("step.begin", progress.step + 1)
         self.batch_tokens = sequences * seq_len
-        with self.journal.watch.running():
+        with self.journal.stopwatch.timing_step():
             micro_batches, result = self._train(batches, sequences)
-        self.journal.watch.count(sequences, self.batch_tokens)
+        self.journal.stopwatch.count(sequences, self.batch_tokens)
         self.last_step, self.stopping = result, result.flags[0] > 0
         progress.step += 1
         progress.position += sequences
-        self.rung = self.ladder.end_step(
+        self.anomaly_response = self.spike_guard.end_step(
             progress.step, result.loss, result.grad_norm, result.applied
         )
-        progress.history = vars(self.ladder.history)
+        progress.history = vars(self.spike_guard.history)
         progress.health = self.health.end_step(progress.health, result)
         if result.applied:
             progress.tokens += self.batch_tokens
@@ -135,26 +156,28 @@ class Run:
             progress.clipping = vars(self.clipping.statistics)
         else:
             progress.skipped_steps += 1
-        if self.ladder.reason or not result.applied:
-            progress.spikes += bool(self.ladder.reason)
-            self.journal.anomaly(self.ladder, progress, result, sequences)
+        if self.spike_guard.reason or not result.applied:
+            progress.spikes += bool(self.spike_guard.reason)
+            self.journal.log_anomaly(self.spike_guard, progress, result, sequences)
         if result.applied and self.layout.rank_in_replica(self.rank) == 0:
-            evidence.record_sequences(progress.step, micro_batches)
+            instrumentation.record_sequences(progress.step, micro_batches)
         fault_point("step.end", progress.step)
         self.journal.console.step(progress.step)
-        if self.feed.enters_stage(progress):
-            self.journal.stage(progress.step, self.feed.stage)
-        self.saves.advance(result.flags[1:], self.journal.log, last=self.finished or self.stopping)
+        if self.feed.entered_new_stage(progress):
+            self.journal.log_stage(progress.step, self.feed.stage)
+        self.checkpointing.advance(
+            result.flags[1:], self.journal.log, last=self.finished or self.stopping
+        )
 
     def _train(self, batches: Any, sequences: int) -> tuple[list[Any], train_step.StepResult]:
-        """Return the micro-batches of this rank, and what a step on them came to."""
-        progress, plan, watch = self.progress, self.plan, self.journal.watch
+        """Take a step on the next micro-batches; return them, and the result of the step."""
+        progress, plan, stopwatch = self.progress, self.plan, self.journal.stopwatch
         micro_steps = sequences // (plan.settings.micro_batch_size * self.layout.replicas)
-        with watch.waiting_for_data():
-            micro_batches = train_step.take(batches, micro_steps)
+        with stopwatch.timing_data():
+            micro_batches = train_step.take_micro_batches(batches, micro_steps)
         train_step.seed_step(self.settings.seed, progress.position, self.rank)
         self.health.begin(progress.step + 1, micro_steps)
-        self.routing.begin(progress.step + 1)
+        self.router_metrics.begin(progress.step + 1)
         fault = fault_point("step.backward", progress.step + 1)
         result = train_step.forward_backward(
             self.engine,
@@ -162,40 +185,47 @@ class Run:
             len(plan.sources),
             self.settings.seq_len,
             self.layout,
-            (float(self.stop.asked()), *self.saves.flags()),
+            (float(self.stop.poll()), *self.checkpointing.flags()),
             fault,
-            watch.computing,
-            self.health.backward,
-            self.routing,
+            stopwatch.timing_forward,
+            self.health.observe_backward,
+            self.router_metrics,
         )
         tokens = progress.tokens + self.batch_tokens
         rate = plan.learning_rate(tokens) if plan.learning_rate else None
-        evidence.record_memory(self.engine, progress.step + 1)
+        instrumentation.record_memory(self.engine, progress.step + 1)
         self.health.before_update()
-        train_step.apply(
+        train_step.apply_step(
             self.engine,
             self.gate,
             result,
             rate,
-            self.ratios,
-            factor=self.ladder.factor,
-            refused=self.ladder.check_loss(result.loss),
-            judge=self.ladder.check_grad_norm,
-            clip=self.clipping.bound,
+            self.rate_ratios,
+            factor=self.spike_guard.factor,
+            refused=self.spike_guard.check_loss(result.loss),
+            should_refuse=self.spike_guard.check_grad_norm,
+            clip_norm=self.clipping.bound,
         )
         return micro_batches, result
 
-    # ---- When a step is an anomaly
+    # ---- Anomalies
 
-    def climb(self, rung: str) -> rollback.Entry | None:
-        """Take a rung of the ladder; return the rollback that it leads to, if it is one."""
-        if rung == COOL_DOWN:
-            self.journal.cooldown(self.progress.step, self.ladder.reason)
+    def respond_to_anomaly(self) -> rollback.Entry | None:
+        """Do what the spike guard decided on after the last step; return a rollback if it is one.
+
+        Raises:
+            GaveUp: on every rank: the run cannot recover by itself.
+        """
+        response = self.anomaly_response
+        if response is None:
             return None
-        self.finish_checkpoint()  # what is being written may be the one to go back to
-        return stability.roll_back_or_give_up(
-            self.ladder,
-            rung,
+        if response == COOL_DOWN:
+            self.journal.log_cooldown(self.progress.step, self.spike_guard.reason)
+            return None
+        self.finish_checkpoint()  # the one being written may be the rollback's target
+        return stability.plan_rollback(
+            self.spike_guard,
+            response,
             self.progress,
             self.settings,
             self.run_dir,
@@ -204,25 +234,25 @@ class Run:
         )
 
     def roll_back(self, batches: Any, entry: rollback.Entry) -> Any:
-        """Go back to a checkpoint from before the spike, and leave its data out from now on.
+        """Load a checkpoint from before the spike; return batches that skip the spike's data.
 
-        It is what a restart does, in the same process. Every rank must call.
+        Does the same as a restart, in the same process. Every rank must call.
         """
         batches.close()  # ends the loader's workers
-        self.journal.rollback(self.progress.step, entry)
+        self.journal.log_rollback(self.progress.step, entry)
         if self.rank == 0:
             rollback.record(self.run_dir, entry)
-        collectives.barrier()  # every rank reads it
+        collectives.barrier()  # every rank reads what rank 0 has written
         fault_point("rollback.load", entry["from_step"])
-        self.begin()
+        self.start()
         if self.rank == 0:
             rollback.remove_older(self.run_dir, entry["number"])
         return self.batches()
 
-    # ---- What is said and kept of it
+    # ---- Metrics, checkpoints, evaluation
 
     def report(self) -> None:
-        """Write the metrics of the interval to the log, the trackers and the console."""
+        """Log the metrics since the last report: to metrics.jsonl, trackers and console."""
         result, progress, names = self.last_step, self.progress, self.plan.source_names
         health_row, progress.health = self.health.row(progress.health, result)
         row = {
@@ -245,15 +275,20 @@ class Run:
         self.journal.report(progress, row)
 
     def save(self) -> None:
-        """Copy the state of this step, from which a checkpoint is written behind training."""
+        """Copy this step's state to host memory; a checkpoint is written from it in the background.
+
+        Raises:
+            GaveUp: the weights are not finite.
+            CheckpointWriteError: too many checkpoints could not be written.
+        """
         norm = self.health.parameter_norm()
-        stability.refuse_weights(norm, self.progress.step, self.saves.newest)
+        stability.require_finite_weights(norm, self.progress.step, self.checkpointing.newest)
         plan = self.plan
-        self.saves.save(
+        self.checkpointing.save(
             self.progress,
             self.journal.log,
             last=self.finished or self.stopping,
-            facts=lambda: {
+            manifest_entries=lambda: {
                 "optimizer": topology.optimizer_kind(plan.profile),
                 "data_fingerprint": plan.data_fingerprint,
                 "precision": plan.profile.precision,
@@ -261,51 +296,53 @@ class Run:
                 "order": run_record.data_order(plan),
                 "versions": self.record["versions"],
                 "model_config": self.record["model_config"],
-                "probe": probe.measure(self.engine, self.feed.probes(), plan),
+                "probe": probe.measure(self.engine, self.feed.probe_batches(), plan),
             },
         )
 
     def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint on its way, if there is one."""
-        self.saves.finish(self.journal.log, last=self.finished or self.stopping)
+        """Wait for the checkpoint that is being written, if any."""
+        self.checkpointing.finish(self.journal.log, last=self.finished or self.stopping)
 
     def evaluate_if_due(self) -> None:
-        """Measure what this step is to be measured by, once its checkpoint is whole."""
-        self.evaluations.run_due(self.progress, self.journal.log, self.due, self.make_safe)
+        """Run the evaluations that are due at this step, after its checkpoint is complete."""
+        self.evaluations.run_due(
+            self.progress, self.journal.log, self.due, self.finish_own_checkpoint
+        )
 
-    def make_safe(self) -> None:
-        """Wait for the checkpoint of this step: whatever comes next, it is on disk."""
-        if self.saves.step == self.progress.step:
+    def finish_own_checkpoint(self) -> None:
+        """Wait for the checkpoint of this step, so that a crash in an evaluation loses no step."""
+        if self.checkpointing.step == self.progress.step:
             self.finish_checkpoint()
 
     def end(self) -> int:
-        """Say how the run ended, close everything, and return the exit code."""
+        """Log how the run ended, close everything, and return the exit code."""
         record_progress("end")
         step, log = self.progress.step, self.journal.log
         if self.finished:
             log.event("done", step, tokens=self.progress.tokens)
-            self.say(f"done: {step} steps, {self.progress.tokens} tokens, {self.run_dir}")
+            self.print_rank0(f"done: {step} steps, {self.progress.tokens} tokens, {self.run_dir}")
         else:
             reasons = collectives.gather_objects(self.stop.reason)
             reason = next(filter(None, reasons), "a request")
             log.event("stopped", step, reason=reason)
-            self.say(f"stopped on request ({reason}): the same command goes on from here")
+            self.print_rank0(f"stopped on request ({reason}): run the same command again to resume")
         self.journal.close("done" if self.finished else "stopped")
         process_group.destroy(self.engine)
-        self._finish()  # the other ranks have ended
+        self._finish_child_processes()  # only after the other ranks have ended
         return EXIT_DONE if self.finished else EXIT_STOPPED
 
     def fail(self, error: ZerolmError) -> None:
-        """Write down why all ranks end the run, and close everything."""
+        """Log the error for which all ranks end the run, and close everything."""
         if isinstance(error, GaveUp):
             self.finish_checkpoint()
         event = "gave_up" if isinstance(error, GaveUp) else "failed"
         self.journal.log.event(event, self.progress.step, reason=str(error))
         self.journal.close(event)
-        self._finish()
+        self._finish_child_processes()
 
-    def _finish(self) -> None:
-        """Wait for the HTML report, the uploads and the trackers, each for a bounded time."""
+    def _finish_child_processes(self) -> None:
+        """Wait for the HTML report, the uploads and the trackers, each for a limited time."""
         self.html_report.finish()
         self.uploads.finish(self.settings.upload_wait)
         self.journal.log.finish_trackers()

@@ -1,6 +1,6 @@
-"""The run directory: who may write to it, and `run.json`, which says what this run is.
+"""The run directory: its lock, and `run.json`, which describes the run.
 
-`run.json` holds everything that is needed to run it again: `--settings runs/first/run.json`.
+`run.json` is enough to start the run again: `--settings runs/first/run.json`.
 """
 
 import platform
@@ -18,10 +18,10 @@ from zerolm.plan.plan import Plan
 
 
 def claim(run_dir: str | Path) -> FileLock:
-    """Create the run directory and lock it. Rank 0 alone calls.
+    """Create the run directory and lock it. Only rank 0 may call.
 
     Raises:
-        ConfigError: another process trains into this directory now.
+        ConfigError: another process is using the directory.
     """
     files = RunFiles(run_dir)
     files.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -29,19 +29,19 @@ def claim(run_dir: str | Path) -> FileLock:
         lock = FileLock(files.lock)
     except LockTaken as error:
         raise ConfigError(
-            f"--run_dir {run_dir}: another run is writing to it now. Stop that one, or choose "
+            f"--run_dir {run_dir}: another run is writing to it now. Stop that run, or give "
             f"another directory."
         ) from error
     if lock.unsupported is not None:
         print(
-            f"note: {run_dir}: its file system has no locks ({lock.unsupported}); start only one "
-            f"run in it"
+            f"note: {run_dir}: the file system has no locks ({lock.unsupported}), so nothing stops "
+            f"a second run from writing here; start only one"
         )
     return lock
 
 
 def record(plan: Plan) -> dict[str, Any]:
-    """Return the content of `run.json`: resolved settings and configs, data, versions, figures."""
+    """Return the content of `run.json`: resolved settings and configs, data, versions, sizes."""
     return {
         "settings": plan.settings.to_json(),
         "model_config": plan.model.config.to_diff_dict(),
@@ -58,16 +58,16 @@ def record(plan: Plan) -> dict[str, Any]:
 
 
 def write(run_dir: Path, content: dict[str, Any], rank: int) -> None:
-    """Write `run.json`, and make sure that every host sees it. Every rank must call.
+    """Write `run.json`, and check that every host sees it. Every rank must call.
 
     Raises:
-        ConfigError: on every rank: a host has another file system there.
+        ConfigError: on every rank: the directory is not shared by all hosts.
     """
     path = RunFiles(run_dir).record
     if rank == 0:
         write_json(path, content)
-    collectives.barrier()  # rank 0 has written
+    collectives.barrier()  # until rank 0 has written
     collectives.require_on_all_ranks(
         path.is_file(),
-        f"--run_dir {run_dir}: not every node sees it. Use a file system that all nodes share.",
+        f"--run_dir {run_dir}: not every host sees it. Use a file system that all hosts share.",
     )

@@ -1,7 +1,6 @@
-"""When a run leaves its course: on request, to go back before a spike, or because it gives up.
+"""When a run stops or rolls back: `StopRequest`, and the actions of the spike guard.
 
-Every decision is made from figures that all ranks have summed, so all ranks make the same one in
-the same step.
+All ranks decide alike in the same step: decisions use figures that were reduced over ranks.
 """
 
 import math
@@ -28,55 +27,56 @@ from zerolm.optim.spikes import (
     SpikeGuard,
 )
 
-SAVE_MARGIN = 1.5  # the last checkpoint may take this many times the longest one so far
+SAVE_MARGIN = 1.5  # factor on the longest save so far, to estimate the last one
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 class StopRequest:
-    """Remembers that this process was asked to save and stop.
+    """A request to save and stop: a signal, or the deadline of --stop_after.
+
+    A second Ctrl-C ends the process at once; checkpoints on disk stay complete.
 
     Args:
-        stop_after: seconds from now by which the run is to have saved and ended, or None: it asks
-            itself to stop one step and one save before, as far as it knows how long they take.
-
-    A second Ctrl-C ends the process at once; the checkpoints on disk stay whole.
+        stop_after: seconds from now by which the run must have saved and ended; None: no deadline.
+            The request is made early enough for one more step and one more save, going by the
+            durations seen so far.
     """
 
     def __init__(self, stop_after: float | None):
         self.reason: str | None = None
         self._deadline = None if stop_after is None else time.monotonic() + stop_after
-        self._asked_at: float | None = None
+        self._polled_at: float | None = None
         self._save_seconds = 0.0
         for number in STOP_SIGNALS:
             signal.signal(number, self._request)
 
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.reason is not None:
-            os._exit(128 + number)  # an exception would wait for collectives, threads, trackers
+            os._exit(128 + number)  # an exception would wait for collectives and threads
         self.reason = signal.Signals(number).name
 
-    def asked(self) -> bool:
-        """Tell whether this rank was asked to stop; the ranks still have to agree."""
+    def poll(self) -> bool:
+        """Return whether this rank is to stop; the ranks must still agree. Call once per step."""
         now = time.monotonic()
-        step_seconds = now - (self._asked_at or now)
-        self._asked_at = now
+        step_seconds = now - (self._polled_at or now)
+        self._polled_at = now
         left = math.inf if self._deadline is None else self._deadline - now
         late = left <= step_seconds + SAVE_MARGIN * self._save_seconds
         if self.reason is None and late:
             self.reason = "--stop_after"
         return self.reason is not None
 
-    def saved(self, seconds: float) -> None:
-        """Remember how long a checkpoint took, to have that much time for the last one."""
+    def record_save(self, seconds: float) -> None:
+        """Record the duration of a save, to reserve as much time for the last one."""
         self._save_seconds = max(self._save_seconds, seconds)
 
 
-def ladder(settings: Resolved, profile: Profile) -> SpikeGuard:
-    """Return the ladder that the settings describe, without a history yet.
+def spike_guard(settings: Resolved, profile: Profile) -> SpikeGuard:
+    """Return the spike guard that the settings describe, with an empty history.
 
     Args:
-        profile: decides whether the norm is the gradient's, and fp16 searches its loss scale by
-            skipping steps.
+        profile: decides whether the norm is the gradient's (not with Muon), and whether skipped
+            steps are normal (fp16).
     """
     policy = Policy(
         threshold=settings.spike_threshold,
@@ -93,75 +93,79 @@ def ladder(settings: Resolved, profile: Profile) -> SpikeGuard:
     return SpikeGuard(policy, History())
 
 
-def what_was_seen(
-    ladder: SpikeGuard, progress: Progress, result: Any, sequences: int
+def anomaly_fields(
+    guard: SpikeGuard, progress: Progress, result: Any, num_sequences: int
 ) -> dict[str, Any]:
-    """Return what an event says of a step that was an anomaly, or was not taken.
+    """Return the fields of the event of a step that was an anomaly, or was not applied.
 
     Args:
         progress: after the step.
-        result: its `StepResult`.
-        sequences: of its batch.
+        result: `StepResult` of the step.
+        num_sequences: size of its batch.
     """
-    start, end = progress.position - sequences, progress.position
+    start, end = progress.position - num_sequences, progress.position
     return {
         "sequences": sequence_range(start, end, progress.skipped_windows),
         "loss": str(result.loss),
         "grad_norm": str(result.grad_norm),
-        "reason": ladder.reason or "fp16: the gradients overflowed at this loss scale",
+        "reason": guard.reason or "fp16: the gradients overflowed at this loss scale",
     }
 
 
-def roll_back_or_give_up(
-    ladder: SpikeGuard,
-    rung: str,
+def plan_rollback(
+    guard: SpikeGuard,
+    response: str,
     progress: Progress,
     settings: Resolved,
     run_dir: Path,
     batch_schedule: Callable[[int], int],
     rank: int,
 ) -> rollback.Entry | None:
-    """Return the rollback to carry out, or None where there is nothing to go back to yet.
+    """Return the rollback to carry out; None if there is no checkpoint to roll back to yet.
 
-    Every rank must call; only the first one looks at the disk.
+    Every rank must call; only rank 0 reads the disk.
 
     Args:
-        rung: that the last step led to.
+        response: of the guard to the last step: roll back or give up.
         progress: after that step.
+        batch_schedule: position -> number of sequences of the batch that starts there.
 
     Raises:
-        GaveUp: the budget is spent.
+        GaveUp: on every rank: the guard gives up, `max_rollbacks` is reached, or no checkpoint is
+            from before the spike and no more steps may be refused.
     """
-    spike = [*ladder.recent(progress.step), progress.step][0]
-    why = f"{ladder.reason or f'{MAX_CONSECUTIVE_OVERFLOWS} overflows of fp16 in a row'}."
-    entry = good = None
+    first_anomaly = [*guard.recent(progress.step), progress.step][0]
+    why = f"{guard.reason or f'{MAX_CONSECUTIVE_OVERFLOWS} consecutive fp16 overflows'}."
+    entry = last_good = None
     if rank == 0:
-        found = rollback.target(run_dir, spike, 0) or rollback.target(run_dir, progress.step + 1, 0)
-        good = found and str(found.directory)
+        before_spike = rollback.target(run_dir, first_anomaly, 0)
+        found = before_spike or rollback.target(run_dir, progress.step + 1, 0)
+        last_good = found and str(found.directory)
         margin = settings.rollback_margin
-        entry = rollback.plan(run_dir, progress, batch_schedule, spike, margin, why)
-    entry, good = broadcast_object((entry, good))
-    if rung == ROLL_BACK and progress.rollbacks >= settings.max_rollbacks:
+        entry = rollback.plan(run_dir, progress, batch_schedule, first_anomaly, margin, why)
+    entry, last_good = broadcast_object((entry, last_good))
+    if response == ROLL_BACK and progress.rollbacks >= settings.max_rollbacks:
         why += f" --max_rollbacks {settings.max_rollbacks} are spent."
-    elif rung == ROLL_BACK and entry is not None:
+    elif response == ROLL_BACK and entry is not None:
         return entry
-    elif rung == ROLL_BACK:
-        if not ladder.weights_lost and not ladder.skips_exhausted(progress.step):
-            return None  # the step was refused; the next one may be better
+    elif response == ROLL_BACK:
+        if not guard.weights_lost and not guard.skips_exhausted(progress.step):
+            return None  # the step was refused, so the weights are still good
         why += " No checkpoint is from before the spike."
-    elif ladder.reason:
+    elif guard.reason:
         why += f" --max_skips {settings.max_skips} in {SKIP_WINDOW_STEPS} steps are spent."
-    raise GaveUp(f"step {progress.step}: {why} {_advice(good)}")
+    raise GaveUp(f"step {progress.step}: {why} {_advice(last_good)}")
 
 
-def refuse_weights(norm: float | None, step: int, checkpoint: str | None) -> None:
-    """Give up rather than save weights that are not finite: no checkpoint ever holds a NaN.
+def require_finite_weights(norm: float | None, step: int, checkpoint: str | None) -> None:
+    """Check the weights before they are saved, so that no checkpoint ever holds a NaN.
 
     Args:
-        norm: 2-norm of the parameters; None where it is not known.
+        norm: 2-norm of the parameters, the same on every rank; None if it is not known.
+        checkpoint: the newest complete one, for the message.
 
     Raises:
-        GaveUp: the 2-norm of the parameters is not finite.
+        GaveUp: the norm is not finite.
     """
     if norm is not None and not math.isfinite(norm):
         raise GaveUp(f"step {step}: the norm of the weights is {norm}. {_advice(checkpoint)}")

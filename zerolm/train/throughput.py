@@ -1,4 +1,4 @@
-"""How fast and how big: step times, MFU, memory."""
+"""Throughput metrics: step times, tokens per second, MFU, the slowest rank, memory."""
 
 import resource
 import sys
@@ -10,17 +10,17 @@ import torch
 
 from zerolm.model.flops import peak_flops_per_second
 
-PROBE_SECONDS = 0.3
-PROBE_WIDTH = 1024
+TIMING_SECONDS = 0.3
+TIMING_WIDTH = 1024
 
 
 class Stopwatch:
-    """Adds up the seconds of training, of waiting for data, and the tokens, between two reports.
+    """Sums up time and tokens between two reports.
 
-    What is not training (saving, evaluating) happens outside of `running()` and does not count.
+    Only time inside `timing_step()` counts, so saving and evaluating do not.
 
     Args:
-        device: that of this rank, whose own time `computing()` counts.
+        device: of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,20 +30,22 @@ class Stopwatch:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        began = time.perf_counter()
+    def timing_step(self) -> Iterator[None]:
+        """Time a training step, including the wait for its data."""
+        start = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - start
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        began = time.perf_counter()
+    def timing_data(self) -> Iterator[None]:
+        """Time the wait for a step's data."""
+        start = time.perf_counter()
         yield
-        self.data_seconds += time.perf_counter() - began
+        self.data_seconds += time.perf_counter() - start
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Count a forward pass: of this rank alone, unless ZeRO-3 gathers weights in it."""
+    def timing_forward(self) -> Iterator[None]:
+        """Time a forward pass. It waits for no other rank, unless ZeRO-3 gathers weights."""
         if self.device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -51,14 +53,15 @@ class Stopwatch:
             events[1].record()
             self._events.append(events)
         else:
-            began = time.perf_counter()
+            start = time.perf_counter()
             yield
-            self.forward_seconds += time.perf_counter() - began
+            self.forward_seconds += time.perf_counter() - start
 
     def own_seconds(self) -> float:
-        """Return the mean seconds a step, since the last report, that this rank worked by itself.
+        """Return the seconds per step, since the last report, that do not depend on other ranks.
 
-        That is waiting for data and the forward passes; what follows waits for the other ranks.
+        These are the wait for data and the forward passes; the backward pass and the optimizer step
+        wait for the other ranks.
         """
         if self._events:
             torch.cuda.synchronize(self.device)
@@ -67,6 +70,7 @@ class Stopwatch:
         return (self.data_seconds + self.forward_seconds) / max(self.steps, 1)
 
     def count(self, samples: int, tokens: int) -> None:
+        """Count a step and its global batch."""
         self.steps += 1
         self.samples += samples
         self.tokens += tokens
@@ -74,10 +78,10 @@ class Stopwatch:
     def report(
         self, world_size: int, flops_per_token: float, peak_flops: float
     ) -> dict[str, float]:
-        """Return the `throughput/` metrics since the last report, and start again.
+        """Return the `throughput/` metrics since the last report, and reset.
 
         Args:
-            flops_per_token: floating-point operations of one token, forward and backward.
+            flops_per_token: floating-point operations per token, forward and backward.
             peak_flops: floating-point operations per second of one device.
         """
         tokens_per_second = self.tokens / self.seconds
@@ -94,13 +98,13 @@ class Stopwatch:
 
 
 def device_peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """Return the peak FLOP/s of one device and where the figure is from.
+    """Return the peak FLOP/s of one device, and the source of the figure.
 
-    The datasheet where the device is known, else a matrix product timed here: the MFU of a machine
-    without a datasheet is then relative to what its matrix products reach.
+    It is the datasheet's for a known device, otherwise measured with a matrix product: the MFU is
+    then relative to the speed of matrix products.
 
     Args:
-        precision: "bf16", "fp16", "fp32" or "tf32", which torch must have been told of.
+        precision: "bf16", "fp16", "fp32" or "tf32". For "tf32", it must be enabled in torch.
     """
     name = "cpu"
     if device.type == "cuda":
@@ -113,23 +117,23 @@ def device_peak_flops(device: torch.device, precision: str) -> tuple[float, str]
 
 
 def _timed_peak(device: torch.device, dtype: torch.dtype) -> float:
-    left = torch.randn(PROBE_WIDTH, PROBE_WIDTH, device=device).to(dtype)
-    best, deadline = float("inf"), time.perf_counter() + PROBE_SECONDS
+    left = torch.randn(TIMING_WIDTH, TIMING_WIDTH, device=device).to(dtype)
+    best, deadline = float("inf"), time.perf_counter() + TIMING_SECONDS
     while best == float("inf") or time.perf_counter() < deadline:
-        began = time.perf_counter()
+        start = time.perf_counter()
         (left @ left)[0, 0].item()  # item() waits for the device
-        best = min(best, time.perf_counter() - began)
-    return 2 * PROBE_WIDTH**3 / best
+        best = min(best, time.perf_counter() - start)
+    return 2 * TIMING_WIDTH**3 / best
 
 
 def slowest_rank(own_seconds: float, device: torch.device) -> dict[str, float]:
-    """Return the `throughput/` metrics that compare the ranks; none when there is but one.
+    """Return the `throughput/` metrics that compare ranks; none with a single rank.
 
     Every rank must call.
 
     Args:
         own_seconds: of this rank, from `Stopwatch.own_seconds`.
-        device: where collectives of this run work.
+        device: on which this run's collectives work.
     """
     world_size = torch.distributed.get_world_size()
     if world_size == 1:
@@ -146,7 +150,7 @@ def slowest_rank(own_seconds: float, device: torch.device) -> dict[str, float]:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return the `memory/` metrics in bytes: of the device, or of this process on a CPU."""
+    """Return the `memory/` metrics in bytes: of the GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return {
             "memory/allocated_bytes": torch.cuda.memory_allocated(device),

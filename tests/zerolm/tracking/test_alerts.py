@@ -7,12 +7,12 @@ from zerolm.checkpoint.directory import Progress
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, Limit, LowMfu, of_event
-from zerolm.train.stability import ladder, what_was_seen
+from zerolm.train.stability import anomaly_fields, spike_guard
 
-# What a run writes of a spike: zerolm/train/stability.py.
-LADDER = ladder(Settings(spike_threshold=4.0), Profile.parse({}))
+# The fields that a run logs for a spike.
+GUARD = spike_guard(Settings(spike_threshold=4.0), Profile.parse({}))
 RESULT = SimpleNamespace(loss=9.25, grad_norm=2.0)
-SEEN = json.loads(json.dumps(what_was_seen(LADDER, Progress(position=8), RESULT, 8)))
+SEEN = json.loads(json.dumps(anomaly_fields(GUARD, Progress(position=8), RESULT, 8)))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm.train.norms import WINDOW_VALUES, Blocks, block_of, square, windows
+from zerolm.train.norms import WINDOW_VALUES, Blocks, block_of, sum_of_squares, windows
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_blocks_hold_every_parameter_once(family):
 def test_squares_are_exact_over_dtypes_and_pieces():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     values = [torch.randn((1 << 22) + 5), torch.randn(3, 7).bfloat16(), torch.empty(0)]
-    found = Blocks(model).squares(values, [0, 1, 1], torch.device("cpu"), [1.0, 2.0, 1.0])
+    found = Blocks(model).sums_of_squares(values, [0, 1, 1], torch.device("cpu"), [1.0, 2.0, 1.0])
     assert found.dtype == torch.float64
     assert found[0].item() == pytest.approx(values[0].double().square().sum().item(), rel=2e-6)
     assert found[1].item() == pytest.approx(2 * values[1].double().square().sum().item(), rel=1e-6)
@@ -66,4 +66,4 @@ def test_windows_are_a_view_that_estimates_the_whole():
 def test_a_large_square_is_that_of_float64():
     values = torch.randn(5_000_003)
     exact = values.double().square().sum().item()
-    assert square(values).item() == pytest.approx(exact, rel=2e-6)
+    assert sum_of_squares(values).item() == pytest.approx(exact, rel=2e-6)

@@ -17,9 +17,9 @@ ASK = """
 import os, signal, sys, time
 from zerolm.train.stability import StopRequest
 stop = StopRequest({after})
-assert not stop.asked()
+assert not stop.poll()
 {act}
-print(stop.asked(), stop.reason)
+print(stop.poll(), stop.reason)
 """
 
 
@@ -48,21 +48,21 @@ def test_a_second_control_c_ends_at_once() -> None:
 
 def test_weights_that_are_not_finite_are_never_saved() -> None:
     with pytest.raises(GaveUp, match=r"weights is nan.*step-00000005") as gave_up:
-        stability.refuse_weights(float("nan"), 7, "runs/x/checkpoints/step-00000005")
+        stability.require_finite_weights(float("nan"), 7, "runs/x/checkpoints/step-00000005")
     assert gave_up.value.exit_code == EXIT_GAVE_UP == 76
-    stability.refuse_weights(3.0, 7, None)
-    stability.refuse_weights(None, 7, None)
+    stability.require_finite_weights(3.0, 7, None)
+    stability.require_finite_weights(None, 7, None)
 
 
 def test_the_ladder_is_what_the_settings_say() -> None:
     words = "--spike_threshold 8 --spike_window 64 --no-skip_spikes --cooldown_after 0"
     settings, problems = parse_settings([*words.split(), "--rollback_after", "9", "--max_skips=0"])
     assert not problems
-    policy = stability.ladder(settings, Profile.parse({"bf16": {"enabled": True}})).policy
+    policy = stability.spike_guard(settings, Profile.parse({"bf16": {"enabled": True}})).policy
     assert (policy.threshold, policy.window, policy.skip) == (8.0, 64, False)
     assert (policy.cooldown_after, policy.rollback_after, policy.max_skips) == (0, 9, 0)
     assert policy.watch_norm and not policy.overflows_are_normal
-    policy = stability.ladder(
+    policy = stability.spike_guard(
         Settings(), Profile.parse({"optimizer": {"type": "Muon"}, "fp16": {"enabled": True}})
     ).policy
     assert policy == replace(Policy(), watch_norm=False, overflows_are_normal=True)

@@ -1,8 +1,8 @@
-"""What a rank's model states really take: the live tensors of an engine, counted by what they are.
+"""Instrumentation for tests and `python -m launch plan --probe`: what a rank keeps and trains on.
 
-For `python -m launch plan --probe` and the tests of memory.py. With `ZEROLM_MEMORY_PROBE` naming a
-directory, pretrain.py writes one file a rank there, each step before its optimizer step, when the
-whole gradient is there. Nothing else changes. Read from DeepSpeed 0.19.8's own attributes.
+Off unless an environment variable names a directory, in which each rank then writes a file:
+`ZEROLM_MEMORY_PROBE`: bytes of weights, gradients, optimizer states and buffers, before each
+optimizer step; `ZEROLM_LEDGER`: the sequences of each step.
 """
 
 import gc
@@ -16,11 +16,12 @@ import torch
 
 from zerolm.common.files import write_json
 
-MEMORY_VARIABLE = "ZEROLM_MEMORY_PROBE"
+MEMORY_VARIABLE, LEDGER_VARIABLE = "ZEROLM_MEMORY_PROBE", "ZEROLM_LEDGER"
+# Attributes of DeepSpeed's optimizers, 0.19.8.
 GRADIENTS = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
 GRADIENT_BUFFERS = ("grad_partitions_flat_buffer",)
-MOMENTA_OF_THE_STEP = "_muon_pending_momentum"
-WEIGHT_COPIES = "param_buffer_of_bit16_for_cpu_offload_groups"  # on the way back to the device
+MUON_MOMENTA = "_muon_pending_momentum"
+WEIGHT_COPIES = "param_buffer_of_bit16_for_cpu_offload_groups"  # copied back to the device
 BUFFERS = (
     "ipg_buckets",
     "temp_grad_buffer_for_cpu_offload",
@@ -37,13 +38,13 @@ MASTERS = (
 
 
 def model_state_bytes(engine: Any) -> dict[str, int]:
-    """Count an engine's live tensors: weights, gradients, optimizer, master, buffers and others.
+    """Return the bytes of an engine's live tensors, by kind: weights, master, optimizer, ...
 
-    A storage is counted once, as the first of these that holds it. Host and device together.
+    A storage is counted once, for the first kind that holds it. Host and device memory together.
 
     Args:
-        engine: best after a backward pass that ended a step, and after a first optimizer step,
-            which makes the states.
+        engine: after the last backward pass of a step, and after a first optimizer step, which
+            allocates the optimizer states.
     """
     seen: set[int] = set()
     optimizer = engine.optimizer
@@ -62,7 +63,7 @@ def model_state_bytes(engine: Any) -> dict[str, int]:
         "master": master,
         "optimizer": [
             [value for state in inner.state.values() for value in state.values()],
-            getattr(optimizer, MOMENTA_OF_THE_STEP, None),
+            getattr(optimizer, MUON_MOMENTA, None),
         ],
         "gradients": gradients,
         "buffers": [getattr(optimizer, name, None) for name in BUFFERS],
@@ -72,7 +73,7 @@ def model_state_bytes(engine: Any) -> dict[str, int]:
 
 
 def record_memory(engine: Any, step: int) -> None:
-    """Write this rank's count to the directory that the environment names, if it names one."""
+    """Write `model_state_bytes` of this rank, if `ZEROLM_MEMORY_PROBE` names a directory."""
     directory = os.environ.get(MEMORY_VARIABLE)
     if directory:
         found = {"step": step, **model_state_bytes(engine)}
@@ -101,14 +102,11 @@ def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]
             yield storage.nbytes()
 
 
-LEDGER_VARIABLE = "ZEROLM_LEDGER"
-
-
 def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> None:
-    """Append what this rank trained on in a step, if a ledger is asked for.
+    """Append the sequences of a step to this rank's ledger, if `ZEROLM_LEDGER` names a directory.
 
     Args:
-        micro_batches: with the `sequence_ids` and the `sources` of their rows, as tensors.
+        micro_batches: with tensors `sequence_ids` and `sources`, one entry per row.
     """
     directory = os.environ.get(LEDGER_VARIABLE)
     if directory:
@@ -121,7 +119,7 @@ def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> N
 
 
 def read_sequences(directory: str | Path) -> dict[int, list[int]]:
-    """Return {step: sequence numbers, ascending} over all ranks; the last line of a step counts."""
+    """Return {step: sequence numbers of all ranks, ascending}; repeated steps: the last one."""
     return {
         step: sorted(number for entry in entries for number in entry["sequences"])
         for step, entries in _last_lines(directory).items()
@@ -129,7 +127,7 @@ def read_sequences(directory: str | Path) -> dict[int, list[int]]:
 
 
 def read_sources(directory: str | Path) -> dict[int, dict[int, int]]:
-    """Return {step: {sequence number: source}} over all ranks; the last line of a step counts."""
+    """Return {step: {sequence number: source}} of all ranks; repeated steps: the last one."""
     return {
         step: {
             number: source
@@ -141,7 +139,7 @@ def read_sources(directory: str | Path) -> dict[int, dict[int, int]]:
 
 
 def _last_lines(directory: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """Return {step: the last line that each rank wrote of it}, steps ascending."""
+    """Return {step: the last line of each rank}, steps ascending."""
     steps: dict[int, dict[str, dict[str, Any]]] = {}
     for path in sorted(Path(directory).glob("rank-*.jsonl")):
         for line in path.read_text().splitlines():
