@@ -10,26 +10,26 @@ COMMANDS = Group(
     description="Plan, check, start and supervise runs of pretrain.py.",
     commands={
         "plan": Command(
-            "memory, time and price of a run, before it starts", "launch.plan.command", PLAN
+            "estimate memory, time and price of a run before it starts", "launch.plan.command", PLAN
         ),
         "doctor": Command(
-            "check every host before a run starts there", "launch.doctor.doctor", PLAN,
+            "check the hosts of a run before it starts", "launch.doctor.doctor", PLAN,
             takes_run=True,
         ),
         "render": Command(
-            "write a run as a file for Slurm, Kubernetes or SkyPilot", "launch.render.render", PLAN,
+            "write a job file for Slurm, Kubernetes or SkyPilot", "launch.render.render", PLAN,
             takes_run=True,
         ),
         "train": Command(
-            "start or resume a run: deepspeed ... pretrain.py ...", "launch.command.train", TRAIN,
-            own_parser=True,
+            "start or resume a run (runs deepspeed ... pretrain.py ...)", "launch.command.train",
+            TRAIN, own_parser=True,
         ),
         "supervise": Command(
             "start a run, and restart it after failures until it is done",
             "launch.supervise.command", TRAIN, takes_run=True,
         ),
         "node": Command(
-            "start this node's part of a run, as one task of a scheduler",
+            "start this node's ranks of a run; the scheduler calls it on each node",
             "launch.render.node", TRAIN, takes_run=True,
         ),
     },

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole path on one machine, in minutes: text, tokenizer, token shards, a ZeRO-2 run on two
-# processes that is stopped and resumed and samples text, its HTML report, and a Hugging Face model
+# The complete workflow on one machine, in minutes: text, tokenizer, token shards, a ZeRO-2 run on
+# two processes that is stopped, resumed, and samples text, its HTML report, and a Hugging Face model
 # directory.
 #
 #   bash launch/demo.sh

@@ -21,7 +21,7 @@ fail() {
 }
 
 # Hash of everything that .venv depends on, its path included: scripts in .venv/bin contain it.
-wanted_stamp() {
+expected_stamp() {
     local config=none
     [[ -f $venv/pyvenv.cfg ]] && config=$(grep -E '^(version|include-system)' $venv/pyvenv.cfg)
     {
@@ -31,7 +31,7 @@ wanted_stamp() {
 }
 
 is_done() {
-    [[ -x $venv/bin/python && -f $stamp && $(<$stamp) == "$(wanted_stamp)" ]]
+    [[ -x $venv/bin/python && -f $stamp && $(<$stamp) == "$(expected_stamp)" ]]
 }
 
 find_python() {
@@ -147,5 +147,5 @@ else
         "to compile their optimizer (apt-get install python3-dev)"
 fi
 
-wanted_stamp >$stamp
+expected_stamp >$stamp
 echo "setup: done"

@@ -16,19 +16,19 @@ COMMANDS = Group(
         **commands_in(
             "zerolm.cli",
             {
-                "after a run, or during it": {
-                    "status": "print the state of runs, from their files",
-                    "report": "write one HTML page about a run, or about several runs compared",
+                "during and after a run": {
+                    "status": "print the state of runs",
+                    "report": "write an HTML report on a run, or a comparison of several runs",
                     "plot": "draw the loss curves of runs as a PNG",
                     "decode-batch": "print the text of a batch, with its sources and documents",
                     "verify-checkpoint": "compare every file of a checkpoint with its manifest",
-                    "export": "write a Hugging Face model directory",
-                    "evaluate": "run HellaSwag and tasks of lm-eval on an exported model",
+                    "export": "write a checkpoint as a Hugging Face model directory",
+                    "evaluate": "run HellaSwag and lm-eval tasks on an exported model",
                     "upload": "copy the checkpoints of a run to an object store",
-                    "restore": "copy a run back from an object store",
-                    "wandb-sync": "make a W&B run from a run directory",
-                    "wandb-workspace": "make a W&B workspace with panels for the metrics of a run",
-                    "mirror": "",  # a run starts it by itself
+                    "restore": "restore a run from an object store",
+                    "wandb-sync": "send a run directory to W&B as a new W&B run",
+                    "wandb-workspace": "create a W&B workspace with panels for a run's metrics",
+                    "mirror": "",  # started by a run only
                 },
             },
         ),

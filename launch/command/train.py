@@ -1,7 +1,7 @@
 """`zerolm train`: `deepspeed [launcher's flags] pretrain.py [pretrain.py's flags]` in one command.
 
-The launcher replaces this process, so that signals and exit codes are its own. The names of the
-launcher's flags and of pretrain.py's do not overlap, so they may be mixed.
+The launcher replaces this process, so that signals reach it and its exit code is returned. No flag
+of the launcher has the name of a flag of pretrain.py, so they may be mixed.
 """
 
 import argparse
@@ -31,27 +31,29 @@ class LauncherFlag(NamedTuple):
 
 # deepspeed/launcher/runner.py 0.19.8, without the flags that would not start pretrain.py.
 LAUNCHER_FLAGS = {
-    "num_gpus": LauncherFlag("N", "devices of each host to use (default: all)"),
-    "num_nodes": LauncherFlag("N", "hosts of the hostfile to use (default: all)"),
+    "num_gpus": LauncherFlag("N", "number of devices to use on each host (default: all)"),
+    "num_nodes": LauncherFlag("N", "number of hosts of the hostfile to use (default: all)"),
     "hostfile": LauncherFlag("FILE", "hosts, one `name slots=N` per line (-H)"),
-    "include": LauncherFlag("HOST[:DEVICE,...]", "use only these, joined with @ (-i)"),
-    "exclude": LauncherFlag("HOST[:DEVICE,...]", "use all but these, joined with @ (-e)"),
-    "master_addr": LauncherFlag("ADDRESS", "of the first host (default: asks the first host)"),
-    "master_port": LauncherFlag("PORT", "of the first host (default: 29500)"),
-    "ssh_port": LauncherFlag("PORT", "on which the hosts accept ssh"),
-    "launcher": LauncherFlag("NAME", "pdsh, openmpi, slurm, ... (default: pdsh)"),
-    "launcher_args": LauncherFlag("TEXT", "arguments for that program, as one quoted text"),
+    "include": LauncherFlag("HOST[:DEVICE,...]", "use only these devices; join hosts with @ (-i)"),
+    "exclude": LauncherFlag("HOST[:DEVICE,...]", "do not use these; join hosts with @ (-e)"),
+    "master_addr": LauncherFlag("ADDRESS", "address of rank 0 (default: ask the first host)"),
+    "master_port": LauncherFlag("PORT", "port on which rank 0 listens (default: 29500)"),
+    "ssh_port": LauncherFlag("PORT", "ssh port of the hosts"),
+    "launcher": LauncherFlag(
+        "NAME", "multi-node launcher: pdsh, openmpi, slurm, ... (default: pdsh)"
+    ),
+    "launcher_args": LauncherFlag("TEXT", "arguments for --launcher, as one quoted string"),
     "no_ssh": LauncherFlag("", "start only this host's ranks; needs --node_rank"),
-    "node_rank": LauncherFlag("N", "with --no_ssh: number of this host, from 0"),
-    "no_ssh_check": LauncherFlag("", "do not test ssh first"),
+    "node_rank": LauncherFlag("N", "with --no_ssh: rank of this host, from 0"),
+    "no_ssh_check": LauncherFlag("", "do not test the ssh connections first"),
     "force_multi": LauncherFlag("", "use the multi-node launcher for a single host too"),
     "bind_cores_to_rank": LauncherFlag("", "bind each rank to its own cores"),
     "bind_core_list": LauncherFlag("LIST", "cores to bind to, e.g. 0-15,32-47"),
     "venv_script": LauncherFlag("FILE", "script that activates an environment on each host"),
-    "enable_each_rank_log": LauncherFlag("DIR", "write the output of each rank to a file there"),
-    "save_pid": LauncherFlag("", "write the launcher's process id to a file in /tmp"),
-    "log_level": LauncherFlag("LEVEL", "of the launcher's own lines (default: info)"),
-    "quiet": LauncherFlag("", "print only the launcher's errors (-q)"),
+    "enable_each_rank_log": LauncherFlag("DIR", "write each rank's output to a file in DIR"),
+    "save_pid": LauncherFlag("", "write the launcher's process ID to a file in /tmp"),
+    "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: info)"),
+    "quiet": LauncherFlag("", "print only errors of the launcher (-q)"),
 }
 PROGRAMS = ("zerolm", "launch")
 ALIASES = {"num_accelerators": "num_gpus"}
@@ -109,7 +111,7 @@ def run_command(arguments: argparse.Namespace) -> list[str]:
 
 def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
     """Return `--world_size` for `--check`, from the flags that choose devices."""
-    given = dict(word[2:].partition("=")[::2] for word in launcher)
+    given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     chosen = [name for name in CHOOSE_DEVICES if name in given]
     sizes = [given.get("num_gpus", ""), given.get("num_nodes", "1")]
     if not set(chosen) - {"num_gpus", "num_nodes"} and all(size.isdecimal() for size in sizes):
@@ -123,25 +125,25 @@ def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into the launcher's flags with their values, and the rest, pretrain.py's.
+    """Split arguments into (launcher flags as `--name=value`, arguments of pretrain.py).
 
     Raises:
         ConfigError: a flag of the launcher lacks its value.
     """
     launcher: list[str] = []
     rest: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        written, equals, value = SHORT.get(word, word).partition("=")
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        written, equals, value = SHORT.get(argument, argument).partition("=")
         name = written[2:].replace("-", "_")
         name = ALIASES.get(name, name)
         if not written.startswith("--") or name not in LAUNCHER_FLAGS:
-            rest.append(word)
+            rest.append(argument)
             continue
         if LAUNCHER_FLAGS[name].metavar and not equals:
-            if not words:
+            if not arguments:
                 raise ConfigError(f"command line: {written}, lacks its value. Add it.")
-            value = words.pop(0)
+            value = arguments.pop(0)
         launcher.append(f"--{name}={value}" if LAUNCHER_FLAGS[name].metavar else f"--{name}")
     return launcher, rest

@@ -31,17 +31,14 @@ def run_checks(facts: Facts, required: Requirements) -> list[Finding]:
 
 
 def outliers(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return (the value of most hosts, the hosts with another value).
-
-    If two values are equally frequent, the one that comes first counts as that of most hosts.
-    """
+    """Return (the most frequent value, the hosts with another one); in a tie the first value."""
     counts = Counter(repr(value) for value in values.values())
     largest = counts.most_common(1)[0][1]
     usual = next(value for value in values.values() if counts[repr(value)] == largest)
     return usual, [host for host, value in values.items() if value != usual]
 
 
-def _some(names: Sequence[str]) -> str:
+def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 
@@ -79,14 +76,14 @@ def _code(facts: Facts, required: Requirements) -> list[Finding]:
     for host in odd:
         there = facts[host]["code"]
         names = sorted(name for name in {*usual, *there} if usual.get(name) != there.get(name))
-        text = f"{_some(names)} differ from the other hosts'"
+        text = f"{_shown(names)} differ from the other hosts'"
         found.append(Finding("code", host, RED, text, "copy them there"))
     usual, odd = outliers({host: fact["configs"] for host, fact in facts.items()})
     for host in odd:
         there = facts[host]["configs"]
         names = sorted(name for name in usual if usual[name] != there.get(name))
         text = "is not there" if None in (there.get(name) for name in names) else "differs"
-        found.append(Finding("configs", host, RED, f"{_some(names)} {text}", "copy it there"))
+        found.append(Finding("configs", host, RED, f"{_shown(names)} {text}", "copy it there"))
     commit = next(iter(facts.values()))["commit"] or "not a git checkout"
     return found or [Finding("code", ALL, OK, f"the same, {commit}")]
 
@@ -111,7 +108,7 @@ def _data(facts: Facts, required: Requirements) -> list[Finding]:
         usual, odd = outliers(shards)
         for host in odd:
             names = [name for name in usual if usual[name] != shards[host].get(name)]
-            text = f"{path}: {_some(names)}: contents differ from the other hosts'"
+            text = f"{path}: {_shown(names)}: contents differ from the other hosts'"
             found.append(Finding("data", host, RED, text, fix))
     if not paths:
         return found or [Finding("data", ALL, NOTE, "none given", "add --data after the --")]

@@ -1,6 +1,6 @@
 """The doctor's process on each host: answers requests about this machine, one JSON line each.
 
-It is started over ssh in the directory, with the interpreter and with the environment of a rank. It
+It is started over ssh with the directory, interpreter and environment that a rank would have. It
 writes nothing except the file that shows whether the hosts share the run directory.
 """
 
@@ -35,7 +35,7 @@ COMMAND_SECONDS = 20.0
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer each line of `requests` until they end. An exception is sent as an answer, too."""
+    """Answer each line of `requests` until they end. An exception becomes an `error` answer."""
     for line in requests:
         request = json.loads(line)
         try:
@@ -51,7 +51,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
-    """Return the facts that the doctor compares. `problems` has the errors found on the way.
+    """Return the facts that the doctor compares, with the errors met while collecting: `problems`.
 
     Args:
         flags: flags of pretrain.py; empty: only facts that do not depend on a run.
@@ -126,7 +126,7 @@ def data(settings: Settings, deep: bool) -> dict[str, Any]:
 def read_sample(source: Source) -> tuple[dict[str, str], int, float]:
     """Return ({shard: checksum of its sampled blocks}, bytes read, seconds spent reading).
 
-    The blocks are evenly spaced over all shards, with at least one at the start of each shard.
+    The blocks are evenly spaced; the first block of each shard is always included.
     """
     shards, checksums = source.manifest["shards"], {}
     total = sum(shard["size_bytes"] for shard in shards)

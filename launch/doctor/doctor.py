@@ -36,8 +36,8 @@ DEEP_SECONDS = 12 * 3600.0
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [flags] -- [deepspeed ...] pretrain.py's flags"
     parser.description = (
-        "Check the hosts of a hostfile, or this host, and compare them. Exit code 0: no problem "
-        "was found; 2: the red lines must be fixed first."
+        "Check the hosts of a hostfile, or this host, and compare them. Problems are printed as "
+        "red lines, with a fix. Exit code: 0 no problem, 2 problems to fix before the run starts."
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts to check (default: this host)")
     parser.add_argument(
@@ -53,14 +53,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"port on which rank 0 listens (default: {DEFAULT_PORT})",
     )  # fmt: skip
     parser.add_argument(
-        "--ssh_port", type=count, metavar="PORT", help="port of ssh on the hosts (default: ssh's)"
+        "--ssh_port",
+        type=count,
+        metavar="PORT",
+        help="ssh port of the hosts (default: as ssh is configured)",
     )
     parser.add_argument(
-        "--deep", action="store_true", help="check every byte of the shards on each host"
+        "--deep",
+        action="store_true",
+        help="compare every byte of the shards on each host with the checksums",
     )
     parser.add_argument(
         "--timeout", type=duration, default=120.0, metavar="DURATION",
-        help="time limit for the answers of a host (default: 2m)",
+        help="time limit for each request to a host (default: 2m)",
     )  # fmt: skip
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
 

@@ -19,7 +19,7 @@ from launch.command.environment import forwarded_environment
 from launch.doctor.collector import MARK
 from launch.supervise.hosts import Host, remote_command
 
-# Reads the first line only, byte by byte: what follows is for the program that replaces this one.
+# Reads only the first line, byte by byte: the program that replaces this one reads the rest.
 BOOTSTRAP = (
     "import json, os, sys; line = b''\n"
     "while not line.endswith(b'\\n'): line += os.read(0, 1) or sys.exit('no standard input')\n"
@@ -100,7 +100,7 @@ class Session:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # the collector has ended: the next `ask` reports how
+            pass  # the collector has ended; the next `ask` reports how
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -1,4 +1,4 @@
-"""What a run requires of its hosts: ranks, room for checkpoints, and DeepSpeed's operators."""
+"""The requirements of a run on its hosts: ranks, room for checkpoints, DeepSpeed's operators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from zerolm.config.settings import Settings
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run requires of its hosts.
+    """The requirements of a run on its hosts.
 
     Attributes:
         slots: {host: number of ranks on it}.

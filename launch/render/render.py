@@ -1,7 +1,7 @@
-"""`python -m launch render`: write a run as a file for a scheduler, after checking its flags.
+"""`python -m launch render`: write a job file for a scheduler, after checking the run's flags.
 
-The file contains the names of secrets, never their values, which the scheduler supplies. Nothing is
-checked on this machine; `pretrain.py --check` and `python -m launch doctor` do that.
+The file contains the names of secrets, never their values, which the scheduler supplies. This
+machine is not checked; `pretrain.py --check` and `python -m launch doctor` do that.
 """
 
 import argparse
@@ -34,8 +34,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--devices_per_node D [flags] -- pretrain.py's flags"
     )
     parser.description = (
-        "Write a run as a file for a scheduler. Every scheduler restarts a run that ends with exit "
-        "code 75 (saved and stopped); Kubernetes does not restart one that ends with 2 or 76."
+        "Write a job file that starts a run under a scheduler. Every scheduler restarts a run that "
+        "ends with exit code 75 (saved and stopped). Kubernetes does not restart one that ends "
+        "with 2 (refused) or 76 (gave up)."
     )
     parser.add_argument(
         "kind", choices=tuple(TEMPLATES),
@@ -53,16 +54,17 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--devices_per_node", type=count, required=True, metavar="D",
         help="number of ranks on each node",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="FILE", help="file to write (default: print it)")
+    parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("--settings", metavar="FILE", help="settings file or run.json of the run")
     parser.add_argument("--name", help="name of the job (default: last part of --run_dir)")
     parser.add_argument(
         "--time", type=duration, default=86400.0, metavar="DURATION",
-        help="slurm: time limit of one start (default: 1d)",
+        help="slurm: time limit of the job (default: 1d)",
     )  # fmt: skip
     parser.add_argument(
         "--save_time", type=duration, default=600.0, metavar="DURATION",
-        help="time before the limit at which the run is asked to save and stop (default: 10m)",
+        help="how long before the time limit, or an eviction, the run must start to save and stop "
+        "(default: 10m)",
     )  # fmt: skip
     parser.add_argument(
         "--max_restarts", type=count, default=20, metavar="N",
@@ -100,14 +102,14 @@ def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", help="kubernetes, skypilot: container image")
     parser.add_argument(
         "--volume", metavar="NAME",
-        help="kubernetes, skypilot: volume (claim) that all nodes share",
+        help="kubernetes, skypilot: volume (or its claim) that all nodes share",
     )  # fmt: skip
     parser.add_argument(
-        "--mount_path", metavar="DIR", help="mount point of --volume (default: --directory)"
+        "--mount_path", metavar="DIR", help="mount point of --volume (default: as --directory)"
     )
     parser.add_argument(
         "--device_resource", default="nvidia.com/gpu", metavar="NAME",
-        help="kubernetes: the cluster's resource name of a device (default: %(default)s)",
+        help="kubernetes: name of the device resource in the cluster (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--accelerator", metavar="NAME", help="skypilot: type of device, such as H100"
@@ -196,7 +198,7 @@ def _scheduler_problems(arguments: argparse.Namespace) -> list[str]:
     problems = []
     if not arguments.directory.startswith("/"):
         problems.append(
-            f"--directory: {arguments.directory}, must be absolute. Write the whole path."
+            f"--directory: {arguments.directory}, must be absolute. Give the full path."
         )
     if arguments.kind in ("kubernetes", "trainjob") and not arguments.image:
         problems.append(

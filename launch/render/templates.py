@@ -1,4 +1,4 @@
-"""Scheduler files as text, made from a `Job`: Slurm, Kubernetes JobSet and TrainJob, SkyPilot.
+"""Render a `Job` as a scheduler's job file: Slurm, Kubernetes JobSet or TrainJob, SkyPilot.
 
 Each file starts `python -m launch node` on every node with the same flags of pretrain.py, and
 restarts a run that ends with exit code 75. No side effects.
@@ -13,7 +13,7 @@ from zerolm.common.errors import EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 
 @dataclass(frozen=True)
 class Job:
-    """What all four files express.
+    """The content of a job file, whichever its format.
 
     Attributes:
         nodes, devices: number of nodes, and of ranks on each.
@@ -22,8 +22,8 @@ class Job:
         python: interpreter: a path relative to `directory`, or a program's name.
         environment: {variable: value}.
         secrets: names of variables whose values the scheduler supplies.
-        time_seconds: time limit of one start (Slurm).
-        save_seconds: time before that limit at which the run is asked to save and stop.
+        time_seconds: time limit of the job (Slurm).
+        save_seconds: time that the run gets to save and stop before the limit or an eviction.
         volume, mount_path: volume that all nodes share, and where it is mounted.
         secret_name: Kubernetes Secret that holds the values of `secrets`.
         device_resource: the cluster's resource name of a device (Kubernetes).

@@ -27,8 +27,8 @@ from zerolm.watchdog import progress
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 30.0  # time for processes that a launch left behind to end by themselves
 RANKS_GONE_SECONDS = 60.0  # time for the launcher to notice that its ranks have ended
-STOPPED_SECONDS = 30.0  # with all ranks of this host stopped (SIGSTOP), which cannot report it
-SILENT_SECONDS = 60.0  # added to the limit that a rank sets itself, for a rank that cannot report
+STOPPED_SECONDS = 30.0  # limit with all ranks of this host stopped (SIGSTOP), unable to report it
+SILENT_SECONDS = 60.0  # added to a rank's own limit before its silence counts as a hang
 SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspended, too
 KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # for ranks to write their stacks

@@ -1,4 +1,4 @@
-"""`launch supervise`: its flags."""
+"""`python -m launch supervise`: the flags of the supervisor."""
 
 import argparse
 
@@ -14,18 +14,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Start a run and restart it after failures until it is done. A failure is reported with "
         "its rank, host, signal, step and stacks; then the same command starts again and the run "
-        "resumes from its newest checkpoint. SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C are passed on "
-        "to the ranks, which save and stop. Exit codes are those of pretrain.py: 0 done, 2 "
-        "refused, 75 stopped on request, 76 gave up, 1 it keeps failing."
+        "resumes from its newest checkpoint. SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C are forwarded "
+        "to the ranks, which save and stop. Exit codes are those of pretrain.py: 0 done, 1 keeps "
+        "failing, 2 refused, 75 stopped on request, 76 gave up."
     )
     add = parser.add_argument
     add(
         "--max_restarts", type=count, default=default.max_restarts, metavar="N",
-        help="restarts in a row without a newer checkpoint (default: %(default)s)",
+        help="maximum restarts in a row without a newer checkpoint (default: %(default)s)",
     )  # fmt: skip
     add(
         "--same_step_limit", type=count, default=default.same_step_limit, metavar="N",
-        help="failures in the same step after which the supervisor stops and prints a diagnosis "
+        help="stop and print a diagnosis after this many failures in the same step "
         "(default: %(default)s)",
     )  # fmt: skip
     add(
@@ -39,22 +39,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--deadline", type=duration, metavar="DURATION",
-        help="ask the run to save and stop after this time, summed over all restarts, e.g. 3h50m",
+        help="save and stop after this time, counted over all restarts, e.g. 3h50m",
     )  # fmt: skip
     add(
         "--min_hosts", type=count, metavar="N",
-        help="with --hostfile in the command: start with this many hosts at least (default: as "
-        "many as the command asks for)",
+        help="if the command has a --hostfile: minimum number of hosts to start on (default: as "
+        "many as the command requests)",
     )  # fmt: skip
     add(
         "--host_check", metavar="COMMAND",
-        help="shell command to run on each host before each start; a host where it fails is left "
-        "out (default: import torch and deepspeed with this Python)",
+        help="shell command to run on each host before each start; a host where it fails is not "
+        "used (default: import torch and deepspeed with this Python)",
     )  # fmt: skip
     add(
         "--requeue", action="store_true",
-        help="in a Slurm job: requeue it if the run stopped before it was done, or lost too many "
-        "hosts",
+        help="in a Slurm job: requeue the job if the run stopped before it was done, or too few "
+        "hosts are left",
     )  # fmt: skip
 
 

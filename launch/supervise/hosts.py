@@ -125,11 +125,11 @@ def without_failing_hosts(
     A command without a hostfile is returned unchanged.
 
     Args:
-        min_hosts: minimum number of hosts to start on; None: as many as the command asks for.
+        min_hosts: minimum number of hosts to start on; None: as many as the command requests.
         host_check: command for the shell of each host; None: `default_check`.
 
     Raises:
-        ConfigError: fewer hosts than that pass.
+        ConfigError: fewer hosts than the minimum pass.
     """
     hostfile = launcher_option(command, "--hostfile") or launcher_option(command, "-H")
     if hostfile is None:

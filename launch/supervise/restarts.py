@@ -19,7 +19,7 @@ class Policy:
         same_step_limit: failures in one step after which the supervisor stops.
         backoff, max_backoff: seconds before a restart; doubled for each one without progress.
         deadline: seconds from the start of the supervisor after which the run is asked to stop.
-        min_hosts: minimum number of hosts to start on; None: as many as the command asks for.
+        min_hosts: minimum number of hosts to start on; None: as many as the command requests.
         host_check: shell command that fails on a host that must not be used; None: the default.
         requeue: requeue the Slurm job if the run stopped before it was done.
     """

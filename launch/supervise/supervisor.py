@@ -182,7 +182,7 @@ class Supervisor:
         for reason in outcome.reasons:
             self.log(f"  {reason}")
         self._event("attempt_failed", outcome, reasons=outcome.reasons)
-        self._end_report(0.0)  # of the failure before, which would hang for the rest of the run
+        self._end_report(0.0)  # of the previous failure, in case its process hangs
         self.html_report = report_process.start_for(self.run_dir)
         self.signals_before_report = len(self.signals)
 

@@ -104,7 +104,7 @@ def test_an_unreadable_store_is_refused_instead_of_starting_at_step_zero(
             timeout=180,
         )  # fmt: skip
     assert refused.returncode == 2, refused.stderr[-4000:]
-    assert "cannot be read" in refused.stderr and "start again at step 0" in refused.stderr
+    assert "cannot be read" in refused.stderr and "restart at step 0" in refused.stderr
     assert "Traceback" not in refused.stderr and SECRET not in refused.stderr
     assert not (tmp_path / "run").exists(), "nothing was written"
 

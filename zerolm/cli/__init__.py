@@ -1,5 +1,5 @@
 """The commands of `zerolm` for runs and models: one module each, named like the command.
 
-A command describes its flags, calls the room that does the work, and prints the result. Nothing of
-zerolm may depend on it; heavy imports stay inside `run`, so that `--help` is instant.
+A command describes its flags, calls the subpackage that does the work, and prints the result. No
+other part of zerolm may depend on it. Heavy imports stay inside `run`, so that `--help` is instant.
 """

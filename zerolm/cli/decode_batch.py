@@ -10,12 +10,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run directory")
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument(
-        "--step", type=count_from_zero, metavar="N", help="the batch of this optimizer step"
+        "--step", type=count_from_zero, metavar="N", help="print the batch of this optimizer step"
     )
     chosen.add_argument(
         "--sequences",
         metavar="A-B",
-        help="sequence numbers from A up to but excluding B; or a single number",
+        help="print these sequence numbers, from A up to but excluding B; or a single one",
     )
 
 

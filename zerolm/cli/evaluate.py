@@ -1,4 +1,4 @@
-"""`evaluate`: run HellaSwag and tasks of lm-eval on an exported model."""
+"""`evaluate`: run HellaSwag and lm-eval tasks on an exported model."""
 
 import argparse
 from pathlib import Path
@@ -8,29 +8,33 @@ from zerolm.common.command_line import count, count_from_zero
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", type=Path, help="a model directory that zerolm export wrote")
-    add("--tasks", default="", metavar="NAME[,NAME]", help="tasks of lm-eval")
-    add("--eval_task_path", metavar="DIR", help="directory with further tasks of lm-eval")
+    add("model", type=Path, help="a model directory written by zerolm export")
+    add("--tasks", default="", metavar="NAME[,NAME]", help="lm-eval tasks to run")
+    add("--eval_task_path", metavar="DIR", help="directory with additional lm-eval task files")
     add(
         "--eval_task_items",
         type=count,
         metavar="N",
         help="use only the first N documents of each task (default: all)",
     )
-    add("--hellaswag", metavar="PATH|ID", help="JSON lines of HellaSwag, or a hub data set")
+    add(
+        "--hellaswag",
+        metavar="PATH|ID",
+        help="run HellaSwag, from a JSON lines file or a Hugging Face dataset",
+    )
     add(
         "--hellaswag_items",
         type=count_from_zero,
         default=0,
         metavar="N",
-        help="use only the first N items; 0: all (default: 0)",
+        help="use only the first N items of HellaSwag; 0: all (default: 0)",
     )
     add("--device", help="torch device (default: a GPU if there is one)")
     add(
         "--output",
         type=Path,
         metavar="FILE",
-        help="also write the figures, and the result of each HellaSwag item, as JSON",
+        help="also write the results, including that of each HellaSwag item, as JSON",
     )
 
 

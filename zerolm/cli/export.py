@@ -16,20 +16,20 @@ from zerolm.common.run_files import RunFiles
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", type=Path, help=CHECKPOINT_HELP)
-    add("output", type=Path, help="a directory that does not exist yet")
+    add("output", type=Path, help="directory to create for the model")
     add(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
-        help="of the weights (default: that of the training)",
+        help="precision of the exported weights (default: as in training)",
     )
     add(
         "--max_shard_size",
         type=size_bytes,
         metavar="BYTES",
-        help="largest safetensors file, which is also about the memory needed (default: 5GB)",
+        help="maximum size of a safetensors file; also roughly the memory needed (default: 5GB)",
     )
-    add("--push", metavar="USER/NAME", help="also push the model to the hub, as a private one")
-    add("--public", action="store_true", help="with --push: make it public")
+    add("--push", metavar="USER/NAME", help="also push the model to a private Hugging Face repo")
+    add("--public", action="store_true", help="with --push: make the repo public")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         hub.check(arguments.push, arguments.public)
     tokenizer_dir, eos_id = _tokenizer(run_dir)
     if tokenizer_dir is None or not tokenizer_dir.is_dir():
-        print(f"note: {run_dir}: no tokenizer was found with its token shards; none is exported")
+        print(f"note: {run_dir}: its token shards have no tokenizer, so none is exported")
     name = arguments.push or output.absolute().name
     result = export(
         checkpoint.directory,

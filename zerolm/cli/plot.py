@@ -7,7 +7,7 @@ from pathlib import Path
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="the PNG to write"
+        "--output", type=Path, required=True, metavar="FILE", help="PNG file to write"
     )
 
 

@@ -1,4 +1,4 @@
-"""`report`: write one HTML page about a run, or about several runs compared."""
+"""`report`: write an HTML report on a run, or a comparison of several runs."""
 
 import argparse
 from pathlib import Path
@@ -8,12 +8,12 @@ from zerolm.common.command_line import count
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, help="run directories; the runs may still be training")
+    add("runs", nargs="+", type=Path, help="run directories; runs may be in progress")
     add(
         "--output",
         type=Path,
         metavar="FILE",
-        help="the page to write (default: report.html in the first run directory)",
+        help="HTML file to write (default: report.html in the first run directory)",
     )
     add("--of_process", type=count, help=argparse.SUPPRESS)  # the run that started this command
 

@@ -1,4 +1,4 @@
-"""`restore`: copy a run back from an object store."""
+"""`restore`: restore a run from an object store."""
 
 import argparse
 from pathlib import Path
@@ -10,8 +10,8 @@ from zerolm.common.errors import CheckpointError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("url", help="the URL that was given to upload or --upload_to")
-    add("run_dir", type=Path, help="the run directory to restore; it may exist")
+    add("url", help="the URL that was given to `upload` or --upload_to")
+    add("run_dir", type=Path, help="run directory to restore to; it may exist already")
     add(
         "--step",
         type=count_from_zero,
@@ -21,13 +21,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Restore, unless another process writes to the run directory or it has that checkpoint."""
+    """Restore the run, unless another process writes to the run directory."""
     from zerolm.train import run_directory
     from zerolm.upload.restore import complete_steps, restore
 
     refuse_bad_url(arguments.url)
     restored = None
-    if complete_steps(arguments.url, arguments.step):  # otherwise no run directory is made
+    if complete_steps(arguments.url, arguments.step):  # before `claim` creates the run directory
         with run_directory.claim(arguments.run_dir):
             restored = restore(arguments.url, arguments.run_dir, arguments.step)
     if restored is None:

@@ -1,4 +1,4 @@
-"""`status`: print the state of runs, from their files alone."""
+"""`status`: print the state of runs, read from their files."""
 
 import argparse
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--watch", action="store_true", help="refresh every two seconds")
-    form.add_argument("--json", action="store_true", help="print one JSON object per run and line")
+    form.add_argument("--watch", action="store_true", help="update every two seconds")
+    form.add_argument("--json", action="store_true", help="print one line of JSON per run")
 
 
 def run(arguments: argparse.Namespace) -> None:

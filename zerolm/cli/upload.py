@@ -1,4 +1,4 @@
-"""`upload`: copy the checkpoints of a run, with its logs, to an object store."""
+"""`upload`: copy the checkpoints of a run to an object store, with its logs."""
 
 import argparse
 from pathlib import Path
@@ -9,8 +9,8 @@ from zerolm.common.errors import EXIT_BUG, EXIT_DONE, ConfigError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run_dir", type=Path, help="a run directory; the run may still be training")
-    add("url", help="s3://bucket/first, gs://..., hf://... or file:///...")
+    add("run_dir", type=Path, help="a run directory; the run may be in progress")
+    add("url", help="directory in a store: s3://bucket/first, gs://..., hf://... or file:///...")
     add(
         "--keep",
         type=count_from_zero,

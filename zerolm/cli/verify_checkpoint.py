@@ -7,7 +7,9 @@ from zerolm.checkpoint.directory import Checkpoint, newest, read, verify_files
 from zerolm.common.errors import CheckpointError
 from zerolm.common.run_files import RunFiles
 
-CHECKPOINT_HELP = "a checkpoint, runs/first/checkpoints/step-...; or a run, for its newest one"
+CHECKPOINT_HELP = (
+    "a checkpoint, such as runs/first/checkpoints/step-00001000; or a run directory, for its newest"
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +21,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def verified_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint, or the newest one of a run directory; verify every file and print that.
+    """Open a checkpoint, or the newest one of a run directory; verify every file; print a summary.
 
     Raises:
         CheckpointError: there is none, or it is not complete.

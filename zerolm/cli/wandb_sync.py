@@ -1,4 +1,4 @@
-"""`wandb-sync`: make a W&B run from a run directory, whatever W&B has received so far."""
+"""`wandb-sync`: send a run directory to W&B as a new W&B run, whatever W&B has received so far."""
 
 import argparse
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run_dir", type=Path, help="a run directory; the run may still be training")
-    add("--project", help="W&B project (default: that of the run)")
-    add("--entity", help="W&B user or team (default: that of the run)")
+    add("run_dir", type=Path, help="a run directory; the run may be in progress")
+    add("--project", help="W&B project (default: as in the run's settings)")
+    add("--entity", help="W&B user or team (default: as in the run's settings)")
     add(
         "--mode",
         choices=("auto", "online", "offline"),
@@ -18,7 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--same_id",
         action="store_true",
-        help="overwrite the W&B run that the run itself made, instead of making a new one",
+        help="overwrite the run's own W&B run instead of creating a new one",
     )
 
 

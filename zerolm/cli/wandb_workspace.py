@@ -1,4 +1,4 @@
-"""`wandb-workspace`: make a W&B workspace with panels for the metrics of a run."""
+"""`wandb-workspace`: create a W&B workspace with panels for the metrics of a run."""
 
 import argparse
 from pathlib import Path
@@ -7,12 +7,12 @@ from pathlib import Path
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", type=Path, help="a run directory")
-    add("--project", help="W&B project (default: that of the run)")
-    add("--entity", help="W&B user or team (default: that of the run)")
+    add("--project", help="W&B project (default: as in the run's settings)")
+    add("--entity", help="W&B user or team (default: as in the run's settings)")
     add(
         "--print",
         action="store_true",
-        help="print the workspace as JSON instead; needs no account and sends nothing",
+        help="print the workspace as JSON, without sending it; needs no account",
     )
 
 

@@ -65,9 +65,12 @@ class Curves:
         return next((value for value in reversed(values) if math.isfinite(value)), None)
 
     def rows(self, max_rows: int) -> list[Row]:
-        """Return the lines as they were written; of many, only every second, third ... step.
+        """Return the lines as they were written, at regular intervals if there are many.
 
         Lines without a training loss (evaluations and checkpoints) are always included.
+
+        Args:
+            max_rows: number of lines with a training loss to return.
         """
         stride = -(-len(self.steps) // max_rows) if self.steps else 1
         steps_taken = set(self.columns.get("train/loss", ((), ()))[0])
@@ -83,7 +86,7 @@ class Curves:
         return list(rows.values())
 
     def place(self, step: int) -> tuple[float, float]:
-        """Return the tokens and seconds at a step, interpolated between the lines around it."""
+        """Return the tokens and seconds at a step, interpolated between neighbouring lines."""
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high) // 2
@@ -101,7 +104,7 @@ class Curves:
 
 
 def thinned(values: Sequence[float], max_points: int) -> list[int]:
-    """Return the indices of the points of a curve to keep, ascending.
+    """Return the ascending indices of the points of a curve to keep.
 
     A curve of at most `max_points` is kept completely. A longer one is divided into intervals; each
     keeps its lowest and its highest point and its first gap, so no outlier is lost. Both ends of

@@ -1,4 +1,4 @@
-"""`python -m zerolm decode-batch`: the text of a batch of a run, to find what caused a spike."""
+"""`python -m zerolm decode-batch`: print the text of a batch, to find the cause of a spike."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
 
     Raises:
         ConfigError: the run, step, sequences or data do not exist, the data has changed since the
-            run started, or the data has no tokenizer.
+            run started, or it has no tokenizer.
     """
     run = open_run(run_dir)
     notes: list[str] = []

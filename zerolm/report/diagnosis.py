@@ -1,7 +1,7 @@
-"""Diagnose a run from its metrics: what is wrong, and what to try.
+"""Diagnose a run from its metrics: problems, and what to try.
 
-The report and `status` show the result. A healthy run has no findings: each rule requires that
-noise is ruled out, and judges the newest part of the run. Must not depend on files or trackers.
+The report and `status` show the result. A healthy run has no findings: each rule rules out noise
+and judges the newest part of the run. Must not depend on files or trackers.
 """
 
 import math
@@ -37,7 +37,7 @@ MAX_EPOCHS = 4.0
 
 
 def findings(rows: Sequence[Row], events: Sequence[Row] = ()) -> list[Finding]:
-    """Return the findings about a run, the gravest first; none for a healthy run.
+    """Return the findings about a run, the most severe first; none for a healthy run.
 
     Args:
         rows: lines of `metrics.jsonl`, in order; keys may be absent, values None.

@@ -45,7 +45,7 @@ def event_list(run: RunHistory) -> Json:
 
 
 def merged(listed: Sequence[Json]) -> list[Json]:
-    """Return the events; a spike and the refusal of the same step become one."""
+    """Return the events; a spike and the skip of the same step become one event."""
     result: list[Json] = []
     for event in listed:
         before = result[-1] if result else {}
@@ -59,9 +59,9 @@ def merged(listed: Sequence[Json]) -> list[Json]:
 
 
 def with_curves(run: RunHistory) -> list[tuple[Json, Curves]]:
-    """Return each event with the curves it belongs to: current ones, or those of a rollback.
+    """Return each event with the curves of its step: the current ones, or those rolled back.
 
-    A step that was repeated after a rollback had other tokens the first time.
+    A step that was repeated after a rollback had another token count the first time.
     """
     found = []
     undone, first_undone = run.curves, math.inf

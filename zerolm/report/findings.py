@@ -1,4 +1,4 @@
-"""What `zerolm.report.diagnosis` is built from: findings, and the values of one metric."""
+"""Building blocks of `zerolm.report.diagnosis`: findings, and the values of one metric."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from zerolm.optim.spikes import MAD_TO_DEVIATION
 
 Row = Mapping[str, Any]
 
-RECENT_ROWS = 20  # by which speed and update sizes are judged
+RECENT_ROWS = 20  # rows from which speed and update sizes are judged
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Finding:
         kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
             "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank" or
             "checkpoint_stalls".
-        step, tokens: where it is in the run.
+        step, tokens: its position in the run.
         text: one or two sentences: what the metrics show, and what to try.
     """
 

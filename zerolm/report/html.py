@@ -1,8 +1,8 @@
 """`report.html`: one self-contained HTML file about a run, or about several side by side.
 
 `zerolm.report.run_history` reads the run directories, `zerolm.report.report_data` turns them into
-JSON, and the scripts in `assets/` draw that in the browser. The report loads nothing, and its
-content security policy forbids loading. Text of a run is inserted as text, never as markup.
+JSON, and the scripts in `assets/` draw it in the browser. The report loads nothing, and its content
+security policy forbids loading. Text from a run is inserted as text, never as markup.
 Standard library only.
 """
 

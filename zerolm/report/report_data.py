@@ -1,6 +1,6 @@
 """The data of `report.html`, as JSON: thinned curves, events, tables and texts of each run.
 
-Must not depend on how it is drawn, which is up to the scripts in `assets/`.
+Must not depend on how the scripts in `assets/` draw it.
 """
 
 import math
@@ -65,15 +65,15 @@ def panels(keys: Collection[str], *, compared: bool) -> list[Json]:
 
 
 def _short(keys: Sequence[str]) -> list[str]:
-    """Return the part of each key that differs from the others."""
+    """Return the segments of each key that differ between the keys."""
     if len(keys) == 1:
         return [keys[0]]
-    parts = [key.split("/") for key in keys]
-    if any(len(part) != len(parts[0]) for part in parts):
+    paths = [key.split("/") for key in keys]
+    if any(len(path) != len(paths[0]) for path in paths):
         return list(keys)
-    different = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    return ["/".join(word for word, show in zip(part, different, strict=True) if show)
-            for part in parts]  # fmt: skip
+    differs = [len(set(column)) > 1 for column in zip(*paths, strict=True)]
+    return ["/".join(segment for segment, show in zip(path, differs, strict=True) if show)
+            for path in paths]  # fmt: skip
 
 
 def _varies(runs: Sequence[RunHistory], key: str) -> bool:
@@ -156,7 +156,7 @@ def evaluations(curves: Curves) -> Json:
 
 
 def samples(lines: Sequence[Json]) -> list[Json]:
-    """Return the prompts, each with its generated texts, thinned evenly if there are many."""
+    """Return the prompts, each with its generated texts, at regular intervals if there are many."""
     prompts: dict[Any, Json] = {}
     for line in lines:
         number = line.get("prompt_number", line["prompt"])
@@ -177,7 +177,7 @@ def samples(lines: Sequence[Json]) -> list[Json]:
 
 
 def agreement(runs: Sequence[RunHistory]) -> list[Json]:
-    """Return how far the training losses of each run are from the first one's, at equal steps."""
+    """Return the largest difference of each run's training losses from the first run's."""
     found = []
     first = _losses(runs[0].curves)
     for run in runs[1:]:

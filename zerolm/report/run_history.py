@@ -1,8 +1,8 @@
 """A run directory as it can be read now, whether the run is finished, in progress or was killed.
 
-`status`, `report.html` and the plots start from here. Only reads: it never writes and never takes
-the lock of a run, which a starting run needs. What could not be read is listed in `problems`.
-Standard library only, so that `status` answers at once.
+`status` and `report.html` start from here. It never writes and never takes the lock of a run, which
+a starting run needs. Files and lines that cannot be read are listed in `problems`. Standard library
+only, so that `status` answers at once.
 """
 
 import json
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @dataclass
 class RunHistory:
-    """What the files of a run directory hold.
+    """The content of a run directory.
 
     Attributes:
         record: run.json, {} without one.
@@ -38,7 +38,7 @@ class RunHistory:
         heartbeats: {rank: its last heartbeat}.
         heartbeat_age: seconds since the newest heartbeat of any rank; None without any.
         checkpoints: directories of the published checkpoints, oldest first.
-        problems: what could not be read, one line each.
+        problems: files and lines that could not be read, one line each.
     """
 
     run_dir: Path
@@ -68,7 +68,7 @@ class RunHistory:
 
     @property
     def total_steps(self) -> int | None:
-        """The planned number of steps, or those attempted if more: a refused step adds one."""
+        """The planned number of steps, or the number attempted if larger: skips add steps."""
         derived = self.record.get("derived")
         planned = derived.get("steps", "") if isinstance(derived, dict) else ""
         number = re.match(r"[\d,]+", str(planned))
@@ -83,7 +83,7 @@ class RunHistory:
         return self.curves.tokens[-1] if self.curves.tokens else 0
 
     def seconds_left(self) -> float | None:
-        """Return the seconds of training left, at the speed of the last lines."""
+        """Return the seconds of training left, at the mean speed of the last lines."""
         speeds = self.curves.values("throughput/tokens_per_second")[-20:]
         if not speeds or self.total_tokens is None:
             return None
@@ -207,7 +207,7 @@ def _lines(
 
 
 def seconds_of(stamp: object) -> float | None:
-    """Return the `time` of an event as seconds since 1970, None if it cannot be parsed."""
+    """Return the `time` of an event in seconds since the epoch, None if it cannot be parsed."""
     try:
         return datetime.strptime(str(stamp), "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

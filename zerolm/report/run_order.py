@@ -29,7 +29,7 @@ from zerolm.shards.reader import Source
 
 
 class Row(NamedTuple):
-    """One sequence of a run, and where it comes from."""
+    """One sequence of a run, and its origin."""
 
     sequence: int
     source: int
@@ -83,8 +83,8 @@ def open_run(run_dir: Path) -> RunOrder:
     assert seq_len is not None
     if data_fingerprint(training, seq_len, settings.packing) != record.get("data_fingerprint"):
         raise ConfigError(
-            f"{path}: data_fingerprint: the token shards have changed since the run began. Restore "
-            f"them; otherwise other tokens would be shown."
+            f"{path}: data_fingerprint: the token shards have changed since the run began, so "
+            f"other tokens would be shown. Restore the shards."
         )
     sizes = [num_rows(source, seq_len, settings.packing) for source in training]
     recorded = record.get("mixture", {}).get("stages") or [[0, sources.weights]]

@@ -1,7 +1,7 @@
 """The settings of a run as flat `section.key: value` pairs, with secrets hidden.
 
-zerolm writes no credentials to run.json, but DeepSpeed's JSON may hold one (its monitors have an
-API key), and so may a URL.
+zerolm writes no credentials to run.json, but DeepSpeed's JSON may contain one (an API key of its
+monitors), and so may a URL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Flat = dict[str, str]
 
 
 def flatten(record: Mapping[str, Any]) -> Flat:
-    """Return the settings in a run's record (run.json) by their dotted names, in its order."""
+    """Return {dotted name: value} of the settings in run.json, in its order."""
     flat: Flat = {}
     for name in SINGLE:
         if record.get(name) is not None:
@@ -37,9 +37,9 @@ def _add(name: str, value: Any, flat: Flat) -> None:
 
 def differences(settings: Sequence[Flat]) -> list[dict[str, Any]]:
     """Return the settings that differ between runs, with the value of each run."""
-    keys = list(dict.fromkeys(key for flatten in settings for key in flatten))
+    keys = list(dict.fromkeys(key for flat in settings for key in flat))
     return [
-        {"key": key, "values": [flatten.get(key) for flatten in settings]}
+        {"key": key, "values": [flat.get(key) for flat in settings]}
         for key in keys
-        if len({flatten.get(key) for flatten in settings}) > 1
+        if len({flat.get(key) for flat in settings}) > 1
     ]

@@ -49,16 +49,16 @@ def low_mfu(rows: Sequence[Row]) -> list[Finding]:
         usual = median_of(earlier)
         if now < FALLEN_MFU * usual:
             text = (
-                f"MFU has fallen from {usual:.1%} to {now:.1%}. Check data_seconds, the slowest "
-                f"rank, memory near its limit, other users of the machines, and devices that lower "
-                f"their clock because of heat."
+                f"MFU has fallen from {usual:.1%} to {now:.1%}. Check throughput/data_seconds, the "
+                f"slowest rank, memory near its limit, other users of the machines, and thermal "
+                f"throttling."
             )
             return [finding_at("falling_mfu", recent[0], text)]
     if now >= LOW_MFU:
         return []
     text = (
         f"MFU is {now:.1%}. Try a larger --micro_batch_size, a lower ZeRO stage or no offload if "
-        f"memory allows, or --compile; `python -m launch plan` compares."
+        f"memory allows, or --compile; `python -m launch plan --search` compares profiles."
     )
     return [finding_at("low_mfu", recent[0], text)]
 
@@ -87,7 +87,7 @@ def slow_rank(rows: Sequence[Row]) -> list[Finding]:
 
 
 def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
-    """Find that training is paused for checkpoints too much of the time."""
+    """Find a run that is paused for checkpoints too much of the time."""
     stalls = points_of(rows, "checkpoint/stall_seconds")
     if len(stalls) < 3:
         return []
@@ -100,10 +100,10 @@ def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
         return []
     waited = sum(point.value for point in points_of(rows, "checkpoint/wait_seconds"))
     cause = (
-        "mostly to wait for the previous one, which was still being written: raise "
-        "--checkpoint_interval, or write to a faster disk."
+        "mostly waiting for the previous one to be written: raise --checkpoint_interval, or write "
+        "to a faster disk."
         if waited > stalled / 2
-        else "mostly to copy states to host memory: raise --checkpoint_interval."
+        else "mostly copying states to host memory: raise --checkpoint_interval."
     )
     share = stalled / (seconds + stalled)
     text = f"Training was paused for checkpoints {share:.0%} of the time, {cause}"

@@ -1,8 +1,8 @@
-"""`python -m zerolm status RUN`: the state of runs, for a terminal, from their files alone.
+"""`python -m zerolm status RUN`: print the state of runs, read from their files.
 
-Prints a table with colours to a terminal, plain lines to a pipe, and JSON for programs. Without
-torch, so it answers in a fraction of a second (3 s for 40,000 lines of 80 metrics), also about a
-run on machines that cannot be reached.
+Prints a coloured table to a terminal, plain lines to a pipe, and JSON for programs. Needs no
+connection to the run's machines. Must not import torch: the answer takes a fraction of a second (3
+s for 40,000 lines of 80 metrics).
 """
 
 import contextlib
@@ -115,12 +115,12 @@ def status_of(run: RunHistory) -> Row:
 def _interval_means(values: Sequence[float]) -> list[float]:
     """Return the means of up to `SPARK_POINTS` intervals of a curve."""
     number = min(SPARK_POINTS, len(values))
-    cuts = [len(values) * index // number for index in range(number + 1)] if number else []
-    return [sum(values[low:high]) / (high - low) for low, high in pairwise(cuts)]
+    bounds = [len(values) * index // number for index in range(number + 1)] if number else []
+    return [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a curve as one line of block characters; a higher block is a higher value."""
+    """Return a curve as a line of block characters."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -152,7 +152,7 @@ def _evaluation(run: RunHistory) -> Row | None:
 
 
 def _ranks(run: RunHistory) -> Row:
-    """Return the number of ranks, their hosts, and what they are doing."""
+    """Return the number of ranks, and how many there are by host and by phase."""
     beats = list(run.heartbeats.values())
     hosts: dict[str, int] = {}
     phases: dict[str, int] = {}
@@ -177,7 +177,7 @@ def _age(run: RunHistory, kind: str, now: float) -> float | None:
 
 
 def lines(status: Row) -> list[tuple[str, str]]:
-    """Return the lines on a run, each a label and a text."""
+    """Return the lines about a run as (label, text)."""
     found: list[tuple[str, str]] = []
     total, share = status["total_steps"], 0.0
     if status["total_tokens"]:

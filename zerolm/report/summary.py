@@ -1,4 +1,4 @@
-"""A run in a few figures, for the head of its report and for a terminal."""
+"""The key figures of a run, for the head of its report and for `status`."""
 
 import contextlib
 import time
@@ -10,25 +10,25 @@ from zerolm.common.values import count, duration
 from zerolm.report import diagnosis
 from zerolm.report.run_history import RunHistory, seconds_of
 
-LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # the final loss is a mean over these last lines
+LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # last lines over which the shown training loss is averaged
 MAX_ROWS = 20_000  # rows to diagnose; takes a second
 
 Pair = list[str]
 
 
 def facts(run: RunHistory) -> list[Pair]:
-    """Return what the run is: model, profile, devices, batch ..., as printed when it started."""
+    """Return model, profile, devices, batch and more, as the run printed them when it started."""
     derived = run.record.get("derived")
-    named = derived if isinstance(derived, dict) else {}
-    wanted = ("model", "profile", "devices", "batch", "accumulation", "steps", "learning rate",
-              "tokens per parameter", "FLOPs of the run", "epochs")  # fmt: skip
-    found = [[name, str(named[name])] for name in wanted if name in named]
+    values = derived if isinstance(derived, dict) else {}
+    names = ("model", "profile", "devices", "batch", "accumulation", "steps", "learning rate",
+             "tokens per parameter", "FLOPs of the run", "epochs")  # fmt: skip
+    found = [[name, str(values[name])] for name in names if name in values]
     commit = run.record.get("git_commit")
     return found + ([["commit", str(commit)[:12]]] if commit else [])
 
 
 def figures(run: RunHistory) -> list[Pair]:
-    """Return the headline figures, each a name, a value and a note."""
+    """Return the key figures, each a name, a value and a note."""
     curves = run.curves
     found: list[Pair] = []
 
@@ -62,7 +62,7 @@ def figures(run: RunHistory) -> list[Pair]:
 
 
 def findings(run: RunHistory) -> list[dict[str, Any]]:
-    """Return the findings of the diagnosis of a run, the gravest first."""
+    """Return the findings of the diagnosis of a run, the most severe first."""
     listed = []
     for event in run.events:
         if isinstance(event.get("loss"), str):  # written as text, since it may be NaN

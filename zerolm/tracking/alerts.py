@@ -1,4 +1,4 @@
-"""Alerts: which events and metrics a person should hear of, at which level, and how often.
+"""Alerts for people: which events and metrics raise one, at which level, and how often at most.
 
 Levels are those of W&B. Must not depend on a tracker.
 """
@@ -27,7 +27,7 @@ class Alert(NamedTuple):
 
 
 def of_event(event: Row) -> Alert | None:
-    """Return the alert for an event of `events.jsonl`, None if its kind has none."""
+    """Return the alert for an event of `events.jsonl`, None if its kind raises none."""
     kind = EVENTS.get(event.get("event", ""))
     if kind is None or kind.alert is None:
         return None
@@ -48,14 +48,14 @@ def _finite(event: Row) -> bool:
         return False
 
 
-class LowMfu:
-    """Notices that `throughput/mfu` stays far below its usual value."""
+class LowMfuDetector:
+    """Detects that `throughput/mfu` stays far below its usual value."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=MFU_ROWS)
         self._low = 0
 
-    def judge(self, row: Row) -> Alert | None:
+    def check(self, row: Row) -> Alert | None:
         """Return an alert at the third low row in a row; again only after a usual row."""
         mfu = row.get("throughput/mfu")
         if mfu is None:
@@ -75,7 +75,7 @@ class LowMfu:
         return Alert("low MFU", text, WARN)
 
 
-class Limit:
+class RateLimit:
     """Drops alerts whose title was sent recently, and those above `MAX_PER_HOUR`."""
 
     def __init__(self) -> None:

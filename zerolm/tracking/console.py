@@ -16,7 +16,7 @@ from zerolm.common.metrics import bar_figures
 from zerolm.common.values import count, duration
 
 DRAW_SECONDS = 0.2
-MIN_BAR_WIDTH = 8  # characters; figures that leave less room are left out, the last ones first
+MIN_BAR_WIDTH = 8  # characters; figures that leave less room are dropped, the last ones first
 
 
 class Console:
@@ -54,15 +54,15 @@ class Console:
             redirect_stdout=False,  # rich would wrap long lines
             redirect_stderr=False,
         )
-        sys.stdout = _Above(sys.stdout, terminal, self._give_up)
+        sys.stdout = _LinesAboveBar(sys.stdout, terminal, self._give_up)
         if _is_terminal(sys.stderr):
-            sys.stderr = _Above(sys.stderr, terminal, self._give_up)
+            sys.stderr = _LinesAboveBar(sys.stderr, terminal, self._give_up)
         with self._or_give_up():
             self._live.start()
             terminal.show_cursor()  # rich hides it, and a killed run could not bring it back
 
     def step(self, step: int) -> None:
-        """Advance the bar, and draw it unless that was done just now. Microseconds."""
+        """Advance the bar; redraw it at most every `DRAW_SECONDS`. Takes microseconds."""
         if self._live is not None:
             self._step, self._total_steps = step, max(self._total_steps, step)
             if time.monotonic() >= self._draw_at:
@@ -109,26 +109,26 @@ class Console:
 
     @contextlib.contextmanager
     def _or_give_up(self) -> Iterator[None]:
-        """Continue without a bar if rich fails: it keeps what it could not write, and tries again.
+        """Continue without a bar if rich fails, since it would retry the same output forever.
 
-        Its errors: the terminal is gone, or its encoding has no block characters.
+        It fails if the terminal is gone, or if its encoding has no block characters.
         """
         try:
             yield
         except Exception:
             self._give_up()
             with contextlib.suppress(Exception):
-                print(flush=True)  # what there is of the bar stays in a line of its own
+                print(flush=True)  # leaves a partly drawn bar on a line of its own
 
     def _give_up(self) -> None:
         self._live = None
-        if isinstance(sys.stdout, _Above):
+        if isinstance(sys.stdout, _LinesAboveBar):
             sys.stdout = sys.stdout.finish()
-        if isinstance(sys.stderr, _Above):
+        if isinstance(sys.stderr, _LinesAboveBar):
             sys.stderr = sys.stderr.finish()
 
 
-class _Above:
+class _LinesAboveBar:
     """A stream whose complete lines appear above the bar, unchanged."""
 
     def __init__(self, stream: TextIO, terminal: Any, give_up: Callable[[], None]):
@@ -150,7 +150,7 @@ class _Above:
         return len(text)
 
     def finish(self) -> TextIO:
-        """Write the line that has no end yet, and return the stream itself."""
+        """Write the incomplete last line, and return the wrapped stream."""
         with contextlib.suppress(Exception):
             self._stream.write(self._partial)
             self._stream.flush()

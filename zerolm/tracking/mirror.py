@@ -1,9 +1,9 @@
 """`Mirror`: copies a run directory to a tracker during the run, `python -m zerolm mirror RUN NAME`.
 
 A background process that `Trackers` starts. It outlives a killed run by seconds. One thread follows
-the files; another feeds the tracker, and may wait for a server for any time. The tracker finds out
-what it already has when it is opened, so that no row is lost or written twice after a kill of
-either process. Must not depend on torch.
+the files; another feeds the tracker, and may wait for a server for any time. A tracker checks which
+rows it already has when it is opened, so that a kill of either process neither loses nor repeats a
+row. Must not depend on torch.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from zerolm.tracking.tracker import Row, Tracker, tracker_class
 from zerolm.watchdog.child import RUN_SIGNALS
 
 POLL_SECONDS = 0.5
-MAX_WAITING_ROWS = 1000  # in memory, before a tracker that is slow; the others wait in the file
-ORPHAN_SECONDS = 3.0  # in which the watchdogs of a killed run write why it ended
-END_SECONDS = 22.0  # for what is left to send: less than the run, and a supervisor, wait
-CONNECT_SECONDS = 6.0  # of these, for a tracker that has not connected yet
+MAX_WAITING_ROWS = 1000  # in memory, for a slow tracker; further rows are read from the file later
+ORPHAN_SECONDS = 3.0  # time for the watchdogs of a killed run to log why it ended
+END_SECONDS = 22.0  # to send the rest; less than the run and a supervisor wait for this process
+CONNECT_SECONDS = 6.0  # part of it, for a tracker that has not connected yet
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 300.0
-MAX_ERRORS = 5  # about single events and samples in the run's log; mirror.log has all
+MAX_ERRORS = 5  # of single events and samples that the run's log gets; mirror.log has all
 MAX_ERROR_LENGTH = 300
 CRASHED = "crashed"
 
@@ -104,7 +104,7 @@ class Mirror:
             self.work.put(("event", event))
 
     def end(self, how: str) -> None:
-        """Read and queue the rest, and wait for the tracker for a bounded time.
+        """Read and queue the rest, and wait for the tracker, at most `END_SECONDS`.
 
         Args:
             how: how the run ended, as in `Trackers.end`, or `CRASHED`.
@@ -148,7 +148,7 @@ class Mirror:
             self.tracker.finish(content)
             self.complete = True
         elif kind == "row":
-            if self.tracker.wants(content):
+            if self.tracker.lacks(content):
                 self.tracker.log(content)
             self.num_done += 1
         elif kind == "event":
@@ -157,7 +157,7 @@ class Mirror:
             self._try(kind, self.tracker.samples, content)
 
     def _try(self, kind: str, call: Callable[[Any], None], content: Any) -> None:
-        """Hand over an event or samples. An error in one of them must not stop the others."""
+        """Hand over an event or samples. An error is reported and must not stop the others."""
         try:
             call(content)
         except Exception as error:
@@ -182,7 +182,7 @@ class Mirror:
                 reported = text
             self.ending.wait(pause)
             pause = min(MAX_PAUSE_SECONDS, 2 * pause)
-            if self.ending.is_set():  # then as often as possible before this process ends
+            if self.ending.is_set():  # retry without a growing pause: this process ends soon
                 time.sleep(POLL_SECONDS)
 
 
@@ -199,17 +199,17 @@ def mirror(run_dir: Path, name: str, of_process: int) -> None:
     Args:
         run_dir: run directory.
         name: name of the tracker.
-        of_process: process number of the run's first rank.
+        of_process: process ID of the run's first rank.
     """
     for number in (*RUN_SIGNALS, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the run gets them, and tells us when it ends
+        signal.signal(number, signal.SIG_IGN)  # the run handles them, and sends how it ended
     with contextlib.suppress(OSError):
         os.nice(19)
     channel = socket.socket(fileno=os.dup(0))
     lock = threading.Lock()
 
     def send(**message: Any) -> None:
-        with lock, contextlib.suppress(OSError):  # nobody receives from a run that was killed
+        with lock, contextlib.suppress(OSError):  # a killed run receives nothing
             channel.sendall(json.dumps(message).encode() + b"\n")
 
     def orphaned() -> bool:
@@ -250,7 +250,7 @@ def _lock(path: Path, orphaned: Callable[[], bool]) -> FileLock:
     """Wait until the mirror of an earlier start, which may still be sending, has ended.
 
     Raises:
-        TimeoutError: the run was killed meanwhile. Its next start has a mirror of its own.
+        TimeoutError: the run was killed meanwhile. Its next start will start another mirror.
     """
     try:
         return wait_for_lock(path, orphaned, POLL_SECONDS / 2)

@@ -1,6 +1,6 @@
-"""`HtmlReport`: has `report.html` written in the background, at intervals and at the end of a run.
+"""`HtmlReport`: updates `report.html` in the background, at intervals and at the end of a run.
 
-The report is written by `python -m zerolm report RUN_DIR`, one process at a time, so that nothing
+The process `python -m zerolm report RUN_DIR`, one at a time, writes the report, so that nothing
 slow or broken there affects training. A supervisor uses `start_for` after a failed attempt.
 """
 
@@ -13,15 +13,17 @@ from zerolm.common.run_files import RunFiles
 from zerolm.distributed.collectives import print_safely
 from zerolm.watchdog.child import Child
 
-FIRST_SECONDS = 30.0  # after the start of a run, for a first report
+FIRST_SECONDS = 30.0  # from the start of a run to its first report
 # How long the end of a run waits for its report: a run of a million lines takes a minute.
-FINISH_SECONDS, MAX_FINISH_SECONDS = 20.0, 180.0  # at least; at most
-FINISH_FACTOR = 3.0  # in between, this times the duration of the last report
-MAX_BUSY_SHARE = 0.05  # of the time a report may be in progress; long ones are written less often
+FINISH_SECONDS, MAX_FINISH_SECONDS = 20.0, 180.0  # minimum, maximum
+FINISH_FACTOR = 3.0  # in between: this times the duration of the last report
+MAX_BUSY_SHARE = (
+    0.05  # of the time a report may be in progress, so slow ones are written less often
+)
 
 
 class HtmlReport:
-    """Keeps the report of a run up to date. No method but `finish` blocks.
+    """Keeps the report of a run up to date. Only `finish` blocks.
 
     Args:
         run_dir: run directory.
@@ -48,12 +50,12 @@ class HtmlReport:
             self._start()
 
     def finish(self) -> None:
-        """Write the report of the end of a run, and wait for it for a bounded time."""
+        """Write the last report of a run, and wait for it, for a bounded time."""
         if not self.active:
             return
         seconds = min(max(FINISH_SECONDS, FINISH_FACTOR * self._last_seconds), MAX_FINISH_SECONDS)
         deadline = time.monotonic() + seconds
-        self._end(deadline)  # a report that is being written lacks the end of the run
+        self._end(deadline)  # a report in progress lacks the end of the run
         self._start()
         self._end(deadline)
 
@@ -86,17 +88,17 @@ class HtmlReport:
     def _warn(self, reason: str) -> None:
         if not self._warned:
             print_safely(
-                f"report: {RunFiles(self.run_dir).report} was not updated: {reason}. To write it "
-                f"by hand: python -m zerolm report {self.run_dir}"
+                f"report: {RunFiles(self.run_dir).report} was not updated: {reason}. To write it: "
+                f"python -m zerolm report {self.run_dir}"
             )
         self._warned = True
 
 
 def start_for(run_dir: Path) -> Child | None:
-    """Start to write the report of a run whose processes have ended, for its supervisor.
+    """Start a process that writes the report of a run whose own processes have ended.
 
     Returns:
-        The process, which ends with this one; None if the run has no reports, or never started,
+        The process, which ends with this one; None if the run's reports are off, it never started,
         or the process cannot be started.
     """
     try:

@@ -51,15 +51,15 @@ class RunLog:
         jsonl.truncate(path, end)
         for row in written:
             if row["step"] == resumed_step:
-                self._note(row)
+                self._set_newest(row)
         self._metrics = LineFile(path, print_safely)
         path = self.files.samples
         if path.is_file():
             jsonl.truncate(path, jsonl.rows_from(path, resumed_step)[1])
         path = self.files.events
-        half = path.is_file() and not path.read_bytes().endswith(b"\n")
+        incomplete = path.is_file() and not path.read_bytes().endswith(b"\n")
         self._events = LineFile(path, print_safely)
-        if half and path.stat().st_size:
+        if incomplete and path.stat().st_size:
             self._events.write("")  # ends the line of a writer that was killed
 
     def has(self, step: int, key: str) -> bool:
@@ -89,19 +89,19 @@ class RunLog:
             return
         row = {key: _json_value(value) for key, value in row.items()}
         self._metrics.write(json.dumps(row, allow_nan=False))
-        self._note(row)
+        self._set_newest(row)
         for key, values in self._values.items():
             if row.get(key) is not None:
                 values[row["step"]] = row[key]
         if self.trackers is not None:
             self.trackers.tick()
 
-    def _note(self, row: Row) -> None:
+    def _set_newest(self, row: Row) -> None:
         step, keys = self._newest
         self._newest = row["step"], {*row, *(keys if step == row["step"] else ())}
 
     def samples(self, rows: Sequence[Row]) -> None:
-        """Append the samples of one step to samples.jsonl, a line for each prompt."""
+        """Append the samples of one step to samples.jsonl, one line per prompt."""
         if not self.writes:
             return
         with open(self.files.samples, "a") as file:
@@ -110,14 +110,14 @@ class RunLog:
             os.fsync(file.fileno())
 
     def sampled_tokens(self) -> int:
-        """Return after how many tokens the run last wrote samples, 0 if never. Rank 0 only."""
+        """Return the token count of the last samples, 0 if there are none. Rank 0 only."""
         rows = jsonl.read_all(self.files.samples)
         return rows[-1]["tokens"] if rows else 0
 
-    def event(self, event: str, step: int, **what: Any) -> None:
-        """Append an event to events.jsonl: what happened, and why."""
+    def event(self, event: str, step: int, **values: Any) -> None:
+        """Append an event to events.jsonl."""
         if self._events is not None:
-            self._events.write(jsonl.event_line(event, step, **what))
+            self._events.write(jsonl.event_line(event, step, **values))
 
     def sync(self) -> None:
         """Sync the lines to disk, so that no checkpoint is ahead of its metrics after a power cut.
@@ -137,17 +137,17 @@ class RunLog:
             before: trackers of the log before a rollback, which may still send messages.
         """
         if self.writes and (names := enabled_trackers(settings)):
-            self.trackers = Trackers(self.run_dir, names, self._note_of_tracker, before)
+            self.trackers = Trackers(self.run_dir, names, self._tracker_event, before)
 
-    def _note_of_tracker(self, event: str, **what: Any) -> None:
+    def _tracker_event(self, event: str, **values: Any) -> None:
         step = self._newest[0]
         if self._events is None or self._events.closed:
-            jsonl.append_event(self.run_dir, event, step, **what)
+            jsonl.append_event(self.run_dir, event, step, **values)
         else:
-            self.event(event, step, **what)
+            self.event(event, step, **values)
 
     def close(self, how: str = "done") -> None:
-        """Sync and close the files, and tell the trackers that nothing more will be written.
+        """Sync and close the files, and make the trackers finish.
 
         Args:
             how: how the run ends: `done`, `stopped`, `gave_up` or `failed`; or `rollback`, after
@@ -161,13 +161,13 @@ class RunLog:
                 file.close()
 
     def finish_trackers(self) -> None:
-        """Wait for the trackers for a bounded time; called last."""
+        """Wait for the trackers, for a bounded time; called last."""
         if self.trackers is not None:
             self.trackers.finish()
 
 
 def archive(run_dir: Path, number: int, step: int) -> None:
-    """Copy the metrics of the steps that a rollback discards to a file of their own.
+    """Copy the metrics of the steps that a rollback discards to a separate file.
 
     Rank 0 only, before the next `RunLog` of the directory removes them. If the file exists, it was
     written before a crash, and is kept.

@@ -1,9 +1,9 @@
 """`TensorboardTracker`: copies metrics.jsonl to TensorBoard's event files, over tokens.
 
-The files are local, so every start reads those of the earlier starts, finds the first row that is
-missing or has changed, and writes from there on; a mark in the new file (`purge`) makes TensorBoard
-ignore the rows that are repeated. The rows that a rollback discarded become a TensorBoard run of
-their own, in a directory below.
+The files are local, so every start reads those of earlier starts, finds the first row that is
+missing or has changed, and writes from there on. A purge marker in the new file makes TensorBoard
+ignore the rows that are repeated. The rows that a rollback discarded become a separate TensorBoard
+run, in a subdirectory.
 """
 
 import json
@@ -22,7 +22,7 @@ Scalars = dict[str, np.float32]
 
 
 def scalars(row: Row) -> Scalars:
-    """Return what TensorBoard keeps of a row: its numbers, in single precision."""
+    """Return the numbers of a row as TensorBoard stores them, in single precision."""
     return {
         key: np.float32(value)
         for key, value in row.items()
@@ -41,7 +41,7 @@ class TensorboardTracker(Tracker):
         self.where = f"tensorboard --logdir {self.directory}"
 
     def open(self) -> None:
-        """Find what the files lack, and start another file.
+        """Find the rows that the files lack, and start another file.
 
         Raises:
             ImportError: the package tensorboard is not installed.
@@ -57,7 +57,7 @@ class TensorboardTracker(Tracker):
         self._num_to_skip, self._texts = num_same, texts
         self.writer = _writer(self.directory, purge_tokens)
 
-    def wants(self, row: Row) -> bool:
+    def lacks(self, row: Row) -> bool:
         self._num_to_skip -= 1
         return self._num_to_skip < 0
 
@@ -66,7 +66,7 @@ class TensorboardTracker(Tracker):
         _add(self.writer, row)
 
     def samples(self, rows: list[Row]) -> None:
-        """Write texts that the model has generated, with one tag for each prompt."""
+        """Write generated texts, with one tag per prompt."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         for row in rows:
@@ -84,7 +84,7 @@ class TensorboardTracker(Tracker):
 
 
 def write_all(directory: Path, rows: Iterable[Row]) -> None:
-    """Write rows into a new directory, which appears when it has all of them."""
+    """Write rows into a new directory, which appears only when it is complete."""
     unfinished = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     writer = _writer(unfinished, None)
@@ -95,7 +95,7 @@ def write_all(directory: Path, rows: Iterable[Row]) -> None:
 
 
 def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, str]]]:
-    """Read what the files have, without what a later start has purged.
+    """Read the rows and texts in the files, without those that a later start purged.
 
     The files may be large: only a fingerprint of each row stays in memory.
 
@@ -125,11 +125,11 @@ def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, st
 
 
 def _compare(written: list[tuple[int, int]], rows: Iterable[Row]) -> tuple[int, int | None]:
-    """Compare what the files have with metrics.jsonl.
+    """Compare the rows in the files with metrics.jsonl.
 
     Returns:
-        The number of rows to keep; the tokens from which on the files are purged, None if the
-        files have nothing else.
+        (number of rows to keep, token count from which on the files are purged; None if all of
+        their rows are kept).
     """
     num_same, purge_tokens = 0, None
     for row in rows:
@@ -169,15 +169,15 @@ def _writer(directory: Path, purge_tokens: int | None) -> Any:
     """Open another event file, which TensorBoard reads after the existing ones.
 
     Args:
-        directory: is made if it does not exist.
-        purge_tokens: TensorBoard ignores what the existing files have from this x on.
+        directory: created if it does not exist.
+        purge_tokens: TensorBoard ignores rows of the existing files from this token count on.
     """
     from tensorboard.compat.proto import event_pb2
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     directory.mkdir(parents=True, exist_ok=True)
     newest = max((path.stat().st_mtime for path in _files(directory)), default=0.0)
-    while int(time.time()) <= int(newest):  # their names have the second in which they were made
+    while int(time.time()) <= int(newest):  # file names sort by creation time in whole seconds
         time.sleep(0.05)
     writer = EventFileWriter(str(directory))
     if purge_tokens is not None:

@@ -5,10 +5,10 @@ To add one:
 1. Write a subclass of `Tracker` in a new module of this folder.
 2. Give it a flag in zerolm/config/settings.py, with `tracker="zerolm.tracking.MODULE:CLASS"`.
 
-Nothing else names it. The name of the flag is the name of the tracker in messages, and of its
-directory in the run directory, which has `mirror.log` and `lock` and exists when it is opened. The
-object lives in a process of its own, which `Trackers` starts and `Mirror` drives: it may block, and
-may raise anything. The run imports its module for the class methods, so that module must not import
+Nothing else names it. The flag's name is the tracker's name in messages and the name of its
+directory in the run directory, which exists before `open` and holds `mirror.log` and `lock`. The
+object lives in a separate process, which `Trackers` starts and `Mirror` drives: it may block, and
+may raise anything. The run imports its module for the class methods, so the module must not import
 the tracker's library at the top.
 """
 
@@ -26,17 +26,17 @@ Row = dict[str, Any]
 
 
 class Tracker:
-    """A copy of a run directory in another place. One thread calls all of its methods.
+    """A copy of a run directory on a tracker. One thread calls all of its methods.
 
     Args:
         run_dir: run directory, with a run.json.
-        of_process: process number of the run's first rank.
+        of_process: process ID of the run's first rank.
 
     Attributes:
         package: Python package that it needs, and the extra of zerolm that installs it; "": none.
         state_files: files in the tracker's directory that a run restored from an object store
-            needs to continue in the same place.
-        where: where its data are, for the console.
+            needs to continue the same tracker run.
+        where: where to find its data, printed on the console.
     """
 
     package = ""
@@ -51,12 +51,12 @@ class Tracker:
 
     @classmethod
     def is_enabled(cls, value: Any) -> bool:
-        """Return whether a run has this tracker, given the value of its flag."""
+        """Return whether the value of the tracker's flag enables it."""
         return bool(value)
 
     @classmethod
     def problems(cls, name: str, settings: Settings, environment: Mapping[str, str]) -> list[str]:
-        """Return what the machine lacks for an enabled tracker, before the run starts."""
+        """Return why an enabled tracker cannot work on this machine; called before a run starts."""
         if not cls.package or importlib.util.find_spec(cls.package):
             return []
         return [
@@ -67,19 +67,19 @@ class Tracker:
 
     @classmethod
     def repair(cls, run_dir: Path) -> str:
-        """Return how a user gives the tracker the rows that it lacks after a failure."""
+        """Return how a user can send the rows that the tracker lacks after a failure."""
         return "metrics.jsonl has everything, and the next start writes what is missing"
 
     # ---- Called in the tracker's process
 
     def open(self) -> None:
-        """Connect, and find out which rows the tracker has from earlier starts of the run.
+        """Connect, and find which rows the tracker has from earlier starts of the run.
 
-        Called again, with growing pauses, until it does not raise. Every start of a run hands over
-        all rows from the first one on, so a tracker starts from scratch here, or overrides `wants`.
+        Retried, with growing pauses, until it does not raise. Every start of a run hands over all
+        rows from the first one on, so a tracker starts from scratch here, or overrides `lacks`.
         """
 
-    def wants(self, row: Row) -> bool:
+    def lacks(self, row: Row) -> bool:
         """Return whether the tracker lacks a row. Called once for each row of the run, in order."""
         return True
 
@@ -94,10 +94,10 @@ class Tracker:
         """Write one line of events.jsonl."""
 
     def flush(self) -> None:
-        """Make visible what was written; called when there is nothing more to write for now."""
+        """Make the written data visible; called when there is nothing more to write for now."""
 
     def finish(self, exit_code: int) -> None:
-        """Write what is left, and close. `exit_code`: 0 when the run was done or stopped."""
+        """Write the rest, and close. `exit_code` is 0 if the run was done or stopped."""
 
 
 def tracker_class(name: str) -> type[Tracker]:
@@ -107,5 +107,5 @@ def tracker_class(name: str) -> type[Tracker]:
 
 
 def enabled_trackers(settings: Settings) -> list[str]:
-    """Return the names of the trackers that a run has."""
+    """Return the names of the trackers that are enabled."""
     return [name for name in TRACKERS if tracker_class(name).is_enabled(getattr(settings, name))]

@@ -1,8 +1,9 @@
 """`Trackers`: one background process for each tracker (W&B, TensorBoard) of a run.
 
 No tracker runs in the training process. Its process, `python -m zerolm mirror` (`Mirror`), reads
-what the run appends to metrics.jsonl, events.jsonl and samples.jsonl. These files are the queue,
-so a step never waits for a slow or broken tracker. First rank only. Must not know any tracker.
+the lines that the run appends to metrics.jsonl, events.jsonl and samples.jsonl. These files are the
+queue, so a step never waits for a slow or broken tracker. First rank only. Must not depend on a
+particular tracker.
 """
 
 import contextlib
@@ -22,20 +23,20 @@ POLL_SECONDS = 2.0
 READ_SECONDS = 5.0  # a process that is alive polls the files more often than this
 FINISH_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 30.0
-MAX_FAILURES = 4  # of one tracker in one start: offline, each process writes every row again
+MAX_FAILURES = 4  # of one tracker per start of the run: each process may write all rows again
 
 Note = Callable[..., None]
 
 
 class Trackers:
-    """The trackers of a run. No method waits for their servers but `finish`.
+    """The trackers of a run. Only `finish` waits for their servers.
 
     Args:
         run_dir: run directory; the processes read their settings from its run.json.
         names: names of the trackers.
         note: appends an event to the run's log: `note(event, **values)`.
-        before: trackers of the log before a rollback, which have been told to end. Their messages
-            are received until they have.
+        before: trackers of the log before a rollback, which are ending. Their messages are
+            received until they have ended.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Trackers:
                 process.poll()
 
     def end(self, how: str) -> None:
-        """Tell the processes that nothing more will be written, and wait until they have read it.
+        """Announce that nothing more will be written, and wait until all has been read.
 
         Args:
             how: `done`, `stopped`, `rollback`, `failed` or `gave_up`.
@@ -91,7 +92,7 @@ class TrackerProcess:
         )  # fmt: skip
         self.channel: socket.socket | None = None
         self._partial_line = b""
-        self._has_read_all = self._told_to_end = self._ended = self._repair_was_logged = False
+        self._has_read_all = self._end_sent = self._ended = self._repair_was_logged = False
         self._start()
 
     def _start(self) -> None:
@@ -113,11 +114,11 @@ class TrackerProcess:
         if code is not None:
             self._receive()  # messages from just before it ended
             self._close()
-            if self._told_to_end:
+            if self._end_sent:
                 self._report_end(complete=code == 0)
             else:
                 self._report_death()
-        if self.child.due() and not self._told_to_end:
+        if self.child.due() and not self._end_sent:
             self._start()
 
     def _report_death(self) -> None:
@@ -130,7 +131,7 @@ class TrackerProcess:
             )
 
     def end(self, how: str) -> None:
-        self._told_to_end = True
+        self._end_sent = True
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 self.channel.send(json.dumps({"end": how}).encode() + b"\n")
@@ -144,7 +145,7 @@ class TrackerProcess:
             self._receive()
 
     def finish(self, deadline: float) -> None:
-        """Wait for the process, kill it when it is late, and report if its tracker lacks rows."""
+        """Wait for the process, kill it at the deadline, and report if its tracker lacks rows."""
         code = self.child.wait(deadline)
         late = self.child.running
         self.child.kill()
@@ -153,7 +154,7 @@ class TrackerProcess:
         self._report_end(code == 0, "it did not end in time" if late else "")
 
     def _report_end(self, complete: bool, reason: str = "") -> None:
-        """Report once that the process has ended and its tracker may lack rows."""
+        """Report, once, that the process has ended and its tracker may lack rows."""
         if not (complete or self._repair_was_logged or self._ended):
             reason = reason or f"its process ended ({self.log})"
             self._fail(f"may lack rows: {reason}; {self.repair}")
@@ -173,9 +174,9 @@ class TrackerProcess:
                 return
             *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
-                self._take(json.loads(line))
+                self._handle(json.loads(line))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "failed" in message:
             self._repair_was_logged |= self.repair in message["failed"]
             self._fail(message["failed"])

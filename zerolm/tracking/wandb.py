@@ -1,7 +1,7 @@
 """`WandbTracker`: copies a run directory to W&B: rows, references to checkpoints, samples, alerts.
 
-All it knows of a run is in the files of the run directory. It may block, and raises whatever W&B
-raises: `Mirror` handles both.
+It reads nothing but the files of the run directory. It may block, and raises whatever W&B raises:
+`Mirror` handles both.
 """
 
 import contextlib
@@ -34,31 +34,31 @@ SAMPLE_COLUMNS = ("step", "tokens", "prompt_number", "prompt", "text", "seed", "
 
 
 def close() -> None:
-    """Stop W&B's own service process, if this process has started one, and use no other's."""
+    """Stop W&B's service process if this process started one, and connect to no existing one."""
     import wandb
 
     with contextlib.suppress(Exception):
         wandb.teardown()
-    os.environ.pop("WANDB_SERVICE", None)  # address of a service that may know this run id already
+    os.environ.pop("WANDB_SERVICE", None)  # its address: it may already have a run with this id
 
 
 class WandbTracker(Tracker):
     """A W&B run that mirrors a run directory, with one id over all starts of the run.
 
     A rollback starts another W&B run of the same group, with every row of metrics.jsonl. W&B cannot
-    delete rows, so the rows of the steps that are repeated, on other data, would mix with those
-    that were rolled back. The earlier W&B run keeps the latter.
+    delete rows, so the rows of repeated steps, on other data, would mix with the rows of the steps
+    that were rolled back. The earlier W&B run keeps those.
 
-    The number of a row (W&B's step) depends on the training step alone and increases from row to
+    The number of a row (W&B's step) depends only on the training step and increases from row to
     row: a repeated step has the same numbers, on any machine. So the newest number on W&B's server
-    tells which rows it has. Offline, every start writes a file with all rows, which replaces the
-    files of the earlier starts.
+    shows which rows it has. Offline, every start writes a file with all rows, which replaces the
+    files of earlier starts.
 
     Args:
         run_dir: run directory.
-        of_process: process whose memory and threads W&B shows among its system metrics.
-        separate: identity of a W&B run that `wandb-sync` makes: it is never resumed, and has no
-            alerts.
+        of_process: ID of the process whose memory and threads W&B shows as system metrics.
+        separate: identity of a W&B run that `wandb-sync` creates: it is never resumed, and sends
+            no alerts.
         separate_id: id of that W&B run (default: a new one).
     """
 
@@ -92,7 +92,7 @@ class WandbTracker(Tracker):
         self._table: Any = None
         self._sample_keys: set[tuple[int, int]] = set()  # (step, prompt number)
         self._waiting: list[Row] = []  # samples, until the first row of a later step
-        self._mfu, self._limit = alerts.LowMfu(), alerts.Limit()
+        self._mfu, self._limit = alerts.LowMfuDetector(), alerts.RateLimit()
 
     def _saved_id(self) -> str:
         """Return the id that earlier starts have used since the last rollback, or a new one."""
@@ -170,7 +170,7 @@ class WandbTracker(Tracker):
         else:
             self.where = f"offline in {self.directory} (send with: wandb sync {self.directory})"
 
-    def wants(self, row: Row) -> bool:
+    def lacks(self, row: Row) -> bool:
         if self._waiting and self._waiting[0]["step"] < row["step"]:
             self._log_samples(before=row["step"])
         self._number = max(row["step"] * STEP_NUMBERS, self._number + 1)
@@ -178,16 +178,16 @@ class WandbTracker(Tracker):
 
     def log(self, row: Row) -> None:
         self.run.log(row, step=self._number, commit=True)
-        if self.live and (alert := self._mfu.judge(row)):
+        if self.live and (alert := self._mfu.check(row)):
             self._alert(alert, time.time())
 
     def samples(self, rows: list[Row]) -> None:
         """Keep samples until the rows of their step have been logged.
 
-        W&B takes no number below an earlier one, so they must come before rows of later steps.
+        W&B accepts no number below an earlier one, so they must come before rows of later steps.
         """
         for row in rows:
-            _ = row["tokens"]  # a line without it must fail here, where only the line is skipped
+            _ = row["tokens"]  # a line without this key must fail here, where only it is skipped
             key = row["step"], row["prompt_number"]
             if key not in self._sample_keys:  # a resumed run writes them again
                 self._sample_keys.add(key)
@@ -214,9 +214,9 @@ class WandbTracker(Tracker):
             self.run.log(content, step=_samples_number(first["step"]), commit=True)
 
     def event(self, event: Row) -> None:
-        """Send the alert and the reference that an event is worth, unless an earlier start has.
+        """Send the alert or checkpoint reference for an event, unless an earlier start has sent it.
 
-        Events before the last rollback belong to the W&B run of that time.
+        Events before the last rollback belong to the earlier W&B run.
         """
         if event.get("event") == "rollback":
             self._last_rollback = event.get("number", 0)
@@ -229,7 +229,7 @@ class WandbTracker(Tracker):
             self._alert(alert, _seconds(event))
 
     def flush(self) -> None:
-        """Mark the files of earlier starts as sent: this start has everything that they have."""
+        """Mark the files of earlier starts as sent: the file of this start has all their rows."""
         if self._earlier_files:
             wandb_files.mark_as_sent(self._earlier_files)
             self._earlier_files = []
@@ -262,12 +262,12 @@ class WandbTracker(Tracker):
             )
 
     def _log_reference(self, event: Row) -> None:
-        """Log a checkpoint as an artifact: its place and metadata, none of its bytes."""
+        """Log a checkpoint as an artifact with its URL and metadata; its files are not uploaded."""
         import wandb
 
         uploaded = self.settings.get("upload_to") not in (None, "off")
         if uploaded != (event["event"] == "upload"):
-            return  # of a run with uploads, only the copy in the store: it stays
+            return  # with uploads, refer to the store's copy, which outlives the local one
         name = event["checkpoint"]
         if name in self._logged:
             return
@@ -292,7 +292,7 @@ class WandbTracker(Tracker):
         )
         try:
             artifact.add_reference(url, name=name, checksum=False)
-        except Exception:  # W&B needs a library for this kind of store; the metadata has the URL
+        except Exception:  # W&B lacks the library for this kind of store; the metadata has the URL
             artifact.add_reference(path.as_uri(), name=name, checksum=False)
         self.run.log_artifact(artifact, aliases=["latest", name])
 

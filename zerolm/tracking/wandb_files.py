@@ -1,4 +1,4 @@
-"""Reads W&B's own files of a run (`run-ID.wandb`), to know what a W&B run already has.
+"""Reads W&B's own files of a run (`run-ID.wandb`), to find what a W&B run already has.
 
 The files are logs in LevelDB's format: after a header of 7 bytes, blocks of 32 KiB with records,
 which may be divided into fragments. A file whose writer was killed ends within a record; the
@@ -59,7 +59,8 @@ def records(path: Path) -> Iterator[Any]:
 def mark_as_sent(files: list[Path]) -> None:
     """Make `wandb sync` skip offline files, because the file of a later start has all their rows.
 
-    Otherwise it sends every file of a run from the first line, one over the other (W&B 0.31).
+    Otherwise it sends every file of a run from the first line, overwriting one with the next (W&B
+    0.31).
     """
     for path in files:
         if path.parent.name.startswith("offline-"):

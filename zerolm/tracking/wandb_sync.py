@@ -1,7 +1,7 @@
-"""`python -m zerolm wandb-sync RUN`: makes W&B runs from a run directory, whatever W&B already has.
+"""`python -m zerolm wandb-sync RUN`: sends a run directory to W&B, whatever W&B already has.
 
 One W&B run gets metrics.jsonl, references to the checkpoints, and the samples. The rows that each
-rollback discarded become a W&B run of their own in the same group. The run may still be running.
+rollback discarded become a separate W&B run of the same group. The run may still be running.
 """
 
 import json
@@ -27,15 +27,15 @@ def wandb_sync(
     same_id: bool = False,
     log: Callable[[str], object] = print,
 ) -> list[str]:
-    """Send the present content of a run directory to W&B.
+    """Send the current content of a run directory to W&B.
 
     Args:
         run_dir: run directory.
         mode: auto, online or offline.
         project: name of the project (default: that of the run).
         entity: user or team (default: that of the run).
-        same_id: overwrite the run's own W&B run instead of making a new one.
-        log: is called with one line for each W&B run.
+        same_id: overwrite the run's own W&B run instead of creating a new one.
+        log: called with one line for each W&B run.
 
     Returns:
         The ids of the W&B runs.
@@ -72,7 +72,7 @@ def wandb_sync(
             close()
             reason = " ".join(str(error).split())[:300]
             raise ZerolmError(
-                f"{path}: W&B did not take it: {reason}. Try again, or write it into "
+                f"{path}: W&B did not accept it: {reason}. Try again, or write it into "
                 f"the run directory with --mode offline."
             ) from error
     return ids
@@ -98,7 +98,7 @@ def _id_in_use(files: RunFiles) -> str:
 
 
 def _send(files: RunFiles, metrics: Path, one: Identity, run_id: str, everything: bool) -> str:
-    """Make one W&B run from one file of metrics; return a line about it.
+    """Send one file of metrics as one W&B run; return a line about it.
 
     Args:
         everything: also send samples and events.
@@ -110,7 +110,7 @@ def _send(files: RunFiles, metrics: Path, one: Identity, run_id: str, everything
     if everything:
         tracker.samples(Tail(files.samples).read())
     for row in rows:
-        if tracker.wants(row):
+        if tracker.lacks(row):
             tracker.log(row)
     if everything:
         for event in Tail(files.events).read():

@@ -1,6 +1,6 @@
-"""`python -m zerolm wandb-workspace RUN`: a W&B workspace with the panels of `report.html`.
+"""`python -m zerolm wandb-workspace RUN`: creates a W&B workspace with the panels of `report.html`.
 
-A metric that is not in the table of `zerolm.common.metrics` gets a panel of its own. Needs the
+A metric that is not in the table of `zerolm.common.metrics` gets a separate panel. Needs the
 package wandb-workspaces and, to save the workspace, a W&B account.
 """
 
@@ -69,7 +69,7 @@ def layout(keys: set[str], project: str, entity: str, title: str) -> Any:
         ) from error
     plots: dict[str, list[Any]] = {}
     for section, panel, _, chosen in metrics.charts(keys - {"samples"}):
-        for evaluated in (False, True):  # evaluations are few: in a plot of their own, not smoothed
+        for evaluated in (False, True):  # evaluations are few: a separate plot, not smoothed
             curves: list[Any] = [key for key in chosen if key.startswith("eval/") == evaluated]
             if not curves:
                 continue
@@ -101,5 +101,5 @@ def layout(keys: set[str], project: str, entity: str, title: str) -> Any:
 
 
 def spec(workspace: Any) -> str:
-    """Return what would be sent to W&B, as JSON."""
+    """Return the workspace as the JSON that would be sent to W&B."""
     return workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1)

@@ -1,4 +1,4 @@
-"""`Uploads`: has the published checkpoints of a run copied to `--upload_to URL` in the background.
+"""`Uploads`: copies the published checkpoints of a run to `--upload_to URL` in the background.
 
 The first rank polls for new checkpoints, and starts `python -m zerolm upload RUN_DIR URL`, which
 sends what is missing and ends. That process logs its own events; its failures never end the run.
@@ -20,7 +20,7 @@ FIRST_PAUSE_SECONDS = 10.0  # after a failed upload
 
 
 class Uploads:
-    """Starts the uploader when there is a checkpoint to send. No method but `finish` blocks.
+    """Starts the uploader when there is a checkpoint to send. Only `finish` blocks.
 
     Args:
         run_dir: run directory.
@@ -53,7 +53,7 @@ class Uploads:
     def finish(self, seconds: float) -> None:
         """Wait at most `seconds` for the uploads, and report the checkpoints that were not sent.
 
-        An upload that fails is not repeated: it has made several attempts itself.
+        A failed upload is not retried: the uploader has made several attempts itself.
         """
         if not self.active:
             return
@@ -62,7 +62,7 @@ class Uploads:
             self._start()
         while self._check(self._child.wait(deadline)):
             self._start()  # a checkpoint may have been published while it was sending
-        self._child.kill()  # the next upload continues with the files that are missing
+        self._child.kill()  # the next upload sends only the files that are missing
         missing = sorted(name for name, _ in self._published() - self._sent)
         if missing:
             step = int(missing[-1].rpartition("-")[2])

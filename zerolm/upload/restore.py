@@ -1,10 +1,10 @@
 """Restores a run from an object store: `python -m zerolm restore URL RUN_DIR`.
 
 `pretrain.py --upload_to` does the same when its run directory has no checkpoint. The newest
-complete checkpoint is fetched into a temporary directory, which is renamed when every file agrees
-with the manifest. If it is damaged, that is logged and the one before is fetched. A checkpoint
-without a manifest does not exist. A store that does not answer is an error: the run must not start
-again at step 0.
+complete checkpoint is fetched into a temporary directory, which is renamed once every file matches
+the manifest. If it is damaged, that is logged and the previous one is fetched. A checkpoint without
+a manifest does not exist. A store that does not answer is an error: the run must not restart at
+step 0.
 """
 
 import json
@@ -31,20 +31,20 @@ STREAMS = 4
 def restore(
     url: str, run_dir: Path, step: int | None = None, log: Callable[[str], None] = print
 ) -> Checkpoint | None:
-    """Fetch the newest complete checkpoint of a store, and the run's record that belongs to it.
+    """Fetch the newest complete checkpoint of a store, and the run's record stored with it.
 
     Args:
         url: URL of the store.
         run_dir: run directory. The caller holds its lock, so that no run writes to it.
         step: fetch the checkpoint of this step instead of the newest.
-        log: is called with one line for each damaged checkpoint, and for the restored one.
+        log: called with one line for each damaged checkpoint, and for the restored one.
 
     Returns:
         The checkpoint on disk; None when the store has no complete one.
 
     Raises:
         CheckpointError: the store cannot be read; every checkpoint in it is damaged; it lacks the
-            checkpoint of `step`; or the disk has no room.
+            checkpoint of `step`; or the disk is too full.
     """
     start = time.monotonic()
     problems: list[str] = []
@@ -73,7 +73,7 @@ def restore(
 
 
 def complete_steps(url: str, step: int | None = None) -> list[str]:
-    """Return the names of the complete checkpoints of a store, in the order of time.
+    """Return the names of the complete checkpoints of a store, oldest first.
 
     Args:
         url: URL of the store.
@@ -96,13 +96,13 @@ def complete_steps(url: str, step: int | None = None) -> list[str]:
 
 def _unreadable(error: StoreError) -> CheckpointError:
     return CheckpointError(
-        f"{error}. Nothing was restored, and a run would start at step 0: wait until the store "
+        f"{error}. Nothing was restored, and a run would start at step 0. Wait until the store "
         f"answers, or correct the URL or the credentials."
     )
 
 
 def if_lost(run_dir: Path, url: str | None) -> Checkpoint | None:
-    """Restore a run that has a store, if its directory has no checkpoint. First rank only.
+    """Restore a run from its store, if it has one and its directory has no checkpoint. Rank 0 only.
 
     Raises:
         CheckpointError: as `restore`. A store without a complete checkpoint is not an error.
@@ -132,7 +132,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
 
     Raises:
         Mismatch: it is damaged in the store.
-        CheckpointError: there is no room for it.
+        CheckpointError: the disk is too full.
     """
     checkpoints = RunFiles(run_dir).checkpoints
     manifest, listed = _listed(store, f"{name}/{MANIFEST}")
@@ -156,7 +156,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
     except CheckpointError as error:
         raise Mismatch(str(error).replace(str(temporary), f"{store.url}/{name}")) from error
     except Mismatch:
-        shutil.rmtree(temporary, ignore_errors=True)  # the checkpoint before needs the room
+        shutil.rmtree(temporary, ignore_errors=True)  # make room for the previous checkpoint
         raise
     _move_record(temporary / RECORD_DIRECTORY, run_dir)
     publish(temporary, manifest)
@@ -174,12 +174,12 @@ def _fetch_files(store: Store, name: str, temporary: Path, entries: list[dict[st
 
 
 def _move_record(fetched: Path, run_dir: Path) -> None:
-    """Move the run's record to its place, before the checkpoint that needs it is published."""
+    """Move the run's record into the run directory, before its checkpoint is published."""
     events = RunFiles(run_dir).events
     for file in record_files(fetched):
         source, target = fetched / file, run_dir / file
         if not source.is_file():
-            target.unlink(missing_ok=True)  # newer than the checkpoint
+            target.unlink(missing_ok=True)  # written after the checkpoint
         elif target != events or not target.is_file() or _is_longer(source, target):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(source, target)
@@ -187,12 +187,12 @@ def _move_record(fetched: Path, run_dir: Path) -> None:
 
 
 def _is_longer(source: Path, target: Path) -> bool:
-    """Compare two copies of a log that only grows: the longer one has all lines of the other."""
+    """Return which of two copies of an append-only log is longer: it has all lines of the other."""
     return source.stat().st_size > target.stat().st_size
 
 
 def _listed(store: Store, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read and check a list of files with sizes and checksums: (the JSON object, its files).
+    """Read and check a list of files with sizes and checksums; return (JSON object, its files).
 
     Raises:
         Mismatch: it is missing or damaged, or a path in it leads out of the checkpoint.

@@ -1,4 +1,4 @@
-"""Checks `--upload_to` before a run starts, and reads the run.json that a restore would bring.
+"""Checks `--upload_to` before a run starts, and reads the run.json that a restore would fetch.
 
 Must not change the store or the settings.
 """
@@ -25,7 +25,7 @@ def store_url(settings: Settings) -> str | None:
 
 
 def upload_problems(settings: Settings) -> list[str]:
-    """Return the problems of the settings of uploads, without using the network."""
+    """Return the problems of the upload settings, without using the network."""
     url = store_url(settings)
     if url is None:
         return []
@@ -35,18 +35,18 @@ def upload_problems(settings: Settings) -> list[str]:
         return [f"{where}, {problem}"]
     file, separator, _ = settings.where("upload_to").partition(": settings.")
     if separator and settings.where("run_dir").startswith(COMMAND_LINE):
-        theirs = read_json(file, "a run.json")
-        theirs = theirs.get("settings", theirs)
-        if theirs.get("run_dir") != settings.run_dir:
+        recorded = read_json(file, "a run.json")
+        recorded = recorded.get("settings", recorded)
+        if recorded.get("run_dir") != settings.run_dir:
             return [
-                f"{where}, belongs to the run in {theirs.get('run_dir')}, and --run_dir is "
-                f"{settings.run_dir}. Give --upload_to a place of its own, or off."
+                f"{where}, belongs to the run in {recorded.get('run_dir')}, and --run_dir is "
+                f"{settings.run_dir}. Give another --upload_to, or off."
             ]
     return []
 
 
 def is_lost(run_dir: Path) -> bool:
-    """Return whether a run directory has no checkpoint to resume from, now or after a loss."""
+    """Return whether a run directory has no checkpoint to resume from: it is new, or was lost."""
     try:
         return not candidates(run_dir)[0]
     except CheckpointError:
@@ -54,13 +54,14 @@ def is_lost(run_dir: Path) -> bool:
 
 
 def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping[str, Any]] | None:
-    """Return (URL, content) of the run.json that a restore would bring; None without a restore.
+    """Return (URL, content) of the run.json that a restore would fetch; None without a restore.
 
     It reads from the store, so only one rank should call it.
 
     Args:
         settings: settings of the run.
-        problems: gets a problem if the store does not answer, since the run might start at step 0.
+        problems: a problem is appended if the store does not answer: the run might restart at
+            step 0.
     """
     url = store_url(settings)
     if url is None or not is_lost(Path(settings.run_dir or "")):
@@ -70,7 +71,7 @@ def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping
     except StoreError as error:
         problems.append(
             f"{settings.where('upload_to')}: {url}, cannot be read, and --run_dir "
-            f"{settings.run_dir} has no checkpoint: the run might start again at step 0. {error}. "
+            f"{settings.run_dir} has no checkpoint: the run might restart at step 0. {error}. "
             f"Correct the URL or the credentials, wait until it answers, or use --upload_to off."
         )
         return None

@@ -1,9 +1,9 @@
 """`Store`: the copy of a run in an object store, with checkpoints as `URL/step-00001000/`.
 
-A checkpoint is complete once its manifest is there. A thin layer over fsspec, so that s3://, gs://,
-hf:// and file:// are used alike. Files are streamed in pieces and hashed on the way, so memory does
-not grow with a checkpoint. A call that fails is repeated a few times. Credentials come from where
-the store's own library finds them; they are refused in URLs, and removed from messages.
+A checkpoint is complete once its manifest exists. A thin layer over fsspec, which supports s3://,
+gs://, hf:// and file://. Files are hashed while they are streamed in pieces, so memory does not
+grow with the checkpoint. A failed call is retried a few times. Credentials come from where the
+store's own library finds them; they are refused in URLs, and removed from messages.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ from zerolm.common.store import (
 from zerolm.config.settings import TRACKERS
 from zerolm.tracking.tracker import tracker_class
 
-RECORD_DIRECTORY = "record"  # run.json and the logs at the time when the checkpoint was sent
+RECORD_DIRECTORY = "record"  # run.json and the logs as they were when the checkpoint was sent
 CHECKSUMS = f"{RECORD_DIRECTORY}/CHECKSUMS.json"
 LISTING_STREAMS = 16
-UNREADABLE = 1 << 62
+UNREADABLE = 1 << 62  # sorts after any number of rollbacks
 
 
 def record_files(directory: Path) -> list[str]:
     """Return the names of the files in a run's record, whether they exist or not.
 
     Args:
-        directory: run directory, or a copy of its record: which archives of metrics there are.
+        directory: run directory, or a copy of its record; archived metrics are looked up in it.
     """
     files = RunFiles(directory)
     state = [
@@ -55,12 +55,12 @@ def record_files(directory: Path) -> list[str]:
 
 
 class Store:
-    """The place of one run in an object store.
+    """The copy of one run in an object store.
 
     Args:
-        url: URL with a scheme, without credentials, where nothing but this run is stored.
-        progress: is called whenever data has moved, so that a caller can detect a hang.
-        attempts: how often a call is tried before it raises a StoreError.
+        url: URL with a scheme and without credentials, used by this run only.
+        progress: called whenever data has moved, so that the caller can detect a hang.
+        attempts: number of attempts of a call before it raises a StoreError.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Store:
         if hasattr(self._fs, "retries"):
             self._fs.retries = 1  # s3fs: botocore's retries and ours are enough
 
-    # ---- What is there
+    # ---- List and read
 
     def steps(self) -> list[str]:
         """Return the names of the step directories, lowest step first, complete or not.
@@ -127,9 +127,9 @@ class Store:
         return self._tried(f"{self.url}/{name}", lambda: self._fs.cat_file(self._path(name)))
 
     def complete(self, damaged: bool = True) -> list[str]:
-        """Return the names of the complete steps in the order of time.
+        """Return the names of the complete steps, in the order in which they were trained.
 
-        After a rollback this is not the order of the steps.
+        After a rollback this is not the order of their numbers.
 
         Args:
             damaged: also return those whose manifest cannot be read, last.
@@ -145,13 +145,13 @@ class Store:
         return [step for count, _, step in sorted(found) if damaged or count != UNREADABLE]
 
     def marker(self, step: str) -> bytes | None:
-        """Return the manifest of a step, None when the step is not complete."""
+        """Return the manifest of a step, None if the step is not complete."""
         try:
             return self.read(f"{step}/{MANIFEST}")
         except Missing:
             return None
 
-    # ---- Moving files
+    # ---- Send, fetch and delete
 
     def send(self, source: Path, name: str, sha256: str | None = None) -> str:
         """Copy a file into the store and return its SHA-256.
@@ -219,7 +219,7 @@ class Store:
             raise Mismatch(f"{where}: SHA-256 {actual}, the manifest says {sha256}")
 
     def remove(self, step: str) -> None:
-        """Delete a step, its manifest first, so that a part of it is never taken as complete."""
+        """Delete a step, its manifest first, so that a partial step never counts as complete."""
         files = self.files(step)
         for name in sorted(files, key=lambda name: name != MANIFEST):
             self.remove_file(f"{step}/{name}")
@@ -230,7 +230,7 @@ class Store:
         """Delete an object if it exists."""
 
         def remove() -> None:
-            with contextlib.suppress(FileNotFoundError):  # an earlier attempt has done it
+            with contextlib.suppress(FileNotFoundError):  # an earlier attempt has deleted it
                 self._fs.rm_file(self._path(name))
 
         self._tried(f"{self.url}/{name}", remove)
@@ -245,7 +245,7 @@ class Store:
 
         Raises:
             Missing: there is no such object.
-            StoreError: the last attempt failed, or one in a way that will not change.
+            StoreError: the last attempt failed, or one failed permanently.
         """
         for attempt in range(1, self.attempts + 1):
             self._progress()
@@ -271,7 +271,7 @@ def _num_rollbacks(marker: bytes) -> int:
 
 
 def _discard(target: Any) -> None:
-    """Abort a partial upload, since the finalizer of the file would make an object of it."""
+    """Abort a partial upload, which the file's finalizer would otherwise store as an object."""
     with contextlib.suppress(Exception):
         target.discard()
     with contextlib.suppress(Exception):

@@ -1,10 +1,10 @@
 """Sends published checkpoints to an object store: `python -m zerolm upload RUN_DIR URL`.
 
-A process that `Uploads` starts during a run, or a user. It sends the newest checkpoint that the
-store lacks, then the one before, and so on, and ends. It makes hard links first, so a checkpoint
-may be rotated away while it is sent. The manifest is sent last: without it a checkpoint does not
-exist in the store. The files that were sent are noted, so that the next upload continues where a
-killed one ended. A failure is an event and a line on the console. Must not depend on torch.
+`Uploads` starts this process during a run; a user may start it, too. It sends the newest checkpoint
+that the store lacks, then the previous one, and so on, and ends. It creates hard links first, so a
+checkpoint may be rotated away while it is sent. The manifest is sent last: without it a checkpoint
+does not exist in the store. Sent files are recorded, so that the next upload resumes where a killed
+one ended. A failure is an event and a line on the console. Must not depend on torch.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories, 
 from zerolm.common.store import Mismatch, StoreError
 from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
 
-NOTES = ".sent"  # suffix of the list of files of a checkpoint that were sent
+SENT_SUFFIX = ".sent"  # of the list of a checkpoint's files that were sent
 STREAMS = 4
-STALLED_SECONDS = 180.0  # longer than all attempts of a call: then a library hangs
-LOCK_SECONDS = 10.0  # the uploader of a run that was killed needs a moment to notice
+STALLED_SECONDS = 180.0  # longer than all attempts of a call take, so a library hangs
+LOCK_SECONDS = 10.0  # the uploader of a killed run needs a moment to notice and end
 
 
 def upload(run_dir: Path, url: str, keep: int) -> list[str]:
@@ -45,7 +45,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
         The names of the checkpoints that were sent.
 
     Raises:
-        ConfigError: another upload of this run is in progress, or the directory holds no run.
+        ConfigError: another upload of this run is in progress, or this is not a run directory.
         StoreError: a call failed in all attempts; it has been logged.
         CheckpointError: some checkpoints are damaged on disk; the others were sent.
     """
@@ -74,7 +74,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
                     if _send(run_dir, sending, store):
                         sent.append(sending)
                         _rotate(store, keep)
-                except (Mismatch, CheckpointError) as error:  # the one before may be complete
+                except (Mismatch, CheckpointError) as error:  # the previous one may be complete
                     damaged[sending] = str(error)
                     failed(error)
         except StoreError as error:
@@ -91,7 +91,8 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
 class StallGuard:
     """Ends this process when an upload makes no progress for `STALLED_SECONDS`.
 
-    A library that hangs in a call cannot be interrupted. The process may end at any time.
+    A library that hangs in a call cannot be interrupted, and it is safe to end the process at any
+    time.
     """
 
     def __init__(self, failed: Callable[[str], None]):
@@ -116,7 +117,7 @@ def _lock(path: Path) -> FileLock:
     """Take the lock of a run's uploads.
 
     Raises:
-        ConfigError: another process keeps it.
+        ConfigError: another process holds it for longer than `LOCK_SECONDS`.
     """
     deadline = time.monotonic() + LOCK_SECONDS
     try:
@@ -132,18 +133,18 @@ def _remove_links(run_dir: Path) -> None:
 
 
 def _remove_partial(run_dir: Path, store: Store) -> None:
-    """Remove from the store what a killed upload has sent of checkpoints that no longer exist."""
+    """Remove from the store the partly sent checkpoints that no longer exist on disk."""
     paths = RunFiles(run_dir)
-    for notes in paths.uploads.glob(f"*{NOTES}"):
-        name = notes.name.removesuffix(NOTES)
+    for sent_list in paths.uploads.glob(f"*{SENT_SUFFIX}"):
+        name = sent_list.name.removesuffix(SENT_SUFFIX)
         if not (paths.checkpoint(name) / MANIFEST).exists():
             if store.marker(name) is None:
                 store.remove(name)
-            notes.unlink()
+            sent_list.unlink()
 
 
 def _newest_missing(checkpoints: Path, store: Store, keep: int, damaged: set[str]) -> str:
-    """Return the name of the newest published checkpoint that the store lacks; '' for none."""
+    """Return the name of the newest published checkpoint that the store lacks, "" if it has all."""
     published = published_checkpoints(checkpoints)
     for directory in reversed(published[-keep:] if keep else published):
         if directory.name in damaged:
@@ -166,19 +167,19 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
             return False
         raise CheckpointError(f"{paths.checkpoint(name)} is damaged: {error}") from error
     manifest = (staging / MANIFEST).read_bytes()
-    there = store.files(name)
-    if MANIFEST in there:  # another checkpoint of this name, which is overwritten from here on
+    stored = store.files(name)
+    if MANIFEST in stored:  # another checkpoint of this name, which is now overwritten
         store.remove_file(f"{name}/{MANIFEST}")
-    notes = staging.with_name(name + NOTES)
-    sent = _sent_before(notes)
+    sent_list = staging.with_name(name + SENT_SUFFIX)
+    sent = _read_sent_list(sent_list)
 
     def send(file: str) -> int:
         size = files[file].stat().st_size
-        if sent.get(file) == checksums[file] and there.get(file) == size:
+        if sent.get(file) == checksums[file] and stored.get(file) == size:
             return 0
         fault_point("upload.file", step)
         store.send(files[file], f"{name}/{file}", checksums[file])
-        jsonl.append_line(notes, json.dumps([file, checksums[file]]))
+        jsonl.append_line(sent_list, json.dumps([file, checksums[file]]))
         return size
 
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -194,7 +195,7 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
         store.remove_file(f"{name}/{file}")  # of another checkpoint of this name
     fault_point("upload.marker", step)
     store.write(f"{name}/{MANIFEST}", manifest)
-    notes.unlink(missing_ok=True)
+    sent_list.unlink(missing_ok=True)
     shutil.rmtree(staging, ignore_errors=True)
     seconds = round(time.monotonic() - start, 3)
     jsonl.append_event(
@@ -225,7 +226,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
             os.link(source, target)
         except FileNotFoundError:
             raise
-        except OSError:  # a file system without hard links: if it is rotated away, sending fails
+        except OSError:  # no hard links on this file system: sending fails if it is rotated away
             target = source
         files[entry["file"]], checksums[entry["file"]] = target, entry["sha256"]
     for file in record_files(run_dir):
@@ -244,15 +245,15 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
     return files, checksums
 
 
-def _sent_before(path: Path) -> dict[str, str]:
-    """Return {file: SHA-256} of what a killed upload has sent; an incomplete line is ignored."""
-    noted: dict[str, str] = {}
+def _read_sent_list(path: Path) -> dict[str, str]:
+    """Return {file: SHA-256} of the files that a killed upload has sent; skip incomplete lines."""
+    sent: dict[str, str] = {}
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 file, sha256 = json.loads(line)
-                noted[file] = sha256
-    return noted
+                sent[file] = sha256
+    return sent
 
 
 def _rotate(store: Store, keep: int) -> None:

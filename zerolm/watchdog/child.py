@@ -1,8 +1,8 @@
 """`Child`: a process of zerolm that works in the background of a run.
 
 The trackers, the HTML report and the uploads each run in one, so that nothing slow or broken in
-them delays a step or ends the run. `Child` is the half in the run; `serve` is the half in the
-process. Standard library only.
+them delays a step or ends the run. The run uses `Child`; the process itself calls `serve`. Standard
+library only.
 """
 
 import contextlib
@@ -31,11 +31,12 @@ class Child:
 
     Args:
         arguments: a command of `python -m zerolm` and its arguments.
-        log: file that its output is appended to, in a directory that is made; None: our output.
+        log: file to which its output is appended, in a directory that is created; None: the output
+            of this process.
         supervised: `launch supervise` waits for it before it restarts the run.
         endless: the process should never end by itself, so even exit code 0 is a failure.
-        first_pause_seconds: before it is due after a failure; doubled by each further failure.
-        max_failures: after so many failures it is never due again.
+        first_pause_seconds: pause after a failure until it is due; doubled by each further one.
+        max_failures: number of failures after which it is never due again.
     """
 
     def __init__(
@@ -102,18 +103,18 @@ class Child:
             self.failures += 1
         return code
 
-    def wait(self, deadline: float, asked: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait until the process ends; with heartbeats, because to wait here is not to hang.
+    def wait(self, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> int | None:
+        """Wait until the process ends. Records progress, so that waiting does not count as a hang.
 
         Args:
-            deadline: on the clock of `time.monotonic`.
-            asked: tells when to stop waiting before that.
+            deadline: latest time to wait until, on the clock of `time.monotonic`.
+            cancelled: returns True to stop waiting before that.
 
         Returns:
-            The exit code; None where the process still runs, or where there is none.
+            The exit code; None if the process is still running, or there is none.
         """
         while (code := self.poll()) is None and self.running:
-            if time.monotonic() >= deadline or asked():
+            if time.monotonic() >= deadline or cancelled():
                 break
             time.sleep(WAIT_SECONDS)
             progress.record_progress("end")
@@ -128,7 +129,7 @@ class Child:
 
 
 def _environment(supervised: bool) -> dict[str, str]:
-    """Return the environment of a child, which imports the same zerolm as this process."""
+    """Return the environment of a child, in which it imports the same zerolm as this process."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
     if not supervised:
@@ -137,12 +138,13 @@ def _environment(supervised: bool) -> dict[str, str]:
 
 
 def serve(pid: int) -> None:
-    """Make this process a child: low priority, no signals, and it ends when its run has ended.
+    """Make this process a child of a run: low CPU and disk priority, and it ends with the run.
 
-    It leaves signals to the run, which saves first and gives it time to finish.
+    It ignores signals, since the run handles them: it saves first and gives this process time to
+    finish.
 
     Args:
-        pid: process number of the run that has started this process.
+        pid: process ID of the run that started this process.
     """
     os.nice(19)
     with contextlib.suppress(Exception):  # not every kernel or container has it

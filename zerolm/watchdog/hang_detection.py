@@ -1,9 +1,9 @@
-"""Decides which ranks hold up a run, from the heartbeats of all of them.
+"""Decides which ranks hang, from the heartbeats of all of them.
 
 A rank that waits in a collective is held up by another rank. Each rank counts the collectives that
-it has entered: the others wait for the rank with the lowest count, if it makes no progress either.
-Clocks of different hosts are never compared. Every rank that reads the same heartbeats reaches the
-same verdict. Pure.
+it has entered; the others wait for the rank with the lowest count. That rank hangs if it makes no
+progress. Clocks of different hosts are never compared. Every rank that reads the same heartbeats
+reaches the same verdict. No side effects.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ Heartbeat = Mapping[str, Any]
 def find_hung_ranks(
     heartbeats: Iterable[Heartbeat], complete: bool = True
 ) -> tuple[list[int], str] | None:
-    """Return the ranks that hold up the run and the reason, or None if the run is only slow.
+    """Return the ranks that hang and the reason, or None if the run is only slow.
 
     Args:
         heartbeats: of every rank that has not ended. Used keys: `rank`, `quiet_seconds` (since its

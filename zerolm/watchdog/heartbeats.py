@@ -1,7 +1,7 @@
 """The heartbeat files of the ranks, which the other ranks and `status` read.
 
-Each heartbeat carries the token of one launch of the run, so that files which an earlier launch
-left behind are ignored.
+Each heartbeat has the token of its launch of the run, so that files of earlier launches are
+ignored.
 """
 
 import json
@@ -21,8 +21,8 @@ class Heartbeats:
     """Writes the heartbeat of this rank and reads those of the others.
 
     Args:
-        run_dir: the run directory; must exist once there is something to write.
-        launcher: process number of the launcher, if there is one.
+        run_dir: the run directory; must exist before the first heartbeat is written.
+        launcher: process ID of the launcher, if there is one.
         monitor: progress monitor of this process.
 
     Attributes:

@@ -71,7 +71,7 @@ class StackFile:
 
 
 def request_stacks(ranks: list[processes.Process]) -> None:
-    """Make other ranks of this machine write their stacks; wakes a stopped one for that."""
+    """Make other ranks of this machine write their stacks; a stopped rank is continued to do so."""
     requested = False
     for process in ranks:
         if processes.handles_signal(process.pid, SIGNAL):

@@ -48,7 +48,7 @@ def publish(
     """Write the verdict, print it, and log the event; return False if another rank was first.
 
     Args:
-        token: of this launch; None before the ranks are connected, when there is nobody to tell.
+        token: of this launch; None before the ranks are connected: then no other rank reads it.
         event: name of the event.
         step: the optimizer step in progress.
         found_by: the rank that publishes.

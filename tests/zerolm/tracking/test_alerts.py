@@ -6,7 +6,7 @@ import pytest
 from zerolm.checkpoint.directory import Progress
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
-from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, Limit, LowMfu, of_event
+from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, LowMfuDetector, RateLimit, of_event
 from zerolm.train.stability import anomaly_fields, spike_guard
 
 # The fields that a run logs for a spike.
@@ -41,17 +41,17 @@ def test_what_happens_every_day_is_none() -> None:
 
 
 def test_low_mfu_is_told_once_and_again_after_it_was_usual() -> None:
-    watch, told = LowMfu(), []
+    watch, told = LowMfuDetector(), []
     values = [0.4] * 20 + [0.2] * 5 + [0.39] + [0.1] * 3
     for step, mfu in enumerate(values):
-        if watch.judge({"step": step, "throughput/mfu": mfu}):
+        if watch.check({"step": step, "throughput/mfu": mfu}):
             told.append(step)
     assert told == [22, 28]
-    assert watch.judge({"step": 99}) is None, "on a device whose peak is unknown"
+    assert watch.check({"step": 99}) is None, "on a device whose peak is unknown"
 
 
 def test_a_storm_of_alerts_is_limited_and_errors_get_through() -> None:
-    limit = Limit()
+    limit = RateLimit()
     same = Alert("loss spike", "", WARN)
     assert [limit.allows(same, second) for second in (0, 10, 599, 600)] == [
         True,

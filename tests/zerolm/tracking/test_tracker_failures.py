@@ -158,5 +158,5 @@ def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeyp
     monkeypatch.setattr(wandb, "INIT_SECONDS", 1)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(ZerolmError, match=r"W&B did not take it: .*refused"):
+    with pytest.raises(ZerolmError, match=r"W&B did not accept it: .*refused"):
         wandb_sync(run_dir, mode="online")

@@ -55,7 +55,7 @@ def test_a_store_that_does_not_answer_is_a_problem_only_without_a_checkpoint(
     run_dir, problems = tmp_path / "run", list[str]()
     words = ["--run_dir", run_dir, "--upload_to", f"file://{tmp_path}/store"]
     assert stored_record(settings(*words), problems) is None
-    assert "might start again at step 0. s3://bucket/first: no answer." in problems[0]
+    assert "might restart at step 0. s3://bucket/first: no answer." in problems[0]
     run_dir.mkdir()
     publish(run_dir, 5)
     problems.clear()

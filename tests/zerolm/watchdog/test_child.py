@@ -57,7 +57,7 @@ def test_waiting_is_bounded_and_sends_heartbeats() -> None:
     beats, start = progress.CURRENT.num_records, time.monotonic()
     assert one.wait(start + 0.3) is None and one.running
     assert progress.CURRENT.num_records > beats
-    assert one.wait(math.inf, asked=lambda: True) is None
+    assert one.wait(math.inf, cancelled=lambda: True) is None
     process = one.process
     one.kill()
     assert process is not None and process.returncode == -9 and not one.running

@@ -43,22 +43,22 @@ function niceTicks(low, high, maxTicks, unit, logarithmic) {
   return linearTicks(low / base, high / base, maxTicks).map((tick) => tick * base);
 }
 
-// The index of the first value >= `wanted` in an ascending array.
-function firstFrom(values, wanted) {
+// The index of the first value >= `target` in an ascending array.
+function firstFrom(values, target) {
   let low = 0, high = values.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (values[middle] < wanted) low = middle + 1;
+    if (values[middle] < target) low = middle + 1;
     else high = middle;
   }
   return low;
 }
 
-function nearest(values, wanted) {
-  const after = firstFrom(values, wanted);
+function nearest(values, target) {
+  const after = firstFrom(values, target);
   if (after === 0) return 0;
   if (after === values.length) return after - 1;
-  return wanted - values[after - 1] < values[after] - wanted ? after - 1 : after;
+  return target - values[after - 1] < values[after] - target ? after - 1 : after;
 }
 
 // The centred running mean; the window is shorter near both ends. Values above `highest` are

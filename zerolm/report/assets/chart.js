@@ -60,7 +60,7 @@ class Chart {
     }
   }
 
-  // The lowest and highest value in view. A few outliers are cut off unless "full range" is on.
+  // [low, high, clipped]: the range of the values in view, without a few outliers unless "full range" is on.
   range(shown) {
     const values = [];
     for (const { one, from, to } of shown) {
@@ -164,7 +164,7 @@ class Chart {
     }
   }
 
-  // In each column of pixels only the first, lowest, highest and last point are drawn.
+  // The SVG path of a curve. In each column of pixels only the first, lowest, highest and last point are drawn.
   path(places, values, first, last) {
     const parts = [];
     const every = last - first <= 4 * (this.box.right - this.box.left);
@@ -255,14 +255,13 @@ class Chart {
     else this.tip.hidden = true;
   }
 
-  // The point of each visible curve that is nearest to a position.
+  // The point of each visible curve that is nearest to `at`, a position in pixels.
   readings(at) {
     const rows = [];
     for (const one of this.visible()) {
       const places = one.x[view.x];
       if (one.faint || !places.length) continue;
-      const wanted = this.x.back(at);
-      let index = nearest(places, wanted);
+      const index = nearest(places, this.x.back(at));
       if (one.y[index] === null) continue;
       const where = this.x(places[index]);
       if (Math.abs(where - at) > 40 && one.marks) continue;

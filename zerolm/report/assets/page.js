@@ -99,7 +99,7 @@ function build(data) {
     parts.push(toolbar(data), grid);
   }
   parts.push(many ? found : null, eventList(data), evaluations(data), samples(data), settings(data),
-    h('footer', {}, 'Drag on a chart to zoom, or pinch on a phone; double-click or press “Show all” to reset. Small triangles at the top edge are values above it.'));
+    h('footer', {}, 'Drag on a chart to zoom, or pinch on a phone; double-click or press “Show all” to reset. Small triangles at the top edge mark values above the visible range.'));
   page.replaceChildren(...parts.filter(Boolean));
   page.addEventListener('click', (event) => {
     const link = event.target.closest('button[data-step]');

@@ -1,8 +1,8 @@
-// The report around the charts. Text of a run is inserted as text, never as markup.
+// All of the report except the charts. Text from a run is inserted as text, never as markup.
 
 const STATES = { running: 'running', done: 'done', stopped: 'stopped, can be resumed', 'gave up': 'gave up', failed: 'failed', silent: 'silent', new: 'not started' };
 
-const capital = (words) => words.charAt(0).toUpperCase() + words.slice(1).replace('mfu', 'MFU');
+const capitalize = (text) => text.charAt(0).toUpperCase() + text.slice(1).replace('mfu', 'MFU');
 
 function section(title, ...children) {
   return h('section', {}, h('h2', {}, title), ...children);
@@ -75,7 +75,7 @@ function findings(data) {
   if (!found.length && !problems.length) return null;
   const name = (run) => (data.runs.length > 1 ? `${run.name}: ` : '');
   return section('Findings', h('ul', { class: 'findings' },
-    ...found.map((one) => h('li', { class: one.kind }, h('b', {}, name(one.run) + capital(one.kind.replaceAll('_', ' '))), h('button', { type: 'button', class: 'link', 'data-step': one.step, 'data-run': one.run.number }, `step ${one.step.toLocaleString('en')}`), ' ', one.text)),
+    ...found.map((one) => h('li', { class: one.kind }, h('b', {}, name(one.run) + capitalize(one.kind.replaceAll('_', ' '))), h('button', { type: 'button', class: 'link', 'data-step': one.step, 'data-run': one.run.number }, `step ${one.step.toLocaleString('en')}`), ' ', one.text)),
     ...problems.map((one) => h('li', { class: 'unread' }, h('b', {}, `${name(one.run)}Could not be read`), ' ', one.problem))));
 }
 
