@@ -92,12 +92,12 @@ NOISE_SCALE = Panel("Gradient noise scale", smooth=True, log=True,
         "with the actual batch size.")
 BATCH = Panel("Batch")  # of a run that does not measure its noise scale
 ROUTER_CHOICE = Panel("Router choice", smooth=True,
-    about="Entropy of the routers' probabilities, as a share of that of a uniform choice; and the "
-        "share of experts that got no token in the step.")
+    about="Entropy of the routers' probabilities, divided by the entropy of a uniform choice; and "
+        "the share of experts that got no token in the step.")
 STEP_TIME = Panel("Step time", smooth=True, log=True,
-    about="Time of an optimizer step; the compute time of the slowest rank and of the mean rank; "
-        "and the time spent waiting for data.")
-MEMORY = Panel("Memory", about="Of the device of rank 0; of its process on a CPU.")
+    about="Time of an optimizer step; the compute time of the slowest rank, and its mean over the "
+        "ranks; and the time spent waiting for data.")
+MEMORY = Panel("Memory", about="On the device of rank 0; on a CPU, of its process.")
 CHECKPOINTS = Panel("Checkpoints", points=True,
     about="How long training was paused for a checkpoint: to copy the states, and to wait for the "
         "previous checkpoint.")
@@ -124,10 +124,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Evaluation": (
         Metric("eval/hellaswag/acc", "share", TASKS,
-            "HellaSwag: share of items whose most likely ending, by log-likelihood, is the right "
-            "one"),
+            "HellaSwag: share of items whose correct ending has the highest log-likelihood"),
         Metric("eval/hellaswag/acc_norm", "share", TASKS,
-            "the same, by log-likelihood per character"),
+            "the same, with log-likelihoods divided by the number of characters"),
         Metric("eval/hellaswag/items", "items", None,
             "number of HellaSwag items that were evaluated"),
         Metric("eval/<task>/<metric>", "", TASKS,
@@ -142,8 +141,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train/grad_norm", "", GRADIENT_NORM, line="grad_norm={:.3f}", bar="grad {:.3g}",
             bar_rank=4, about="2-norm of the gradient before clipping"),
         Metric("train/clip_norm", "", GRADIENT_NORM,
-            "with `--adaptive_clip`: the norm that the last step's gradient was clipped to, if it "
-            "was larger; absent while there is no bound"),
+            "with `--adaptive_clip`: upper bound on the last step's gradient norm; absent while "
+            "there is none"),
         Metric("train/clipped_share", "share",
             Panel("Clipped steps", smooth=True,
                 about="Share of the steps since the previous line."),
@@ -159,9 +158,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "norm, the head. A tied head counts as the embeddings"),
         Metric("train/update_ratio", "",
             Panel("Update ratio", log=True,
-                about="Norm of a step's change of the weights, divided by the norm of the weights; "
+                about="Norm of a step's update of the weights, divided by the norm of the weights; "
                     "around 0.001 is usual."),
-            "norm of the last step's change of the float32 master weights, divided by the norm of "
+            "norm of the last step's update of the float32 master weights, divided by the norm of "
             "the parameters; about 1e-3 is usual. Absent for a step that was not applied"),
         Metric("train/update_ratio/<block>", "",
             Panel("Update ratio by block", many=True, ordered=True, log=True),
@@ -170,95 +169,98 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "gradient noise scale: the batch size at which the gradient is as much noise as signal "
             "(see below)"),
         Metric("train/batch_tokens", "tokens", NOISE_SCALE,
-            "tokens of the last step, over all ranks"),
+            "tokens in the last step's batch, over all ranks"),
     ),
     "Routers": (
         Metric("train/auxiliary_loss", "nats", Panel("Router loss", smooth=True),
-            "router loss of a mixture of experts, weighted as in the model's config, mean over the "
-            "micro-batches of all ranks; not part of `train/loss`"),
+            "router loss of a mixture of experts, weighted as in the model's config; mean over the "
+            "micro-batches of all ranks; not included in `train/loss`"),
         Metric("router/load_imbalance", "",
             Panel("Router balance", smooth=True,
-                about="Tokens of the busiest expert, divided by those of the mean expert; mean "
-                    "over the routers. 1 is balanced."),
-            "mixture of experts: tokens of the busiest expert, divided by those of the mean "
-            "expert; mean over the routers. 1 is balanced"),
+                about="Tokens of the busiest expert, divided by the mean over all experts; "
+                    "averaged over the routers. 1 is balanced."),
+            "mixture of experts: tokens of the busiest expert, divided by the mean over all "
+            "experts; averaged over the routers. 1 is balanced"),
         Metric("router/load_imbalance/router.<n>", "",
             Panel("Balance by router", many=True, ordered=True, smooth=True,
                 about="From the first router (blue) to the last (yellow)."),
             "the same for one router, numbered from 0 in the order of the model"),
         Metric("router/entropy", "share", ROUTER_CHOICE,
-            "mean entropy of the probabilities that the routers give for a token, as a share of "
-            "that of a uniform choice"),
+            "mean entropy of the routers' probabilities for a token, divided by the entropy of a "
+            "uniform choice"),
         Metric("router/unused_experts", "share", ROUTER_CHOICE,
-            "share of the experts that no token of the step was sent to"),
+            "share of the experts that got no token in the step"),
     ),
     "Speed": (
         Metric("throughput/tokens_per_second", "tokens/s", Panel("Throughput", smooth=True),
             line="tok/s={count}", bar="{count} tok/s", bar_rank=2,
-            about="since the previous line, without the time for checkpoints and evaluations"),
+            about="training speed since the previous line, without the time for checkpoints and "
+                "evaluations"),
         Metric("throughput/tokens_per_second_per_device", "tokens/s", None, "the same, per device"),
         Metric("throughput/samples_per_second", "sequences/s", None, "the same, in sequences"),
         Metric("throughput/mfu", "share",
             Panel("MFU", smooth=True,
-                about="Floating-point operations that the model needs, divided by what the devices "
-                    "could do at their peak."),
-            "floating-point operations that the model needs, divided by what the devices could do "
-            "at their peak (see below)", line="mfu={:.1%}", bar="MFU {:.1%}", bar_rank=3),
+                about="Model FLOPs utilization: FLOP/s that the model needs, divided by the peak "
+                    "FLOP/s of the devices."),
+            "model FLOPs utilization: FLOP/s that the model needs, divided by the peak FLOP/s of "
+            "the devices (see below)", line="mfu={:.1%}", bar="MFU {:.1%}", bar_rank=3),
         Metric("throughput/step_seconds", "s", STEP_TIME,
             "mean time of an optimizer step since the previous line"),
         Metric("throughput/slowest_rank", "rank", None,
-            "the rank that took longest by itself since the previous line; absent on one rank"),
+            "rank with the longest time of its own per step since the previous line: that of the "
+            "next row; absent on one rank"),
         Metric("throughput/slowest_rank_seconds", "s", STEP_TIME,
-            "time per step of that rank for waiting for data and for its forward passes; the rest "
-            "of a step waits for other ranks. Under ZeRO-3 the forward passes gather weights, "
-            "so a slow rank delays all ranks there and only its data time stands out"),
+            "time per step in which that rank waits for data or runs forward passes; in the rest "
+            "of a step ranks wait for each other. Under ZeRO-3 the forward passes gather weights, "
+            "so a slow rank delays all ranks there, and only its data time stands out"),
         Metric("throughput/mean_rank_seconds", "s", STEP_TIME,
-            "the same, mean over the ranks: if the slowest rank is far above it, look at that "
+            "the same, mean over the ranks: if the slowest rank is far above it, check that "
             "rank's host"),
         Metric("throughput/data_seconds", "s", STEP_TIME,
             "part of `throughput/step_seconds` spent waiting for data"),
         Metric("memory/allocated_bytes", "bytes", MEMORY,
-            "memory in use on the device of rank 0; resident memory of its process on a CPU"),
-        Metric("memory/peak_bytes", "bytes", MEMORY, "largest value so far of the same"),
+            "allocated memory on the device of rank 0; on a CPU, resident memory of its process"),
+        Metric("memory/peak_bytes", "bytes", MEMORY, "largest `memory/allocated_bytes` so far"),
     ),
     "Data": (
         Metric("data/<source>/epochs", "epochs", Panel("Epochs by source", many=True),
-            "how often the run has read a source, since it began"),
+            "epochs over a source, since the run began"),
         Metric("data/<source>/tokens", "tokens", None,
-            "tokens that the run has read from a source, since it began"),
+            "tokens read from a source, since the run began"),
         Metric("data/stage", "", Panel("Stage of the mixture"),
-            "with `--data_stage` or `--over_max_epochs redistribute`: stage of the mixture that "
-            "the last sequence belongs to, from 1"),
+            "with `--data_stage` or `--over_max_epochs redistribute`: the mixture's current stage, "
+            "from 1, judged by the last sequence"),
         Metric("data/store_bytes", "bytes",
             Panel("Read from the store",
                 about="By rank 0 and its loader workers, since the run last started."),
             "with shards in an object store: bytes that rank 0 and its loader workers have read "
             "from it since the run last started or rolled back"),
-        Metric("data/store_repeats", "requests", Panel("Repeated requests"),
-            "number of requests to the store that were repeated, because it failed or returned "
-            "damaged data"),
+        Metric("data/store_repeats", "requests", Panel("Retried requests"),
+            "requests to the store that were retried, because it failed or returned damaged data"),
         Metric("data/cache_hits", "share",
-            Panel("Blocks found in the cache",
-                about="Share of the blocks that were needed; the others were downloaded."),
-            "share of the needed blocks that were in the node's cache; the others were downloaded"),
+            Panel("Cache hits",
+                about="Share of the requested blocks that were in the node's cache; the others "
+                    "were downloaded."),
+            "share of the requested blocks that were in the node's cache; the others were "
+            "downloaded"),
     ),
     "Checkpoints": (
         Metric("checkpoint/stall_seconds", "s", CHECKPOINTS,
             "how long training was paused for a checkpoint"),
         Metric("checkpoint/copy_seconds", "s", CHECKPOINTS,
-            "part of it for the copy to host memory"),
+            "part of the pause spent copying states to host memory"),
         Metric("checkpoint/wait_seconds", "s", CHECKPOINTS,
-            "part of it for the previous checkpoint, which was still being written: save less "
-            "often, or to a faster disk"),
+            "part of the pause spent waiting for the previous checkpoint, which was still being "
+            "written; if it is long, save less often, or to a faster disk"),
     ),
     "Health": (
         Metric("health/skipped_steps", "steps", REFUSED_STEPS,
             "steps that were not applied since the run began: refused because of a spike, or "
             "skipped by DeepSpeed because of an overflow"),
         Metric("health/spikes", "steps", REFUSED_STEPS,
-            "anomalous steps since the run began, over all restarts and rollbacks"),
+            "steps with a spike since the run began, over all restarts and rollbacks"),
         Metric("health/rollbacks", "rollbacks", REFUSED_STEPS,
-            "how often the run has gone back to a checkpoint by itself"),
+            "number of automatic rollbacks to a checkpoint"),
     ),
 }
 # fmt: on

@@ -101,8 +101,8 @@ class Settings:
     data: tuple[str, ...] = _flag(
         "data",
         "list",
-        "token shards, and their share of the sequences in any unit; repeat for several "
-        "sources (default: shares by size)",
+        "token shards, and their share of the sequences, in any unit; may be repeated (default: "
+        "shares proportional to size)",
         shows="PATH[=WEIGHT]",
         default=(),
     )
@@ -117,7 +117,7 @@ class Settings:
     mixture_temperature: float | None = _flag(
         "data",
         "real",
-        "without weights: shares proportional to tokens^(1/X); X above 1 favours small "
+        "if --data has no weights: shares proportional to tokens^(1/X); X above 1 favours small "
         "sources (default: 1)",
         shows="X",
         minimum=0.1,
@@ -125,14 +125,14 @@ class Settings:
     max_epochs: tuple[str, ...] = _flag(
         "data",
         "list",
-        "how many times a run may read each source, or the named source; may be repeated",
+        "maximum number of epochs over each source, or over the named source; may be repeated",
         shows="[NAME=]N",
         default=(),
     )
     over_max_epochs: str | None = _flag(
         "data",
         "text",
-        "what to do if a source would be read more often; redistribute: drop it then, and "
+        "what to do if a source would exceed --max_epochs; redistribute: drop it then, and "
         "scale up the others (default: refuse)",
         choices=EPOCH_POLICIES,
     )
@@ -164,17 +164,17 @@ class Settings:
     data_cache_bytes: int | None = _flag(
         "data",
         "bytes",
-        "maximum size of that directory, shared by all ranks of a node (default: 32 GiB)",
+        "maximum size of --data_cache, shared by all ranks of a node (default: 32 GiB)",
         shows="BYTES",
         minimum=1,
     )
     eval_tokens: int | None = _count(
-        "data", "validation tokens of an evaluation (default: 1M, or all if fewer)", "TOKENS"
+        "data", "validation tokens per evaluation (default: 1M, or all if fewer)", "TOKENS"
     )
 
     batch_tokens: int | None = _count(
         "batch",
-        "tokens of an optimizer step, over all devices (default: from the compute budget)",
+        "tokens per optimizer step, over all devices (default: from the compute budget)",
         "TOKENS",
     )
     micro_batch_size: int | None = _count(
@@ -183,10 +183,13 @@ class Settings:
         "SEQUENCES|auto",
     )
     batch_ramp_start: int | None = _count(
-        "batch", "tokens of the first optimizer step, from which the batch grows", "TOKENS"
+        "batch", "batch size ramp: tokens of the first optimizer step", "TOKENS"
     )
     batch_ramp_tokens: int | None = _count(
-        "batch", "tokens until the batch has its full size (default: 10%% of the total)", "TOKENS"
+        "batch",
+        "batch size ramp: tokens until the batch reaches --batch_tokens (default: 10%% of the "
+        "total)",
+        "TOKENS",
     )
 
     total_tokens: int | None = _count(
@@ -198,7 +201,7 @@ class Settings:
         "budget", "tokens of the warm-up (default: 1%% of the total)", "TOKENS", minimum=0
     )
     schedule: str | None = _flag(
-        "budget", "text", "shape of the learning rate (default: cosine)", choices=tuple(SCHEDULES)
+        "budget", "text", "learning rate schedule (default: cosine)", choices=tuple(SCHEDULES)
     )
     decay_tokens: int | None = _count(
         "budget",
@@ -206,8 +209,8 @@ class Settings:
         "TOKENS",
     )
     weight_decay: float | None = _real("weight decay of matrices (default: 0.1)")
-    beta1: float | None = _real("the optimizer's first beta (default: 0.9)", below=1.0)
-    beta2: float | None = _real("the optimizer's second beta (default: 0.95; Lion 0.99)", below=1.0)
+    beta1: float | None = _real("optimizer's beta1 (default: 0.9)", below=1.0)
+    beta2: float | None = _real("optimizer's beta2 (default: 0.95; Lion 0.99)", below=1.0)
 
     model_config: str | None = _flag(
         "model", "text", "config.json of a Hugging Face causal language model", shows="PATH"
@@ -231,8 +234,8 @@ class Settings:
     float32_matmul: str = _flag(
         "model",
         "text",
-        "matrix products of a float32 run on a GPU; high: TF32, several times faster, with a "
-        "10-bit mantissa (default: highest)",
+        "precision of float32 matmuls on a GPU; high: TF32, several times faster, with a 10-bit "
+        "mantissa (default: highest)",
         default=HIGHEST,
         choices=(HIGHEST, HIGH),
     )
@@ -273,9 +276,15 @@ class Settings:
         shows="PATH",
         saved=False,
     )
-    log_interval: int | None = _count("run", "optimizer steps between metrics", "STEPS")
-    eval_interval: int | None = _count("run", "optimizer steps between evaluations", "STEPS")
-    checkpoint_interval: int | None = _count("run", "optimizer steps between checkpoints", "STEPS")
+    log_interval: int | None = _count(
+        "run", "optimizer steps between metrics (default: from the number of steps)", "STEPS"
+    )
+    eval_interval: int | None = _count(
+        "run", "optimizer steps between evaluations (default: from the number of steps)", "STEPS"
+    )
+    checkpoint_interval: int | None = _count(
+        "run", "optimizer steps between checkpoints (default: from the number of steps)", "STEPS"
+    )
     async_checkpoint: bool = _flag(
         "run",
         "switch",
@@ -287,7 +296,7 @@ class Settings:
         "run", "number of newest checkpoints to keep (default: 3)", "N", default=3
     )
     checkpoint_keep_tokens: int | None = _count(
-        "run", "also keep a checkpoint every N tokens for good", "TOKENS"
+        "run", "also keep, permanently, one checkpoint per this many tokens", "TOKENS"
     )
     checkpoint_keep_best: int = _count(
         "run",
@@ -309,7 +318,8 @@ class Settings:
     hang_timeout: float = _flag(
         "run",
         "duration",
-        "end the run and name the rank after this time without progress; 0: never (default: 10m)",
+        "time without progress after which the run ends and names the rank at fault; 0: never "
+        "(default: 10m)",
         shows="DURATION",
         minimum=0.0,
         default=600.0,
@@ -317,17 +327,21 @@ class Settings:
     upload_to: str | None = _flag(
         "run",
         "text",
-        "object store to which checkpoints are copied, e.g. s3://bucket/first, or off; a "
-        "--run_dir without a checkpoint is restored from it",
+        "object store to copy checkpoints to, e.g. s3://bucket/first, or off; a --run_dir "
+        "without a checkpoint is restored from it",
         shows="URL",
     )
     upload_keep: int = _count(
-        "run", "checkpoints to keep there; 0: all (default: 0)", "N", minimum=0, default=0
+        "run",
+        "number of newest checkpoints to keep in the object store; 0: all (default: 0)",
+        "N",
+        minimum=0,
+        default=0,
     )
     upload_wait: float = _flag(
         "run",
         "duration",
-        "how long the end of a run waits for its uploads (default: 5m)",
+        "maximum time to wait for uploads at the end of the run (default: 5m)",
         shows="DURATION",
         default=300.0,
         minimum=0.0,
@@ -343,7 +357,7 @@ class Settings:
     )
     accept_changes: bool = _switch(
         "run",
-        "resume although settings that shape the loss curve, or the data, have changed",
+        "resume even if the data, or settings that shape the loss curve, have changed",
         saved=False,
     )
     check: bool = _switch(
@@ -356,12 +370,12 @@ class Settings:
     hellaswag: str | None = _flag(
         "evaluation",
         "text",
-        "evaluate on HellaSwag: its JSON lines file, or a dataset of the hub",
+        "evaluate on HellaSwag, from a JSON lines file or a Hugging Face dataset",
         shows="PATH|ID",
     )
     hellaswag_items: int = _count(
         "evaluation",
-        "number of items, from the start; 0: all (default: 1000)",
+        "use only the first N items of HellaSwag; 0: all (default: 1000)",
         "N",
         minimum=0,
         default=1000,
@@ -369,30 +383,32 @@ class Settings:
     eval_tasks: tuple[str, ...] = _flag(
         "evaluation",
         "list",
-        "lm-eval tasks to evaluate on (needs the extra lm-eval); may be repeated",
+        "lm-eval tasks to evaluate on (needs pip install 'zerolm[lm-eval]'); may be repeated",
         shows="NAME[,NAME]",
         default=(),
     )
     eval_task_path: str | None = _flag(
-        "evaluation", "text", "directory with further lm-eval task files (yaml)", shows="PATH"
+        "evaluation", "text", "directory with additional lm-eval task files (yaml)", shows="PATH"
     )
     eval_task_items: int | None = _count(
-        "evaluation", "number of documents of each task, from the start (default: all)", "N"
+        "evaluation", "use only the first N documents of each lm-eval task (default: all)", "N"
     )
     downstream_interval: int | None = _count(
         "evaluation",
-        "optimizer steps between evaluations on HellaSwag and tasks (default: --eval_interval)",
+        "optimizer steps between evaluations on HellaSwag and lm-eval tasks (default: "
+        "--eval_interval)",
         "STEPS",
     )
     prompts: str | None = _flag(
         "evaluation",
         "text",
-        "prompts to generate samples from: one a line, or .jsonl with a key prompt",
+        "prompts to generate samples from: one per line, or .jsonl with a key `prompt`",
         shows="PATH",
     )
     sample_interval: int | None = _count(
         "evaluation",
-        "tokens between samples (default: each time the tokens have doubled, and at the end)",
+        "training tokens between samples (default: each time the tokens have doubled, and at the "
+        "end)",
         "TOKENS",
     )
     sample_length: int = _count(
@@ -408,7 +424,7 @@ class Settings:
     )
     top_k: int = _count(
         "evaluation",
-        "sample from the K most likely tokens; 0: from all (default: 50)",
+        "sample from the N most likely tokens; 0: from all (default: 50)",
         "N",
         0,
         default=50,
@@ -416,7 +432,7 @@ class Settings:
     top_p: float = _flag(
         "evaluation",
         "real",
-        "sample from the most likely tokens that reach this probability in sum; 1: from all "
+        "sample from the most likely tokens whose probabilities add up to X; 1: from all "
         "(default: 1)",
         shows="X",
         default=1.0,
@@ -434,7 +450,7 @@ class Settings:
     )
     spike_window: int = _count(
         "stability",
-        "number of accepted steps with which a step is compared, and over which spikes are "
+        "window: number of accepted steps that a step is compared with, and in which spikes are "
         "counted (default: 128)",
         "STEPS",
         default=128,
@@ -456,7 +472,7 @@ class Settings:
     )
     cooldown_after: int = _count(
         "stability",
-        "spikes in the window after which the learning rate is lowered for a while; 0: never "
+        "spikes in the window that start a cooldown, with a lower learning rate; 0: never "
         "(default: 3)",
         "N",
         default=3,
@@ -465,27 +481,27 @@ class Settings:
     cooldown_factor: float = _flag(
         "stability",
         "real",
-        "factor applied to the learning rate then (default: 0.5)",
+        "factor on the learning rate during a cooldown (default: 0.5)",
         shows="X",
         default=0.5,
         minimum=0.0,
         below=1.0,
     )
     cooldown_steps: int = _count(
-        "stability", "steps for which it is lowered (default: 100)", "STEPS", default=100
+        "stability", "length of a cooldown (default: 100)", "STEPS", default=100
     )
     rollback_after: int = _count(
         "stability",
-        "spikes in the window after which the run rolls back to a checkpoint before them; 0: "
-        "never (default: 6)",
+        "spikes in the window that make the run roll back to a checkpoint before them; 0: never "
+        "(default: 6)",
         "N",
         default=6,
         minimum=0,
     )
     rollback_margin: int | None = _count(
         "stability",
-        "good steps before the first spike whose data is skipped as well (default: 1%% of the"
-        " run, at most 100)",
+        "number of steps before the first spike whose data is skipped, too (default: 1%% of the "
+        "run, at most 100)",
         "STEPS",
         minimum=0,
     )
@@ -498,7 +514,7 @@ class Settings:
     )
     max_skips: int = _count(
         "stability",
-        "spikes in 1000 steps after which it gives up; 0: no limit (default: 30)",
+        "spikes in 1000 steps after which the run gives up; 0: no limit (default: 30)",
         "N",
         default=30,
         minimum=0,
@@ -507,25 +523,27 @@ class Settings:
     wandb: str = _flag(
         "trackers",
         "text",
-        "auto is online where a key is configured, else offline (default: auto)",
+        "auto: online if a W&B key is configured, else offline (default: auto)",
         default="auto",
         choices=WANDB_MODES,
         tracker="zerolm.tracking.wandb:WandbTracker",
     )
     wandb_project: str = _flag(
-        "trackers", "text", "project (default: zerolm)", shows="NAME", default="zerolm"
+        "trackers", "text", "W&B project (default: zerolm)", shows="NAME", default="zerolm"
     )
     wandb_entity: str | None = _flag(
-        "trackers", "text", "user or team (default: that of the key)", shows="NAME"
+        "trackers", "text", "W&B user or team (default: that of the key)", shows="NAME"
     )
-    wandb_group: str | None = _flag("trackers", "text", "group of related runs", shows="NAME")
+    wandb_group: str | None = _flag(
+        "trackers", "text", "W&B group (default: the name of the W&B run)", shows="NAME"
+    )
     wandb_name: str | None = _flag(
-        "trackers", "text", "name of the run (default: that of --run_dir)", shows="NAME"
+        "trackers", "text", "name of the W&B run (default: that of --run_dir)", shows="NAME"
     )
-    wandb_tags: str | None = _flag("trackers", "text", "tags of the run", shows="A,B")
+    wandb_tags: str | None = _flag("trackers", "text", "tags of the W&B run", shows="A,B")
     tensorboard: bool = _switch(
         "trackers",
-        "write TensorBoard's event files as well",
+        "also write TensorBoard event files",
         tracker="zerolm.tracking.tensorboard:TensorboardTracker",
     )
 

@@ -63,7 +63,7 @@ def test_the_help_lists_every_command_by_topic(words, capsys):
             listed = f"\n    {' '.join(name[len(words) :])} "
             assert (listed in text) == bool(command.help), name
     if not words:
-        topics = ("prepare data:", "plan and check:", "train:", "after a run, or during it:")
+        topics = ("prepare data:", "plan and check:", "train:", "during and after a run:")
         places = [text.index(f"\n{topic}\n") for topic in topics]
         assert places == sorted(places)
 
