@@ -1,7 +1,7 @@
 """`RunLog`: writes metrics.jsonl, events.jsonl and samples.jsonl, which the trackers copy.
 
-The files are the truth. A tracker may be down, slow or misconfigured: that is an event, never the
-end of a run. Only the `RunLog` of rank 0 writes.
+These files are the record of a run. A tracker that is down, slow or misconfigured is logged as an
+event, and never ends a run. Only the `RunLog` of rank 0 writes.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
 """The copy of a run in an object store: uploads in the background, and restore.
 
-Must not depend on the training loop; the store itself must not depend on what a run is.
+Must not depend on the training loop.
 """
