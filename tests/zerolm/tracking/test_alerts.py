@@ -7,7 +7,6 @@ from zerolm.checkpoint.directory import Progress
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, LowMfuDetector, RateLimit, of_event
-from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, LowMfuDetector, RateLimit, of_event
 from zerolm.train.stability import anomaly_fields, spike_guard
 
 # The fields that a run logs for a spike.
