@@ -52,7 +52,7 @@ def model_card(
     for row in rows:
         values = {key: value for key, value in row.items() if value is not None}
         newest |= values
-        measured_at |= dict.fromkeys(values, row["step"])
+        measured_at.update((key, row["step"]) for key in values)
     model_type = manifest["model_config"]["model_type"]
     evaluations = {key: value for key, value in newest.items() if key.startswith("eval/")}
     sections = [
