@@ -20,7 +20,7 @@ from data_prep.tokenizer.load import load_tokenizer
 from zerolm.shards.writer import ShardWriter
 
 VOCABULARY = 512
-ARTIFACTS = (" [title]", " [header]", " [step]")  # as in the WikiHow part of the data set
+ARTIFACTS = (" [title]", " [header]", " [step]")  # as in the WikiHow part of the dataset
 YAML = """\
 task: {name}
 dataset_path: json

@@ -22,8 +22,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="DIR",
-        help="a Hugging Face tokenizer directory or hub id, or tiktoken:<encoding>; several, and "
-        "the flag may be repeated",
+        help="Hugging Face tokenizer directories or hub ids, or tiktoken:<encoding>; the flag may "
+        "be repeated",
     )
     add("--sample_bytes", metavar="BYTES", help=f"text to compare on (default: {SAMPLE_BYTES})")
     add("--output", type=Path, metavar="FILE", help="also write the comparison: .json or .html")
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     if options.output is not None and options.output.suffix not in (".json", ".html"):
         problems.lines.append(f"--output {options.output}: is not a .json or .html file.")
     if len(set(options.tokenizer)) < len(options.tokenizer):
-        problems.lines.append("--tokenizer: one is named twice. Name each once.")
+        problems.lines.append("--tokenizer: the same one is given twice. Give each once.")
     rules = input_rules(options, problems)
     found = find_inputs(options, rules, problems)
     loaded = [problems.collect(load.load_tokenizer, name) for name in options.tokenizer]
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
-    """Encode the texts of each source with one tokenizer; return its report and its speed."""
+    """Encode the texts of each source with one tokenizer; return its report, with its speed."""
     from data_prep.tokenizer.encoder_choice import choose_backend
     from data_prep.tokenizer.encoders import load_encoder
     from data_prep.tokenizer.report import measure_tokenizer

@@ -18,11 +18,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="evaluation sets: JSON lines of HellaSwag, .txt (one item per paragraph), "
         ".jsonl(.gz, .zst) or .parquet with the fields to search for (default: text)",
     )
-    add("--ngram_words", metavar="N", help="words in a row that count as a match (default: 13)")
+    add("--ngram_words", metavar="N", help="consecutive words that make a match (default: 13)")
     add(
         "--min_overlap",
         metavar="F",
-        help="fraction of an item's n-grams that must be found (default: 0, one is enough)",
+        help="fraction of an item's n-grams that must be found (default: 0, one n-gram is enough)",
     )
     add("--min_item_words", metavar="N", help="ignore texts shorter than this (default: 5)")
 

@@ -12,14 +12,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--threshold",
         metavar="J",
-        help="Jaccard index of the shingles of two documents at or above which they are "
-        "near-duplicates (default: 0.8)",
+        help="documents whose shingles have at least this Jaccard index are near-duplicates "
+        "(default: 0.8)",
     )
-    add("--shingle_words", metavar="N", help="words of a shingle (default: 13)")
+    add("--shingle_words", metavar="N", help="words in a shingle (default: 13)")
     add(
         "--exact",
         default="text",
-        help="what exact copies share: the same text, or the same words (default: text)",
+        help="exact copies have the same text, or the same words (default: text)",
     )
     add("--near", default="on", help="off: find exact copies only (default: on)")
     add(

@@ -1,4 +1,4 @@
-"""The flags of every command that reads documents, and what it does with bad ones."""
+"""Flags shared by the commands that read documents, and the input rules that they set."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from data_prep.read.documents import InputRules
 INPUT_HELP = (
     "a .txt file (one document); .jsonl (also .gz, .zst), .json.gz or .json.zst (one document per "
     "line); .parquet; a directory (all such files in it, sorted by path); a quoted glob; or a "
-    "data set of the Hugging Face hub, namespace/name[:config][@split] (split: train). Several are "
+    "dataset of the Hugging Face hub, namespace/name[:config][@split] (split: train). Several are "
     "read in the order given; the flag may be repeated"
 )
 DEFAULTS = InputRules()
@@ -31,8 +31,8 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         "--on_bad_input",
         metavar="fail|skip",
         default=DEFAULTS.on_bad_input,
-        help="what to do with documents that cannot be read: fail refuses the input; skip leaves "
-        "them out, and counts and reports them (default: fail)",
+        help="what to do with documents that cannot be read: fail refuses the input; skip skips, "
+        "counts and reports them (default: fail)",
     )
     add(
         "--max_bad_fraction",
@@ -98,6 +98,6 @@ def find_inputs(options: argparse.Namespace, rules: InputRules, problems: Proble
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print what a user should know about the inputs."""
+    """Print notes about the inputs to standard error."""
     for note in notes:
         print(note, file=sys.stderr)

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
             None if options.row is None else row,
         )
     elif source is None:
-        raise AssertionError("refused above")
+        raise AssertionError("_check has refused this")
     elif options.document is not None:
         excerpts = [sequences.document_excerpt(source, document)]
     else:
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace, problems: Problems) -> None:
-    """Find flags that are missing, and flags that do not apply to what is shown."""
+    """Find flags that are missing, and flags that do not apply to the selection."""
     if (options.shards is None) == (options.run is None):
         problems.lines.append("inspect: needs either SHARDS or --run RUN. Give one of them.")
         return

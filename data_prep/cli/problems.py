@@ -1,4 +1,4 @@
-"""Every problem with the flags and files of a command, collected and then raised together."""
+"""`Problems`: collects every problem with a command's flags and files, to raise them together."""
 
 import math
 import os
@@ -12,7 +12,7 @@ MAX_WORKERS = 4096
 
 
 class Problems:
-    """The problems found so far, a line each. A flag that was not given (None) has its default."""
+    """The problems found so far, a line each. A flag not given (None) takes its default."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -36,7 +36,7 @@ class Problems:
     def fraction(
         self, flag: str, text: str | None, default: float, exclusive: bool = False
     ) -> float:
-        """Read a number from 0 to 1; `exclusive` leaves out 0 and 1 themselves."""
+        """Read a number from 0 to 1; `exclusive` excludes 0 and 1."""
         value = default if text is None else _value(parse_number, text)
         if not 0 <= value <= 1 or (exclusive and value in (0, 1)):
             limits = "between 0 and 1" if exclusive else "from 0 to 1"
@@ -45,7 +45,7 @@ class Problems:
         return value
 
     def collect(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns. If it raises a ConfigError, collect that; return None."""
+        """Return the result of a function; on a ConfigError, collect the problems: return None."""
         try:
             return step(*arguments)
         except ConfigError as error:

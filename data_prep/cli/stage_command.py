@@ -1,4 +1,4 @@
-"""What `dedup` and `decontaminate` share: flags, checks, reading the input, and the summary."""
+"""Shared by `dedup` and `decontaminate`: flags, checks, reading the input, and the summary."""
 
 import argparse
 import sys
@@ -39,7 +39,7 @@ def run_stage(
 
     Args:
         chosen: the options of the stage; `problems()` yields (option, problem).
-        flags: flag of an option, where the names differ.
+        flags: {option: flag}, where the names differ.
 
     Raises:
         ConfigError: every problem with the flags and inputs, before anything is written.
@@ -67,7 +67,7 @@ def run_stage(
 
 
 def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, str, Json]:
-    """Open a stage, or other inputs; those that cannot be divided are first read into a stage."""
+    """Open a stage or other inputs; large ones that cannot be split are first read into a stage."""
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.discovery import find_inputs
     from data_prep.read.stage_files import is_stage, read_stage
@@ -82,7 +82,7 @@ def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, s
     print_notes(notes)
 
     def read(rules: InputRules, directory: Path, executor: Any) -> Any:
-        print(f"{directory}: input that cannot be divided is read into a stage", file=sys.stderr)
+        print(f"{directory}: reading input that cannot be split into a stage", file=sys.stderr)
         run_clean(CleanOptions((), rules), inputs, directory, executor, {})
         return read_stage(directory)
 
@@ -101,8 +101,8 @@ def print_summary(output: Path, manifest: Json, seconds: float, details: Path) -
         print(f"dropped     {count:,} {reason.replace('_', ' ')}, {size:,.1f} MB")
     for reason, count in manifest["bad_documents"].items():
         print(f"skipped     {count:,} {BAD_REASONS[reason]}")
-    print(f"which ones  {details}")
+    print(f"listed in   {details}")
     rate = manifest["text_bytes_in"] / 1e6 / max(seconds, 1e-9)
     print(f"seconds     {seconds:,.1f}, {rate:,.1f} MB/s of text")
     if not after:
-        print(f"note        {output}: no document is left. Check the options.")
+        print(f"note        {output}: no documents are left. Check the options.")

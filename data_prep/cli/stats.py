@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _decoder(source: Any) -> Any:
-    """Return the function that decodes ids of a source, None if its tokenizer is not available."""
+    """Return the decoder of a source's ids; None if its tokenizer is not available."""
     from zerolm.data.window_text import source_decoder
 
     try:

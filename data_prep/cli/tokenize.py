@@ -37,15 +37,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--val_output",
         type=Path,
         metavar="SHARDS",
-        help="a new directory for the documents that are held out",
+        help="a new directory for the held-out documents",
     )
-    add("--shard_tokens", metavar="N", help="tokens of the largest shard (default: 134217728)")
+    add("--shard_tokens", metavar="N", help="maximum tokens of a shard (default: 134217728)")
     add(
         "--encoder",
         default="auto",
         metavar="NAME",
         help="gigatoken, fastokens, tiktoken, tokenizers or transformers (default: auto, the "
-        "fastest one that is shown to give the same ids)",
+        "fastest one that passes the equivalence check)",
     )
 
 
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path]:
-    """Check the output directories, against each other too, and return them."""
+    """Check the output directories, also against each other, and return them."""
     from zerolm.shards.directory import output_problems
 
     if (options.val_fraction is None) != (options.val_output is None):
@@ -118,7 +118,7 @@ def _command_line() -> list[str]:
 
 
 def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
-    """Print what was written, what was left out, and the speed."""
+    """Print what was written, what was skipped, and the speed."""
     for output, manifest in zip(outputs, summary.manifests, strict=True):
         documents, tokens = manifest["num_documents"], manifest["num_tokens"]
         print(
@@ -132,7 +132,7 @@ def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
     for line in summary.input_lines:
         print(line)
     if no_tokens := first["skipped_documents"].get("no_tokens"):
-        print(f"skipped: {no_tokens:,} documents without a single token")
+        print(f"skipped: {no_tokens:,} documents without tokens")
     if first["inner_eos_ids"]:
         print(
             f"note: {first['inner_eos_ids']:,} EOS ids are inside documents: this tokenizer gives "

@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--vocab_size",
         required=True,
         metavar="N",
-        help="number of token ids in all: special tokens, bytes and merges",
+        help="total number of token ids: special tokens, bytes and merges",
     )
     add_output_flag(parser, "DIR", "a new directory for the tokenizer")
     add(
@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--split",
         default="gpt2",
-        help="rule that splits text into pieces, across which no merge goes: gpt2 (default), "
+        help="pattern that splits text into pieces, which merges never cross: gpt2 (default), "
         "llama3 or o200k",
     )
     add("--digits", help="digits in one piece: 1, 3 or any (default: that of --split)")
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.tokenizer.train import REPORT_FILE, train_on_inputs
     from zerolm.shards.directory import output_problems
 
-    # Python's own handlers would wait until the Rust trainer returns. Ending at once is safe:
+    # Python's handlers would run only after the Rust trainer returns. Exiting at once is safe:
     # nothing is written before the end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`verify`: compare every file of token shards, and of the packings beside them, with checksums."""
+"""`verify`: compare every file of token shards, and of their packing indices, with its checksum."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Pipelines from raw text to token shards: recipes, their plan and state, and the report.
+"""Pipelines from raw text to token shards: the recipe, plan, state, run and report.
 
-Must not depend on the command line, which runs the stages.
+Must not depend on the command line.
 """

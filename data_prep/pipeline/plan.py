@@ -1,4 +1,4 @@
-"""Fingerprints of everything that determines a stage, and the plan that `run --check` prints."""
+"""Fingerprints of the stages of a pipeline, and the plan that `run --check` prints."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from zerolm.common.provenance import versions
 
 
 def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[str, str]:
-    """Return the stages of a source in order, each with a fingerprint of all that determines it.
+    """Return {stage: fingerprint of everything that determines it} of a source, in order.
 
     A fingerprint covers the inputs, the options of the stage, and all stages before it.
 
@@ -42,7 +42,7 @@ def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[s
 
 
 def tokenizer_fingerprint(options: TokenizerOptions, stages: Sequence[str]) -> str:
-    """Return a fingerprint of all that determines a trained tokenizer.
+    """Return a fingerprint of everything that determines a trained tokenizer.
 
     Args:
         stages: fingerprints of the stages whose documents it is trained on.
@@ -71,8 +71,8 @@ def print_plan(
         size = "of unknown size" if None in sizes else f"{sum(sizes) / 1e6:,.1f} MB"
         units = plan_units(source.inputs, recipe.clean.unit_bytes)
         print(f"{source.name}: {len(sizes):,} inputs, {size}, {len(units):,} tasks per stage")
-        for stage in pipeline.left_out():
-            print(f"    {stage:<14}is not in the recipe now, and stays as it is")
+        for stage in pipeline.removed_stages():
+            print(f"    {stage:<14}is no longer in the recipe; its files are kept")
         for stage, state in pipeline.states().items():
             print(f"    {stage:<14}{state}")
             for line in _options_of(recipe, stage):

@@ -1,8 +1,8 @@
-"""Reads a recipe: the JSON file that describes a pipeline, checked completely before it is run.
+"""Reads a recipe: the JSON file that describes a pipeline, checked completely before it runs.
 
-Paths are relative to the recipe. Every source goes through the same stages, each with its own
-directory: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. A tokenizer that the pipeline
-trains is shared by all sources, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
+Paths are relative to the recipe. Every source passes through the same stages, each with its own
+directory: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. All sources share a tokenizer
+that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
 `data_prep/recipes/` has examples.
 """
 
@@ -66,7 +66,7 @@ class Recipe:
 
     Attributes:
         content: the JSON object.
-        clean: without the rules for reading, which are options of each source.
+        clean: without the input rules, which are options of each source.
         shards: None if the pipeline ends before tokenization.
         tokenizer: the existing tokenizer; None if one is trained, or if there are no shards.
         training: options of the tokenizer to train, if any.
@@ -95,7 +95,7 @@ class Recipe:
         )
 
     def provenance(self) -> Json:
-        """Return what stages and manifests record about the recipe: all but the executor.
+        """Return the record of the recipe in stages and manifests: all but the executor.
 
         The executor changes no result, and its options may contain secrets.
         """
@@ -111,7 +111,7 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe and check all of it: keys, values, filters, inputs, tokenizer, output.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: every problem.
     """
     content = _load(path)
     problems = [
@@ -203,7 +203,7 @@ def _tokenizer_problems(content: Json, options: Mapping[str, Any], where: str) -
     shards = options["tokenize"]
     if shards is not None and bool(shards.tokenizer) == ("train_tokenizer" in content):
         problems.append(
-            f"{where}: tokenize.tokenizer: give either this key or train_tokenizer, not both."
+            f"{where}: tokenize.tokenizer: give exactly one of this key and train_tokenizer."
         )
     return problems
 
@@ -270,7 +270,7 @@ def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterato
 
 
 def _overlaps(path: Path, base: Path, output: str, sources: tuple[Source, ...]) -> list[str]:
-    """Return a problem for each source that would read what the pipeline writes."""
+    """Return a problem for each source that would read the pipeline's own output."""
     problems = []
     for source in sources:
         arguments = [from_recipe(base, each) for each in source.options.input]

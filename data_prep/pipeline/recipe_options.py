@@ -1,6 +1,6 @@
-"""Options of a recipe's sources, tokenizer, shards and packing; they have the names of flags.
+"""Options of a recipe's sources, tokenizer, shards and packing, named like the flags.
 
-Only checks the values. The options of other stages are defined beside the stages.
+Defines and checks values only. The options of the other stages are defined beside the stages.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ class SourceOptions:
                 yield name, f"{getattr(self, name)} is not at least 1."
 
     def rules(self) -> InputRules:
-        """Return the rules for reading complete records, which the stages write again."""
+        """Return the rules for reading complete records, which the stages write out again."""
         given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return InputRules(**given, keep_records=True)
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The tokenizer trained on the documents that all sources keep; flags of `train-tokenizer`.
+    """The tokenizer trained on the kept documents of all sources; the flags of `train-tokenizer`.
 
     Attributes:
         digits: "" for the default of the split.

@@ -1,8 +1,8 @@
 """Writes the report of a pipeline: `report.json`, and `report.html`, a self-contained page.
 
-Reads what the stages have published: `stage.json`, the records of their tasks, and the manifests of
-shards. Reports documents and bytes into and out of each stage, reasons for dropping documents with
-examples, lengths before and after, the time of each task, and the provenance of everything.
+Reads the published files of the stages: `stage.json`, task records, and the manifests of shards.
+Reports documents and bytes into and out of each stage, reasons for dropping documents with
+examples, lengths before and after, the time of each task, and the provenance of the data.
 """
 
 import json
@@ -39,7 +39,7 @@ def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
 
 
 def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
-    """Return what the stages of a source have published, for the stages in the recipe."""
+    """Return the report on a source, from the published files of the stages in the recipe."""
     source: Json = {"stages": [], "shards": {}, "packing": {}, "provenance": {}}
     for stage in STAGES:
         path = directory / stage / "stage.json"
@@ -63,7 +63,7 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
 
 
 def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
-    """Return how best-fit packing compares with concatenation; None if shards are not packed."""
+    """Return the comparison of best-fit packing with concatenation; None without packing."""
     if "pack" not in recipe:
         return None
     path = index_file(directory, int(recipe["pack"]["seq_len"]))
@@ -76,7 +76,7 @@ def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
 def _estimate_tokens(source: Json) -> None:
     """Estimate the tokens of each stage from its bytes, since only shards have exact counts.
 
-    Dropped text may have another number of bytes per token than the text in the shards.
+    The bytes per token of dropped text may differ from those of the text in the shards.
     """
     shards = source["shards"].values()
     text_bytes = sum(each["text_bytes"] for each in shards)

@@ -1,7 +1,7 @@
-"""Run a recipe: the stages of every source, one after the other.
+"""Runs a recipe: the stages of each source, one after the other.
 
-A stage that is complete is kept; one that was started continues; the first stage whose options or
-input have changed, and all stages after it, run again. Each prints which of these it is.
+A complete stage is kept and a started one resumes. The first stage whose options or input have
+changed, and all stages after it, run again. Each stage prints which of these applies.
 """
 
 import json
@@ -18,7 +18,7 @@ from data_prep.filters.clean import run_clean
 from data_prep.pipeline.plan import stage_fingerprints, tokenizer_fingerprint
 from data_prep.pipeline.recipe import bpe_options
 from data_prep.pipeline.report import write_report
-from data_prep.pipeline.state import locked, make_directory, read_state, write_state
+from data_prep.pipeline.state import lock_output, make_directory, read_state, write_state
 from data_prep.read.discovery import find_inputs
 from data_prep.read.stage_files import provenance_of, read_stage
 from data_prep.stages.documents import stage_documents
@@ -50,7 +50,7 @@ def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training
         ZerolmError: a task was lost, or another process runs this recipe.
     """
     make_directory(recipe.output)
-    with locked(recipe.output):
+    with lock_output(recipe.output):
         for pipeline in pipelines:
             pipeline.run(pipeline.text_stages)
         if training is not None:
@@ -74,7 +74,7 @@ class Pipeline:
         return tuple(stage for stage in self.recipe.stages if stage not in ("shards", "pack"))
 
     def keys(self) -> dict[str, str]:
-        """Return {stage: fingerprint of everything that decides its result}, in order."""
+        """Return {stage: fingerprint of everything that determines its result}, in order."""
         return stage_fingerprints(self.recipe, self.source, self.tokenizer_key)
 
     def states(self) -> dict[str, str]:
@@ -91,20 +91,20 @@ class Pipeline:
                 states[stage] = "to do"
         return states
 
-    def left_out(self) -> list[str]:
-        """Return the stages that were started earlier and are not in the recipe now."""
+    def removed_stages(self) -> list[str]:
+        """Return the stages that were started earlier and are no longer in the recipe."""
         return [stage for stage in self._started() if stage not in self.recipe.stages]
 
     def run(self, stages: Sequence[str]) -> None:
-        """Run those of the given stages that are not complete.
+        """Run the given stages that are not complete.
 
         Raises:
             ConfigError: bad input under the policy "fail".
             ZerolmError: a task was lost.
         """
         states, keys, started = self.states(), self.keys(), self._started()
-        for stage in self.left_out() if "clean" in stages else ():
-            print(f"{self.source.name}/{stage}: is not in the recipe now, and stays as it is")
+        for stage in self.removed_stages() if "clean" in stages else ():
+            print(f"{self.source.name}/{stage}: is no longer in the recipe; its files are kept")
         before: Path | None = None
         for stage, state in states.items():
             if stage not in stages:
@@ -117,11 +117,11 @@ class Pipeline:
                 self._remove(stage)
             elif state == "to do" and output.exists() and any(output.iterdir()):
                 raise ConfigError(
-                    f"{output}: holds files that this pipeline did not write. Remove them, or "
+                    f"{output}: contains files that this pipeline did not write. Remove them, or "
                     f"choose another output."
                 )
             elif state != "to do":
-                print(f"{name}: {'is complete' if state == 'complete' else 'continues'}")
+                print(f"{name}: {'is complete' if state == 'complete' else 'resumes'}")
             if state != "complete":
                 started[stage] = keys[stage]
                 write_state(self.directory, started)
@@ -172,7 +172,7 @@ class Pipeline:
         return [shards] + ([_validation(shards)] if self.recipe.shards.val_fraction else [])
 
     def _manifests(self, stage: str) -> list[Path]:
-        """Return the files that a stage writes last: it is complete when all of them exist."""
+        """Return the files that a stage writes last; it is complete when all of them exist."""
         if stage == "shards":
             return [directory / "manifest.json" for directory in self._shard_directories()]
         if stage == "pack":
@@ -199,7 +199,7 @@ class Pipeline:
             return f"{manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens"
         kept = f"kept {manifest['documents_out']:,} of {manifest['documents_in']:,} documents"
         bad = sum(manifest.get("reading", {}).get("bad", {}).values())
-        return kept + (f", left out {bad:,} that could not be read" if bad else "")
+        return kept + (f", skipped {bad:,} that could not be read" if bad else "")
 
     def _started(self) -> dict[str, str]:
         """Return {stage: fingerprint with which it was started}."""
@@ -208,14 +208,13 @@ class Pipeline:
     def _remove(self, stage: str) -> None:
         for directory in (self.directory / stage, _validation(self.directory / stage)):
             for manifest in ("stage.json", "manifest.json"):
-                (directory / manifest).unlink(
-                    missing_ok=True
-                )  # first: without it, the rest is not data
+                # First: without its manifest, a half-removed directory does not count as data.
+                (directory / manifest).unlink(missing_ok=True)
             shutil.rmtree(directory, ignore_errors=True)
 
 
 class Training:
-    """The tokenizer of a recipe, trained on the last stage of text of every source."""
+    """The tokenizer of a recipe, trained on the last text stage of every source."""
 
     def __init__(self, recipe: Any, pipelines: Sequence[Pipeline]):
         self.recipe, self.pipelines = recipe, pipelines
@@ -242,7 +241,7 @@ class Training:
             print(f"{TOKENIZER}: is trained again, because its options or its text have changed")
         elif self.output.exists() and any(self.output.iterdir()):
             raise ConfigError(
-                f"{self.output}: holds files that this pipeline did not write. Remove them, or "
+                f"{self.output}: contains files that this pipeline did not write. Remove them, or "
                 f"choose another output."
             )
         write_state(self.recipe.output, {})

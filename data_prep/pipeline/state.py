@@ -1,4 +1,4 @@
-"""State of a pipeline on disk: the stages that were started, and a lock against a second run."""
+"""State of a pipeline on disk: the stages started so far, and a lock against a second run."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def make_directory(directory: Path) -> None:
         raise ConfigError(f"{directory}: cannot be created ({error.strerror}).") from error
 
 
-def locked(output: Path) -> FileLock:
+def lock_output(output: Path) -> FileLock:
     """Take the lock of a pipeline's output.
 
     Raises:
@@ -51,5 +51,5 @@ def locked(output: Path) -> FileLock:
         return FileLock(output / LOCK_FILE)
     except LockTaken as error:
         raise ZerolmError(
-            f"{output}: another run uses this output. Wait for it, or choose another output."
+            f"{output}: another run is using this output. Wait for it, or choose another output."
         ) from error

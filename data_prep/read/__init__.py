@@ -1,5 +1,5 @@
-"""Reading of inputs: local files, hub data sets and the files of earlier stages become documents.
+"""Reads documents from local files, hub datasets and the files of earlier stages.
 
-Inputs are found, divided into work units and parsed here, and bad input is counted. Must not depend
-on tokenizers or shards, nor on where tasks run.
+Finds inputs, divides them into work units, parses them, and counts bad input. Must not depend on
+tokenizers, shards, or where tasks run.
 """

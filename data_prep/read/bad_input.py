@@ -1,6 +1,6 @@
-"""Counts of what was read and what was bad, and messages that name bad input by file and line.
+"""`Tally`: counts of documents and bad input; and messages that name bad input by file and line.
 
-`work_units.read_batches` fills a `Tally`; commands add up those of all tasks, print the sum and
+`work_units.read_batches` fills a `Tally`; commands sum the tallies of all tasks, print the sum and
 publish it.
 """
 
@@ -22,7 +22,7 @@ MAX_COUNTED_BYTES = 1 << 30  # read again at most to find the number of a line
 
 @dataclass
 class Tally:
-    """What one task or several tasks read: counts, and examples of bad input."""
+    """What one or more tasks read: counts, and examples of bad input."""
 
     num_documents: int = 0
     input_bytes: int = 0
@@ -71,10 +71,10 @@ class Tally:
 def describe_problems(
     inputs: Sequence[Input], problems: Sequence[Problem], rules: InputRules
 ) -> list[str]:
-    """Return a message for each problem: `file:line: what is wrong`.
+    """Return a message for each problem: `file:line: problem`.
 
-    Line numbers are counted only here, by reading the file again up to that line. Beyond 1 GiB into
-    a file the message names the byte instead.
+    Line numbers are counted only here, by rereading the file up to that line. Beyond the first GiB
+    of a file, the message names the byte instead.
     """
     places: dict[Problem, str] = {}
     for name in {problem.name for problem in problems}:

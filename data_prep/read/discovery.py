@@ -1,7 +1,7 @@
-"""Discovery of inputs: which files or hub data sets the --input arguments mean, and their order.
+"""Resolves --input arguments to files and hub datasets, in reading order.
 
-Local files are read directly, hub data sets through `datasets` streaming: direct reading is faster,
-and it can name the line of a broken document (docs/formats.md). Work units read the inputs.
+Local files are read directly, hub datasets through `datasets` streaming. Direct reading is faster
+and can name the line of a broken document (docs/formats.md). Work units read the inputs.
 """
 
 import glob
@@ -33,12 +33,12 @@ def find_inputs(
     path.
 
     Args:
-        skip_bad: whether to return a file that cannot be read with its `problem`, so that its task
-            counts it, instead of refusing it.
+        skip_bad: return a file that cannot be read with its `problem`, so that its task counts it,
+            instead of refusing it.
 
     Raises:
         ConfigError: arguments that match nothing, files that are named twice and, without
-            `skip_bad`, files that cannot be read: all of them at once.
+            `skip_bad`, files that cannot be read; all are listed.
     """
     candidates: list[Input] = []
     notes: list[str] = []
@@ -67,7 +67,7 @@ def find_inputs(
 
 
 def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
-    """Yield the inputs that one argument means."""
+    """Yield the inputs of one argument."""
     if os.path.lexists(argument):
         paths = [argument]
     elif glob.has_magic(argument):
@@ -165,12 +165,12 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
 
 
 def _stages_problem(argument: str, stages: Sequence[str]) -> str:
-    """Return why stages are not read from a directory or glob: they share documents."""
+    """Return the problem of a directory or glob that contains stages, which share documents."""
     shown = ", ".join(sorted(stages)[:5]) + (", ..." if len(stages) > 5 else "")
     return (
         f"--input {argument}: matches files of {len(stages):,} stages of a pipeline: {shown}. "
-        f"Several stages contain the same documents, as do their lists of dropped documents. Give "
-        f"the directory of one stage."
+        f"Stages contain the same documents, as do their lists of dropped documents. Give the "
+        f"directory of one stage."
     )
 
 
@@ -268,7 +268,7 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
     except Exception as error:  # datasets, huggingface_hub and the network raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         problems.append(
-            f"--input {argument}: no such file, and it cannot be opened as a hub data set "
+            f"--input {argument}: no such file, and it cannot be opened as a hub dataset "
             f"({reason}). Check the path, or the id (namespace/name[:config][@split]) and the "
             f"network."
         )

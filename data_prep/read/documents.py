@@ -1,8 +1,8 @@
-"""Parsing: the content of text files, JSON lines and table rows becomes documents. Opens no file.
+"""Parses text files, JSON lines and table rows into documents. Opens no files.
 
-Readers and work units pass `Chunk`s on without parsing them. Here a chunk becomes `Document`s, and
-anything else in it a `Problem` with its place. `work_units.read_batches` decides whether a problem
-ends the command or is counted and skipped.
+Readers and work units pass on unparsed `Chunk`s. Here a chunk becomes `Document`s, and anything
+else in it a `Problem` with its position. `work_units.read_batches` decides whether a problem ends
+the command or is counted and skipped.
 """
 
 import json
@@ -17,16 +17,16 @@ BEYOND_64_BITS = float(1 << 63)
 
 
 class Position(NamedTuple):
-    """A place between two documents of a work unit, from which reading can resume; JSON-able."""
+    """A place between two documents of a work unit where reading can resume; JSON-serializable."""
 
     range_index: int  # of the unit's ranges
     offset: int  # as Chunk.start
 
 
 class Chunk(NamedTuple):
-    """A part of an input that contains complete documents, or a problem of the input itself."""
+    """A part of an input with complete documents, or a problem of the input itself."""
 
-    name: str  # of the file or hub data set, for messages
+    name: str  # of the file or hub dataset, for messages
     kind: str  # "text": one document; "lines": JSON lines; "rows": of a table; "bad": a Problem
     start: int  # of `data`: a byte of the (decompressed) file, or a row, from 0
     data: Any  # bytes; for "rows" a list of texts (str or None) or of entire rows (dict)
@@ -36,12 +36,12 @@ class Chunk(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One document and its place in the input."""
+    """One document and its position in the input."""
 
     text: str
     input: int  # index in the list of inputs
     start: int  # byte of its line in the (decompressed) file, or its row; 0 for a text file
-    record: dict[str, Any] | None = None  # all keys, with InputRules.keep_records
+    record: dict[str, Any] | None = None  # all keys, if InputRules.keep_records
 
 
 class Problem(NamedTuple):
@@ -51,7 +51,7 @@ class Problem(NamedTuple):
     """
 
     reason: str  # a key of BAD_REASONS
-    name: str  # of the file or hub data set
+    name: str  # of the file or hub dataset
     input: int  # index in the list of inputs
     start: int  # as Chunk.start, or the exact byte that is wrong
     is_row: bool  # whether `start` is a row rather than a byte
@@ -73,7 +73,7 @@ BAD_REASONS = {
     "expands": "files that expand more than --max_expansion times",
     "unreadable": "files that cannot be opened",
 }
-SKIP_REASONS = {  # harmless: skipped under every rule
+SKIP_REASONS = {  # harmless, always skipped
     "empty": "empty documents",
     "null": "documents whose text is null",
     "blank_lines": "blank lines",
@@ -82,9 +82,10 @@ SKIP_REASONS = {  # harmless: skipped under every rule
 
 @dataclass(frozen=True)
 class InputRules:
-    """How documents are read, and what happens with bad input.
+    """How documents are read, and how bad input is handled.
 
-    Fingerprints of inputs contain the names of this class and its fields.
+    Fingerprints of inputs contain the names of this class and its fields: renaming them
+    invalidates existing stages.
     """
 
     text_field: str = "text"  # key or column; with dots also a path into nested objects
@@ -173,7 +174,7 @@ def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tu
     """Return (record, text, problem) of a line that orjson refuses or that lacks the text field.
 
     orjson refuses some lines that `json` accepts: NaN, infinities, lone surrogates, deep nesting.
-    Files written by Python contain them, mostly in other keys than the text, so `json` decides.
+    Files written by Python contain them, mostly in keys other than the text, so `json` decides.
     """
 
     def problem(reason: str, detail: str, at: int = 0) -> tuple[None, None, Problem]:
@@ -205,7 +206,7 @@ def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tu
 def find_text(record: dict[str, Any], field: str) -> tuple[bool, Any]:
     """Return whether a record has the text field, and its value.
 
-    `a.b` means the key "a.b" if there is one, otherwise the key "b" of the object at "a".
+    `a.b` is the key "a.b" if there is one, otherwise the key "b" of the object at "a".
     """
     if field in record:
         return True, record[field]

@@ -1,4 +1,4 @@
-"""Rows of Parquet: reads a row group in lists of bounded size; values become JSON types."""
+"""Reads Parquet row groups as lists of bounded size, with values as JSON types."""
 
 import base64
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def read_row_group(
 ) -> Iterator[list]:
     """Yield the rows of a row group after the first `skip`, in lists of about `chunk_bytes`.
 
-    A row is its text; with `keep_records`, or where the field is a path into objects, it is a dict.
+    A row is its text or, with `keep_records` or a field that is a path into objects, a dict.
 
     Raises:
         RowGroupRefused: the row group expands more than `max_expansion` times.

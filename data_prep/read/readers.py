@@ -1,6 +1,6 @@
-"""Reads one input from a given position as chunks: text files, lines, Parquet, hub data sets.
+"""Reads one input from a given position as chunks: text files, JSON lines, Parquet, hub datasets.
 
-What cannot be read becomes a chunk of kind "bad", and reading continues after it where possible.
+An unreadable part becomes a chunk of kind "bad", and reading continues after it where possible.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from zerolm.common.errors import ConfigError, ZerolmError
 
 HUB_ROWS = 64  # a batch of the streaming iterator
 SHOWN_CHARACTERS = 200
-END = -1  # as the start of the next chunk: there is none
+END = -1  # in place of the start of the next chunk: there is none
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A data set of the Hugging Face hub."""
+    """A dataset of the Hugging Face hub."""
 
     name: str  # what `datasets.load_dataset` takes
     config: str | None
@@ -31,7 +31,7 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class Input:
-    """One file or hub data set. It is sent to worker processes, so it holds nothing open."""
+    """One file or hub dataset; sent to worker processes, so it holds nothing open."""
 
     argument: str  # the --input that named it
     name: str  # a path or a hub id
@@ -61,7 +61,7 @@ def read_input(
 
     Raises:
         ConfigError: the file has changed since it was listed.
-        ZerolmError: the hub data set can no longer be read.
+        ZerolmError: the hub dataset can no longer be read.
     """
     size = source.size_bytes or 0
     if source.problem is not None:
@@ -83,7 +83,7 @@ def _check_unchanged(source: Input) -> Failure | None:
     """Return why a file can no longer be opened, or None if it can.
 
     Raises:
-        ConfigError: its size is not what it was when it was listed.
+        ConfigError: its size has changed since it was listed.
     """
     path = Path(source.name)
     try:
@@ -95,7 +95,7 @@ def _check_unchanged(source: Input) -> Failure | None:
     if source.size_bytes is not None and size != source.size_bytes:
         raise ConfigError(
             f"{source.name}: had {source.size_bytes:,} bytes when the command started, and has "
-            f"{size:,} now. Run the command again when no process writes to the input any more."
+            f"{size:,} now. Run the command again when no process writes to the input."
         )
     return None
 
@@ -196,7 +196,7 @@ def _parquet_failure(error: BaseException) -> Failure:
 
 @lru_cache(maxsize=16)
 def open_hub(hub: HubDataset) -> Any:
-    """Open a data set for streaming."""
+    """Open a dataset for streaming."""
     import datasets
 
     return datasets.load_dataset(

@@ -1,9 +1,9 @@
-"""Files that the stages of a pipeline exchange: clean -> dedup -> decontaminate -> tokenize.
+"""Reads and writes the files that stages exchange: clean -> dedup -> decontaminate -> tokenize.
 
 A stage is a directory of files `00000.jsonl.zst`, ..., one per task and with the same names in
 every stage; each line is an object with the text, an `id` and the other keys of the input.
 `stage.json` is published last: counts, options, files with sizes and checksums, and the previous
-stage. A directory without it is not data. Independent of what a stage does.
+stage. A directory without it is not a stage. Independent of what a stage does.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 def stage_file(task: int, piece: int = 0) -> str:
-    """Return the name of a task's file; `piece` counts its files where it writes several."""
+    """Return the name of a task's file; `piece` numbers the files of a task that writes several."""
     return f"{task:05d}{f'_{piece:05d}' if piece else ''}{STAGE_SUFFIX}"
 
 
@@ -62,7 +62,7 @@ class StageWriter:
         self.write_line(json_line(record), text_bytes)
 
     def write_line(self, line: bytes, text_bytes: int) -> None:
-        """Write a document that is already a line of JSON, without its newline."""
+        """Write a document given as a line of JSON, without its newline."""
         self.lines.append(line)
         self.num_documents += 1
         self.text_bytes += text_bytes
@@ -94,10 +94,10 @@ class StageWriter:
         }
 
     def abort(self) -> None:
-        """Remove what was written, unless it is published already."""
+        """Remove the unfinished file, unless it is already published."""
         self.lines = []
         self.temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk: the data to flush is not needed
+        with contextlib.suppress(OSError):  # a full disk: buffered data cannot be flushed
             if not self.file.closed:
                 self.stream.close()
 
@@ -128,7 +128,7 @@ def is_stage(directory: str | Path) -> bool:
 
 
 def is_unfinished(directory: str | Path) -> bool:
-    """Return whether a directory has records of tasks but no `stage.json`: it is not data yet."""
+    """Return whether a directory has records of tasks but no `stage.json`, so is no stage yet."""
     if is_stage(directory):
         return False
     patterns = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")
@@ -213,7 +213,7 @@ def publish_stage(
     """Write `stage.json`, which makes the directory a stage, and return it.
 
     Args:
-        files: what `StageWriter.close` returned, in order.
+        files: the results of `StageWriter.close`, in order.
         inputs: fingerprint of the stage's inputs and options.
         counts: sum over all tasks; see `merge_counts`.
         provenance: `provenance_of` the previous stage, or the inputs of the first stage.
@@ -237,14 +237,14 @@ def publish_stage(
 
 
 def remove_unlisted_files(directory: Path, listed: Set[str]) -> None:
-    """Remove files that killed tasks or tasks with other options left beside the listed ones."""
+    """Remove the files left by killed tasks, or by tasks with other options."""
     for path in directory.iterdir():
         if _TASK_FILE.fullmatch(path.name) and path.name not in listed:
             path.unlink(missing_ok=True)
 
 
 def provenance_of(stage: Stage) -> Json:
-    """Return what later stages and the shards' manifest record of a stage: all but its files."""
+    """Return the record of a stage in later stages and manifests: all but its files."""
     omitted = ("files", "examples", "lengths_in", "lengths_out")
     kept = {key: value for key, value in stage.manifest.items() if key not in omitted}
     return {

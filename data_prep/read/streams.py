@@ -1,7 +1,7 @@
-"""Bytes of a file, decompressed and split at line ends, in bounded memory for any content.
+"""`Stream`: the bytes of a file, decompressed and split at line ends, in bounded memory.
 
-A stream does not raise for what is in a file: it ends, and `failure` says why. Independent of what
-a document is.
+Bad content does not raise: the stream ends, and `failure` has the reason. Independent of the format
+of documents.
 """
 
 import zlib
@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-READ_BYTES = 1 << 16  # of the file at a time; larger blocks do not stay in the processor's cache
+READ_BYTES = 1 << 16  # of the file at a time; larger blocks do not stay in the CPU cache
 BLOCK_BYTES = 1 << 18  # decompressed at a time
-MIN_CHECKED_BYTES = 64 << 20  # decompressed, below which the expansion is not limited
-SALVAGE_BYTES = 256  # step in which the data before a damage is read
+MIN_CHECKED_BYTES = 64 << 20  # decompressed; below this, the expansion is not limited
+SALVAGE_BYTES = 256  # step size for reading the data before a damaged place
 GZIP = 16 + zlib.MAX_WBITS
 
 Blocks = Callable[[BinaryIO], Iterator[bytes]]
 
 
 class Failure(NamedTuple):
-    """Why a stream ended before its file did, or why a file cannot be read."""
+    """Why a stream ended before the end of its file, or why a file cannot be read."""
 
     reason: str  # a key of documents.BAD_REASONS
     detail: str
 
 
 RESTORE_HINT = (
-    "The file is damaged, and what was read from it may be wrong: restore it, or remove it."
+    "The file is damaged, and documents read from it may be wrong: restore it, or remove it."
 )
 TRUNCATED = Failure(
     "cut", "the compressed data ends too early. The file is truncated: restore it, or remove it."
@@ -34,12 +34,12 @@ TRUNCATED = Failure(
 
 
 class Stream:
-    """The content of a file from a given byte on; iterate it for blocks of at most 256 KiB.
+    """The content of a file from a given byte; iterating yields blocks of at most 256 KiB.
 
     Args:
         path: a regular file.
-        suffix: its kind: one that ends in `.gz` or `.zst` is decompressed.
-        start: the first byte to yield, of the decompressed content.
+        suffix: of the file; if it ends in `.gz` or `.zst`, the file is decompressed.
+        start: first byte to yield, of the decompressed content.
         max_expansion: ratio of decompressed to compressed size at which the stream ends.
     """
 
@@ -66,7 +66,7 @@ class Stream:
             yield from self._blocks(raw)
 
     def _plain(self, raw: BinaryIO) -> Iterator[bytes]:
-        skip = self.start % READ_BYTES  # so that blocks end at the same bytes for every start
+        skip = self.start % READ_BYTES  # so that block boundaries do not depend on the start
         raw.seek(self.start - skip)
         self.read_bytes, self.skipped_bytes = self.start - skip, self.start
         while block := self._read(raw):
@@ -83,7 +83,7 @@ class Stream:
         return block
 
     def _from_start(self, decompress: Blocks) -> Blocks:
-        """Wrap a decompressor: drop the bytes before `start`, end at too much expansion."""
+        """Wrap a decompressor: drop the bytes before `start`, and end if it expands too much."""
 
         def blocks(raw: BinaryIO) -> Iterator[bytes]:
             decompressed = 0
@@ -180,7 +180,7 @@ class Stream:
 
 
 def _fast_zlib() -> Any:
-    """Return Intel's isa-l if it is installed: faster, with the same bytes."""
+    """Return Intel's isa-l if it is installed: it is faster and gives the same bytes."""
     try:
         from isal import isal_zlib
     except ImportError:  # there are no wheels for every machine
@@ -207,7 +207,7 @@ def _one_line(error: Exception) -> str:
 
 
 class LineBlock(NamedTuple):
-    """Several complete lines, or the place of one line that is too long."""
+    """Several complete lines, or the position of one line that is too long."""
 
     start: int  # byte of the first line
     data: bytes  # ends with a newline, except at the end of the file; empty if too long
@@ -220,11 +220,11 @@ def read_line_blocks(
 ) -> Iterator[LineBlock]:
     """Yield the lines that start in [start, stop), joined to blocks of about `chunk_bytes`.
 
-    Nothing of a line longer than `max_bytes` is kept in memory: it comes as a block with empty
+    A line longer than `max_bytes` is not kept in memory: it is yielded as a block with empty
     `data`, and its length is `stop - start`.
 
     Args:
-        stream: begins at max(0, start - 1), so that a line which begins at `start` is recognised.
+        stream: begins at max(0, start - 1), to detect whether a line begins at `start`.
     """
     position = max(0, start - 1)  # byte after the current block of the stream
     in_range = start == 0  # whether the first line that starts in the range has been reached
@@ -271,7 +271,7 @@ def read_line_blocks(
         yield LineBlock(first, b"", position, stream.read_bytes)
     elif stream.failure is None:
         lines_end = len(data)
-    if in_range and lines_end:  # a stream that failed loses the line in which it ends
+    if in_range and lines_end:  # a failed stream loses the line in which it ends
         yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
 
 

@@ -1,8 +1,7 @@
 """Work units: slices of the inputs, one for each task.
 
-They depend on the inputs and their sizes alone. The documents of all units, in order, are those of
-the inputs in reading order, however many units there are. A stopped task resumes inside its unit,
-at a `Position`.
+Units depend only on the inputs and their sizes. Together they yield every document once, in reading
+order, for any number of units. A stopped task resumes inside its unit, at a `Position`.
 """
 
 import hashlib
@@ -27,13 +26,13 @@ from zerolm.common.errors import ConfigError
 
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
-UNITS_PER_CORPUS = 128  # of a small corpus: enough for many workers that end at about one time
+UNITS_PER_CORPUS = 128  # of a small corpus: many workers finish at about the same time
 UNLIMITED_BYTES = 1 << 40
-FILE_OVERHEAD_BYTES = 1 << 12  # counted for each file, so that a million empty files are many units
+FILE_OVERHEAD_BYTES = 1 << 12  # added per file, so that a million empty files become many units
 
 
 class WorkUnit(NamedTuple):
-    """What one task reads: ranges of inputs, one after the other."""
+    """The input of one task: ranges of inputs, one after the other."""
 
     ranges: tuple[InputRange, ...]
     size_bytes: int  # as stored; 0 for the hub
@@ -46,10 +45,10 @@ def default_unit_bytes(inputs: Sequence[Input]) -> int:
 
 
 def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[WorkUnit]:
-    """Divide the inputs into units of about `unit_bytes`, as stored, which cover all of them.
+    """Divide the inputs into units of about `unit_bytes` of stored data.
 
-    Plain JSON lines are split at bytes and Parquet between row groups. A compressed file is not
-    split, nor is a hub data set. Small files share a unit.
+    Plain JSON lines are split at bytes, Parquet between row groups. Compressed files and hub
+    datasets are not split. Small files share a unit.
     """
     limit = unit_bytes or default_unit_bytes(inputs)
     units: list[WorkUnit] = []
@@ -109,7 +108,7 @@ def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRan
 
 
 def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
-    """Return a hash of all that decides the documents: rules, and files by path, size and time."""
+    """Return a hash of what determines the documents: rules, and files by path, size and time."""
     listed = [
         [each.name, each.suffix, each.size_bytes, each.modified_ns]
         + ([each.hub.revision] if each.hub else [])
@@ -136,19 +135,19 @@ def read_batches(
     chunk_bytes: int = CHUNK_BYTES,
     start: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Yield the documents of a unit in order, and count them and everything else in `tally`.
+    """Yield the documents of a unit in order, and count them and all other input in `tally`.
 
     After each batch, the tally covers all input before `batch.next`: a task that saves both can
     resume there. A batch may be empty.
 
     Args:
-        chunk_bytes: size of a batch, about; it is larger where a document is.
-        start: `next` of a batch, or a list of its two numbers, to resume after that batch.
+        chunk_bytes: approximate size of a batch; a larger document makes a larger batch.
+        start: `next` of a batch, or its two numbers as a list, to resume after that batch.
 
     Raises:
         ConfigError: bad input under `on_bad_input` "fail", with the first problems of the unit; or
             a file has changed since it was listed.
-        ZerolmError: a hub data set can no longer be read.
+        ZerolmError: a hub dataset can no longer be read.
     """
     fatal: list[Problem] = []
     for chunk in _read_chunks(inputs, unit, rules, chunk_bytes, start):
@@ -193,7 +192,7 @@ def _read_chunks(
 def _rules_for(source: Input, rules: InputRules) -> InputRules:
     """Return the rules for an input: files of a stage have no size limits.
 
-    Its lines are longer than the texts that were admitted, and its files are compressed well.
+    Its lines are longer than the texts that passed the limits, and its files compress well.
     """
     if not source.of_stage:
         return rules

@@ -1,5 +1,5 @@
-"""What clean, dedup and decontaminate share: input documents, output files, counts and checks.
+"""Shared by clean, dedup and decontaminate: input documents, output files, counts, and checks.
 
-The checks are those of a stage's options and output directory. Must not depend on why a stage keeps
-or drops a document.
+The checks cover a stage's options and output directory. Must not depend on why a stage keeps or
+drops a document.
 """

@@ -40,7 +40,7 @@ class Counts:
         """Count a document that was dropped, and keep the first ones of each reason as examples.
 
         Args:
-            text: its text, or the part of it that was decisive.
+            text: its text, or the part that decided.
         """
         self._add("dropped", reason)
         self._add("dropped_bytes", reason, text_bytes)
@@ -49,7 +49,7 @@ class Counts:
             examples.append({"id": document_id, "text": text[:SHOWN_CHARACTERS]})
 
     def add_changed(self, name: str) -> None:
-        """Count a document that was kept and whose text the filter of that name changed."""
+        """Count a kept document whose text the named filter changed."""
         self._add("changed", name)
 
     def record(self) -> Json:

@@ -1,4 +1,4 @@
-"""Input documents of a stage's tasks: from the files of the previous stage, or from raw inputs."""
+"""`Documents`: the input of a stage's tasks, from the previous stage or from raw inputs."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 class DocumentRow(NamedTuple):
-    """A document, with the line that a stage writes if it keeps the document."""
+    """A document, with the line to write if a stage keeps it."""
 
     text: str
     id: Any
@@ -37,7 +37,7 @@ class DocumentRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents divided into tasks, which together read the entire input in its order."""
+    """Documents divided into tasks, which together read the entire input in order."""
 
     text_field: str  # key of the text
     labels: tuple[str, ...]  # what each task reads, for messages
@@ -101,7 +101,7 @@ class StageDocuments(Documents):
             try:
                 try:
                     record = orjson.loads(line)
-                except ValueError:  # NaN and lone surrogates, in other keys than the text
+                except ValueError:  # NaN or a lone surrogate, in a key other than the text
                     record = json.loads(line)
                 text, document_id = find_text(record, self.text_field)[1], record["id"]
                 if not isinstance(text, str):
@@ -121,7 +121,7 @@ class InputDocuments(Documents):
     inputs: tuple[Input, ...]
     units: tuple[WorkUnit, ...]
     rules: InputRules
-    write_stage: Callable[[Path, Executor], Stage] | None = None  # where a unit is large
+    write_stage: Callable[[Path, Executor], Stage] | None = None  # if a unit is large
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
         """Return the tally of all units; see `Documents`."""
@@ -149,7 +149,7 @@ class InputDocuments(Documents):
 
 
 def _to_line(record: Json) -> bytes:
-    """Return a record as a line of JSON; values that JSON has no type for become strings."""
+    """Return a record as a line of JSON; values without a JSON type become strings."""
     try:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str).encode()
     except UnicodeEncodeError:  # a lone surrogate in another key than the text

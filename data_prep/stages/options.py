@@ -1,4 +1,4 @@
-"""Options of a stage from a recipe: checks keys and types, and reports all problems at once."""
+"""Parses the options of a stage from a recipe: checks keys and types, and reports all problems."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ MAX_NUMBER = (1 << 63) - 1
 def parse_options(options_class: type[Options], value: Any, where: str) -> Options:
     """Return a frozen dataclass of options from a JSON object; missing keys keep their defaults.
 
-    The class has a method `problems()`, which yields (key, problem) for values of the right type
-    that are not allowed.
+    The method `problems()` of the class yields (key, problem) for values of the right type that are
+    not allowed.
 
     Args:
         where: file and key for messages, as in `recipe.json: stages.dedup`.
@@ -65,14 +65,14 @@ def number_of(key: str, value: Any) -> Any:
 
 
 def _converted(annotation: Any, content: Any) -> Any:
-    """Return a JSON value in the type of its field: 1e9 is an integer too, a list a tuple."""
+    """Return a JSON value in the type of its field: 1e9 becomes an int, a list a tuple."""
     if annotation is int:
         return int(content)
     return tuple(content) if isinstance(content, list) else content
 
 
 def _wrong_type(annotation: Any, content: Any) -> str | None:
-    """Return what a value should be, if it is not; otherwise None."""
+    """Return a description of the required type; None if the value has it."""
     is_number = isinstance(content, int | float) and not isinstance(content, bool)
     is_number = is_number and -MAX_NUMBER <= content <= MAX_NUMBER  # neither NaN nor infinite
     rules = {

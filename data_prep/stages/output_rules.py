@@ -1,6 +1,6 @@
-"""Checks of output directories: a stage is never written over other files, nor inside its input.
+"""Checks output directories: a stage never overwrites other files, and is never inside its input.
 
-The next command would read an output below an input directory as input.
+A later command would read an output below an input directory as input.
 """
 
 import os
@@ -12,7 +12,7 @@ from data_prep.read.stage_files import STAGE_SUFFIX, is_stage
 
 
 def output_problems(output: Path, where: str = "--output") -> list[str]:
-    """Return why a stage cannot be written there: the directory must be new or a stage.
+    """Return why a stage cannot be written to a directory, which must be new, empty or a stage.
 
     Args:
         where: flag or key, for messages.
@@ -39,7 +39,7 @@ def overlap_problems(
 
     Args:
         arguments: of --input; a directory includes all files below it, unless it is a stage.
-        inputs: what `find_inputs` made of them.
+        inputs: the inputs that `find_inputs` returned for them.
     """
     target = directory.resolve()
     for argument in arguments:
@@ -62,7 +62,7 @@ def overlap_problems(
 
 
 def dropped_problems(directory: Path, output: Path) -> list[str]:
-    """Return why dropped documents cannot be written there: only the same command may resume."""
+    """Return why dropped documents cannot be written there; only a resumed run may reuse it."""
     flag = f"--keep_dropped {directory}"
     target, stage = directory.resolve(), output.resolve()
     if target == stage or target in stage.parents:

@@ -1,4 +1,4 @@
-"""Our tasks as a step of a datatrove pipeline, which its Slurm and Ray executors run."""
+"""Wraps tasks as a step of a datatrove pipeline, which its Slurm and Ray executors run."""
 
 import contextlib
 import os
@@ -17,20 +17,20 @@ LOG_DIRECTORY = "jobs"  # of datatrove's files, in the directory of a phase's re
 
 @dataclass
 class TaskStep:
-    """Runs the task of a rank. datatrove starts a pipeline with this one step for every rank."""
+    """Runs the task of a datatrove rank; each rank runs a pipeline with this single step."""
 
     phase: Phase
     tasks: tuple[int, ...]
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Run task `tasks[rank]`, unless it has a valid record by now."""
+        """Run task `tasks[rank]`, unless it already has a valid record."""
         task = self.tasks[rank]
         if valid_record(self.phase, task) is None:
             run_task(self.phase, task)
 
 
 def pipeline_step(step: TaskStep) -> Any:
-    """Return the step as a subclass of datatrove's `PipelineStep`, which counts in it."""
+    """Wrap a step in a subclass of datatrove's `PipelineStep`."""
     from datatrove.pipeline.base import PipelineStep
 
     class Step(PipelineStep):
@@ -48,7 +48,7 @@ def pipeline_step(step: TaskStep) -> Any:
 
 
 def new_log_directory(phase: Phase) -> Path:
-    """Create a directory for one submission: datatrove marks completed ranks in it."""
+    """Create a directory for one submission, in which datatrove marks completed ranks."""
     logs = phase.records / LOG_DIRECTORY / time.strftime("%Y%m%d-%H%M%S")
     number = 0
     while logs.exists():
@@ -59,7 +59,7 @@ def new_log_directory(phase: Phase) -> Path:
 
 
 def environment_command() -> str:
-    """Return a shell command that gives a job this process's Python and modules."""
+    """Return a shell command that sets this process's Python and module paths in a job."""
     path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
     programs = os.pathsep.join([str(Path(sys.executable).parent), "$PATH"])
     return f'export PYTHONPATH={shlex.quote(path)}\nexport PATH="{programs}"'
@@ -67,7 +67,7 @@ def environment_command() -> str:
 
 @contextlib.contextmanager
 def log_to_file(logs: Path) -> Iterator[None]:
-    """Send what datatrove logs in this process to a file, and not to the terminal."""
+    """Redirect datatrove's log in this process from the terminal to a file."""
     from datatrove.utils.logging import logger  # its import configures the logger
 
     logger.remove()

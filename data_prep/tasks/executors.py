@@ -1,7 +1,7 @@
-"""Executors: processes of this machine, or Slurm and Ray through datatrove's executors.
+"""Executors of tasks: local processes, or Slurm and Ray through datatrove's executors.
 
-datatrove schedules, requeues and logs. Only our records decide whether a task is done: a task that
-was preempted or lost runs again, and one with a valid record does not.
+datatrove schedules, requeues and logs. Only task records decide whether a task is done: a preempted
+or lost task runs again, a task with a valid record does not.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def _package_problems(name: str) -> list[str]:
 
 
 def print_progress(phase: Phase, record: Record) -> None:
-    """Print how many tasks are done: after every task if they are few, otherwise about 20 times."""
+    """Print the number of finished tasks: after each if there are few, else about 20 times."""
     done = record["task"] + 1
     if done == phase.num_tasks or done % max(1, phase.num_tasks // 20) == 0:
         print(f"{phase.name}: {done:,} of {phase.num_tasks:,} tasks", file=sys.stderr, flush=True)
@@ -140,4 +140,4 @@ class RayExecutor:
             **options,
         )
         with log_to_file(logs), contextlib.suppress(ray.exceptions.RayTaskError):
-            executor.run()  # a failed task has left its note, which run_phase reports
+            executor.run()  # run_phase reports the notes of failed tasks

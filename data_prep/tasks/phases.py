@@ -1,8 +1,8 @@
 """A phase: many independent tasks, each with a record of its completion.
 
 Every stage of data preparation is a sequence of phases. A task writes its outputs atomically, and
-its record after them, so that a run that was killed resumes with the tasks that have no record, on
-any executor. Independent of what the tasks do.
+its record after them, so a killed run resumes with the tasks that have no record, on any executor.
+Independent of what the tasks do.
 
 `DIRECTORY/records/NAME/00003.json` is the record of task 3, `00003.running` names the process that
 works on it, and `00003.failed` has the reason of its failure. A record is valid only for the same
@@ -49,9 +49,9 @@ class Phase:
     directory: Path
     num_tasks: int
     run: Callable[[int], Record]
-    inputs: str  # fingerprint of all that decides the outputs, but not of the number of workers
-    labels: Sequence[str] = ()  # what each task works on, for messages
-    sync: bool = True  # records to disk; without it a power cut can leave a record of torn files
+    inputs: str  # fingerprint of what determines the outputs; excludes the number of workers
+    labels: Sequence[str] = ()  # the input of each task, for messages
+    sync: bool = True  # the records; without it a power cut can leave records of incomplete files
 
     @property
     def records(self) -> Path:
@@ -72,7 +72,7 @@ class Executor(Protocol):
     """Runs tasks: in processes of this machine, on Slurm or on Ray."""
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Call `run_task` for each of the tasks, in any order, and return when all have ended.
+        """Call `run_task` for each of the tasks, in any order; return when all have ended.
 
         Raises:
             ConfigError: as raised in a task.
@@ -115,7 +115,7 @@ def valid_records(phase: Phase) -> list[Record | None]:
 
 
 def valid_record(phase: Phase, task: int) -> Record | None:
-    """Return the record of a task, if it is of these inputs and its outputs are there."""
+    """Return the record of a task if it has the phase's inputs and its outputs exist."""
     try:
         record = json.loads(phase.path(task).read_bytes())
         if record["inputs"] != phase.inputs or record["task"] != task:
@@ -209,7 +209,7 @@ class LocalExecutor:
 
 
 def _raise_failure(phase: Phase, unfinished: Sequence[int]) -> None:
-    """Raise the reason why tasks have no record although they were run."""
+    """Raise the reason why tasks that ran have no record."""
     notes = _failed_notes(phase, unfinished)
     problems = [line for note in notes for line in note["refused"] or ()]
     if problems:

@@ -1,7 +1,7 @@
 """Progress of a command: a bar on a terminal, otherwise one plain line per interval.
 
-Tasks write their progress to small files (`TaskProgress`), on whatever machine they run. The
-process that waits for them adds these up (`ProgressWatcher`).
+Tasks on any machine write their progress to small files (`TaskProgress`); the process that waits
+for them sums these (`ProgressWatcher`).
 """
 
 import contextlib
@@ -23,17 +23,17 @@ STRAGGLER_SECONDS = 30  # and at least this long
 
 
 class Progress:
-    """Counts what is done, and shows it on standard error.
+    """Counts the input processed so far, and shows the counts on standard error.
 
     Args:
         command: the name to show.
-        total_bytes: size of all inputs; None if it is unknown, as for a hub data set.
+        total_bytes: size of all inputs; None if it is unknown, as for a hub dataset.
     """
 
     def __init__(self, command: str, total_bytes: int | None):
         self.command, self.total_bytes = command, total_bytes
         self.input_bytes = self.num_documents = self.num_tokens = 0
-        self.resumed_bytes = 0  # done by an earlier run: not part of the rate
+        self.resumed_bytes = 0  # done by an earlier run; excluded from the rate
         self.note = ""
         self.start = self.shown = time.monotonic()
         self.bar = None
@@ -44,7 +44,7 @@ class Progress:
             self.bar = tqdm(total=total_bytes, desc=command, unit="B", unit_scale=True)
 
     def add(self, input_bytes: int, num_documents: int, num_tokens: int = 0) -> None:
-        """Add to the counts, and show them when the interval is over."""
+        """Add to the counts, and show them if the interval has passed."""
         self.set(
             self.input_bytes + input_bytes,
             self.num_documents + num_documents,
@@ -52,7 +52,7 @@ class Progress:
         )
 
     def set(self, input_bytes: int, num_documents: int, num_tokens: int, note: str = "") -> None:
-        """Set the counts and a short note, and show them when the interval is over."""
+        """Set the counts and a short note, and show them if the interval has passed."""
         more_bytes = input_bytes - self.input_bytes
         self.input_bytes, self.num_documents = input_bytes, num_documents
         self.num_tokens, self.note = num_tokens, note
@@ -95,10 +95,10 @@ class Progress:
 
 
 class TaskProgress:
-    """Counts what a task has done, and writes it to the task's `.running` note once a second.
+    """Counts the input a task has processed, and writes it to its `.running` note every second.
 
     Args:
-        path: of the note, which `phases.run_task` creates and removes; its keys are kept.
+        path: of the note, which `phases.run_task` creates and removes; its other keys are kept.
         total_bytes: of the task's input.
     """
 
@@ -111,7 +111,7 @@ class TaskProgress:
             self.note = json.loads(path.read_bytes())
 
     def add(self, input_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Add to the counts, and write them when the interval is over."""
+        """Add to the counts, and write them if the interval has passed."""
         self.input_bytes += input_bytes
         self.num_documents += num_documents
         self.num_tokens += num_tokens
@@ -124,12 +124,12 @@ class TaskProgress:
                 "tokens": self.num_tokens,
             }
             content = json.dumps({**self.note, **counts}).encode()
-            with contextlib.suppress(OSError):  # only for display: no reason to fail
+            with contextlib.suppress(OSError):  # only for display: must not fail the task
                 write_atomically(self.path, content, many_writers=True, durable=False)
 
 
 class _TaskState(NamedTuple):
-    """How far one task is."""
+    """The progress of one task."""
 
     input_bytes: int
     num_documents: int
@@ -157,7 +157,7 @@ class ProgressWatcher:
 
     Args:
         records: the directory of the phase's records and notes.
-        labels: what each task works on.
+        labels: the input of each task, for display.
         is_started: whether to start the thread at once, rather than when `start` is called.
     """
 

@@ -1,7 +1,7 @@
-"""Tasks as Slurm array jobs through datatrove's executor: submits, polls and cancels them.
+"""Runs tasks as Slurm array jobs through datatrove's executor: submits, polls and cancels them.
 
-Slurm schedules and requeues, datatrove writes the scripts; our records decide whether a task is
-done. No job outlives the command that submitted it, unless the command is killed by SIGKILL.
+Slurm schedules and requeues, and datatrove writes the scripts; task records decide whether a task
+is done. No job outlives the command that submitted it, unless the command is killed with SIGKILL.
 """
 
 import re
@@ -25,7 +25,7 @@ from data_prep.tasks.phases import Phase
 from zerolm.common.errors import ZerolmError
 
 POLL_SECONDS = 10.0
-LOST_POLLS = 3  # in a row without a job in the queue: on a network its files may appear late
+LOST_POLLS = 3  # consecutive ones without a queued job; network file systems show files late
 COMMAND_SECONDS = 60  # limit for squeue, sacct and scancel; a busy controller is slow
 SHOWN_TASKS, SHOWN_LINES = 3, 8  # of lost tasks
 MAX_ARRAY_SIZE = 1001  # jobs of an array: Slurm's default of MaxArraySize
@@ -41,7 +41,7 @@ class SlurmExecutor:
     options: Json
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Submit the tasks, and return when no job is left.
+        """Submit the tasks, and return when all jobs have ended.
 
         Raises:
             ZerolmError: sbatch failed.
@@ -58,7 +58,7 @@ class SlurmExecutor:
             shown = ", ".join(job_ids)
             print(f"{phase.name}: Slurm job {shown}, {len(tasks):,} tasks", file=sys.stderr)
             unfinished = self._wait(phase, tasks, job_ids)
-        except BaseException:  # Ctrl-C and SIGTERM too: nothing waits for these jobs any more
+        except BaseException:  # Ctrl-C and SIGTERM too: nothing will wait for these jobs
             _cancel(phase, job_ids)
             raise
         for task in sorted(unfinished)[:SHOWN_TASKS]:
@@ -88,7 +88,7 @@ def _submit(
     job_ids: list[str],
     options: Json,
 ) -> None:
-    """Submit array jobs, and add the ids of all of them to `job_ids`."""
+    """Submit array jobs, and add their ids to `job_ids`."""
     from datatrove.executor import SlurmPipelineExecutor
 
     class Executor(SlurmPipelineExecutor):
@@ -123,7 +123,7 @@ def _submit(
 
 def _in_queue(job_ids: Sequence[str]) -> bool:
     """Return whether one of the jobs is waiting or running."""
-    for job_id in job_ids:  # one by one: squeue fails for all if it has forgotten one
+    for job_id in job_ids:  # one by one: squeue fails for all jobs if one is unknown
         try:
             if _output("squeue", "--noheader", "--jobs", job_id).strip():
                 return True

@@ -1,13 +1,13 @@
 """An ordered map over worker processes that cannot hang and leaves no process behind.
 
-Each worker has a pipe of its own, and only that worker holds the other end. So the kernel reports
-its death at once, even in the middle of a message, and likewise tells a worker that its parent is
-gone. (`ProcessPoolExecutor` shares one pipe, and waits forever for the rest of a message whose
-sender was killed.)
+Each worker has its own pipe, and only that worker holds the other end. So the kernel reports its
+death at once, even in the middle of a message, and a parent's death to its workers likewise.
+(`ProcessPoolExecutor` shares one pipe, and waits forever for the rest of a message whose sender was
+killed.)
 
-A process with one thread is forked, so that its workers have at once what it has imported and
-loaded. A process with several threads cannot be forked, because locks that other threads hold would
-stay locked in the copy: its workers are spawned.
+A process with one thread is forked, so workers inherit all it has imported and loaded. A process
+with several threads cannot be forked safely, because locks held by other threads would stay locked
+in the copy: its workers are spawned.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 
 from zerolm.common.errors import ConfigError, ZerolmError
 
-MAX_AHEAD_PER_WORKER = 6  # items between reading and yielding, so that a slow item stops no worker
-ASSIGNED_PER_WORKER = 2  # one in work and one queued, so that no worker waits for this process
+MAX_AHEAD_PER_WORKER = 6  # items between reading and yielding: a slow item blocks no other worker
+ASSIGNED_PER_WORKER = 2  # one running and one queued, so that no worker waits for this process
 STOP_SECONDS = 5
-JOINED_THREAD_SECONDS = 0.005  # for which a joined thread may still be listed
+JOINED_THREAD_SECONDS = 0.005  # a joined thread may still be listed for this long
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -49,10 +49,9 @@ def ordered_map(
 
     Args:
         prepare: sent to every worker and called once there.
-        ahead_per_worker: limit of the items per worker that exist at a time, whether as items or as
-            results.
+        ahead_per_worker: limit of items and results in flight, per worker.
         assigned_per_worker: items that a worker has at a time. Use 1 for items that take minutes,
-            so that none waits at a busy worker while another one is free.
+            so that none waits for a busy worker while another one is idle.
         on_start: called when all workers have started. Threads that are started there do not
             prevent forking.
 
@@ -110,7 +109,7 @@ def _schedule(
 
 
 class _Worker:
-    """A worker process, as its parent sees it."""
+    """The parent's handle of a worker process."""
 
     def __init__(self, prepare: Callable[[], Callable], index: int):
         forked = _has_one_thread()
@@ -184,7 +183,8 @@ def _has_one_thread() -> bool:
 def _drop_inherited(connection: Connection) -> None:
     """Close the files inherited from the parent: its locks, and its ends of workers' pipes.
 
-    Their numbers stay in use, because inherited objects may still close them.
+    Their descriptors are redirected to /dev/null rather than freed, because inherited objects may
+    still close them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:

@@ -54,7 +54,7 @@ def input_keys(
     for each in inputs:
         empty = {"input": each.argument, "num_files": 0, "size_bytes": 0}
         entry = entries.setdefault(each.argument, empty)
-        if each.size_bytes is None:  # a hub data set
+        if each.size_bytes is None:  # a hub dataset
             entry["num_files"] = entry["size_bytes"] = None
             entry["revision"] = each.hub.revision if each.hub else None
         else:

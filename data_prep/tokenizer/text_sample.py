@@ -52,7 +52,7 @@ def make_samples(inputs: Sequence[Any], sample_bytes: int) -> dict[str, Sample]:
     """Return an empty sample per source; they divide the bytes in proportion to file sizes."""
     names = source_names(inputs)
     sizes = {name: [each.size_bytes for each in inputs if each.argument == name] for name in names}
-    if any(None in each for each in sizes.values()):  # a hub data set: its size is unknown
+    if any(None in each for each in sizes.values()):  # a hub dataset: its size is unknown
         return {name: Sample(sample_bytes // len(names)) for name in names}
     total = max(1, sum(map(sum, sizes.values())))
     return {name: Sample(sample_bytes * sum(sizes[name]) // total) for name in names}

@@ -25,7 +25,7 @@ MAX_INPUTS = 1 << (64 - POSITION_BITS)
 class Origin(NamedTuple):
     """A position in an input of the tokenization."""
 
-    file: str  # as given to the tokenization: a path, or the id of a data set
+    file: str  # as given to the tokenization: a path, or the id of a dataset
     position: int  # from 0, in `unit`s
     unit: str  # "byte" (of the decompressed file) or "row"
 

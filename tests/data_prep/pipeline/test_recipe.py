@@ -153,7 +153,7 @@ def test_a_tokenizer_and_packing_are_stages_of_a_recipe(recipe, capsys):
         ({"train_tokenizer": {"vocab_size": 100}}, "train_tokenizer.vocab_size 100: has no room"),
         (
             {"tokenize": {"tokenizer": "tokenizer"}},
-            "tokenize.tokenizer: give either this key or train",
+            "tokenize.tokenizer: give exactly one of this key",
         ),
         ({"pack": {"seq_len": 0}}, "pack.seq_len: 0 is not between 1"),
     ):
@@ -195,9 +195,9 @@ def test_a_stage_removed_from_the_recipe_is_kept(recipe, capsys):
     first, whole = files_below(output), json.loads(recipe.read_text())
     recipe.write_text(json.dumps({key: whole[key] for key in ("output", "sources", "clean")}))
     assert main(["run", str(recipe), "--check"]) == 0
-    assert capsys.readouterr().out.count("is not in the recipe now") == 2
+    assert capsys.readouterr().out.count("is no longer in the recipe") == 2
     assert main(["run", str(recipe), "--workers", "1"]) == 0
-    assert capsys.readouterr().out.count("is not in the recipe now, and stays as it is") == 2
+    assert capsys.readouterr().out.count("is no longer in the recipe; its files are kept") == 2
     assert files_below(output) == first
     report = json.loads((recipe.parent / "out" / "report.json").read_text())["sources"]["web"]
     assert [stage["stage"] for stage in report["stages"]] == ["clean"] and not report["shards"]
@@ -279,7 +279,7 @@ def test_check_writes_nothing(recipe, capsys):
     assert sorted(recipe.parent.rglob("*")) == before
 
 
-def test_a_stopped_stage_continues(recipe, capsys):
+def test_a_stopped_stage_resumes(recipe, capsys):
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     output = recipe.parent / "out" / "web"
     first = files_below(output)
@@ -293,7 +293,7 @@ def test_a_stopped_stage_continues(recipe, capsys):
     kept = (output / "clean" / "records" / "clean" / "00000.json").stat().st_mtime_ns
     capsys.readouterr()
     assert main(["run", str(recipe), "--workers", "1"]) == 0
-    assert "web/clean: continues" in capsys.readouterr().out
+    assert "web/clean: resumes" in capsys.readouterr().out
     assert lost.exists()
     assert (output / "clean" / "records" / "clean" / "00000.json").stat().st_mtime_ns == kept
     assert files_below(output) == first
@@ -358,7 +358,7 @@ def test_integers_may_be_written_as_1e9():
         DedupOptions, {"memory_bytes": 1e9, "permutations": 64.0, "shingle_words": 5.0}, "r"
     )
     assert [type(value) for value in (options.memory_bytes, options.permutations)] == [int, int]
-    assert options.bands is not None
+    assert options.band_layout is not None
 
 
 def test_numbers_may_be_written_as_in_flags():

@@ -169,7 +169,7 @@ def test_every_invalid_input_is_listed(tmp_path):
         tmp_path / "*.gz": "the glob matches nothing",
         numbers: "has type int64, not string",
         other: "no column 'text'; it has body",
-        "namespace/absent": "cannot be opened as a hub data set",
+        "namespace/absent": "cannot be opened as a hub dataset",
     }
     with pytest.raises(ConfigError) as caught:
         find_inputs([*map(str, wrong), str(tmp_path / "a.txt"), str(tmp_path)], "text")

@@ -68,4 +68,4 @@ def test_bad_input_is_counted_by_every_stage_as_tokenize_does(stage, directory, 
     if stage != "run":
         assert "lines that are not JSON" in shown.out
     else:
-        assert f"left out {sum(expected['bad'].values())} that could not be read" in shown.out
+        assert f"skipped {sum(expected['bad'].values())} that could not be read" in shown.out
