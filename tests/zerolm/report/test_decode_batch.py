@@ -94,7 +94,7 @@ def sequences_of(output: str) -> dict[int, tuple[str, str]]:
         (("--sequences", 7), [7]),
     ],
 )
-def test_the_text_of_a_batch_is_that_of_its_windows(run_dir, words, expected) -> None:
+def test_batch_text_equals_the_text_of_its_windows(run_dir, words, expected) -> None:
     done = call("-m", "zerolm", "decode-batch", run_dir, *words)
     assert done.returncode == 0, done.stderr
     found = sequences_of(done.stdout)
@@ -108,7 +108,7 @@ def test_the_text_of_a_batch_is_that_of_its_windows(run_dir, words, expected) ->
 
 
 def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
-    """A run that was resumed with another batch has its steps elsewhere than a new one."""
+    """A run resumed with another batch size reads other sequences in a step than a new run."""
     directory = run_dir / "checkpoints" / "step-00000007"
     directory.mkdir(parents=True)
     progress = vars(Progress(step=7, position=100))
@@ -126,13 +126,13 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
         (("--sequences", "x-9"), "--sequences x-9: not A-B or a number"),
     ],
 )
-def test_bad_words_are_refused(run_dir, words, expected) -> None:
+def test_invalid_arguments_are_refused(run_dir, words, expected) -> None:
     done = call("-m", "zerolm", "decode-batch", run_dir, *words)
     assert done.returncode == 2 and expected in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_what_is_missing_or_changed_is_named(run_dir, tmp_path) -> None:
+def test_missing_and_changed_files_are_named(run_dir, tmp_path) -> None:
     def refused(directory: Path) -> str:
         done = call("-m", "zerolm", "decode-batch", directory, "--step", 1)
         assert done.returncode == 2 and "Traceback" not in done.stderr

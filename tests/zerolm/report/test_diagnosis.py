@@ -87,7 +87,7 @@ def test_a_flat_curve_at_the_full_rate_is_a_plateau(noise, seed, level):
         assert "learning rate" in found[0].text
 
 
-def test_a_flat_curve_is_no_plateau_once_the_rate_is_low():
+def test_a_flat_curve_at_a_low_rate_is_not_a_plateau():
     losses = power_law(1000)
     losses[400:] = losses[400]
     assert kinds(rows(losses, cosine(1000, minimum=0.0))) == []
@@ -95,7 +95,7 @@ def test_a_flat_curve_is_no_plateau_once_the_rate_is_low():
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(at=st.integers(200, 900), height=st.floats(1.0, 20.0), noise=st.floats(0.0, 0.05))
-def test_a_spike_is_found_where_it_is(at, height, noise):
+def test_a_spike_is_found_at_its_step(at, height, noise):
     losses = power_law(1000, noise=noise)
     losses[at : at + 3] += [height, height / 2, height / 4]
     found = findings(rows(losses))
@@ -103,7 +103,7 @@ def test_a_spike_is_found_where_it_is(at, height, noise):
     assert found[0].step == (at + 1) * 10 and found[0].tokens == found[0].step * TOKENS
 
 
-def test_spikes_between_two_reports_are_known_from_the_events():
+def test_spikes_between_two_rows_are_found_from_the_events():
     event = {"event": "spike", "step": 4321, "loss": 9.5, "time": "", "reason": "train/loss ..."}
     found = findings(rows(power_law(1000)), [event, {**event, "step": 777, "loss": None}])
     assert [(finding.kind, finding.step) for finding in found] == [("spike", 777), ("spike", 4321)]
@@ -128,14 +128,14 @@ def test_a_loss_that_stays_high_is_a_divergence(at, height, noise):
     assert "plateau" not in [finding.kind for finding in found]
 
 
-def test_a_loss_that_is_no_number_is_a_divergence():
+def test_a_nan_loss_is_a_divergence():
     losses = power_law(300)
     losses[280:] = math.nan
     found = findings(rows(losses))
     assert found[0].kind == "divergence" and "no longer a finite number" in found[0].text
 
 
-def test_one_infinite_loss_is_no_divergence():
+def test_one_infinite_loss_is_not_a_divergence():
     losses = power_law(300)
     losses[299] = math.inf
     assert kinds(rows(losses)) == []
@@ -179,7 +179,7 @@ def test_one_infinite_loss_is_no_divergence():
         ),
     ],
 )
-def test_each_sickness_is_named_and_its_absence_is_not(kind, sick, healthy):
+def test_each_fault_is_found_and_its_absence_is_not(kind, sick, healthy):
     losses = power_law(200)
     found = findings(rows(losses, **sick))
     assert [finding.kind for finding in found] == [kind]
@@ -187,7 +187,7 @@ def test_each_sickness_is_named_and_its_absence_is_not(kind, sick, healthy):
     assert kinds(rows(losses, **healthy)) == []
 
 
-def test_clipping_of_the_first_steps_only_is_no_finding():
+def test_clipping_in_the_first_steps_only_is_not_a_finding():
     share = np.where(np.arange(400) < 100, 1.0, 0.1)
     assert kinds(rows(power_law(400), **{"train/clipped_share": share})) == []
 
@@ -210,7 +210,7 @@ def test_a_widening_validation_gap_is_overfitting_when_data_is_repeated():
     assert kinds(fresh) == ["validation"]
 
 
-def test_noisy_validation_that_goes_on_falling_is_no_finding():
+def test_noisy_but_falling_validation_loss_is_not_a_finding():
     losses = power_law(600)
     noise = 0.02 * np.random.default_rng(3).standard_normal(12)
     evaluations = [
@@ -232,7 +232,7 @@ def test_noisy_validation_that_goes_on_falling_is_no_finding():
         max_size=120,
     )
 )  # fmt: skip
-def test_whatever_a_file_holds_is_read(contents):
+def test_values_of_any_type_are_accepted(contents):
     lines = [{"step": number, "tokens": number * 7, **row} for number, row in enumerate(contents)]
     for finding in findings(lines, [{"event": "start", "step": 0}, {"event": "hang", "step": -1}]):
         json.dumps(vars(finding) if hasattr(finding, "__dict__") else finding.text)

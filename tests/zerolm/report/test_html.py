@@ -1,4 +1,4 @@
-"""`report.html`: shows what the files hold, loads nothing, and inserts no markup of a run."""
+"""`report.html`: shows what the files contain, loads nothing, inserts no markup from a run."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def data_in(page: Path) -> dict:
     return json.loads(found)
 
 
-def test_the_page_has_the_values_of_the_metrics(tmp_path) -> None:
+def test_the_report_has_the_values_of_the_metrics(tmp_path) -> None:
     run = write_run(tmp_path / "run")
     page = report.write_report([run])
     assert page == run / "report.html"
@@ -79,7 +79,7 @@ def test_text_of_a_run_is_never_markup(tmp_path) -> None:
     assert found["samples"][0]["prompt"] == EVIL and found["events"][1]["words"] == EVIL
 
 
-def test_the_page_refers_to_nothing_outside_itself(tmp_path) -> None:
+def test_the_report_loads_nothing_external(tmp_path) -> None:
     text = report.write_report([write_run(tmp_path / "run")]).read_text()
     for pattern in (r"https?:", r"\bsrc=", r"\bhref=", r"url\((?!#)", r"@import", r"\bfetch\(",
                     "XMLHttpRequest", "WebSocket", "innerHTML", "outerHTML", "insertAdjacentHTML",
@@ -88,7 +88,7 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path) -> None:
     assert "default-src 'none'" in text and "unsafe" not in text
 
 
-def test_a_long_run_is_a_page_of_some_megabytes_with_its_spike(tmp_path) -> None:
+def test_a_long_run_gives_a_report_of_some_megabytes_that_shows_its_spike(tmp_path) -> None:
     num_steps = 100_000
     keys = [f"train/param_norm/layers.{layer}" for layer in range(24)]
     with open(tmp_path / "metrics.jsonl", "w") as file:
@@ -118,7 +118,7 @@ def test_runs_are_compared_by_settings_and_losses(tmp_path) -> None:
     assert not (tmp_path / "no.html").exists()
 
 
-def test_a_metric_and_an_event_that_no_table_knows_are_shown(tmp_path) -> None:
+def test_unknown_metrics_and_events_are_shown(tmp_path) -> None:
     run = write_run(tmp_path / "run")
     rows = [{**row, "train/new": 1.0} for row in metrics(40)]
     write_lines(run / "metrics.jsonl", rows)
@@ -133,7 +133,7 @@ def test_a_metric_and_an_event_that_no_table_knows_are_shown(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("noise_scale", "varies"), [(True, True), (False, True), (False, False)])
-def test_the_batch_is_drawn_if_it_varies_or_beside_its_noise_scale(
+def test_batch_size_is_drawn_if_it_varies_or_with_the_noise_scale(
     tmp_path, noise_scale, varies
 ) -> None:
     rows = [
@@ -147,7 +147,7 @@ def test_the_batch_is_drawn_if_it_varies_or_beside_its_noise_scale(
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "no run.json", "no metrics"])
-def test_a_damaged_run_has_a_page_that_says_so(tmp_path, damage) -> None:
+def test_the_report_of_a_damaged_run_lists_the_damage(tmp_path, damage) -> None:
     run = write_run(tmp_path / "run")
     if damage == "empty":
         for path in run.iterdir():
@@ -161,7 +161,7 @@ def test_a_damaged_run_has_a_page_that_says_so(tmp_path, damage) -> None:
     assert bool(found["problems"]) == (damage != "no metrics")
 
 
-def test_the_run_waits_for_its_page_only_at_the_end(tmp_path) -> None:
+def test_a_run_waits_for_its_report_only_at_the_end(tmp_path) -> None:
     run = write_run(tmp_path / "run")
     page = report_process.HtmlReport(run, interval=600.0, active=True)
     page.tick()
@@ -174,7 +174,7 @@ def test_the_run_waits_for_its_page_only_at_the_end(tmp_path) -> None:
 
 
 def test_the_end_of_a_report_is_noticed_long_before_the_next_one_is_due(tmp_path) -> None:
-    """Else its duration would be that of the interval, and the next one 20 intervals away."""
+    """Otherwise its duration would be the interval, and the next report 20 intervals later."""
     page = report_process.HtmlReport(write_run(tmp_path / "run"), interval=600.0, active=True)
     page._write_at, deadline = 0.0, time.monotonic() + 60
     page.tick()
@@ -185,7 +185,7 @@ def test_the_end_of_a_report_is_noticed_long_before_the_next_one_is_due(tmp_path
     assert 0 < page._last_seconds < 60 and page._write_at < time.monotonic() + 20 * 60
 
 
-def test_a_page_that_hangs_holds_up_nothing(tmp_path, monkeypatch) -> None:
+def test_a_report_process_that_hangs_does_not_delay_the_run(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path / "run")
     os.mkfifo(run / "metrics-rolled-back-0001.jsonl")  # its reader waits forever
     monkeypatch.setattr(report_process, "FINISH_SECONDS", 1.0)
@@ -200,7 +200,7 @@ def test_a_page_that_hangs_holds_up_nothing(tmp_path, monkeypatch) -> None:
     assert process.poll() is not None and not page._child.running, "and none stays"
 
 
-def test_a_supervisor_has_the_page_of_a_killed_run_written(tmp_path) -> None:
+def test_the_supervisor_writes_the_report_of_a_killed_run(tmp_path) -> None:
     for number, interval in enumerate((180.0, 0.0)):
         run = write_run(tmp_path / f"run{number}", report_interval=interval)
         page = report_process.start_for(run)
@@ -210,13 +210,13 @@ def test_a_supervisor_has_the_page_of_a_killed_run_written(tmp_path) -> None:
     assert report_process.start_for(tmp_path / "absent") is None
 
 
-def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, capfd) -> None:
+def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, capfd) -> None:
     page = report_process.HtmlReport(tmp_path / "absent", interval=600.0, active=True)
     page.finish()
     assert "was not updated" in capfd.readouterr().out
 
 
-def test_the_process_of_a_run_that_is_gone_ends(tmp_path) -> None:
+def test_the_report_process_ends_with_its_run(tmp_path) -> None:
     run = write_run(tmp_path / "run")
     words = [sys.executable, "-m", "zerolm", "report", str(run), "--of_process"]
     code = (
@@ -236,13 +236,13 @@ def test_the_process_of_a_run_that_is_gone_ends(tmp_path) -> None:
     assert not Path("/proc", done.stdout.strip()).exists() and not (run / "report.html").exists()
 
 
-def test_a_page_that_has_no_place_is_refused(tmp_path) -> None:
+def test_an_output_that_cannot_be_written_is_refused(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         report.write_report([write_run(tmp_path / "run")], tmp_path / "file" / "page.html")
 
 
-def test_the_files_of_the_page_are_installed(tmp_path) -> None:
+def test_the_assets_are_installed(tmp_path) -> None:
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "pretrain.py"):
         shutil.copy(ROOT / name, tmp_path)
     for package in ("zerolm", "data_prep", "launch"):

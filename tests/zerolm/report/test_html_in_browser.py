@@ -56,7 +56,7 @@ def page(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_page_draws_and_asks_for_nothing(browser, page, width, dark) -> None:
+def test_the_report_draws_and_requests_nothing(browser, page, width, dark) -> None:
     browser.requests.clear()
     browser.messages.clear()
     browser.open(page, width, 844, dark=dark)
@@ -72,8 +72,8 @@ def test_a_page_draws_and_asks_for_nothing(browser, page, width, dark) -> None:
     assert words >= 4.5 and curves >= 3.0, "readable, also in the dark"
 
 
-def test_a_curve_is_where_its_values_are(browser, page) -> None:
-    """The path of the learning rate, which is constant, and of epochs of the x-axis."""
+def test_curves_are_drawn_at_their_values(browser, page) -> None:
+    """For the paths of a constant learning rate, and of epochs, which grow with the x-axis."""
     browser.open(page, 1280, 844)
     path = browser.evaluate(f"{PANELS}[2].querySelector('.curve').getAttribute('d')")
     points = [tuple(map(float, point.split())) for point in path[1:].split("L")]
@@ -82,7 +82,7 @@ def test_a_curve_is_where_its_values_are(browser, page) -> None:
     assert max(gaps) - min(gaps) <= 0.21, "equal steps are equally far apart"
 
 
-def test_a_reader_hovers_zooms_and_toggles(browser, page) -> None:
+def test_hovering_zooming_and_toggling_work(browser, page) -> None:
     browser.open(page, 1280, 844)
     browser.evaluate("document.querySelector('.panel svg').scrollIntoView({block: 'center'})")
     left, top, width, height = browser.evaluate(PLACE)
@@ -108,7 +108,7 @@ def test_a_reader_hovers_zooms_and_toggles(browser, page) -> None:
     browser.wait("document.querySelector('.panel svg').textContent.includes(' s')")
 
 
-def test_a_finger_taps_pinches_and_scrolls(browser, page) -> None:
+def test_touch_taps_pinches_and_scrolls_work(browser, page) -> None:
     browser.open(page, 390, 844)
     browser.evaluate("document.querySelector('.panel svg').scrollIntoView({block: 'center'})")
     left, top, width, height = browser.evaluate(PLACE)
@@ -131,7 +131,7 @@ def test_a_finger_taps_pinches_and_scrolls(browser, page) -> None:
     assert browser.evaluate("scrollY") > before, "a chart does not hold the page"
 
 
-def test_paper_is_light_and_has_no_buttons(browser, page) -> None:
+def test_a_printed_report_is_light_and_has_no_buttons(browser, page) -> None:
     browser.open(page, 390, 844, dark=True)
     pdf = base64.b64decode(browser.call("Page.printToPDF")["data"])
     assert pdf.startswith(b"%PDF") and len(pdf) > 20_000
@@ -145,7 +145,7 @@ def test_paper_is_light_and_has_no_buttons(browser, page) -> None:
     )
 
 
-def test_runs_are_compared_in_a_colour_each(browser, tmp_path) -> None:
+def test_compared_runs_have_different_colours(browser, tmp_path) -> None:
     runs = [write_run(tmp_path / name, seed=number) for number, name in enumerate(("one", "two"))]
     both = report.write_report(runs, tmp_path / "both.html")
     browser.messages.clear()

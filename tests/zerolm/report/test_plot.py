@@ -11,7 +11,7 @@ from zerolm.report import plot
 
 
 def write_run(run_dir, num_steps, half_line=False):
-    """Make a run directory with a loss of 8 / step and a validation loss every tenth step."""
+    """Write a run directory with a loss of 8 / step and a validation loss every tenth step."""
     run_dir.mkdir(parents=True)
     rows = [
         {"step": step, "tokens": step * 1000, "train/loss": 8 / step}
@@ -29,7 +29,7 @@ def write_run(run_dir, num_steps, half_line=False):
     return run_dir
 
 
-def test_series_is_what_the_file_says(tmp_path):
+def test_series_equals_the_values_in_the_file(tmp_path):
     rows = plot.read_rows(write_run(tmp_path / "run", 30, half_line=True) / "metrics.jsonl")
     tokens, losses = plot.series(rows, "train/loss")
     np.testing.assert_array_equal(tokens, np.arange(1, 31) * 1000)
@@ -51,7 +51,7 @@ def test_diverged_steps_are_left_out():
     assert plot.series(rows, "train/loss")[1].tolist() == [2.0]
 
 
-def test_the_picture_shows_every_run_in_its_colour(tmp_path):
+def test_the_plot_shows_each_run_in_its_colour(tmp_path):
     one, two = write_run(tmp_path / "one", 40), write_run(tmp_path / "two", 1)
     picture = plot.plot_losses([one, two], tmp_path / "new" / "loss.png")
     pixels = imread(picture)[..., :3]

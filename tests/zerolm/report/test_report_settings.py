@@ -25,7 +25,7 @@ def test_no_secret_is_shown() -> None:
     assert found["model_config.eos_token_id"] == "2" and found["settings.batch_tokens"] == "8192"
 
 
-def test_what_differs_is_listed_with_every_value() -> None:
+def test_settings_that_differ_are_listed_with_all_values() -> None:
     runs = [
         {"zero_stage": 2, "settings": {"seed": 0}},
         {"zero_stage": 3, "settings": {"seed": 0, "x": 1}},

@@ -15,7 +15,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.report import run_history
 
 
-def test_what_is_read_is_what_was_written(tmp_path) -> None:
+def test_a_written_run_is_read_back(tmp_path) -> None:
     run = run_history.read_run(write_run(tmp_path / "run"))
     lines, values = run.curves.columns["train/loss"]
     assert [run.curves.steps[line] for line in lines] == list(range(1, 41))
@@ -30,7 +30,7 @@ def test_what_is_read_is_what_was_written(tmp_path) -> None:
     assert run.state() == ("done", "") and run.problems == []
 
 
-def test_damage_is_left_out_and_said(tmp_path) -> None:
+def test_damaged_lines_are_skipped_and_listed(tmp_path) -> None:
     directory = write_run(tmp_path / "run", ended=None)
     path = directory / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -51,7 +51,7 @@ def test_damage_is_left_out_and_said(tmp_path) -> None:
     assert run.total_tokens is None and run.seconds_left() is None
 
 
-def test_steps_that_are_there_twice_are_taken_as_they_were_last(tmp_path) -> None:
+def test_of_repeated_steps_the_last_line_counts(tmp_path) -> None:
     directory = write_run(tmp_path / "run")
     again = [{"step": 31, "tokens": 31_000, "train/loss": 1.5, "throughput/step_seconds": 0.5}]
     rows = metrics(40, spike=30)
@@ -72,7 +72,7 @@ def test_steps_that_are_there_twice_are_taken_as_they_were_last(tmp_path) -> Non
         (None, None, "silent"),
     ],
 )
-def test_the_state_is_that_of_the_last_start(tmp_path, ended, age, state) -> None:
+def test_the_state_is_taken_from_the_last_start(tmp_path, ended, age, state) -> None:
     directory = write_run(tmp_path / "run", ended=ended)
     if age is not None:
         write_heartbeats(directory, age=age)
@@ -87,7 +87,7 @@ def test_a_value_that_is_not_finite_is_a_gap(tmp_path) -> None:
     assert json.loads(json.dumps(run.curves.rows(9)))[2]["train/loss"] is None
 
 
-def test_every_directory_that_is_no_run_is_named(tmp_path) -> None:
+def test_every_directory_that_is_not_a_run_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError) as refusal:
         run_history.read_runs([tmp_path / "a", write_run(tmp_path / "run"), tmp_path / "b"])
     assert len(refusal.value.problems) == 2

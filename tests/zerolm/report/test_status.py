@@ -62,6 +62,6 @@ def test_a_terminal_gets_a_panel(tmp_path) -> None:
     assert "40 of 100" in text and "▁" in text
 
 
-def test_a_curve_as_characters() -> None:
+def test_a_sparkline_shows_the_curve() -> None:
     assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
     assert sparkline([1.0, float("nan"), 1.0]) == "▁ ▁" and sparkline([]) == ""

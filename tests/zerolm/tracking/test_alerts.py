@@ -1,3 +1,5 @@
+"""Alerts: which events and metrics raise one, and how often."""
+
 import json
 from types import SimpleNamespace
 
@@ -29,28 +31,28 @@ SEEN = json.loads(json.dumps(anomaly_fields(GUARD, Progress(position=8), RESULT,
         ({"event": "gave_up", "reason": "high"}, "gave up", ERROR),
     ],
 )
-def test_what_needs_a_person_is_an_alert(event, title, level) -> None:
+def test_events_that_need_attention_raise_an_alert(event, title, level) -> None:
     alert = of_event({"step": 7, "time": "now", **event})
     assert alert is not None and (alert.title, alert.level) == (title, level)
     assert "step 7" in alert.text and len(alert.title) < 24
 
 
-def test_what_happens_every_day_is_none() -> None:
+def test_routine_events_raise_no_alert() -> None:
     for event in ("start", "checkpoint", "upload", "done", "stopped", "changed", "step_skipped"):
         assert of_event({"event": event, "step": 1}) is None
 
 
-def test_low_mfu_is_told_once_and_again_after_it_was_usual() -> None:
-    watch, told = LowMfuDetector(), []
+def test_low_mfu_raises_one_alert_until_it_has_recovered() -> None:
+    watch, alerted = LowMfuDetector(), []
     values = [0.4] * 20 + [0.2] * 5 + [0.39] + [0.1] * 3
     for step, mfu in enumerate(values):
         if watch.check({"step": step, "throughput/mfu": mfu}):
-            told.append(step)
-    assert told == [22, 28]
+            alerted.append(step)
+    assert alerted == [22, 28]
     assert watch.check({"step": 99}) is None, "on a device whose peak is unknown"
 
 
-def test_a_storm_of_alerts_is_limited_and_errors_get_through() -> None:
+def test_alerts_are_rate_limited_except_errors() -> None:
     limit = RateLimit()
     same = Alert("loss spike", "", WARN)
     assert [limit.allows(same, second) for second in (0, 10, 599, 600)] == [
@@ -59,7 +61,7 @@ def test_a_storm_of_alerts_is_limited_and_errors_get_through() -> None:
         False,
         True,
     ]
-    told = sum(limit.allows(Alert(f"{number}", "", WARN), 700.0) for number in range(100))
-    assert told == 18, "twenty in an hour"
+    alerted = sum(limit.allows(Alert(f"{number}", "", WARN), 700.0) for number in range(100))
+    assert alerted == 18, "twenty in an hour"
     assert limit.allows(Alert("hang", "", ERROR), 800.0)
     assert limit.allows(Alert("later", "", WARN), 5000.0)

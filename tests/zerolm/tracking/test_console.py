@@ -1,4 +1,4 @@
-"""zerolm/tracking/console.py: a bar on a terminal, which loses no line; no bar anywhere else."""
+"""`Console`: a bar on a terminal that loses no line of output; no bar anywhere else."""
 
 import os
 import pty

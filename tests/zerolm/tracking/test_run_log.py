@@ -1,3 +1,5 @@
+"""`RunLog`: the lines it writes, drops on a resume, and archives on a rollback."""
+
 import json
 from pathlib import Path
 
@@ -16,7 +18,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_resume_drops_the_lines_that_are_taken_again(tmp_path) -> None:
+def test_a_resume_drops_the_lines_of_repeated_steps(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     write_steps(log, 1, 2, 3, 4)
     log.close()
@@ -31,14 +33,14 @@ def test_a_resume_drops_the_lines_that_are_taken_again(tmp_path) -> None:
     assert rows[2]["train/loss"] == 1 / 9, "floats survive to the last bit"
 
 
-def test_what_json_has_no_number_for_is_null(tmp_path) -> None:
+def test_infinities_and_nan_are_logged_as_null(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     log.metrics({"step": 1, "tokens": 10, "train/grad_norm": float("inf")})
     log.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "tokens": 10, "train/grad_norm": None}]
 
 
-def test_an_event_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path) -> None:
+def test_an_incomplete_event_line_does_not_damage_the_next_one(tmp_path) -> None:
     (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "chec')
     log = RunLog(tmp_path, 0, writes=True)
     log.event("resume", 3)
@@ -62,7 +64,7 @@ def test_only_the_first_rank_writes(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_of_a_rollback_are_moved_once_and_not_lost(tmp_path) -> None:
+def test_rolled_back_rows_are_archived_once(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     write_steps(log, 1, 2, 3, 4)
     log.close()
@@ -90,7 +92,7 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert run_log.duration(seconds) == text
 
 
-def test_samples_of_steps_that_are_taken_again_are_dropped(tmp_path) -> None:
+def test_samples_of_repeated_steps_are_dropped(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     assert log.sampled_tokens() == 0 and not (tmp_path / "samples.jsonl").exists()
     for step in (2, 4, 6):

@@ -1,4 +1,4 @@
-"""What a flag names as its tracker is one, and needs no other register."""
+"""The `tracker` of a flag is a `Tracker` class, and needs no other registration."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_the_flag_of_a_tracker_names_its_class(name) -> None:
     assert parser.parse(["run", name, "--of_process", "1"]).name == name
 
 
-def test_a_package_that_is_missing_is_found_before_the_run(monkeypatch) -> None:
+def test_a_missing_package_is_reported_before_the_run(monkeypatch) -> None:
     class Wanting(Tracker):
         package = "tensorboard"
 

@@ -1,4 +1,4 @@
-"""Trackers that fail, die or are refused: what is told, and that nothing else stops."""
+"""Trackers that fail, die or are refused: the failure is reported, and nothing else stops."""
 
 import errno
 import fcntl
@@ -32,7 +32,7 @@ def run_dir(tmp_path, monkeypatch) -> Path:
     return unused_run(tmp_path / "first", monkeypatch)
 
 
-def test_a_tracker_that_fails_is_an_event_and_not_the_end(run_dir, capsys) -> None:
+def test_a_failing_tracker_is_an_event_and_does_not_end_the_run(run_dir, capsys) -> None:
     (run_dir / "wandb").write_text("in the way")
     log = begin(run_dir, 0)
     write_steps(log, 1)
@@ -63,7 +63,7 @@ class Broken(Tracker):
         self.got.append("end")
 
 
-def test_what_is_wrong_with_one_event_is_told_once_and_stops_nothing_else(run_dir) -> None:
+def test_an_event_that_fails_is_reported_once_and_the_others_are_sent(run_dir) -> None:
     with open(run_dir / "events.jsonl", "w") as file:
         for bad in (False, True, True, False):
             file.write(json.dumps({"event": "spike", "step": 1, "bad": bad}) + "\n")
@@ -78,10 +78,10 @@ def test_what_is_wrong_with_one_event_is_told_once_and_stops_nothing_else(run_di
     assert "skipped event: TypeError" in failure
 
 
-def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
+def test_a_tracker_process_that_keeps_dying_is_given_up_and_the_repair_is_logged(
     run_dir, monkeypatch
 ) -> None:
-    """Offline each of them would write every row once more."""
+    """Offline, each process would write every row again."""
     monkeypatch.setattr(tracker_processes, "FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(tracker_processes, "POLL_SECONDS", 0.0)
     monkeypatch.setenv("ZEROLM_SUPERVISOR", "somebody-1")
@@ -108,7 +108,7 @@ def test_a_child_that_dies_again_and_again_is_given_up_and_the_repair_is_told(
     assert all("python -m zerolm wandb-sync" in error for error in errors[-2:])
 
 
-def test_what_a_child_says_after_a_rollback_is_heard(run_dir, monkeypatch) -> None:
+def test_messages_of_a_tracker_process_are_received_after_a_rollback(run_dir, monkeypatch) -> None:
     (run_dir / "wandb").write_text("in the way")
     first = begin(run_dir, 0)
     first.close("rollback")
@@ -119,13 +119,13 @@ def test_what_a_child_says_after_a_rollback_is_heard(run_dir, monkeypatch) -> No
     assert sum("may lack rows" in error for error in errors) == 2, "of both"
 
 
-def test_wandb_is_told_by_its_own_variable_whether_there_is_a_tracker(monkeypatch) -> None:
+def test_the_wandb_mode_variable_sets_the_mode_or_disables_the_tracker(monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    for told, mode, found in (
+    for variable, mode, found in (
         ("disabled", "offline", []), ("dryrun", "offline", ["wandb"]), ("run", "online", ["wandb"]),
         ("offline", "offline", ["wandb"]), ("", "online", ["wandb"]),
     ):  # fmt: skip
-        monkeypatch.setenv("WANDB_MODE", told)
+        monkeypatch.setenv("WANDB_MODE", variable)
         assert wandb_identity.resolve_mode("auto") == mode
         assert enabled_trackers(Settings(wandb="auto")) == found
         assert enabled_trackers(Settings(wandb="online")) == ["wandb"]
@@ -136,7 +136,9 @@ def without_locks(file: Any, operation: int) -> None:
     raise OSError(errno.ENOLCK, "no locks available")
 
 
-def test_what_cannot_be_synced_is_refused_in_one_line(tmp_path, run_dir, monkeypatch) -> None:
+def test_a_directory_that_cannot_be_synced_is_refused_in_one_line(
+    tmp_path, run_dir, monkeypatch
+) -> None:
     for arguments, words in (
         ({"run_dir": tmp_path}, "no run.json"),
         ({"run_dir": run_dir, "mode": "online"}, "no key is configured"),

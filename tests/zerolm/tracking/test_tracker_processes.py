@@ -1,4 +1,4 @@
-"""Trackers that follow a run directory: real children, real offline files."""
+"""Trackers that follow a run directory, with real processes and real offline files."""
 
 import fcntl
 import json
@@ -35,8 +35,8 @@ def run_dir(tmp_path, monkeypatch) -> Path:
     return unused_run(tmp_path / "first", monkeypatch)
 
 
-def test_wandb_and_tensorboard_have_each_row_once_over_kills_and_a_resume(run_dir, capsys) -> None:
-    """Rows, checkpoints, samples and alerts; whoever was killed, at the values of metrics.jsonl."""
+def test_wandb_and_tensorboard_have_each_row_once_after_kills_and_a_resume(run_dir, capsys) -> None:
+    """Rows, checkpoints, samples and alerts equal the run's files, whichever process was killed."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = begin(run_dir, 0, tensorboard=True)
@@ -87,14 +87,14 @@ def test_wandb_and_tensorboard_have_each_row_once_over_kills_and_a_resume(run_di
     accumulator.Reload()
     for key in ("train/loss", "seconds", "eval/loss"):
         drawn = [(event.step, event.value) for event in accumulator.Scalars(key)]
-        wanted = [(row["tokens"], pytest.approx(row[key])) for row in rows if key in row]
-        assert drawn == wanted, key
+        expected = [(row["tokens"], pytest.approx(row[key])) for row in rows if key in row]
+        assert drawn == expected, key
     output = capsys.readouterr().out
     assert "wandb: offline in" in output and "tensorboard --logdir" in output
 
 
-def test_a_killed_rank_leaves_a_tracker_that_tells_why(run_dir) -> None:
-    """What others write down then is told, and no row is lacking."""
+def test_the_tracker_of_a_killed_run_sends_why_it_ended(run_dir) -> None:
+    """Events that others log after the kill are sent, and no row is missing."""
     script = (
         "import sys, time; from pathlib import Path; from zerolm.config.settings import Settings\n"
         "from zerolm.tracking.run_log import RunLog\n"
@@ -118,8 +118,8 @@ def test_a_killed_rank_leaves_a_tracker_that_tells_why(run_dir) -> None:
     assert of_kind(records, "exit")[0].exit_code == 1 and wandb_rows(records) == own_rows(run_dir)
 
 
-def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) -> None:
-    """The one before keeps what was gone back over; a restart goes on with the new one."""
+def test_a_rollback_starts_another_wandb_run_with_the_complete_curve(run_dir) -> None:
+    """The earlier W&B run keeps the rolled-back rows; a restart resumes the new one."""
     log = begin(run_dir, 0, tensorboard=True)
     write_steps(log, 1, 2, 3)
     entry = {"number": 1, "from_step": 3, "to_step": 1, "reason": "too high"}
@@ -156,8 +156,8 @@ def test_a_rollback_begins_another_wandb_run_which_has_the_whole_curve(run_dir) 
 
 
 @pytest.mark.soak
-def test_wandb_online_has_each_row_once_although_some_never_arrived(run_dir, monkeypatch) -> None:
-    """Killed with rows that its server has not got; then resumed; then from another machine."""
+def test_wandb_online_has_each_row_once_although_some_were_lost(run_dir, monkeypatch) -> None:
+    """Killed before its server has received all rows; then resumed; then on another machine."""
     with WandbServer() as server:
         for key, value in server.environment().items():
             monkeypatch.setenv(key, value)
@@ -184,14 +184,14 @@ def test_wandb_online_has_each_row_once_although_some_never_arrived(run_dir, mon
             assert [row[key] for row in server.history] == [row[key] for row in rows]
 
 
-def test_tensorboard_goes_on_after_the_rows_it_has_and_mends_what_was_written_in_part(run_dir):
+def test_tensorboard_continues_after_its_last_row_and_rewrites_changed_rows(run_dir):
     def row(step: int, loss: float = 1 / 3) -> dict[str, Any]:
         return {"step": step, "tokens": 10 * step, "train/loss": loss / step, "null": None}
 
     def write(name: str, *rows: dict[str, Any]) -> None:
         (run_dir / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
 
-    def wanted() -> list[int]:
+    def missing_steps() -> list[int]:
         target = tensorboard.TensorboardTracker(run_dir)
         target.open()
         found = [each["step"] for each in own_rows(run_dir) if target.lacks(each)]
@@ -211,15 +211,15 @@ def test_tensorboard_goes_on_after_the_rows_it_has_and_mends_what_was_written_in
     target.finish(0)
     assert not half.exists() and len(tensorboard.read_back(aside)[0]) == 2
     write("metrics.jsonl", row(1), row(2), row(3))
-    assert wanted() == [3]
+    assert missing_steps() == [3]
     write("metrics.jsonl", row(1))
-    assert wanted() == [], "what is gone is taken back"
+    assert missing_steps() == [], "rows that are gone are purged"
     write("metrics.jsonl", row(1, loss=2.0), row(2))
-    assert wanted() == [1, 2], "from the first difference on"
+    assert missing_steps() == [1, 2], "from the first difference on"
 
 
-def test_what_a_server_has_follows_from_its_newest_number_on_any_machine(run_dir, monkeypatch):
-    """A restored directory has no files of W&B's; rows and samples are sent once all the same."""
+def test_the_newest_number_on_the_server_shows_its_rows_on_any_machine(run_dir, monkeypatch):
+    """A restored directory has no W&B files, but rows and samples are still sent only once."""
     sent: dict[int, dict[str, Any]] = {}
     tables: list[Any] = []
 

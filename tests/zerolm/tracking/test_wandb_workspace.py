@@ -1,3 +1,5 @@
+"""The W&B workspace has the panels of the report."""
+
 import json
 
 import pytest
@@ -7,7 +9,7 @@ from zerolm.tracking.wandb_workspace import layout, make
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of that package's use of pydantic
-def test_a_workspace_has_panels_for_what_the_run_measures(tmp_path, monkeypatch) -> None:
+def test_a_workspace_has_panels_for_the_runs_metrics(tmp_path, monkeypatch) -> None:
     pytest.importorskip("wandb_workspaces")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

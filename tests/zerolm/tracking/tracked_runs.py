@@ -1,4 +1,4 @@
-"""A run directory that trackers follow, written by hand: for their tests."""
+"""Run directories for the tests of trackers, written by hand."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from zerolm.tracking.run_log import RunLog
 
 
 def unused_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a run directory without a step, in an environment without W&B's variables."""
+    """Write a run directory without steps, and remove W&B's variables from the environment."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (path / "checkpoints").mkdir(parents=True)
@@ -32,7 +32,7 @@ def begin(run_dir: Path, step: int, tensorboard: bool = False, mode: str = "offl
 
 
 def write_steps(log: RunLog, *steps: int) -> None:
-    """Write rows whose times differ from those of the same step before, as those of a run do."""
+    """Write rows whose times differ each time a step is repeated, as in a real run."""
     for step in steps:
         row = {"step": step, "tokens": 10 * step, "train/loss": 1 / 3 / step, "null": None}
         log.metrics({**row, "seconds": time.perf_counter()})
@@ -68,7 +68,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def wait_for_starts(run_dir: Path, number: int) -> None:
-    """Wait until so many W&B runs have started, which takes a loaded machine many seconds.
+    """Wait until this many W&B runs have started, which takes many seconds on a loaded machine.
 
     At its end a run waits only a few seconds for a tracker that has not connected yet.
     """
@@ -81,7 +81,7 @@ def wait_for_starts(run_dir: Path, number: int) -> None:
 
 
 def kill(log: RunLog, run_dir: Path, name: str) -> None:
-    """Kill the children once one of them is at work, as a lost host would."""
+    """Kill the tracker processes once one of them is working, as the loss of a host would."""
     wait_for(lambda: list(run_dir.glob(name)))
     time.sleep(1.5)
     for process in log.trackers._processes:

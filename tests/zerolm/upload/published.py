@@ -1,4 +1,4 @@
-"""Published checkpoints and runs without any training, for tests of what is done with them."""
+"""Published checkpoints and runs without training, for the tests of uploads and restores."""
 
 import json
 import random

@@ -1,3 +1,5 @@
+"""Checks of --upload_to before a run starts."""
+
 import json
 from pathlib import Path
 
@@ -16,7 +18,7 @@ def settings(*argv: object) -> Settings:
     return parsed
 
 
-def test_a_copy_of_a_run_does_not_write_over_the_store_of_the_first(tmp_path) -> None:
+def test_a_copied_run_does_not_overwrite_the_store_of_the_original(tmp_path) -> None:
     record = {"settings": {"run_dir": "runs/first", "upload_to": f"file://{tmp_path}/first"}}
     file = tmp_path / "run.json"
     file.write_text(json.dumps(record))
@@ -29,7 +31,7 @@ def test_a_copy_of_a_run_does_not_write_over_the_store_of_the_first(tmp_path) ->
         assert upload_problems(settings(*words)) == []
 
 
-def test_what_a_restore_would_bring_is_known_before_it(tmp_path) -> None:
+def test_the_record_that_a_restore_would_fetch_is_read_before_it(tmp_path) -> None:
     run_dir, url = tmp_path / "run", f"file://{tmp_path}/store"
     run_dir.mkdir()
     problems: list[str] = []
@@ -62,7 +64,7 @@ def test_a_store_that_does_not_answer_is_a_problem_only_without_a_checkpoint(
     assert stored_record(settings(*words), problems) is None and problems == []
 
 
-def test_a_run_whose_checkpoints_are_gone_is_lost_and_a_pointer_does_not_hide_it(tmp_path) -> None:
+def test_a_run_without_checkpoints_is_lost_even_with_a_pointer_file(tmp_path) -> None:
     assert is_lost(tmp_path)
     directory: Path = publish(tmp_path, 5)
     assert not is_lost(tmp_path)

@@ -1,4 +1,4 @@
-"""What reaches a store and what comes back, with stores on this machine's disk."""
+"""Uploads and restores, with stores on this machine's disk."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def whole(place: Path) -> list[str]:
     return sorted(path.parent.name for path in place.glob(f"*/{MANIFEST}"))
 
 
-def test_a_run_comes_back_from_its_store_in_every_byte(run_dir, store, tmp_path) -> None:
+def test_a_restored_run_is_identical_to_the_uploaded_one(run_dir, store, tmp_path) -> None:
     for step in (5, 10):
         publish(run_dir, step)
     (run_dir / "rollbacks.json").write_text("{}")
@@ -66,7 +66,7 @@ def test_a_run_comes_back_from_its_store_in_every_byte(run_dir, store, tmp_path)
         restore(store, tmp_path / "none", step=7)
 
 
-def test_nothing_that_could_end_the_process_outlives_an_upload(run_dir, store) -> None:
+def test_the_stall_guard_ends_with_the_upload(run_dir, store) -> None:
     publish(run_dir, 5)
     before = set(threading.enumerate())
     uploader.upload(run_dir, store, keep=0)
@@ -78,7 +78,7 @@ def test_nothing_that_could_end_the_process_outlives_an_upload(run_dir, store) -
         time.sleep(0.05)
 
 
-def test_what_is_there_already_is_not_sent_again(run_dir, store, monkeypatch) -> None:
+def test_files_in_the_store_are_not_sent_again(run_dir, store, monkeypatch) -> None:
     publish(run_dir, 5)
     assert uploader.upload(run_dir, store, keep=0) == ["step-00000005"]
     assert uploader.upload(run_dir, store, keep=0) == []
@@ -120,7 +120,9 @@ def test_a_checkpoint_may_be_rotated_away_while_it_is_sent(run_dir, store, monke
     assert {name: stored[name] for name in expected} == expected
 
 
-def test_a_half_that_nobody_can_complete_is_removed(run_dir, store, place, monkeypatch) -> None:
+def test_a_partial_upload_that_cannot_be_completed_is_removed(
+    run_dir, store, place, monkeypatch
+) -> None:
     directory = publish(run_dir, 5)
 
     def fail(*words):
@@ -137,7 +139,7 @@ def test_a_half_that_nobody_can_complete_is_removed(run_dir, store, place, monke
     assert [path.name for path in place.iterdir()] == ["step-00000010"]
 
 
-def test_the_store_keeps_the_newest(run_dir, store, place) -> None:
+def test_the_store_keeps_the_newest_checkpoints(run_dir, store, place) -> None:
     for step in (5, 10, 15):
         publish(run_dir, step)
         uploader.upload(run_dir, store, keep=2)
@@ -145,7 +147,7 @@ def test_the_store_keeps_the_newest(run_dir, store, place) -> None:
     assert sorted(path.name for path in place.iterdir()) == whole(place)
 
 
-def test_after_a_rollback_the_later_time_counts_and_not_the_later_step(
+def test_after_a_rollback_the_later_checkpoint_counts_not_the_higher_step(
     run_dir, store, tmp_path
 ) -> None:
     publish(run_dir, 10)
@@ -163,7 +165,7 @@ def test_after_a_rollback_the_later_time_counts_and_not_the_later_step(
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "manifest", "checksums"])
-def test_a_damaged_one_is_named_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_restored(
     run_dir, store, place, tmp_path, harm
 ) -> None:
     publish(run_dir, 5)
@@ -193,7 +195,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     assert len(events(again, "checkpoint_damaged")) == 1
 
 
-def test_all_damaged_is_refused_and_nothing_is_restored(run_dir, store, place, tmp_path) -> None:
+def test_a_store_with_only_damaged_checkpoints_is_refused(run_dir, store, place, tmp_path) -> None:
     publish(run_dir, 5)
     uploader.upload(run_dir, store, keep=0)
     (place / "step-00000005" / "model.pt").write_bytes(b"")
@@ -221,7 +223,7 @@ def test_a_checkpoint_damaged_on_disk_is_not_sent_and_the_others_are(run_dir, st
     assert events(run_dir, "upload_failed")[0]["step"] == 10
 
 
-def test_a_file_that_is_missing_on_disk_is_named_and_the_pass_ends(run_dir, store, place) -> None:
+def test_a_file_missing_on_disk_is_named_and_the_upload_ends(run_dir, store, place) -> None:
     publish(run_dir, 5)
     (publish(run_dir, 10) / "model.pt").unlink()
     with pytest.raises(CheckpointError, match=r"step-00000010 is damaged: .*model.pt"):
@@ -229,7 +231,7 @@ def test_a_file_that_is_missing_on_disk_is_named_and_the_pass_ends(run_dir, stor
     assert whole(place) == ["step-00000005"]
 
 
-def test_a_checkpoint_goes_alone_where_there_is_no_record_yet(run_dir, store, place) -> None:
+def test_a_checkpoint_is_sent_without_a_record_if_there_is_none_yet(run_dir, store, place) -> None:
     publish(run_dir, 5)
     for file in ("run.json", "metrics.jsonl"):
         (run_dir / file).unlink()
@@ -237,7 +239,9 @@ def test_a_checkpoint_goes_alone_where_there_is_no_record_yet(run_dir, store, pl
     assert whole(place) == ["step-00000005"]
 
 
-def test_a_lost_run_is_restored_once_and_an_empty_store_begins_at_zero(run_dir, store) -> None:
+def test_a_lost_run_is_restored_once_and_starts_at_step_0_if_its_store_is_empty(
+    run_dir, store
+) -> None:
     assert if_lost(run_dir, store) is None and if_lost(run_dir, "off") is None
     publish(run_dir, 5)
     uploader.upload(run_dir, store, keep=0)
@@ -247,7 +251,9 @@ def test_a_lost_run_is_restored_once_and_an_empty_store_begins_at_zero(run_dir, 
     assert found is not None and found.progress.step == 5
 
 
-def test_no_room_is_said_before_anything_is_fetched(run_dir, store, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_fetched(
+    run_dir, store, tmp_path, monkeypatch
+) -> None:
     publish(run_dir, 5)
     uploader.upload(run_dir, store, keep=0)
     usage = shutil._ntuple_diskusage(10, 9, 1)
@@ -279,13 +285,13 @@ def test_secrets_of_the_environment_are_not_shown() -> None:
     assert describe_error(error, environment) == "OSError: denied for *** in /somewhere, short"
 
 
-def test_a_call_that_hangs_is_left_behind() -> None:
+def test_a_call_that_hangs_is_abandoned() -> None:
     with pytest.raises(StoreError, match="no answer within 0 s"):
         call_within(0.05, lambda: time.sleep(5))
     assert call_within(5, lambda: 7) == 7
 
 
-def test_the_run_starts_a_child_and_ends_within_its_time(run_dir, store, place, capfd) -> None:
+def test_a_run_starts_an_uploader_and_waits_a_bounded_time(run_dir, store, place, capfd) -> None:
     uploads = Uploads(run_dir, store, keep=0, active=True)
     publish(run_dir, 5)
     uploads.tick()
@@ -302,7 +308,7 @@ def test_the_run_starts_a_child_and_ends_within_its_time(run_dir, store, place, 
     assert event["checkpoints"] == ["step-00000015"]
 
 
-def test_a_child_ends_with_the_run_that_it_serves(run_dir, store) -> None:
+def test_the_uploader_ends_with_its_run(run_dir, store) -> None:
     publish(run_dir, 5)
     words = [sys.executable, "-m", "zerolm", "upload", str(run_dir), store, "--of_process", "1"]
     slow = environment(FAULT="upload.file:*:*:sleep=60")
@@ -311,7 +317,9 @@ def test_a_child_ends_with_the_run_that_it_serves(run_dir, store) -> None:
     assert done.returncode == 1 and time.monotonic() - began < 30
 
 
-def test_a_killed_upload_leaves_nothing_whole_and_is_gone_on_with(run_dir, store, place) -> None:
+def test_a_killed_upload_leaves_no_complete_checkpoint_and_is_resumed(
+    run_dir, store, place
+) -> None:
     publish(run_dir, 5)
     words = [sys.executable, "-m", "zerolm", "upload", str(run_dir), store]
     for point in ("upload.file", "upload.marker"):

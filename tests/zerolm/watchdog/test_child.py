@@ -1,4 +1,4 @@
-"""zerolm/watchdog/child.py: restarts with pauses, bounded waits, and the environment of a child."""
+"""`Child`: restarts with pauses, bounded waits, and the environment of the process."""
 
 import math
 import sys
@@ -46,7 +46,7 @@ def test_after_the_last_failure_it_is_never_due_again() -> None:
     assert not one.due() and one.failures == 2
 
 
-def test_a_child_that_should_not_end_fails_with_exit_code_0_too() -> None:
+def test_an_endless_child_fails_even_with_exit_code_0() -> None:
     one = child("", endless=True, max_failures=1)
     assert run(one) == 0 and not one.due()
 
@@ -64,7 +64,7 @@ def test_waiting_is_bounded_and_sends_heartbeats() -> None:
     one.kill()  # does nothing
 
 
-def test_a_process_that_cannot_be_started_is_tried_again_later(tmp_path) -> None:
+def test_a_process_that_cannot_be_started_is_retried_later(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     one = child("", log=tmp_path / "file" / "log")
     with pytest.raises(OSError, match="file"):

@@ -1,4 +1,4 @@
-"""The watchdog alone: which ranks it blames, and what it does to processes without training."""
+"""The watchdog without training: which ranks it blames, and how it ends their processes."""
 
 import json
 import os
@@ -31,11 +31,11 @@ def blamed(*beats) -> list[int] | None:
     return hung[0] if hung else None
 
 
-def test_a_rank_is_blamed_that_neither_waits_nor_gets_ahead() -> None:
+def test_a_rank_that_neither_waits_nor_progresses_is_blamed() -> None:
     assert blamed(beat(0, 700, True, 5), beat(1, 700, False, 4), beat(2, 700, True, 5)) == [1]
 
 
-def test_nobody_is_blamed_while_somebody_is_at_work() -> None:
+def test_no_rank_is_blamed_while_one_is_working() -> None:
     slow = beat(1, 300, False, 4)
     assert blamed(beat(0, 700, True, 5), slow, beat(2, 700, True, 5)) is None
     writes = beat(1, 0, False, 4, limit=1800)  # bytes count as progress: see ProgressMonitor
@@ -55,7 +55,7 @@ def test_the_network_is_blamed_when_all_wait() -> None:
     assert find_hung_ranks([beat(0, 700, True, 9)], complete=False) is None, "one is missing"
 
 
-def test_a_rank_of_its_own_is_blamed_too() -> None:
+def test_a_single_rank_can_be_blamed() -> None:
     assert blamed(beat(0, 700, False, None)) == [0]
     assert blamed(beat(0, 500, False, None)) is None
 
@@ -67,7 +67,7 @@ def test_a_verdict_is_written_completely_and_once(tmp_path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_phase_may_take_longer_where_it_has_before(monkeypatch) -> None:
+def test_a_phase_that_was_slow_before_may_be_slow_again(monkeypatch) -> None:
     current = progress.Progress()
     monkeypatch.setattr(liveness, "CURRENT", current)
     monitor = liveness.ProgressMonitor(600)
@@ -223,13 +223,13 @@ def test_sigquit_writes_the_stacks_and_does_nothing_else(ranks) -> None:
     assert "in <module>" in ranks.stacks(0)
 
 
-def test_a_file_may_ask_for_a_stop_where_no_signal_reaches(ranks) -> None:
+def test_a_file_can_request_a_stop(ranks) -> None:
     ranks.start("while stop.reason is None: time.sleep(0.1)")
     (ranks.run_dir / "ranks" / "stop-token").write_text("SIGTERM\n")
     assert "reason SIGTERM" in ranks.outputs()
 
 
-def test_heartbeats_that_cannot_be_written_end_nothing(ranks) -> None:
+def test_a_failing_heartbeat_does_not_end_the_run(ranks) -> None:
     hide = "(run_dir / 'ranks').rename(run_dir / 'away')\n"
     ranks.start(hide + "time.sleep(8)", "time.sleep(8)", timeout=600)
     assert ranks.outputs().count("reason None") == 2
@@ -255,7 +255,7 @@ time.sleep(60)
     assert event["event"] == "launcher_lost"
 
 
-def test_signals_go_to_the_process_that_was_meant() -> None:
+def test_a_signal_reaches_only_the_intended_process() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"],
         env={**os.environ, "ZEROLM_TEST": "this"},
