@@ -210,7 +210,7 @@ def test_a_repeated_spike_exhausts_the_rollback_budget(tmp_path, llama, corpus) 
     done = run_ranks(2, *flags, *ROLLBACK, "--max_rollbacks", 1, FAULT=",".join(SPIKE))
     assert done.returncode == 76, done.stdout[-4000:]
     assert "Traceback" not in done.stdout
-    assert "--max_rollbacks 1 are spent" in done.stdout
+    assert "The limit --max_rollbacks 1 is reached" in done.stdout
     (gave_up,) = events(run, "gave_up")
     assert "step-00000020" in gave_up["reason"], "the last good checkpoint is from before the spike"
     (cooldown, _) = events(run, "cooldown")

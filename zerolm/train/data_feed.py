@@ -14,7 +14,7 @@ from zerolm.data import loader as data
 from zerolm.plan.plan import Plan
 from zerolm.train import metrics
 
-UNBOUNDED = 1 << 62  # no end of the stream: the token budget ends the run
+UNBOUNDED = 1 << 62  # the stream has no end; the token budget ends the run
 
 
 class DataFeed:

@@ -153,12 +153,11 @@ class Journal:
         seconds_left = steps_left * row["throughput/step_seconds"]
         if not self.console.figures(row, progress.step + steps_left, seconds_left):
             self.print_rank0(run_log.console_line(row, progress.step + steps_left, seconds_left))
-        if self.settings.compile and (broken := compile.breaks()) not in (
-            None,
-            self.printed_breaks,
-        ):
-            self.printed_breaks = broken
-            self.print_rank0(broken)
+        if self.settings.compile:
+            notice = compile.breaks()
+            if notice is not None and notice != self.printed_breaks:
+                self.printed_breaks = notice
+                self.print_rank0(notice)
 
     def close(self, how: str) -> None:
         """Close the console and the log; pass on to the trackers how the run has ended."""

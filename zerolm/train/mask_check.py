@@ -45,7 +45,7 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
     masked = _gather(_loss_change(engine, batch, changed))
     keep = ("input_ids", "targets")
     plain, plain_changed = ({name: rows[name] for name in keep} for rows in (batch, changed))
-    unmasked = _gather(_loss_change(engine, plain, plain_changed))  # if 0: no test
+    unmasked = _gather(_loss_change(engine, plain, plain_changed))  # 0: nothing to compare with
     engine.train()
     limit = _limit(engine, plan)
     problems = [
@@ -62,9 +62,12 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
             f"documents are kept apart by {kernel}: not tested, the model as initialised gives a "
             f"token the same loss whatever precedes it"
         )
-    largest = max(masked)
-    how = f"to {largest:.1e} of {max(unmasked):.1e} without a mask" if largest else "in every bit"
-    return f"documents are kept apart by {kernel}: {how}"
+    if not any(masked):
+        return f"documents are kept apart by {kernel}: losses are bit-identical"
+    return (
+        f"documents are kept apart by {kernel}: losses change by {max(masked):.1e}, and by "
+        f"{max(unmasked):.1e} without the mask"
+    )
 
 
 def _limit(engine: Any, plan: Plan) -> float:
@@ -91,8 +94,8 @@ def _rows(
         "position_ids": torch.where(positions < first, positions, positions - first).expand(shape),
     }
     shared = {name: value.contiguous().to(device) for name, value in shared.items()}
-    one, two = ({"input_ids": each.to(device), **shared} for each in (ids, others))
-    return one, two
+    batch, changed = ({"input_ids": each.to(device), **shared} for each in (ids, others))
+    return batch, changed
 
 
 def _loss_change(

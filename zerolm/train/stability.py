@@ -145,15 +145,16 @@ def plan_rollback(
         entry = rollback.plan(run_dir, progress, batch_schedule, first_anomaly, margin, why)
     entry, last_good = broadcast_object((entry, last_good))
     if response == ROLL_BACK and progress.rollbacks >= settings.max_rollbacks:
-        why += f" --max_rollbacks {settings.max_rollbacks} are spent."
+        why += f" The limit --max_rollbacks {settings.max_rollbacks} is reached."
     elif response == ROLL_BACK and entry is not None:
         return entry
     elif response == ROLL_BACK:
         if not guard.weights_lost and not guard.skips_exhausted(progress.step):
-            return None  # the step was refused, so the weights are still good
+            return None  # the step was refused, the weights are intact
         why += " No checkpoint is from before the spike."
     elif guard.reason:
-        why += f" --max_skips {settings.max_skips} in {SKIP_WINDOW_STEPS} steps are spent."
+        limit = f"--max_skips {settings.max_skips} in {SKIP_WINDOW_STEPS} steps"
+        why += f" The limit {limit} is reached."
     raise GaveUp(f"step {progress.step}: {why} {_advice(last_good)}")
 
 

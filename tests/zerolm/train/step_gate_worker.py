@@ -1,10 +1,10 @@
-"""One rank of test_refusal.py: what a refused step leaves behind, for each ds config given.
+"""One rank of test_step_gate.py: checks for each ds config that a refused step changes nothing.
 
-    RANK=0 WORLD_SIZE=2 ... python refusal_worker.py REPORT.json CONFIG.json ...
+    RANK=0 WORLD_SIZE=2 ... python step_gate_worker.py REPORT.json CONFIG.json ...
 
-The report of rank 0 has, for each config, what went wrong; nothing went wrong in an empty list.
-Two engines see the same batches, but one has batches between them whose steps are refused: for
-their norm, before they begin, and for a NaN on one rank.
+Rank 0 writes {config: problems found}. Two engines train on the same batches. One of them gets
+further batches, whose steps are refused: for their norm, before they start, or for a NaN on one
+rank.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def new_engine(config: dict) -> Any:
 
 
 def backward(engine: Any, batch: int, factor: float = 1.0) -> None:
-    """Accumulate the gradient of a batch, in two micro-batches."""
+    """Accumulate the gradient of a batch of two micro-batches."""
     dtype = next(engine.module.parameters()).dtype
     for micro_batch in range(2):
         seed = 1000 * batch + 10 * micro_batch + int(os.environ["RANK"])
@@ -57,12 +57,12 @@ def digest(engine: Any) -> str:
     """Hash every tensor of the weights, the float32 masters and the optimizer's states."""
     optimizer, inner = engine.optimizer, engine.optimizer.optimizer
     names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-    names += ("fp32_groups_flat_partition",)  # of ZeRO-1 and 2, ZeRO-3, and BF16_Optimizer
+    names += ("fp32_groups_flat_partition",)  # ZeRO-1 and 2, ZeRO-3, BF16_Optimizer
     (masters,) = (getattr(optimizer, name) for name in names if hasattr(optimizer, name))
     tensors = [getattr(each, "ds_tensor", each) for each in engine.module.parameters()] + masters
     for master in masters:
         state = inner.state.get(master, {})
-        # Zeros are as good as absent: the first gradient makes Muon's momentum, refused or not.
+        # Zeros count as absent: the first gradient allocates Muon's momentum, even if refused.
         states = [torch.as_tensor(state[name]) for name in sorted(state)]
         tensors += [tensor for tensor in states if tensor.count_nonzero()]
     digest = hashlib.sha256()
@@ -84,35 +84,35 @@ def problems_of(config: dict) -> list[str]:
         backward(undisturbed, batch)
         plain.step(undisturbed, False, lambda norm: bool(norms.append(norm)))
         if abs(norms[-1] - float(undisturbed.get_global_grad_norm())) > 1e-6 * norms[-1]:
-            problems.append("the norm that is judged is not the one that DeepSpeed reports")
+            problems.append("the gate's norm is not the one that DeepSpeed reports")
 
         def refuse(engine: Any, why: str, refused: bool, number: int, factor: float) -> None:
-            before, judged = digest(engine), []
+            before, seen_norms = digest(engine), []
             backward(engine, number, factor)
 
-            def judge(norm: float) -> bool:
-                judged.append(norm)
-                return muon or norm > 100 * norms[0]  # Muon's is that of its update
+            def should_refuse(norm: float) -> bool:
+                seen_norms.append(norm)
+                return muon or norm > 100 * norms[0]  # Muon's norm is its update's
 
-            gate.step(engine, refused, judge)
+            gate.step(engine, refused, should_refuse)
             if digest(engine) != before:
-                problems.append(f"{why}: something was changed")
+                problems.append(f"{why}: the engine's state has changed")
             if engine.was_step_applied():
-                problems.append(f"{why}: the step was taken")
-            if why == "norm" and len({str(each) for each in gather_objects(judged)}) != 1:
-                problems.append("the ranks were given different norms")
+                problems.append(f"{why}: the step was applied")
+            if why == "norm" and len({str(each) for each in gather_objects(seen_norms)}) != 1:
+                problems.append("ranks have different norms")
 
         if not muon or config["zero_optimization"] == {"stage": 2, "reduce_scatter": False}:
             refuse(disturbed, "norm", False, 100 + batch, 1e4)
-        refuse(disturbed, "before it begins", True, 200 + batch, 1.0)
-        if config.get("fp16") is None:  # there DeepSpeed lowers its loss scale for it, rightly
+        refuse(disturbed, "before it starts", True, 200 + batch, 1.0)
+        if config.get("fp16") is None:  # with fp16 DeepSpeed lowers its loss scale for it
             nan = float("nan") if os.environ["RANK"] == "0" else 1.0
             refuse(disturbed, "a NaN on one rank", True, 300 + batch, nan)
             refuse(disturbed, "a NaN that DeepSpeed finds", False, 400 + batch, nan)
         backward(disturbed, batch)
         gate.step(disturbed, False, lambda norm: False)
         if not disturbed.was_step_applied():
-            problems.append(f"batch {batch} was not taken")
+            problems.append(f"the step of batch {batch} was not applied")
         if digest(disturbed) != digest(undisturbed):
             problems.append(f"batch {batch}: the two engines differ")
     for engine in (undisturbed, disturbed):

@@ -1,4 +1,4 @@
-"""Memory that is kept is not filled with zeros again: page faults, as the kernel counts them."""
+"""With `keep_freed_memory` repeated allocations cause no page faults, by the kernel's count."""
 
 import platform
 import subprocess
@@ -15,7 +15,7 @@ if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def work():
     for _ in range(10):
-        torch.ones(12 << 20).sum()  # 48 MiB, as the float32 logits of a small micro-batch
+        torch.ones(12 << 20).sum()  # 48 MiB, like the float32 logits of a small micro-batch
 work()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 work()
@@ -24,7 +24,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
-def test_freed_memory_is_taken_again_without_page_faults():
+def test_freed_memory_is_reused_without_page_faults():
     faults = {}
     for what in ("keep", "leave"):
         command = [sys.executable, "-c", WORK, what]
@@ -33,5 +33,5 @@ def test_freed_memory_is_taken_again_without_page_faults():
         )
         assert done.returncode == 0, done.stderr
         faults[what] = int(done.stdout)
-    assert faults["leave"] > 1000, "without it the pages are made anew, 4 KiB or 2 MiB each"
+    assert faults["leave"] > 1000, "otherwise pages of 4 KiB or 2 MiB are mapped again"
     assert faults["keep"] < faults["leave"] / 20

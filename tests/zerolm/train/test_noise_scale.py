@@ -1,4 +1,4 @@
-"""The noise scale against closed forms. ZeRO, accumulation and ranks: test_parity.py."""
+"""The noise scale against closed forms. ZeRO, accumulation, several ranks: test_parity.py."""
 
 import math
 
@@ -20,7 +20,7 @@ from zerolm.train.noise_scale import (
 CPU = torch.device("cpu")
 
 
-def test_the_estimate_of_known_noise_is_right_on_average():
+def test_the_estimate_is_unbiased():
     generator = np.random.default_rng(0)
     true = generator.standard_normal(50)
     deviation, n, batches, world_size = 3.0, 16, 8, 2
@@ -29,7 +29,7 @@ def test_the_estimate_of_known_noise_is_right_on_average():
     for _ in range(4000):
         small = true + deviation / math.sqrt(n) * generator.standard_normal((batches, 50))
         big = small.mean(0)
-        # As train_step scales a loss: its sum over n targets, times world_size / targets.
+        # Scaled as in `forward_backward`: sum over n targets, times world_size / all targets.
         backward = small * (n * world_size / (n * batches))
         sums = SmallBatchSums((backward**2).sum() / n**2, batches / n, n * batches, batches, 0)
         new = estimate(sums, float(np.linalg.norm(big)), world_size)
@@ -44,7 +44,7 @@ def test_the_estimate_of_known_noise_is_right_on_average():
     assert found.noise_scale_tokens == pytest.approx(found.noise / found.signal)
 
 
-def test_batches_of_unequal_sizes_give_the_same_noise_on_average():
+def test_the_estimate_is_unbiased_for_micro_batches_of_unequal_sizes():
     generator = np.random.default_rng(1)
     true = generator.standard_normal(40)
     sizes = np.array([4, 8, 16, 36])
@@ -63,7 +63,7 @@ def test_batches_of_unequal_sizes_give_the_same_noise_on_average():
     assert signal == pytest.approx(true @ true, rel=0.02)
 
 
-def test_nothing_is_said_where_nothing_is_known():
+def test_there_is_no_estimate_without_enough_information():
     known = SmallBatchSums(1.0, 2.0, 2.0, 2, 0)
     assert estimate(known, 1.0, 1) is not None
     assert estimate(known._replace(unknown=1), 1.0, 1) is None
@@ -78,7 +78,7 @@ class Tied(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(20, 6)
         self.layer = nn.Linear(6, 6)
-        self.unused = nn.Linear(6, 6)  # an expert that no token went to
+        self.unused = nn.Linear(6, 6)  # like an expert without tokens
         self.head = nn.Linear(6, 20, bias=False)
         self.head.weight = self.embed.weight
         self.use_reentrant = use_reentrant
@@ -108,18 +108,18 @@ def figures(model: nn.Module, scale: float = 1.0) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False])
-def test_a_tied_weight_and_a_shared_layer_count_once_with_their_whole_gradient(use_reentrant):
+def test_a_tied_weight_and_a_shared_layer_count_once_with_their_full_gradient(use_reentrant):
     found, expected = figures(Tied(use_reentrant))
     assert found[0] * 20**2 == pytest.approx(expected, rel=1e-6)
     assert found[1:] == [1 / 20, 20, 1, 0]
 
 
-def test_a_parameter_that_gets_its_gradient_in_parts_makes_the_step_unknown():
+def test_a_step_is_not_measured_if_a_hook_is_called_twice():
     found, _ = figures(Tied(use_reentrant=True))
     assert found == [0, 0, 0, 0, 1]
 
 
-def test_gradients_are_the_same_with_and_without_a_look():
+def test_observing_does_not_change_gradients():
     torch.manual_seed(0)
     watched = Tied()
     torch.manual_seed(0)
@@ -129,10 +129,10 @@ def test_gradients_are_the_same_with_and_without_a_look():
     nn.functional.cross_entropy(alone(ids).flatten(0, 1), ids.flatten()).backward()
     for one, other in zip(watched.parameters(), alone.parameters(), strict=True):
         assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
-    assert not any(each._backward_hooks for each in watched.parameters()), "no hook stays"
+    assert not any(each._backward_hooks for each in watched.parameters()), "hooks are removed"
 
 
-def test_a_loss_scale_is_taken_out():
+def test_the_loss_scale_is_divided_out():
     known = SmallBatchSums(8.0, 2.0, 8.0, 4, 0)
     scaled = known._replace(squares=8.0 * 2.0**20)
     assert estimate(scaled, 1.5, 2, 1024.0) == estimate(known, 1.5, 2)

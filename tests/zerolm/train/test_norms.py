@@ -1,4 +1,4 @@
-"""Norms per block, and what windows of a large tensor say of the whole. ZeRO: test_parity.py."""
+"""Norms per block, and estimates from windows of a large tensor. With ZeRO: test_parity.py."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ from zerolm.train.norms import WINDOW_VALUES, Blocks, block_of, sum_of_squares, 
         ("weight", "weight"),
     ],
 )
-def test_a_parameter_is_of_its_layer_or_of_its_own_module(name, block):
+def test_the_block_of_a_parameter_is_its_layer_or_its_module(name, block):
     assert block_of(name) == block
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "opt"])
-def test_blocks_hold_every_parameter_once(family):
+def test_blocks_have_every_parameter_once(family):
     sizes = {"gpt2": {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 32}}.get(
         family,
         {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32}
@@ -50,20 +50,20 @@ def test_squares_are_exact_over_dtypes_and_pieces():
     assert found[1].item() == pytest.approx(2 * values[1].double().square().sum().item(), rel=1e-6)
 
 
-def test_windows_are_a_view_that_estimates_the_whole():
-    flat = torch.randn(1 << 20) * torch.linspace(0.1, 3, 1 << 20)  # not the same everywhere
+def test_windows_are_a_view_with_about_the_norm_of_the_tensor():
+    flat = torch.randn(1 << 20) * torch.linspace(0.1, 3, 1 << 20)  # varies along the tensor
     seen = windows(flat, 16)
     assert seen.data_ptr() == flat.data_ptr() and seen.shape[1] == WINDOW_VALUES
     assert flat.numel() / 18 < seen.numel() < flat.numel() / 15
     estimate = seen.double().square().sum() * (flat.numel() / seen.numel())
     assert estimate.sqrt().item() == pytest.approx(flat.double().norm().item(), rel=0.03)
     rows = seen.storage_offset() + torch.arange(len(seen)) * seen.stride(0)
-    assert len({int(row) % 4096 for row in rows}) == len(seen), "never the same columns"
+    assert len({int(row) % 4096 for row in rows}) == len(seen), "columns differ"
     assert windows(flat[:WINDOW_VALUES], 16).numel() == WINDOW_VALUES
     assert windows(flat, 1).numel() == flat.numel()
 
 
-def test_a_large_square_is_that_of_float64():
+def test_the_sum_of_squares_of_a_large_tensor_equals_float64():
     values = torch.randn(5_000_003)
     exact = values.double().square().sum().item()
     assert sum_of_squares(values).item() == pytest.approx(exact, rel=2e-6)

@@ -1,3 +1,5 @@
+"""Requests to stop, the check of the weights, and the policy made from settings."""
+
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from zerolm.ds_config.profile import Profile
 from zerolm.optim.spikes import Policy
 from zerolm.train import stability
 
-ASK = """
+SCRIPT = """
 import os, signal, sys, time
 from zerolm.train.stability import StopRequest
 stop = StopRequest({after})
@@ -23,8 +25,9 @@ print(stop.poll(), stop.reason)
 """
 
 
-def ask(act: str, after: str = "None") -> str:
-    script = ASK.format(act=act, after=after)
+def run_stop_request(act: str, after: str = "None") -> str:
+    """Return what a process prints that polls a `StopRequest` after doing `act`."""
+    script = SCRIPT.format(act=act, after=after)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
@@ -32,18 +35,18 @@ def ask(act: str, after: str = "None") -> str:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])
-def test_a_signal_asks_for_a_stop(name: str) -> None:
-    assert ask(f"os.kill(os.getpid(), signal.{name})") == f"True {name}"
+def test_a_signal_requests_a_stop(name: str) -> None:
+    assert run_stop_request(f"os.kill(os.getpid(), signal.{name})") == f"True {name}"
 
 
-def test_the_time_limit_asks_for_a_stop() -> None:
-    assert ask("time.sleep(0.2)", after="0.1") == "True --stop_after"
-    assert ask("pass", after="1000") == "False None"
+def test_the_deadline_requests_a_stop() -> None:
+    assert run_stop_request("time.sleep(0.2)", after="0.1") == "True --stop_after"
+    assert run_stop_request("pass", after="1000") == "False None"
 
 
-def test_a_second_control_c_ends_at_once() -> None:
+def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
     twice = "\n".join(2 * ["os.kill(os.getpid(), signal.SIGINT)"])
-    assert ask(twice) == ""
+    assert run_stop_request(twice) == ""
 
 
 def test_weights_that_are_not_finite_are_never_saved() -> None:
@@ -54,9 +57,9 @@ def test_weights_that_are_not_finite_are_never_saved() -> None:
     stability.require_finite_weights(None, 7, None)
 
 
-def test_the_ladder_is_what_the_settings_say() -> None:
-    words = "--spike_threshold 8 --spike_window 64 --no-skip_spikes --cooldown_after 0"
-    settings, problems = parse_settings([*words.split(), "--rollback_after", "9", "--max_skips=0"])
+def test_the_spike_policy_follows_the_settings() -> None:
+    flags = "--spike_threshold 8 --spike_window 64 --no-skip_spikes --cooldown_after 0"
+    settings, problems = parse_settings([*flags.split(), "--rollback_after", "9", "--max_skips=0"])
     assert not problems
     policy = stability.spike_guard(settings, Profile.parse({"bf16": {"enabled": True}})).policy
     assert (policy.threshold, policy.window, policy.skip) == (8.0, 64, False)

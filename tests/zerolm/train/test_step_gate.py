@@ -1,4 +1,4 @@
-"""A refused step leaves every bit as it was, at each ZeRO stage, precision and place."""
+"""A refused step changes no bit, at any ZeRO stage, precision and offload."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def configs() -> dict[str, dict]:
     return found
 
 
-def test_a_refused_step_changes_no_bit_and_the_next_goes_on_as_if_it_had_not_been(tmp_path):
+def test_a_refused_step_changes_no_bit_and_does_not_affect_later_steps(tmp_path):
     files = [
         write_json(tmp_path / f"{name}.json", {**config, "communication_data_type": "fp32"})
         for name, config in configs().items()
