@@ -50,7 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     target = environment(arguments.python, arguments.machine)
-    wanted = missing(arguments.have.split(","), target)
+    needed = missing(arguments.have.split(","), target)
     pins = versions()
     arguments.output.mkdir(parents=True, exist_ok=True)
     for old in arguments.output.glob("*.whl"):
@@ -67,7 +67,7 @@ def main() -> None:
         [*pip, "download", "--no-deps", "--only-binary=:all:", "--implementation=cp",
          f"--python-version={arguments.python}", "-d", arguments.output,
          *(f"--platform={platform}" for platform in platforms),
-         *(f"{name}=={pins[name]}" for name in sorted(wanted - {SOURCE_ONLY}))],
+         *(f"{name}=={pins[name]}" for name in sorted(needed - {SOURCE_ONLY}))],
         check=True,
     )  # fmt: skip
     wheels = sorted(arguments.output.glob("*.whl"))

@@ -139,7 +139,7 @@ def run_with_fitting_batch(case: Case, arguments: argparse.Namespace, deadline: 
     micro = max(1, (arguments.micro_batch_size or model["micro_batch"]) // divisor)
     accumulation = arguments.accumulation * divisor
     while True:
-        seconds = min(deadline - time.monotonic() - 5, arguments.case_seconds * case.patience)
+        seconds = min(deadline - time.monotonic() - 5, arguments.case_seconds * case.time_factor)
         if seconds < min(arguments.case_seconds, MIN_SECONDS):
             return Figures(case, outcome="not run: out of time")
         arguments.port = free_port()

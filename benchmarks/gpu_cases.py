@@ -43,7 +43,7 @@ CHANGES = (
         "gradients summed in bf16: less exact",
     ),
     ("--gradient_checkpointing=selective", "recomputing norms and activation functions"),
-    ("--compile --gradient_checkpointing", "recomputing whole blocks"),
+    ("--compile --gradient_checkpointing", "recomputing complete blocks"),
 )
 SDPA = ("--compile --attn_implementation sdpa", "torch's attention, not FlashAttention's package")
 LAST_CHANGE = (f"--compile {FUSED_ADAM}", "DeepSpeed's FusedAdam, which nvcc builds first")
@@ -71,8 +71,8 @@ class Case:
         return f"{self.model}, {self.seq_len}: {self.contender} {self.words}".strip()
 
     @property
-    def patience(self) -> int:
-        """Factor on the time limit of a case."""
+    def time_factor(self) -> int:
+        """Factor on the time limit of a case: nvcc needs time to build DeepSpeed's FusedAdam."""
         return 2 if FUSED_ADAM in self.words else 1
 
 
@@ -87,21 +87,21 @@ class Options:
     deepspeeds_adam: bool = False
 
 
-def parse_options(words: str) -> Options:
-    """Sort the words of a case by kind."""
+def parse_options(text: str) -> Options:
+    """Sort the options of a case by kind."""
     options = Options()
-    for word in words.split():
-        name, equals, value = word.partition("=")
-        if word == FUSED_ADAM:
+    for option in text.split():
+        name, equals, value = option.partition("=")
+        if option == FUSED_ADAM:
             options.deepspeeds_adam = True
-        elif word.startswith("micro/"):
-            options.micro_divisor = int(word.removeprefix("micro/"))
+        elif option.startswith("micro/"):
+            options.micro_divisor = int(option.removeprefix("micro/"))
         elif equals and name.isupper():
             options.environment[name] = value
-        elif equals and not word.startswith("-"):
+        elif equals and not option.startswith("-"):
             options.keys[name] = json.loads(value) if re.fullmatch(JSON, value) else value
         else:
-            options.flags.append(word)
+            options.flags.append(option)
     return options
 
 

@@ -1,4 +1,4 @@
-"""How many documents best-fit packing keeps whole, and the cost of building its index.
+"""How many documents best-fit packing keeps unsplit, and the cost of building its index.
 
     python benchmarks/packing.py                         # real text: Python's sources and manual
     python benchmarks/packing.py --documents 10000000    # and this many synthetic documents

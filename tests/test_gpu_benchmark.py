@@ -67,7 +67,7 @@ def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
     )
 
 
-def test_words_of_a_case_are_sorted_into_flags_keys_and_variables():
+def test_options_of_a_case_are_sorted_into_flags_keys_and_variables():
     options = gpu_cases.parse_options(
         "--compile a.b=false c=bf16 d.e=5 NAME_X=1 micro/2 --x=y fused_adam"
     )
