@@ -34,8 +34,12 @@ LAUNCHER_FLAGS = {
     "num_gpus": LauncherFlag("N", "number of devices to use on each host (default: all)"),
     "num_nodes": LauncherFlag("N", "number of hosts of the hostfile to use (default: all)"),
     "hostfile": LauncherFlag("FILE", "hosts, one `name slots=N` per line (-H)"),
-    "include": LauncherFlag("HOST[:DEVICE,...]", "use only these devices; join hosts with @ (-i)"),
-    "exclude": LauncherFlag("HOST[:DEVICE,...]", "do not use these; join hosts with @ (-e)"),
+    "include": LauncherFlag(
+        "HOST[:DEVICE,...]", "use only these hosts or devices, joined with @ (-i)"
+    ),
+    "exclude": LauncherFlag(
+        "HOST[:DEVICE,...]", "do not use these hosts or devices, joined with @ (-e)"
+    ),
     "master_addr": LauncherFlag("ADDRESS", "address of rank 0 (default: ask the first host)"),
     "master_port": LauncherFlag("PORT", "port on which rank 0 listens (default: 29500)"),
     "ssh_port": LauncherFlag("PORT", "ssh port of the hosts"),

@@ -63,8 +63,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--save_time", type=duration, default=600.0, metavar="DURATION",
-        help="how long before the time limit, or an eviction, the run must start to save and stop "
-        "(default: 10m)",
+        help="time to save and stop: slurm signals the run this long before --time; kubernetes "
+        "waits this long after SIGTERM (default: 10m)",
     )  # fmt: skip
     parser.add_argument(
         "--max_restarts", type=count, default=20, metavar="N",

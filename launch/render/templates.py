@@ -23,7 +23,8 @@ class Job:
         environment: {variable: value}.
         secrets: names of variables whose values the scheduler supplies.
         time_seconds: time limit of the job (Slurm).
-        save_seconds: time that the run gets to save and stop before the limit or an eviction.
+        save_seconds: time to save and stop: before the time limit (Slurm), or after SIGTERM
+            (Kubernetes).
         volume, mount_path: volume that all nodes share, and where it is mounted.
         secret_name: Kubernetes Secret that holds the values of `secrets`.
         device_resource: the cluster's resource name of a device (Kubernetes).

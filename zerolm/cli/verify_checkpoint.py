@@ -8,7 +8,8 @@ from zerolm.common.errors import CheckpointError
 from zerolm.common.run_files import RunFiles
 
 CHECKPOINT_HELP = (
-    "a checkpoint, such as runs/first/checkpoints/step-00001000; or a run directory, for its newest"
+    "a checkpoint, such as runs/first/checkpoints/step-00001000; or a run directory, for its "
+    "newest checkpoint"
 )
 
 
