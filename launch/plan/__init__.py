@@ -1,4 +1,5 @@
-"""`launch plan`: memory, time and price of a run before it starts, by the rules of pretrain.py.
+"""`launch plan`: estimates the memory, time and price of a run before it starts.
 
-Must not start the training loop except for `--probe`, which runs pretrain.py as a process.
+Uses the rules and defaults of pretrain.py. Must not train, except that `--probe` runs pretrain.py
+in a child process.
 """

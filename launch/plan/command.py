@@ -1,8 +1,8 @@
-"""`python -m launch plan`: what a run needs, how long it takes and what it costs, before it starts.
+"""The `launch plan` command: its flags, and which module handles each of them.
 
-Puts the parts together: what is planned (subject), its figures (estimate), and the questions around
-them: which profile (search), which size (scaling), against what was published (published), against
-a few steps here (probing). Heavy imports stay inside the functions: `--help` is quick.
+`plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles,
+`--budget` model sizes, `--published` predictions with published runs, and `--probe` predictions
+with a few steps on this machine. Heavy imports are inside functions, so that `--help` is fast.
 """
 
 import argparse
@@ -17,87 +17,90 @@ if TYPE_CHECKING:
     from launch.plan.estimate import Assumptions
     from launch.plan.hardware import Hardware
 
-# Flags that mean what they mean to pretrain.py, and are read by the same code.
+# Flags that pretrain.py has too, parsed by the same code.
 SETTINGS = {
     "model_config": ("PATH", "a Hugging Face config.json"),
-    "deepspeed_config": ("PATH", "DeepSpeed's JSON (default: ds_configs/zero2.json)"),
+    "deepspeed_config": ("PATH", "DeepSpeed JSON (default: ds_configs/zero2.json)"),
     "total_tokens": ("TOKENS", "tokens to train on (default: 20 per parameter)"),
-    "batch_tokens": ("TOKENS", "tokens of an optimizer step (default: by compute)"),
-    "seq_len": ("TOKENS", "tokens of a sequence (default: 2048, or the model's positions)"),
-    "micro_batch_size": ("SEQUENCES|auto", "sequences a device takes at once (default: auto)"),
-    "loss_chunk_tokens": ("N", "tokens whose logits are there at a time (default: by their size)"),
-    "attn_implementation": ("NAME", "eager keeps all its scores; others are alike here"),
+    "batch_tokens": ("TOKENS", "tokens per optimizer step (default: depends on the compute)"),
+    "seq_len": ("TOKENS", "tokens per sequence (default: 2048, or the model's maximum if less)"),
+    "micro_batch_size": ("SEQUENCES|auto", "sequences per micro-batch (default: auto)"),
+    "loss_chunk_tokens": ("N", "tokens per chunk of the loss (default: by the size of the logits)"),
+    "attn_implementation": ("NAME", "eager keeps its score matrices; all others count the same"),
 }
-FIGURES = {
-    "price_per_hour": ("DOLLARS", "of a device"),
-    "memory_bytes": ("BYTES", "of a device"),
-    "attained": ("X", "share of the peak that training reaches with nothing to wait for"),
-    "intra_node": ("BYTES", "per second between devices of a host, one direction"),
-    "inter_node": ("BYTES", "per second of a device's share of the network"),
-    "host_memory_bytes": ("BYTES", "a device's share of its host's memory"),
+HARDWARE_FIGURES = {
+    "price_per_hour": ("DOLLARS", "price of a device"),
+    "memory_bytes": ("BYTES", "memory of a device"),
+    "attained": ("X", "share of the peak FLOP/s that training attains without communication"),
+    "intra_node": ("BYTES", "bandwidth per second between devices of a host, one direction"),
+    "inter_node": ("BYTES", "network bandwidth per second of one device"),
+    "host_memory_bytes": ("BYTES", "host memory per device"),
 }
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Say what a run needs on each device, how long it takes and what it costs, "
-        "from its three files. No GPU is needed, and no weights are allocated."
+        "Estimate the memory per device, the time and the price of a run from its config "
+        "files. Needs no GPU and allocates no weights."
     )
     group = parser.add_argument_group("the run, as for pretrain.py")
-    for name, (shows, text) in SETTINGS.items():
-        group.add_argument(f"--{name}", metavar=shows, help=text)
+    for name, (metavar, text) in SETTINGS.items():
+        group.add_argument(f"--{name}", metavar=metavar, help=text)
     group.add_argument(
         "--gradient_checkpointing", nargs="?", const="full", metavar="full|selective|off",
-        help="compute activations again; selective: but matrix products and attention",
+        help="recompute activations in the backward pass; selective keeps matmul and attention "
+        "outputs",
     )  # fmt: skip
     group.add_argument(
         "--no-async_checkpoint", dest="synchronous", action="store_true",
-        help="training waits for each checkpoint",
+        help="training waits until each checkpoint is written",
     )  # fmt: skip
     group = parser.add_argument_group("the devices")
     group.add_argument(
         "--hardware", metavar="NAME|FILE",
-        help="H100, A100-80GB, ... of launch/plan/hardware.json, or a file like it (default: H100)",
+        help="H100, A100-80GB, ... in launch/plan/hardware.json, or a file of that form (default: "
+        "H100)",
     )  # fmt: skip
     group.add_argument("--devices", metavar="N", type=count, default=8, help="(default: 8)")
     group.add_argument(
         "--devices_per_node", metavar="N", type=count, default=8, help="(default: 8)"
     )
-    for name, (shows, text) in FIGURES.items():
-        read = size_bytes if shows == "BYTES" else number
-        group.add_argument(f"--{name}", metavar=shows, type=read, help=f"{text}, if not theirs")
-    group = parser.add_argument_group("what is assumed")
+    for name, (metavar, text) in HARDWARE_FIGURES.items():
+        read = size_bytes if metavar == "BYTES" else number
+        help_text = f"{text} (default: that of --hardware)"
+        group.add_argument(f"--{name}", metavar=metavar, type=read, help=help_text)
+    group = parser.add_argument_group("assumptions")
     group.add_argument(
-        "--mfu", metavar="X", type=number, help="share of the peak, instead of our model of time"
-    )
+        "--mfu", metavar="X", type=number,
+        help="model FLOP/s utilization to assume, instead of estimating the step time",
+    )  # fmt: skip
     group.add_argument(
         "--failures_per_device_hour", metavar="X", type=number,
         help="interruptions (default: Llama 3's, 466 in 54 days on 16,384 devices)",
     )  # fmt: skip
     group.add_argument(
-        "--restart_seconds",
-        metavar="DURATION",
-        type=duration,
-        help="until training goes on (default: 600)",
-    )
+        "--restart_seconds", metavar="DURATION", type=duration,
+        help="from an interruption until training resumes (default: 600)",
+    )  # fmt: skip
     group.add_argument(
         "--storage_bandwidth", metavar="BYTES", type=size_bytes,
-        help="per second, of the checkpoints' storage (default: 2e9)",
+        help="write bandwidth per second of the checkpoint storage (default: 2e9)",
     )  # fmt: skip
-    group = parser.add_argument_group("other questions")
+    group = parser.add_argument_group("instead of one plan")
     group.add_argument(
-        "--search", action="store_true", help="which profile is fastest, and why not the others"
-    )
+        "--search", action="store_true",
+        help="rank all profiles by speed; list those that do not fit, with the reason",
+    )  # fmt: skip
     group.add_argument(
-        "--write", metavar="FILE", help="with --search: the DeepSpeed JSON of the best one"
+        "--write", metavar="FILE", help="with --search: write the best profile as DeepSpeed JSON"
     )
     group.add_argument(
         "--probe", action="store_true",
-        help="run three real steps here first, compare, and plan with what was measured",
+        help="run three real steps on this machine, compare, and plan with the measurements",
     )  # fmt: skip
     group.add_argument(
-        "--probe_ranks", metavar="N", type=count, help="(default: this machine's devices)"
+        "--probe_ranks", metavar="N", type=count, help="(default: all devices of this machine)"
     )
     group.add_argument(
         "--probe_timeout", metavar="DURATION", type=duration, default=1800.0,
@@ -105,29 +108,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--budget", metavar="FLOPS|MONEY|DAYS",
-        help="what to train for 1e22 operations, $50000 or 14d of the devices: size and tokens",
+        help="model size and tokens for 1e22 FLOPs, for $50000, or for 14d on the devices",
     )  # fmt: skip
     group.add_argument(
         "--published", action="store_true",
-        help="what would have been predicted of published runs (docs/published_runs.md)",
+        help="compare predictions with published runs (prints docs/published_runs.md)",
     )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer what the flags ask for; the return value is the exit code.
+    """Run the command, and return its exit code.
 
     Raises:
-        ConfigError: every problem, a line each.
+        ConfigError: every problem, one per line.
     """
     if arguments.write and not arguments.search:
-        raise ConfigError("command line: --write, is for --search. Add it, or remove this.")
+        raise ConfigError("command line: --write, needs --search. Add it, or remove --write.")
     if arguments.published:
         return _published()
     if arguments.budget:
         return _budget(arguments)
     if not arguments.model_config:
-        raise ConfigError("command line: --model_config: missing, name a config.json.")
+        raise ConfigError("command line: --model_config: missing. Name a config.json.")
     logging.disable(logging.WARNING)  # DeepSpeed warns that it finds no accelerator
     try:
         if arguments.search:
@@ -144,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from launch.plan.estimate import estimate, to_json
 
-    found = estimate(_subject(arguments), assumptions(arguments), arguments.mfu)
+    found = estimate(_planned_run(arguments), assumptions(arguments), arguments.mfu)
     if arguments.json:
         print(json.dumps(to_json(found), indent=2))
     else:
@@ -156,7 +159,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _print_notices(arguments: argparse.Namespace) -> None:
-    """Print which config files are those that come with zerolm."""
+    """Print which of the config files are zerolm's own because the directory has none."""
     from zerolm.common.shipped import shipped_notice
 
     for name in (arguments.model_config, arguments.deepspeed_config or DEFAULT_DS_CONFIG):
@@ -164,8 +167,8 @@ def _print_notices(arguments: argparse.Namespace) -> None:
             print(f"note: {notice}")
 
 
-def _subject(arguments: argparse.Namespace) -> Any:
-    from launch.plan.subject import resolve_subject
+def _planned_run(arguments: argparse.Namespace) -> Any:
+    from launch.plan.planned_run import plan_run
     from zerolm.ds_config.profile import Profile
     from zerolm.ds_config.schema import schema_problems
     from zerolm.model.model import Model
@@ -176,23 +179,21 @@ def _subject(arguments: argparse.Namespace) -> Any:
     if problems:
         raise ConfigError(problems)
     model, hardware = Model.load(arguments.model_config), hardware_of(arguments)
-    return resolve_subject(
-        model, profile, settings, hardware, arguments.devices, per_node(arguments)
-    )
+    return plan_run(model, profile, settings, hardware, arguments.devices, per_node(arguments))
 
 
 def settings_of(arguments: argparse.Namespace) -> Any:
-    """Read the flags that pretrain.py has too, with its own rules."""
+    """Return the settings of the flags that pretrain.py has too, parsed by its rules."""
     from zerolm.config.flags import parse_settings
 
-    words = []
+    flags = []
     for name in SETTINGS:
         value = getattr(arguments, name)
-        words += [] if value is None else [f"--{name}", value]
-    again = arguments.gradient_checkpointing
-    words += [f"--gradient_checkpointing={again}"] if again else []
-    words += ["--no-async_checkpoint"] if arguments.synchronous else []
-    settings, problems = parse_settings(words)
+        flags += [] if value is None else [f"--{name}", value]
+    checkpointing = arguments.gradient_checkpointing
+    flags += [f"--gradient_checkpointing={checkpointing}"] if checkpointing else []
+    flags += ["--no-async_checkpoint"] if arguments.synchronous else []
+    settings, problems = parse_settings(flags)
     if problems:
         raise ConfigError(problems)
     return settings
@@ -201,38 +202,44 @@ def settings_of(arguments: argparse.Namespace) -> Any:
 def hardware_of(arguments: argparse.Namespace) -> "Hardware":
     from launch.plan import hardware
 
-    return hardware.load(arguments.hardware, {name: getattr(arguments, name) for name in FIGURES})
+    figures = {name: getattr(arguments, name) for name in HARDWARE_FIGURES}
+    return hardware.load(arguments.hardware, figures)
 
 
 def per_node(arguments: argparse.Namespace) -> int:
-    devices, each = arguments.devices, min(arguments.devices, arguments.devices_per_node)
-    if devices % each:
+    """Return the devices per node.
+
+    Raises:
+        ConfigError: the devices do not fill the nodes.
+    """
+    devices, local = arguments.devices, min(arguments.devices, arguments.devices_per_node)
+    if devices % local:
         raise ConfigError(
-            f"command line: --devices: {devices}, must be a multiple of --devices_per_node {each}. "
-            f"Use {devices // each * each} or {-(-devices // each) * each}."
+            f"command line: --devices: {devices}, must be a multiple of --devices_per_node "
+            f"{local}. Use {devices // local * local} or {-(-devices // local) * local}."
         )
-    return each
+    return local
 
 
 def assumptions(arguments: argparse.Namespace) -> "Assumptions":
     from launch.plan import hardware
     from launch.plan.estimate import Assumptions
 
-    usual = hardware.assumed()
+    defaults = hardware.assumed()
 
-    def chosen(flag: str, key: str) -> float:
+    def flag_or_default(flag: str, key: str) -> float:
         given = getattr(arguments, flag)
-        return usual[key] if given is None else given
+        return defaults[key] if given is None else given
 
     return Assumptions(
-        chosen("failures_per_device_hour", "failures_per_device_hour"),
-        chosen("restart_seconds", "restart_seconds"),
-        chosen("storage_bandwidth", "storage_write_bytes_per_second"),
+        flag_or_default("failures_per_device_hour", "failures_per_device_hour"),
+        flag_or_default("restart_seconds", "restart_seconds"),
+        flag_or_default("storage_bandwidth", "storage_write_bytes_per_second"),
     )
 
 
 # -------------------------------------------------------------------------------------------------
-# A few steps here
+# --probe
 
 
 def _probe(arguments: argparse.Namespace) -> int:
@@ -242,31 +249,33 @@ def _probe(arguments: argparse.Namespace) -> int:
     from launch.plan.estimate import estimate, to_json
     from launch.plan.text import as_text
 
-    subject = _subject(arguments)  # what is refused is refused before anything runs
+    planned_run = _planned_run(arguments)  # raises before anything runs
     settings = settings_of(arguments)
     name = settings.deepspeed_config or DEFAULT_DS_CONFIG
     ranks = arguments.probe_ranks or probe.local_ranks()
-    found = probe.probe(subject.model, settings, name, ranks, arguments.probe_timeout)
-    here = hardware.recognise(found.device)
-    same = here is not None and here.name == subject.hardware.name
+    found = probe.probe(planned_run.model, settings, name, ranks, arguments.probe_timeout)
+    local = hardware.recognize(found.device)
+    same = local is not None and local.name == planned_run.hardware.name
     mfu = arguments.mfu or (found.mfu if same else None)
-    planned = estimate(subject, assumptions(arguments), mfu, found.memory_ratio)
-    days = subject.settings.total_tokens / found.tokens_per_second / 86400
+    planned = estimate(planned_run, assumptions(arguments), mfu, found.memory_ratio)
+    days = planned_run.settings.total_tokens / found.tokens_per_second / 86400
     if arguments.json:
         ratio = {"memory_ratio": found.memory_ratio, "mfu": found.mfu, "days_here": days}
         print(json.dumps({"probe": asdict(found) | ratio, "plan": to_json(planned)}, indent=2))
         return 0
     print(probe.as_text(found))
-    tokens = f"{subject.settings.total_tokens:,} tokens"
-    print(f"these {ranks} device(s) would train {tokens} in {days:,.3g} days")
-    time = f"its MFU, {mfu:.1%}" if mfu and same else "our model of time: other devices than here"
-    print(f"\nPlan with {found.memory_ratio:.4f} x the predicted memory, and {time}\n")
+    tokens = f"{planned_run.settings.total_tokens:,} tokens"
+    print(f"these {ranks} device(s) would train on {tokens} in {days:,.3g} days")
+    time = f"the measured MFU, {mfu:.1%}" if mfu and same else (
+        f"the estimated step time, since {planned_run.hardware.name} is not the device here"
+    )  # fmt: skip
+    print(f"\nPlan with {found.memory_ratio:.4f} x the predicted memory and {time}\n")
     print(as_text(planned, mfu))
     return 0
 
 
 # -------------------------------------------------------------------------------------------------
-# Which profile
+# --search
 
 
 def _search(arguments: argparse.Namespace) -> int:
@@ -294,12 +303,12 @@ def _search(arguments: argparse.Namespace) -> int:
 
         write_json(Path(arguments.write), best.profile.json)
         if not arguments.json:
-            print(search.next_words(best, arguments.write))
+            print(search.usage(best, arguments.write))
     return 0
 
 
 # -------------------------------------------------------------------------------------------------
-# Which size, and what others found
+# --published and --budget
 
 
 def _published() -> int:
@@ -314,12 +323,12 @@ def _budget(arguments: argparse.Namespace) -> int:
 
     from launch.plan import scaling
 
-    flops, said = scaling.flops_of(
+    flops, derivation = scaling.flops_of(
         arguments.budget, hardware_of(arguments), arguments.devices, arguments.mfu
     )
     found = scaling.choices(flops)
     if arguments.json:
         print(json.dumps({"flops": flops, "choices": [asdict(one) for one in found]}, indent=2))
     else:
-        print(f"{said}{scaling.as_text(flops, found)}")
+        print(f"{derivation}{scaling.as_text(flops, found)}")
     return 0

@@ -1,23 +1,26 @@
-"""The figures of a plan: memory of a device line by line, time, money, data, checkpoints."""
+"""Compute the figures of a plan: memory per device, time, price, data rate and checkpoints.
+
+Takes a resolved `PlannedRun`; `text` and `to_json` print the result. Reads no file.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launch.plan.planned_run import PlannedRun
 from launch.plan.reliability import Interruptions, interruptions
 from launch.plan.step_time import StepTime, step_time
-from launch.plan.subject import Subject
 from zerolm.config import defaults
 from zerolm.model.activation_memory import Activations
 from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
-UINT16_TOKENS = 1 << 16  # a larger vocabulary takes four bytes a token (docs/formats.md)
+UINT16_TOKENS = 1 << 16  # larger vocabularies take four bytes per token (docs/formats.md)
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What belongs to the place and not to the model: see `assumed` in hardware.json."""
+    """Properties of the cluster that the devices do not decide; `assumed` in hardware.json."""
 
     failures_per_device_hour: float
     restart_seconds: float
@@ -26,7 +29,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device by what they hold, at the fullest moment of a step."""
+    """Peak bytes of one device by component; `host` is on its host. Fields are JSON keys."""
 
     weights: int
     gradients: int
@@ -56,14 +59,16 @@ class Estimate:
     """All figures of a plan.
 
     Attributes:
-        hardware_flops_per_token: with what gradient checkpointing computes again.
-        activations: bytes of a micro-batch with gradient checkpointing and without.
-        checkpoint_seconds: until a checkpoint is whole on the storage.
-        stall_seconds: that training stands still for it.
-        days: of training alone; `calendar_days` with interruptions and checkpoints.
+        hardware_flops_per_token: including recomputation.
+        activations: peak bytes of a micro-batch, with and without gradient checkpointing.
+        mfu: model FLOP/s utilization, without recomputation.
+        days: of training only; `calendar_days` with interruptions and checkpoints.
+        checkpoint_seconds: until a checkpoint is completely written.
+        stall_seconds: for which training waits for it.
+        interval_steps: steps between checkpoints with the least expected loss.
     """
 
-    subject: Subject
+    run: PlannedRun
     hardware_flops_per_token: float
     memory: DeviceMemory
     activations: dict[str, int]
@@ -84,61 +89,61 @@ class Estimate:
 
 
 def estimate(
-    subject: Subject, assumed: Assumptions, mfu: float | None = None, memory_ratio: float = 1.0
+    run: PlannedRun, assumed: Assumptions, mfu: float | None = None, memory_ratio: float = 1.0
 ) -> Estimate:
     """Compute the figures of a plan.
 
     Args:
         mfu: as for `step_time`.
-        memory_ratio: measured memory over predicted, of a probe.
+        memory_ratio: measured over predicted memory, from a probe.
     """
-    step = step_time(subject, mfu)
-    settings, hardware, model = subject.settings, subject.hardware, subject.model
-    steps = -(-subject.settings.total_tokens // subject.settings.batch_tokens)
+    step = step_time(run, mfu)
+    settings, hardware, model = run.settings, run.hardware, run.model
+    steps = -(-run.settings.total_tokens // run.settings.batch_tokens)
     run_seconds = steps * step.seconds
-    rate = subject.settings.batch_tokens / step.seconds
-    peak = hardware.peak(subject.profile.compute_precision)
+    rate = run.settings.batch_tokens / step.seconds
+    peak = hardware.peak(run.profile.compute_precision)
     assert peak is not None
-    size = memory.checkpoint_bytes(model.shapes, subject.profile)
+    size = memory.checkpoint_bytes(model.shapes, run.profile)
     write = size / assumed.storage_write_bytes_per_second
-    copy = size / subject.devices / hardware.host_link
+    copy = size / run.devices / hardware.host_link
     stall = copy if settings.async_checkpoint else copy + write
     lost = interruptions(
         run_seconds,
-        subject.devices,
+        run.devices,
         assumed.failures_per_device_hour,
         stall,
         write,
         assumed.restart_seconds,
     )
     calendar = run_seconds / max(1e-9, 1 - lost.lost_share)
-    hours = calendar / 3600 * subject.devices
+    hours = calendar / 3600 * run.devices
     price = hardware.price_per_hour
-    again = 0.0
-    if settings.gradient_checkpointing is True:  # selective repeats no matrix product
-        again = recomputed_flops_per_token(model.config, model.shapes, subject.settings.seq_len)
+    recomputed = 0.0
+    if settings.gradient_checkpointing is True:  # selective repeats no matmul
+        recomputed = recomputed_flops_per_token(model.config, model.shapes, run.settings.seq_len)
     if settings.loss_chunk_tokens:
-        again += head_flops_per_token(model.config, model.shapes)
-    each = own_activations(subject)
-    micro = subject.settings.micro_batch_size
-    width = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4
+        recomputed += head_flops_per_token(model.config, model.shapes)
+    activations = activations_of_rank(run)
+    micro = run.settings.micro_batch_size
+    token_bytes = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4
     return Estimate(
-        subject=subject,
-        hardware_flops_per_token=subject.flops_per_token + again,
-        memory=device_memory(subject, memory_ratio),
+        run=run,
+        hardware_flops_per_token=run.flops_per_token + recomputed,
+        memory=device_memory(run, memory_ratio),
         activations={
-            "with_checkpointing": each.peak(True, micro),
-            "without_checkpointing": each.peak(False, micro),
+            "with_checkpointing": activations.peak(True, micro),
+            "without_checkpointing": activations.peak(False, micro),
         },
         step=step,
         steps=steps,
         tokens_per_second=rate,
-        mfu=subject.flops_per_token * rate / (subject.devices * peak),
+        mfu=run.flops_per_token * rate / (run.devices * peak),
         days=run_seconds / 86400,
         calendar_days=calendar / 86400,
         device_hours=hours,
         price=None if price is None else hours * price,
-        data_bytes_per_second=rate * width,
+        data_bytes_per_second=rate * token_bytes,
         checkpoint_bytes=size,
         checkpoint_seconds=write,
         stall_seconds=stall,
@@ -147,15 +152,15 @@ def estimate(
     )
 
 
-def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
-    """Return the bytes of one device, and of its share of its host, times a measured ratio."""
-    model, hardware, settings = subject.model, subject.hardware, subject.settings
-    states = memory.model_states(model.shapes, subject.profile, subject.devices)
-    buckets, gathered = memory.buffer_bytes(subject.shapes_of_rank[0], subject.profile)
-    each = own_activations(subject)
-    peak = each.peak(settings.gradient_checkpointing, subject.settings.micro_batch_size)
-    loss = min(each.loss_bytes(subject.settings.micro_batch_size), peak)
-    held = {
+def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
+    """Return the peak bytes of one device and of its part of host memory, times `ratio`."""
+    model, hardware, settings = run.model, run.hardware, run.settings
+    states = memory.model_states(model.shapes, run.profile, run.devices)
+    buckets, gathered = memory.buffer_bytes(run.shapes_of_rank[0], run.profile)
+    activations = activations_of_rank(run)
+    peak = activations.peak(settings.gradient_checkpointing, run.settings.micro_batch_size)
+    loss = min(activations.loss_bytes(run.settings.micro_batch_size), peak)
+    sizes = {
         "weights": states.weights,
         "gradients": states.gradients,
         "optimizer": states.optimizer,
@@ -167,48 +172,48 @@ def device_memory(subject: Subject, ratio: float = 1.0) -> DeviceMemory:
         "host": states.host,
     }
     return DeviceMemory(
-        **{name: round(size * ratio) for name, size in held.items()},
+        **{name: round(size * ratio) for name, size in sizes.items()},
         margin=int(hardware.memory_bytes * (1 - defaults.MEMORY_SHARE)),
         capacity=int(hardware.memory_bytes),
         host_capacity=int(hardware.host_memory_bytes),
     )
 
 
-def own_activations(subject: Subject) -> Activations:
-    """Return what a device keeps of a sequence for its backward pass: all, or its part."""
+def activations_of_rank(run: PlannedRun) -> Activations:
+    """Return the activations of one sequence on one device, which may hold only a shard of it."""
     return memory.activations_of(
-        config_of_rank(subject.model.config, subject.layout),
-        subject.rank_tokens,
-        subject.profile.precision,
-        eager=subject.settings.attn_implementation == "eager",
-        chunk_tokens=subject.settings.loss_chunk_tokens,
+        config_of_rank(run.model.config, run.layout),
+        run.rank_tokens,
+        run.profile.precision,
+        eager=run.settings.attn_implementation == "eager",
+        chunk_tokens=run.settings.loss_chunk_tokens,
     )
 
 
 def to_json(found: Estimate) -> dict[str, Any]:
-    """Return the figures as they stand in `--json` and in the golden table."""
-    subject = found.subject
-    settings = subject.settings
+    """Return the figures as `--json` prints them and the golden table has them."""
+    run = found.run
+    settings = run.settings
     return {
-        "model": subject.model.path,
-        "hardware": subject.hardware.name,
-        "devices": subject.devices,
-        "tensor_parallel": subject.layout.tensor,
-        "sequence_parallel": subject.layout.sequence,
-        "zero_stage": subject.profile.zero_stage,
-        "offload": list(subject.profile.offloads.values()),
-        "precision": subject.profile.precision,
-        "parameters": subject.model.num_parameters,
-        "active_parameters": subject.model.num_active_parameters,
-        "flops_per_token": subject.flops_per_token,
-        "attention_flops_per_token": subject.attention_flops,
+        "model": run.model.path,
+        "hardware": run.hardware.name,
+        "devices": run.devices,
+        "tensor_parallel": run.layout.tensor,
+        "sequence_parallel": run.layout.sequence,
+        "zero_stage": run.profile.zero_stage,
+        "offload": list(run.profile.offloads.values()),
+        "precision": run.profile.precision,
+        "parameters": run.model.num_parameters,
+        "active_parameters": run.model.num_active_parameters,
+        "flops_per_token": run.flops_per_token,
+        "attention_flops_per_token": run.attention_flops,
         "hardware_flops_per_token": found.hardware_flops_per_token,
-        "total_flops": subject.flops_per_token * subject.settings.total_tokens,
-        "total_tokens": subject.settings.total_tokens,
-        "seq_len": subject.settings.seq_len,
-        "batch_tokens": subject.settings.batch_tokens,
-        "micro_batch_size": subject.settings.micro_batch_size,
-        "accumulation": subject.accumulation,
+        "total_flops": run.flops_per_token * run.settings.total_tokens,
+        "total_tokens": run.settings.total_tokens,
+        "seq_len": run.settings.seq_len,
+        "batch_tokens": run.settings.batch_tokens,
+        "micro_batch_size": run.settings.micro_batch_size,
+        "accumulation": run.accumulation,
         "gradient_checkpointing": settings.gradient_checkpointing,
         "memory": {**asdict(found.memory), "used": found.memory.used, "fits": found.memory.fits},
         "activations": found.activations,

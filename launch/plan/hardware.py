@@ -1,6 +1,7 @@
-"""Devices that a run may be planned for: peaks, memory, bandwidths, prices, all with a source.
+"""Devices to plan for: peak FLOP/s, memory, bandwidths and prices, each with a source.
 
-hardware.json beside this file has them; a user's file of the same form adds or replaces entries.
+The data is in hardware.json beside this file; a user's file of the same form adds or replaces
+devices.
 """
 
 import dataclasses
@@ -19,15 +20,16 @@ FILE = Path(__file__).with_name("hardware.json")
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its share of its host. Bandwidths: bytes per second, one direction.
+    """One device and its share of its host. Bandwidths are in bytes per second, one direction.
 
     Attributes:
-        match: a pattern for the name that its driver gives it.
-        bf16, fp16, fp8, fp32: dense peaks, operations per second; None where it has none.
-        attained: share of the peak that training reaches when nothing waits for a network.
-        inter_node: the device's share of its host's network.
-        host_link: between device and host memory.
-        host_memory_bytes, host_bandwidth: the device's share of its host's memory.
+        match: regular expression for the device name that the driver reports.
+        bf16, fp16, fp8, fp32: dense peak FLOP/s; None if not supported.
+        attained: share of the peak that training attains without communication.
+        intra_node: bandwidth between devices of a host.
+        inter_node: network bandwidth of the host, divided by its devices.
+        host_link: bandwidth between device and host memory.
+        host_memory_bytes, host_bandwidth: of host memory, divided by the devices.
     """
 
     name: str
@@ -50,46 +52,51 @@ class Hardware:
     source: str
 
     def peak(self, precision: str) -> float | None:
-        """Return the dense peak in operations per second, None where the device has none."""
+        """Return the dense peak FLOP/s, None if the device does not support the precision."""
         return getattr(self, precision)
 
 
 def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
-    """Return a device by name, from our table or a file; some of its figures may be given.
+    """Return a device by name, from hardware.json or a user's file, with figures replaced.
 
     Args:
-        named: `H100`, a JSON file with one device, or `FILE:NAME`.
-        changed: figures of flags, None where a flag was not given.
+        named: `H100`, a JSON file with one device, or `FILE:NAME`; None: `H100`.
+        changed: figures from flags, None for flags not given.
 
     Raises:
-        ConfigError: there is no such device, or the file is not of that form.
+        ConfigError: there is no such device, or the file is invalid.
     """
     devices = devices_of(FILE)
-    wanted = named or "H100"
-    path, colon, name = wanted.rpartition(":")
-    file = Path(path if colon else wanted)
+    requested = named or "H100"
+    path, colon, name = requested.rpartition(":")
+    file = Path(path if colon else requested)
     if colon or file.suffix == ".json" or file.is_file():
         own = devices_of(file, devices)
         if not colon and len(own) != 1:
             raise ConfigError(
-                f"{file}: devices: {len(own)}, say which one: --hardware {file}:{next(iter(own))}"
+                f"{file}: devices: has {len(own)}, --hardware needs one. Name it, for example "
+                f"--hardware {file}:{next(iter(own))}."
             )
-        devices, wanted = {**devices, **own}, name if colon else next(iter(own))
-    found = {key.lower(): key for key in devices}
-    short = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
-    lowered = wanted.lower()
-    key = found.get(lowered) or found.get(short.get(lowered, ""))
+        devices, requested = {**devices, **own}, name if colon else next(iter(own))
+    by_lower_name = {key.lower(): key for key in devices}
+    aliases = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
+    lowered = requested.lower()
+    key = by_lower_name.get(lowered) or by_lower_name.get(aliases.get(lowered, ""))
     if key is None:
         raise ConfigError(
-            f"command line: --hardware: {wanted}, no such device.{did_you_mean(wanted, devices)} "
-            f"Known are {', '.join(devices)}; or give a file like launch/plan/hardware.json."
+            f"command line: --hardware: {requested}, no such device."
+            f"{did_you_mean(requested, devices)} Use one of {', '.join(devices)}, or a file like "
+            f"launch/plan/hardware.json."
         )
     given: dict[str, Any] = {name: value for name, value in changed.items() if value is not None}
     return dataclasses.replace(devices[key], **given)
 
 
 def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[str, Hardware]:
-    """Read the devices of a file; an entry with `"like": NAME` changes another one.
+    """Read the devices of a file; an entry with `"like": NAME` inherits from another device.
+
+    Args:
+        base: devices that `like` may name.
 
     Raises:
         ConfigError: a key is missing, unknown or not a number.
@@ -105,7 +112,8 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
         like = entry.pop("like", None)
         if like is not None:
             if like not in (base or {}):
-                problems.append(f"{path}: devices.{name}.like: {like}, no such device. Correct it.")
+                hint = did_you_mean(str(like), base or {}) or " Correct it."
+                problems.append(f"{path}: devices.{name}.like: {like}, no such device.{hint}")
                 continue
             known = dataclasses.asdict((base or {})[like])
         known.update(entry)
@@ -131,12 +139,12 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
 
 
 def assumed() -> dict[str, Any]:
-    """Return the figures that belong to no device: failures, restarts, storage."""
+    """Return the assumptions that do not depend on the device: failures, restarts, storage."""
     return read_json(FILE, "launch/plan/hardware.json")["assumed"]
 
 
-def recognise(device_name: str) -> Hardware | None:
-    """Return the device by the name that its driver gives it, None where it is not known."""
+def recognize(device_name: str) -> Hardware | None:
+    """Return the device whose pattern matches a driver's device name best, None if unknown."""
     found = [
         (len(match[0]), one)
         for one in devices_of(FILE).values()

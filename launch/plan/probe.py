@@ -1,7 +1,7 @@
-"""`plan --probe`: three real steps of the real profile on this machine, beside what was predicted.
+"""`plan --probe`: run three real steps on this machine, and compare them with the prediction.
 
-pretrain.py runs under the `deepspeed` launcher on tokens made up for it, counts what each rank
-keeps (zerolm/train/instrumentation.py) and times its steps. Its directory is removed afterwards.
+pretrain.py runs under the `deepspeed` launcher on random tokens, counts the bytes of each rank's
+tensors (zerolm/train/instrumentation.py) and times its steps. Its directory is removed afterwards.
 """
 
 import json
@@ -35,16 +35,16 @@ STATES = ("weights", "gradients", "optimizer", "master")
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured, and what was predicted of it.
+    """Measured figures, and the predicted ones. Fields are JSON keys.
 
     Attributes:
-        counted: bytes of the rank that keeps most, by component.
-        predicted: bytes of model states of a rank by component, host and device together.
-        peak_bytes: most that the device's allocator gave a rank; None on a CPU.
+        counted: bytes by component, of the rank with the most.
+        predicted: bytes of a rank's model states by component, host and device together.
+        peak_bytes: maximum of the device allocator over all ranks; None on a CPU.
         predicted_peak_bytes: of the device, without the margin.
-        step_seconds: of the fastest step: the first ones load kernels.
-        checkpoint_bytes: on the disk.
-        device: the name that its driver gives it, "cpu" on a CPU.
+        step_seconds: of the fastest step, because the first steps load kernels.
+        checkpoint_bytes: on disk.
+        device: name that the driver reports, "cpu" on a CPU.
     """
 
     ranks: int
@@ -71,15 +71,15 @@ class Probe:
 
     @property
     def memory_ratio(self) -> float:
-        """Return measured over predicted memory: the allocator's peak, or the states on a CPU."""
+        """Return measured over predicted memory: the allocator's peak, or on a CPU the states."""
         if self.peak_bytes is None:
             return self.states_ratio
         return self.peak_bytes / self.predicted_peak_bytes
 
     @property
     def mfu(self) -> float | None:
-        """Return the share of the peak of a known device, None on others."""
-        found = hardware.recognise(self.device)
+        """Return the model FLOP/s utilization, None if the device is unknown."""
+        found = hardware.recognize(self.device)
         peak = found.bf16 or found.fp16 if found is not None else None
         if peak is None:
             return None
@@ -89,62 +89,63 @@ class Probe:
 def probe(
     model: Model, settings: Settings, ds_path: str, ranks: int, timeout_seconds: float
 ) -> Probe:
-    """Run the steps, and compare.
+    """Run the steps, and return measured and predicted figures.
 
     Args:
-        settings: as given for the plan; of its sizes the sequence and the micro-batch are kept.
+        settings: of the plan; only the sequence length and the micro-batch are used as they are.
         ranks: devices of this machine to use.
-        timeout_seconds: after which the run is ended.
+        timeout_seconds: after which the run is killed.
 
     Raises:
-        ConfigError: the run did not come to its end; what it said is in it.
+        ConfigError: the run failed or timed out; has the last lines of its output.
     """
     with tempfile.TemporaryDirectory(prefix="zerolm-probe-") as name:
         directory = Path(name)
-        words = _words(model, settings, ds_path, ranks, directory)
-        _launch(words, ranks, directory, timeout_seconds)
-        return _measured(model, directory, ranks)
+        flags = _prepare(model, settings, ds_path, ranks, directory)
+        _launch(flags, ranks, directory, timeout_seconds)
+        return _collect(model, directory, ranks)
 
 
-def _words(
+def _prepare(
     model: Model, settings: Settings, ds_path: str, ranks: int, directory: Path
 ) -> list[str]:
-    """Return pretrain.py's flags for three steps of two micro-batches, and write their tokens."""
+    """Write token shards, and return pretrain.py's flags for three steps of two micro-batches."""
     seq_len = settings.seq_len or 128
     micro = settings.micro_batch_size or 1
     batch = 2 * micro * Profile.read(ds_path).layout(ranks).replicas * seq_len
     _write_tokens(directory / "shards", model, (STEPS + 2) * batch)
     (directory / "counts").mkdir()
-    words = ["--data", str(directory / "shards"), "--run_dir", str(directory / "run")]
-    words += ["--model_config", model.path, "--deepspeed_config", ds_path]
-    words += ["--seq_len", str(seq_len), "--micro_batch_size", str(micro)]
-    words += ["--batch_tokens", str(batch), "--total_tokens", str(STEPS * batch)]
-    words += ["--attn_implementation", settings.attn_implementation]
-    words += ["--log_interval", "1", "--checkpoint_interval", str(1000), "--wandb", "off"]
-    return words + flag_words(settings.gradient_checkpointing)
+    flags = ["--data", str(directory / "shards"), "--run_dir", str(directory / "run")]
+    flags += ["--model_config", model.path, "--deepspeed_config", ds_path]
+    flags += ["--seq_len", str(seq_len), "--micro_batch_size", str(micro)]
+    flags += ["--batch_tokens", str(batch), "--total_tokens", str(STEPS * batch)]
+    flags += ["--attn_implementation", settings.attn_implementation]
+    flags += ["--log_interval", "1", "--checkpoint_interval", "1000", "--wandb", "off"]
+    return flags + flag_words(settings.gradient_checkpointing)
 
 
 def _write_tokens(directory: Path, model: Model, count: int) -> None:
-    """Write documents of uniformly random tokens: what they are changes neither memory nor time."""
+    """Write documents of uniformly random tokens; their values affect neither memory nor time."""
     import numpy as np
 
     from zerolm.shards.writer import ShardWriter
 
     vocabulary = model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
-    about = {"name": "made up", "fingerprint": "made up", "files": []}
-    with ShardWriter(directory, vocab_size=vocabulary, eos_id=0, tokenizer=about) as writer:
+    tokenizer = {"name": "random", "fingerprint": "random", "files": []}
+    with ShardWriter(directory, vocab_size=vocabulary, eos_id=0, tokenizer=tokenizer) as writer:
         for start in range(0, count, 4096):
             ids = generator.integers(1, vocabulary, min(4096, count - start))
             writer.add(np.append(ids, 0))
 
 
-def _launch(words: list[str], ranks: int, directory: Path, timeout_seconds: float) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _launch(flags: list[str], ranks: int, directory: Path, timeout_seconds: float) -> None:
+    """Run pretrain.py under the deepspeed launcher, and kill every process it leaves behind."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    command += ["--master_port", str(port), str(SCRIPT), *words]
+    command += ["--master_port", str(port), str(SCRIPT), *flags]
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "ZEROLM_MEMORY_PROBE": str(directory / "counts")}
     process = subprocess.Popen(
@@ -156,25 +157,26 @@ def _launch(words: list[str], ranks: int, directory: Path, timeout_seconds: floa
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=timeout_seconds)
+        output, _ = process.communicate(timeout=timeout_seconds)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        said, code = "", None
+        output, code = "", None
     finally:
-        for pid in processes.marked_pids(f"{MARK}={mark}"):  # also what outlived its launcher
+        for pid in processes.marked_pids(f"{MARK}={mark}"):  # some may outlive the launcher
             processes.signal_marked(pid, signal.SIGKILL, f"{MARK}={mark}")
         process.wait()
     if code is None:
         raise ConfigError(
-            f"command line: --probe: no end after {timeout_seconds:g} s. Use a smaller model, or "
-            f"give --probe_timeout."
+            f"command line: --probe: the run did not finish within {timeout_seconds:g} s. Use a "
+            f"smaller model, or raise --probe_timeout."
         )
     if code != 0:
-        kept = "\n".join(said.strip().splitlines()[-15:])
-        raise ConfigError(f"command line: --probe: the run ended with exit code {code}:\n{kept}")
+        tail = "\n".join(output.strip().splitlines()[-15:])
+        raise ConfigError(f"command line: --probe: the run failed with exit code {code}:\n{tail}")
 
 
-def _measured(model: Model, directory: Path, ranks: int) -> Probe:
+def _collect(model: Model, directory: Path, ranks: int) -> Probe:
+    """Read the figures of a finished run, and predict the same figures."""
     files = RunFiles(directory / "run")
     record = read_json(files.record, "the record of the probe's run")
     profile, settings = Profile.parse(record["ds_config"]), record["settings"]
@@ -185,7 +187,7 @@ def _measured(model: Model, directory: Path, ranks: int) -> Probe:
     peaks = [row["memory/peak_bytes"] for row in rows if row.get("memory/peak_bytes")]
     states, layout = memory.model_states(model.shapes, profile, ranks), profile.layout(ranks)
     shapes, _ = shapes_of_rank(model.shapes, layout)
-    kept = memory.activation_bytes(
+    activation_bytes = memory.activation_bytes(
         config_of_rank(model.config, layout),
         settings["seq_len"] // layout.sequence,
         profile.precision,
@@ -204,8 +206,10 @@ def _measured(model: Model, directory: Path, ranks: int) -> Probe:
             name: getattr(states, name) + getattr(states, f"host_{name}") for name in STATES
         },
         peak_bytes=int(max(peaks)) if peaks and device != "cpu" else None,
-        predicted_peak_bytes=states.device + sum(memory.buffer_bytes(shapes, profile)) + kept,
-        activation_bytes=kept,
+        predicted_peak_bytes=states.device
+        + sum(memory.buffer_bytes(shapes, profile))
+        + activation_bytes,
+        activation_bytes=activation_bytes,
         step_seconds=min(seconds),
         batch_tokens=settings["batch_tokens"],
         flops_per_token=flops_per_token(model.config, model.shapes, settings["seq_len"]),
@@ -222,29 +226,29 @@ def _device_name() -> str:
 
 
 def local_ranks() -> int:
-    """Return how many devices this machine has, 1 on a CPU."""
+    """Return the number of devices of this machine, 1 without GPUs."""
     import torch
 
     return max(1, torch.cuda.device_count())
 
 
 def as_text(found: Probe) -> str:
-    """Return what was measured beside what was predicted, a line each."""
+    """Return a table of predicted and measured figures."""
     lines = [f"probe: {STEPS} steps on {found.ranks} x {found.device}"]
-    lines.append(f"{'bytes of a rank':<24}{'predicted':>12}{'measured':>12}{'error':>9}")
+    lines.append(f"{'bytes per rank':<24}{'predicted':>12}{'measured':>12}{'error':>9}")
 
     def row(name: str, predicted: float, measured: float) -> None:
         error = f"{predicted / measured - 1:+.2%}" if measured else ""
-        said = f"{shown_bytes(predicted):>12}{shown_bytes(measured):>12}{error:>9}"
-        lines.append(f"{name:<24}{said}")
+        cells = f"{shown_bytes(predicted):>12}{shown_bytes(measured):>12}{error:>9}"
+        lines.append(f"{name:<24}{cells}")
 
     for name in STATES:
         row(name, found.predicted[name], found.counted[name])
     row("model states", sum(found.predicted.values()), sum(found.counted[n] for n in STATES))
     if found.peak_bytes is not None:
-        row("device, at its peak", found.predicted_peak_bytes, found.peak_bytes)
+        row("device, peak", found.predicted_peak_bytes, found.peak_bytes)
     row("checkpoint, all ranks", found.predicted_checkpoint_bytes, found.checkpoint_bytes)
     rate = f"{found.tokens_per_second:,.0f} tokens/s"
-    share = f", {found.mfu:.1%} of the peak" if found.mfu is not None else ""
-    lines.append(f"step {found.step_seconds:.3g} s, {rate}{share}")
+    mfu = f", {found.mfu:.1%} MFU" if found.mfu is not None else ""
+    lines.append(f"step {found.step_seconds:.3g} s, {rate}{mfu}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""What we would have predicted of runs that others published: the worth of our figures.
+"""`plan --published`: compare the plan's predictions with published runs and benchmarks.
 
-published_runs.json has what was reported, with sources; docs/published_runs.md is what this prints.
+published_runs.json has the reported figures, with sources; docs/published_runs.md is the output.
 """
 
 from collections.abc import Mapping
@@ -10,28 +10,30 @@ from statistics import median
 from typing import Any
 
 from launch.plan import hardware
+from launch.plan.planned_run import plan_run
 from launch.plan.search import profile_of
 from launch.plan.step_time import step_time
-from launch.plan.subject import resolve_subject
 from zerolm.common.values import read_json
 from zerolm.config.settings import Settings
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
 
 FILE = Path(__file__).with_name("published_runs.json")
-FUSED_KEPT_BYTES = 34  # a token, layer and hidden unit
+FUSED_KEPT_BYTES = 34  # activations per token, layer and hidden unit
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: what was predicted over what was reported, less one, where both are there.
+    """One comparison of predicted and reported figures; None if unknown.
 
     Attributes:
-        flops: 6 N D, as most report it; `all_flops` has attention too.
+        devices: their kind, and in a benchmark their number.
+        flops: 6 N D, as most papers report; `all_flops` includes attention.
+        predicted, reported: device-hours of a run, tokens per second and device of a benchmark.
     """
 
     name: str
-    where: str
+    devices: str
     parameters: int
     flops: float
     all_flops: float
@@ -47,7 +49,7 @@ class Row:
         return self.predicted / self.reported - 1
 
     @property
-    def times(self) -> float | None:
+    def ratio(self) -> float | None:
         """Return reported over predicted."""
         return None if self.error is None else 1 / (1 + self.error)
 
@@ -57,10 +59,10 @@ class Row:
 
 
 def runs() -> list[Row]:
-    """Predict the operations and the device-hours of whole runs.
+    """Predict the FLOPs and device-hours of published runs.
 
-    The hours are those of the arithmetic alone, on the devices they had: how these runs were
-    divided over devices is not something that a run of ours can do.
+    The hours count compute only, since these runs used pipeline and tensor parallelism in ways that
+    the plan does not model.
     """
     devices = hardware.devices_of(hardware.FILE)
     rows = []
@@ -80,7 +82,7 @@ def runs() -> list[Row]:
         rows.append(
             Row(
                 name=entry["name"],
-                where=entry["hardware"] or "",
+                devices=entry["hardware"] or "",
                 parameters=parameters,
                 flops=6.0 * parameters * entry["tokens"],
                 all_flops=total,
@@ -94,7 +96,7 @@ def runs() -> list[Row]:
 
 
 def benchmarks() -> list[Row]:
-    """Predict tokens per second and device of the benchmarks, as for a run of ours with ZeRO-3."""
+    """Predict tokens per second and device of the benchmarks, as of a run with ZeRO-3."""
     devices = hardware.devices_of(hardware.FILE)
     values = read_json(FILE, "launch/plan/published_runs.json")["benchmarks"]
     models = {name: _model(config, name) for name, config in values["models"].items()}
@@ -112,15 +114,15 @@ def benchmarks() -> list[Row]:
         )
         model = models[entry["model"]]
         profile = profile_of(3, "none", device)
-        subject = resolve_subject(model, profile, settings, device, count, min(8, count))
-        # What their fused kernels keep: Korthikanti et al. 2022, equation 2, without dropout.
+        run = plan_run(model, profile, settings, device, count, min(8, count))
+        # Activations of their fused kernels: Korthikanti et al. 2022, equation 2, without dropout.
         kept = FUSED_KEPT_BYTES * model.config.d_model * model.config.n_layers
-        rate = batch / step_time(subject, kept_bytes=kept).seconds / count
-        total = subject.flops_per_token * batch
+        rate = batch / step_time(run, kept_bytes=kept).seconds / count
+        total = run.flops_per_token * batch
         rows.append(
             Row(
                 name=f"MPT {entry['model']}",
-                where=f"{count} x {entry['hardware']}",
+                devices=f"{count} x {entry['hardware']}",
                 parameters=model.num_parameters,
                 flops=6.0 * model.num_parameters * batch,
                 all_flops=total,
@@ -140,13 +142,13 @@ def _model(values: Mapping[str, Any], name: str) -> Model:
 
 
 def document() -> str:
-    """Return docs/published_runs.md."""
+    """Return the text of docs/published_runs.md."""
     values = read_json(FILE, "launch/plan/published_runs.json")
     lines = [
         "# Published runs",
         "",
-        f"What `python -m launch plan` predicts of runs that others published, by "
-        f"`python -m launch plan --published > docs/published_runs.md`, from "
+        f"Predictions of `python -m launch plan` compared with published runs. Written by "
+        f"`python -m launch plan --published > docs/published_runs.md` from "
         f"launch/plan/published_runs.json ({values['date']}).",
         "",
         *_benchmarks_section(benchmarks(), values["benchmarks"]),
@@ -165,57 +167,55 @@ def _benchmarks_section(rows: list[Row], values: Mapping[str, Any]) -> list[str]
         "## Benchmarks: tokens per second and device",
         "",
         f"{values['source']}: [{values['url']}]({values['url']}). Predicted as a run with "
-        f"ds_configs/zero3.json. Fitted to them are the share of its peak that a device attains "
-        f"(`attained` in launch/plan/hardware.json: "
+        f"ds_configs/zero3.json. Fitted to these benchmarks: the share of the peak FLOP/s that a "
+        f"device attains (`attained` in launch/plan/hardware.json: "
         + ", ".join(f"{key} {one.attained:g}" for key, one in _fitted().items())
-        + "), the cost of recomputation and that of element-wise kernels "
-        "(launch/plan/step_time.py). A "
-        "Hugging Face model keeps and moves more than their fused kernels, which the plan of one "
-        "takes into account.",
+        + "), and the costs of recomputation and of element-wise kernels "
+        "(launch/plan/step_time.py). A Hugging Face model keeps and moves more activations than "
+        "their fused kernels; the plan takes that into account.",
         "",
-        "| model | devices | micro-batch | recomputed | fitted | reported | predicted | error |",
+        "| model | devices | micro-batch | recompute | fitted | reported | predicted | error |",
         "|---|---|---|---|---|---|---|---|",
         *map(_benchmark_line, rows),
         "",
-        f"Errors without sign: median {median(errors[True]):.1%} and largest "
-        f"{max(errors[True]):.1%} of the fitted ones, {median(errors[False]):.1%} and "
-        f"{max(errors[False]):.1%} of the others. The largest are 13B and 70B models in "
-        f"micro-batches of 2 to 4 on few devices, which fill the memory: an allocator at its limit "
-        f"is not in the model.",
+        f"Absolute errors: median {median(errors[True]):.1%} and maximum {max(errors[True]):.1%} "
+        f"for the fitted benchmarks, {median(errors[False]):.1%} and {max(errors[False]):.1%} for "
+        f"the others. The largest are 13B and 70B models with micro-batches of 2 to 4 on few "
+        f"devices, which fill the memory; the estimate does not model an allocator at its limit.",
     ]
 
 
 def _benchmark_line(row: Row) -> str:
-    again = "yes" if row.entry["gradient_checkpointing"] else "no"
+    recompute = "yes" if row.entry["gradient_checkpointing"] else "no"
     return (
-        f"| {row.name} | {row.where} | {row.entry['micro_batch_size']} | {again} | "
+        f"| {row.name} | {row.devices} | {row.entry['micro_batch_size']} | {recompute} | "
         f"{'yes' if row.entry['fitted'] else 'no'} | "
         f"{row.reported:,.0f} | {row.predicted:,.0f} | {row.error:+.1%} |"
     )
 
 
 def _runs_section(rows: list[Row]) -> list[str]:
-    factors = sorted(row.times for row in rows if row.times is not None)
-    quarter = len(factors) // 4
+    ratios = sorted(row.ratio for row in rows if row.ratio is not None)
+    quarter = len(ratios) // 4
     flops_errors = [abs(row.flops_error) for row in rows if row.flops_error is not None]
     return [
-        "## Whole runs: operations and device-hours",
+        "## Runs: FLOPs and device-hours",
         "",
-        "Operations as 6 N D, as they are reported, and with attention, as we count them. Hours "
-        "are those of the arithmetic alone: nothing computed again, no waiting, no restarts, no "
-        "evaluation. These runs were cut into tensor and pipeline stages, which is not modelled "
-        "here, so that their communication is not predicted. `times` is reported over predicted.",
+        "FLOPs are 6 N D, as papers report them, and with attention, as zerolm counts them. Hours "
+        "count compute only, without recomputation, communication, restarts or evaluation: these "
+        "runs used tensor and pipeline parallelism, which is not modelled here. `ratio` is "
+        "reported over predicted hours.",
         "",
         "| run | parameters | FLOPs (6 N D) | reported | error | with attention | device-hours "
-        "| reported | error | times | source | seen |",
+        "| reported | error | ratio | source | seen |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
         *map(_run_line, rows),
         "",
-        f"6 N D: median of the errors without sign {median(flops_errors):.1%}, largest "
-        f"{max(flops_errors):.1%}. Whole runs took {factors[0]:.2f} to {factors[-1]:.2f} times the "
-        f"hours of their arithmetic, the middle half {factors[quarter]:.2f} to "
-        f"{factors[-1 - quarter]:.2f}, the median {median(factors):.2f}. `seen` says whether the "
-        f"figure was read in a copy of its source when the file was made.",
+        f"Absolute errors of 6 N D: median {median(flops_errors):.1%}, maximum "
+        f"{max(flops_errors):.1%}. The runs took {ratios[0]:.2f} to {ratios[-1]:.2f} times the "
+        f"predicted hours of compute, the middle half {ratios[quarter]:.2f} to "
+        f"{ratios[-1 - quarter]:.2f}, the median {median(ratios):.2f}. `seen` says whether the "
+        f"figure was checked against a copy of its source when published_runs.json was written.",
     ]
 
 
@@ -223,21 +223,21 @@ def _run_line(row: Row) -> str:
     source = f"[{row.entry['source']}]({row.entry['url']})"
     if row.entry.get("flops_source"):
         source += f"; FLOPs: {row.entry['flops_source']}"
-    said = [
+    cells = [
         row.name,
         f"{row.parameters:,}",
         f"{row.flops:.3g}",
-        _or_dash(row.reported_flops, ".3g"),
-        _or_dash(row.flops_error, "+.1%"),
+        _or_blank(row.reported_flops, ".3g"),
+        _or_blank(row.flops_error, "+.1%"),
         f"{row.all_flops:.3g}",
-        _or_dash(row.predicted, ",.0f"),
-        _or_dash(row.reported, ",.0f"),
-        _or_dash(row.error, "+.0%"),
-        _or_dash(row.times, ".2f"),
+        _or_blank(row.predicted, ",.0f"),
+        _or_blank(row.reported, ",.0f"),
+        _or_blank(row.error, "+.0%"),
+        _or_blank(row.ratio, ".2f"),
         source,
         row.entry["seen"],
     ]
-    return f"| {' | '.join(said)} |"
+    return f"| {' | '.join(cells)} |"
 
 
 def _fitted() -> dict[str, hardware.Hardware]:
@@ -245,5 +245,5 @@ def _fitted() -> dict[str, hardware.Hardware]:
     return {key: devices[key] for key in ("A100-40GB", "A100-80GB", "H100")}
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _or_blank(value: float | None, format_spec: str) -> str:
+    return "" if value is None else format(value, format_spec)

@@ -1,4 +1,4 @@
-"""Interruptions, checkpoints, and how often to save: what a long run loses, and the least of it."""
+"""Time lost to failures and checkpoints, and the checkpoint interval that loses the least."""
 
 import math
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What failures and checkpoints cost a run.
+    """Time that failures and checkpoints cost a run.
 
     Attributes:
-        mean_seconds: between two interruptions of the whole run.
-        expected: interruptions of the run.
-        interval_seconds: between checkpoints, at which the least is lost.
-        lost_share: of the time: stalls, work done again, restarts.
+        mean_seconds: mean time between interruptions of the run.
+        expected: number of interruptions of the run.
+        interval_seconds: between checkpoints, with the least expected loss.
+        lost_share: of the time, to stalls, repeated work and restarts.
     """
 
     mean_seconds: float
@@ -29,12 +29,12 @@ def interruptions(
     write_seconds: float,
     restart_seconds: float,
 ) -> Interruptions:
-    """Return what a run has to expect, and the interval of checkpoints that loses least.
+    """Return the expected interruptions, the best checkpoint interval and the time lost.
 
     Args:
-        stall_seconds: that training stands still for a checkpoint.
-        write_seconds: until it is whole, behind training; a shorter interval cannot be kept.
-        restart_seconds: from an interruption until training goes on, work done again left out.
+        stall_seconds: for which training waits for a checkpoint.
+        write_seconds: to write a checkpoint in the background; the interval is at least this long.
+        restart_seconds: from an interruption until training resumes, without repeated work.
 
     Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
     dumps, equation 37; its first term is Young 1974.
@@ -50,7 +50,7 @@ def interruptions(
 
 
 def daly_interval(stall_seconds: float, mean_seconds: float) -> float:
-    """Return the seconds of work between two checkpoints that lose least."""
+    """Return the seconds between two checkpoints that minimize the expected loss."""
     if stall_seconds >= 2 * mean_seconds:
         return mean_seconds
     young = math.sqrt(2 * stall_seconds * mean_seconds)

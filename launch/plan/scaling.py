@@ -1,4 +1,4 @@
-"""What to train for a budget: model size and tokens, by published fits, and what a choice costs."""
+"""Choose model size and tokens for a compute budget, by published scaling laws."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from zerolm.config.flags import CONVERTERS
 
 @dataclass(frozen=True)
 class LossFit:
-    """Loss = entropy + model / N^alpha + data / D^beta, in nats per token of their data.
+    """Loss = entropy + model / N^alpha + data / D^beta, in nats per token on the authors' data.
 
-    Only differences between losses carry over to other data.
+    Only differences between losses transfer to other data.
     """
 
     name: str
@@ -26,7 +26,7 @@ class LossFit:
         return self.entropy + self.model / parameters**self.alpha + self.data / tokens**self.beta
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Return the parameters and tokens of least loss, with 6 operations a parameter and token.
+        """Return the parameters and tokens with the least loss, at 6 FLOPs per parameter and token.
 
         Source: Hoffmann et al. 2022 (arXiv 2203.15556), equation 4.
         """
@@ -41,17 +41,17 @@ HOFFMANN = LossFit("Hoffmann et al. 2022, approach 3", 1.69, 406.4, 410.7, 0.34,
 BESIROGLU = LossFit("Besiroglu et al. 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 RULE = "20 tokens per parameter"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, approaches 1 and 2
-OVERTRAINED = (2, 4, 8, 16)  # how many times smaller than the optimum, to be cheap to use
+OVERTRAINED = (2, 4, 8, 16)  # times smaller than the optimum, for cheaper inference
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A size and its tokens for one budget.
+    """A model size and its tokens for one budget. Fields are JSON keys.
 
     Attributes:
         loss: by Besiroglu et al.'s fit.
-        penalty: more loss than the best for the budget has.
-        wasted: share of the budget that the best would not need for the same loss.
+        penalty: loss above that of the optimal size.
+        wasted: share of the budget that the optimal size would save at the same loss.
     """
 
     name: str
@@ -65,18 +65,18 @@ class Choice:
 def flops_of(
     text: str, hardware: Hardware, devices: int, mfu: float | None = None
 ) -> tuple[float, str]:
-    """Turn a budget into operations, and say how.
+    """Convert a budget to FLOPs, and describe how.
 
     Args:
-        text: operations (`1e22`), money (`$50000`), or time of all devices (`14d`, `36h`).
-        mfu: share of the peak; None takes what the device attains.
+        text: FLOPs (`1e22`), money (`$50000`), or time of all devices (`14d`, `36h`).
+        mfu: model FLOP/s utilization; None: the device's `attained`.
 
     Raises:
-        ConfigError: it is none of these, or the price of the device is not known.
+        ConfigError: the text is none of these, or the price of the device is unknown.
     """
     if text.startswith("$") and hardware.price_per_hour is None:
         raise ConfigError(
-            f"command line: --budget: {text}, but the price of {hardware.name} is not known. Give "
+            f"command line: --budget: {text}, but the price of {hardware.name} is unknown. Give "
             f"--price_per_hour."
         )
     try:
@@ -95,8 +95,8 @@ def flops_of(
     peak = hardware.bf16 or hardware.fp16
     assert peak is not None
     share = mfu or hardware.attained
-    said = f"{hours:,.0f} device-hours of {hardware.name} at {share:.0%} of its peak, "
-    return hours * 3600 * peak * share, said
+    derivation = f"{hours:,.0f} device-hours of {hardware.name} at {share:.0%} of its peak, "
+    return hours * 3600 * peak * share, derivation
 
 
 def _positive(value: float) -> float:
@@ -106,7 +106,7 @@ def _positive(value: float) -> float:
 
 
 def choices(flops: float) -> list[Choice]:
-    """Return what a budget buys: by the rule, by both fits, and overtrained on purpose."""
+    """Return sizes and tokens for a budget: by rule of thumb, by both fits, and overtrained."""
     parameters, tokens = BESIROGLU.optimum(flops)
     rule = (flops / 6 / TOKENS_PER_PARAMETER) ** 0.5
     sizes = [
@@ -125,7 +125,7 @@ def choices(flops: float) -> list[Choice]:
 
 
 def flops_for(loss: float) -> float:
-    """Return the least operations for a loss, by Besiroglu et al.'s fit: bisection over budgets."""
+    """Return the least FLOPs that reach a loss by Besiroglu et al.'s fit, found by bisection."""
     low, high = 1.0, 40.0
     for _ in range(200):
         middle = (low + high) / 2
@@ -135,10 +135,10 @@ def flops_for(loss: float) -> float:
 
 
 def as_text(flops: float, found: list[Choice]) -> str:
-    """Return the table as it is printed."""
+    """Return the table for the console."""
     lines = [f"{flops:.3g} FLOPs", ""]
     head = f"{'choice':<34}{'parameters':>12}{'tokens':>10}{'tokens/parameter':>18}"
-    lines.append(head + f"{'loss':>8}{'more':>9}{'wasted':>8}")
+    lines.append(head + f"{'loss':>8}{'penalty':>9}{'wasted':>8}")
     for one in found:
         lines.append(
             f"{one.name:<34}{shown_count(one.parameters):>12}{shown_count(one.tokens):>10}"
@@ -147,18 +147,19 @@ def as_text(flops: float, found: list[Choice]) -> str:
         )
     lines += [
         "",
-        f"Losses are by the fit of {BESIROGLU.name} (arXiv 2404.10102), in nats on their data: "
-        f"compare them,",
-        "do not expect them. 6 FLOPs a parameter and token, without attention. `wasted` is the "
-        "share of the budget",
-        "that the best size would not need for the same loss; in return a smaller model costs less "
-        "to use.",
+        f"Losses follow the fit of {BESIROGLU.name} (arXiv 2404.10102), in nats on the authors' "
+        f"data: compare",
+        "them, but expect other values on yours. Counted at 6 FLOPs per parameter and token, "
+        "without attention.",
+        "`wasted` is the share of the budget that the optimal size would save at the same loss; a "
+        "smaller model",
+        "is cheaper to use in return.",
     ]
     return "\n".join(lines)
 
 
 def shown_count(count: float) -> str:
-    """Return a number with three digits and a suffix."""
+    """Return a number with three digits and a suffix (k, M, B, T or Q)."""
     for suffix in ("", "k", "M", "B", "T"):
         if count < 999.5:
             return f"{count:.3g}{suffix}"

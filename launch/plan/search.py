@@ -1,7 +1,7 @@
-"""Which profile: every stage, offload, recomputation and micro-batch that a run can use, ranked.
+"""`plan --search`: rank every combination of stage, offload, recomputation and micro-batch.
 
-Only what pretrain.py accepts is tried. Tensor and sequence parallelism are not: what they take has
-not been measured.
+Only profiles that pretrain.py accepts are tried. Tensor and sequence parallelism are not tried,
+because their time estimates have not been compared with benchmarks.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.plan.estimate import Assumptions, Estimate, estimate
 from launch.plan.hardware import Hardware
-from launch.plan.subject import Subject, resolve_subject
+from launch.plan.planned_run import PlannedRun, plan_run
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.shipped import DS_CONFIGS
 from zerolm.common.values import shown_bytes
@@ -24,23 +24,24 @@ from zerolm.plan.resolve import resolve_settings
 
 CPU = {"device": "cpu", "pin_memory": True}
 OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "both")}
-INDIFFERENT = 0.02  # a smaller difference in time is less than the model of time can tell
-NOT_OFFERED = (
-    "Stage 0 is not tried: pretrain.py refuses it, stage 1 has the same numbers in less memory. "
-    "Tensor, pipeline and sequence parallelism are not tried."
+TIME_RESOLUTION = 0.02  # relative; the time estimate cannot tell smaller differences apart
+NOT_TRIED = (
+    "Stage 0 is not tried: pretrain.py refuses it, and stage 1 has the same results in less "
+    "memory. Tensor, pipeline and sequence parallelism are not tried."
 )
 
-LEVELS: tuple[Recompute, ...] = (False, SELECTIVE, True)
-AGAIN = {False: "no", SELECTIVE: SELECTIVE, True: "yes"}
+RECOMPUTE_LEVELS: tuple[Recompute, ...] = (False, SELECTIVE, True)
+RECOMPUTE_LABELS = {False: "no", SELECTIVE: SELECTIVE, True: "yes"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One profile with the micro-batch that is fastest with it.
+    """One profile with its fastest micro-batch.
 
     Attributes:
-        profile: as written, with "auto" in it; its name is the candidate's.
-        rejected: why it cannot be used, None when it can.
+        profile: as written, with "auto" values; its name is the candidate's.
+        found: figures; None if the profile was refused before any were computed.
+        rejected: why it cannot be used; None if it can.
     """
 
     profile: Profile
@@ -61,11 +62,11 @@ def search(
     devices_per_node: int,
     assumed: Assumptions,
 ) -> list[Candidate]:
-    """Return every candidate, the usable ones first, fastest first; all train the same batch.
+    """Return all candidates, usable ones first, by step time; all train the same batch.
 
     Args:
-        settings: without a DeepSpeed JSON. A micro-batch or gradient checkpointing that is given
-            is kept, else both are tried.
+        settings: without a DeepSpeed JSON. A given micro-batch or gradient checkpointing is kept;
+            otherwise all values are tried.
 
     Raises:
         ConfigError: the batch does not divide over the devices, or a DeepSpeed JSON is given.
@@ -96,23 +97,23 @@ def search(
         for offload in offloads:
             profile = profile_of(stage, offload, hardware)
             given = settings.gradient_checkpointing
-            for again in (given,) if given else LEVELS:
-                wanted = dataclasses.replace(settings, gradient_checkpointing=again)
-                candidates.append(_best(model, wanted, profile, place, assumed))
+            for recompute in (given,) if given else RECOMPUTE_LEVELS:
+                variant = dataclasses.replace(settings, gradient_checkpointing=recompute)
+                candidates.append(_best(model, variant, profile, place, assumed))
     return sorted(candidates, key=_rank)
 
 
 def _rank(one: Candidate) -> tuple[bool, float, int, int]:
-    """Rank by time; of times that differ by less than we can tell, the lower stage is first."""
+    """Rank by time; if times are equal within `TIME_RESOLUTION`, the lower stage comes first."""
     if one.rejected is not None or one.found is None:
-        return True, 0.0, LEVELS.index(one.checkpointing), 0
-    subject = one.found.subject
-    steps = round(math.log(one.step_seconds) / math.log(1 + INDIFFERENT))
-    return False, steps, LEVELS.index(one.checkpointing), subject.profile.zero_stage
+        return True, 0.0, RECOMPUTE_LEVELS.index(one.checkpointing), 0
+    stage = one.found.run.profile.zero_stage
+    steps = round(math.log(one.step_seconds) / math.log(1 + TIME_RESOLUTION))
+    return False, steps, RECOMPUTE_LEVELS.index(one.checkpointing), stage
 
 
 def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
-    """Return the shipped profile of a stage, with the offload and the device's precision.
+    """Return the shipped profile of a stage, with offload, in a precision the device supports.
 
     Args:
         offload: `none`, `optimizer`, or `both` optimizer and weights.
@@ -129,8 +130,8 @@ def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
 
 
 def _name(stage: int, offload: str) -> str:
-    what = {"none": "", "optimizer": " + optimizer on the host"}
-    return f"ZeRO-{stage}" + what.get(offload, " + optimizer and weights on the host")
+    suffixes = {"none": "", "optimizer": " + optimizer on the host"}
+    return f"ZeRO-{stage}" + suffixes.get(offload, " + optimizer and weights on the host")
 
 
 def _best(
@@ -140,87 +141,87 @@ def _best(
     place: tuple[Hardware, int, int],
     assumed: Assumptions,
 ) -> Candidate:
-    """Return the fastest micro-batch of a profile that fits, or why none does."""
+    """Return the profile with the fastest micro-batch that fits, or the reason that none does."""
     assert settings.batch_tokens and settings.seq_len
     per_rank = settings.batch_tokens // settings.seq_len // place[1]
     sizes = [settings.micro_batch_size] if settings.micro_batch_size else None
     best: Estimate | None = None
     smallest: Estimate | None = None
     for micro in sizes or defaults.micro_batch_candidates(max(1, per_rank)):
-        wanted = dataclasses.replace(
+        variant = dataclasses.replace(
             settings,
             micro_batch_size=micro,
             explicit=settings.explicit | {"batch_tokens", "micro_batch_size"},
         )
         try:
-            subject: Subject = resolve_subject(model, profile, wanted, *place)
+            run: PlannedRun = plan_run(model, profile, variant, *place)
         except ConfigError as error:
             return Candidate(profile, settings.gradient_checkpointing, None, str(error))
-        found = estimate(subject, assumed)
+        found = estimate(run, assumed)
         smallest = smallest or found
         if not found.memory.fits:
             break
-        # Of equal times the smaller micro-batch: it leaves memory free.
+        # At equal times the smaller micro-batch is better, since it leaves memory free.
         if best is None or found.step.seconds < 0.995 * best.step.seconds:
             best = found
     assert smallest is not None
-    rejected = None if best else why_not(smallest)
+    rejected = None if best else rejection_reason(smallest)
     return Candidate(profile, settings.gradient_checkpointing, best or smallest, rejected)
 
 
-def why_not(found: Estimate) -> str:
-    """Say what does not fit, and what takes most of it."""
+def rejection_reason(found: Estimate) -> str:
+    """Return which memory is too small, and the largest component."""
     memory = found.memory
-    micro = found.subject.settings.micro_batch_size
+    micro = found.run.settings.micro_batch_size
     reasons = []
     over = memory.used + memory.margin - memory.capacity
     if over > 0:
-        parts = {
+        components = {
             name: getattr(memory, name)
             for name in (
                 "weights", "gradients", "optimizer", "master", "buckets", "gathered",
                 "activations", "loss",
             )
         }  # fmt: skip
-        most = max(parts, key=lambda name: parts[name])
+        largest = max(components, key=lambda name: components[name])
         reasons.append(
-            f"{shown_bytes(over)} too much on the device at micro-batch {micro}, of which {most} "
-            f"{shown_bytes(parts[most])}"
+            f"{shown_bytes(over)} too much on the device at micro-batch {micro}, mostly {largest} "
+            f"({shown_bytes(components[largest])})"
         )
     if memory.host > memory.host_capacity:
         reasons.append(
-            f"{shown_bytes(memory.host)} on the host, a device's share is "
+            f"{shown_bytes(memory.host)} on the host, more than a device's share of "
             f"{shown_bytes(memory.host_capacity)}"
         )
     return "; ".join(reasons)
 
 
 def as_text(candidates: list[Candidate]) -> str:
-    """Return the ranked table, and the reasons of the rest."""
-    head = f"{'profile':<42} {'again':>9} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
+    """Return the ranked table, and the rejected profiles with reasons."""
+    head = f"{'profile':<42} {'recompute':>9} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
     lines = [head + f"{'tokens/s':>11} {'days':>8}  bound by"]
     rejected = []
     for one in candidates:
         if one.rejected is not None or one.found is None:
-            again = title(one.checkpointing)
-            rejected.append(f"rejected  {one.profile.name}{again and f', {again}'}: {one.rejected}")
+            name = ", ".join(filter(None, [one.profile.name, title(one.checkpointing)]))
+            rejected.append(f"rejected  {name}: {one.rejected}")
             continue
         found = one.found
         lines.append(
-            f"{one.profile.name:<42} {AGAIN[one.checkpointing]:>9} "
-            f"{found.subject.settings.micro_batch_size:>5} {shown_bytes(found.memory.used):>9} "
+            f"{one.profile.name:<42} {RECOMPUTE_LABELS[one.checkpointing]:>9} "
+            f"{found.run.settings.micro_batch_size:>5} {shown_bytes(found.memory.used):>9} "
             f"{found.step.seconds:>8.3g} {found.mfu:>6.1%} {found.tokens_per_second:>11,.0f} "
             f"{found.days:>8.3g}  {found.step.bound}"
         )
     if len(lines) == 1:
-        lines = ["no profile fits: use more devices, or larger ones"]
-    return "\n".join([*lines, *rejected, NOT_OFFERED])
+        lines = ["no profile fits: use more devices, or devices with more memory"]
+    return "\n".join([*lines, *rejected, NOT_TRIED])
 
 
-def next_words(best: Candidate, path: str) -> str:
-    """Say how to run what was written."""
+def usage(best: Candidate, path: str) -> str:
+    """Return a line with pretrain.py's flags for the written profile."""
     assert best.found is not None
-    settings = best.found.subject.settings
+    settings = best.found.run.settings
     flags = f"--deepspeed_config {path} --micro_batch_size {settings.micro_batch_size} "
     flags += f"--batch_tokens {settings.batch_tokens}"
     flags = " ".join([flags, *flag_words(best.checkpointing)])
@@ -228,7 +229,7 @@ def next_words(best: Candidate, path: str) -> str:
 
 
 def to_json(candidates: list[Candidate]) -> list[dict[str, Any]]:
-    """Return the table for `--json`."""
+    """Return the candidates for `--json`."""
     from launch.plan.estimate import to_json as figures
 
     return [

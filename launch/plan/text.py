@@ -1,13 +1,17 @@
-"""A plan as it is printed: a line for each figure."""
+"""Format an `Estimate` for the console, one line per figure."""
 
 from launch.plan.estimate import Estimate
-from launch.plan.step_time import LARGEST_ERROR, TYPICAL_ERROR, WHOLE_RUNS
+from launch.plan.step_time import MAX_ERROR, MEDIAN_ERROR, PUBLISHED_RUNS
 from zerolm.common.values import shown_bytes
 from zerolm.model import activation_checkpointing
 
 
 def as_text(found: Estimate, mfu: float | None) -> str:
-    """Return the plan as it is printed."""
+    """Return the text of a plan.
+
+    Args:
+        mfu: model FLOP/s utilization that replaced the estimate of the step time, None if none did.
+    """
     lines = [*_model_lines(found), ("", ""), *_memory_lines(found), ("", "")]
     lines += [*_time_lines(found, mfu), ("", ""), *_storage_lines(found)]
     width = max(len(name) for name, _ in lines)
@@ -15,43 +19,41 @@ def as_text(found: Estimate, mfu: float | None) -> str:
 
 
 def _model_lines(found: Estimate) -> list[tuple[str, str]]:
-    subject = found.subject
-    model, settings = subject.model, subject.settings
-    dense = subject.flops_per_token - subject.attention_flops
-    recomputed = found.hardware_flops_per_token - subject.flops_per_token
+    run = found.run
+    model, settings = run.model, run.settings
+    dense = run.flops_per_token - run.attention_flops
+    recomputed = found.hardware_flops_per_token - run.flops_per_token
     active = ""
     if model.num_active_parameters != model.num_parameters:
-        active = f", {model.num_active_parameters:,} of them active for a token"
-    flops = f"{subject.flops_per_token:.4g}: {dense:.4g} of matrices, {subject.attention_flops:.4g}"
-    flops += " of attention" + (f", and {recomputed:.4g} computed again" if recomputed else "")
-    optimizer, weights = subject.profile.offloads.values()
+        active = f", {model.num_active_parameters:,} active per token"
+    flops = f"{run.flops_per_token:.4g}: {dense:.4g} in parameters, {run.attention_flops:.4g}"
+    flops += " in attention" + (f", plus {recomputed:.4g} recomputed" if recomputed else "")
+    optimizer, weights = run.profile.offloads.values()
     offload = f", optimizer on {optimizer}" if optimizer != "none" else ""
     offload += f", weights on {weights}" if weights != "none" else ""
-    again = activation_checkpointing.title(settings.gradient_checkpointing)
-    form = subject.layout.describe()
-    whose = "replicas" if form else "devices"
+    checkpointing = activation_checkpointing.title(settings.gradient_checkpointing)
+    parallelism = run.layout.describe()
+    unit = "replicas" if parallelism else "devices"
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),
-        ("FLOPs of the run", f"{subject.flops_per_token * settings.total_tokens:.4g}"),
+        ("FLOPs of the run", f"{run.flops_per_token * settings.total_tokens:.4g}"),
         ("tokens", f"{settings.total_tokens:,}, "
          f"{settings.total_tokens / model.num_parameters:.3g} per parameter"),
-        ("batch", f"{settings.batch_tokens:,} tokens = {subject.accumulation} x micro-batch "
-         f"{settings.micro_batch_size} x {subject.layout.replicas} {whose} x {settings.seq_len:,}"),
-        ("profile", f"ZeRO-{subject.profile.zero_stage}, {subject.profile.precision}{offload}"
-         f"{again and f', {again}'}"),
-        ("devices", f"{subject.devices} x {subject.hardware.name} on {subject.num_nodes} host(s)"
-         f"{form and f', {form}'}"),
+        ("batch", f"{settings.batch_tokens:,} tokens = {run.accumulation} x micro-batch "
+         f"{settings.micro_batch_size} x {run.layout.replicas} {unit} x {settings.seq_len:,}"),
+        ("profile", f"ZeRO-{run.profile.zero_stage}, {run.profile.precision}{offload}"
+         f"{checkpointing and f', {checkpointing}'}"),
+        ("devices", f"{run.devices} x {run.hardware.name} on {run.num_nodes} host(s)"
+         f"{parallelism and f', {parallelism}'}"),
     ]  # fmt: skip
 
 
 def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
     memory = found.memory
-    settings = found.subject.settings
-    other = found.activations[
-        "without_checkpointing" if settings.gradient_checkpointing else "with_checkpointing"
-    ]
-    without = "without" if settings.gradient_checkpointing else "with"
+    settings = found.run.settings
+    alternative = "without" if settings.gradient_checkpointing else "with"
+    other = found.activations[f"{alternative}_checkpointing"]
     over = memory.used + memory.margin - memory.capacity
     verdict = f"{shown_bytes(memory.capacity)}: fits" if over <= 0 else (
         f"{shown_bytes(memory.capacity)}: DOES NOT FIT, {shown_bytes(over)} too much"
@@ -67,37 +69,37 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
         ("  fp32 master weights", shown_bytes(memory.master)),
         ("  ZeRO buckets", shown_bytes(memory.buckets)),
         ("  gathered and prefetched", shown_bytes(memory.gathered)),
-        ("  activations", f"{shown_bytes(memory.activations)} ({shown_bytes(other)} with the loss "
-         f"{without} gradient checkpointing)"),
+        ("  activations", f"{shown_bytes(memory.activations)} ({shown_bytes(other)} {alternative} "
+         f"gradient checkpointing, including the loss)"),
         ("  logits and loss", shown_bytes(memory.loss)),
         ("  sum", shown_bytes(memory.used)),
         ("  margin", f"{shown_bytes(memory.margin)} for the context, NCCL and fragmentation"),
-        ("  of", verdict),
+        ("  available", verdict),
         ("host memory per device", host),
     ]  # fmt: skip
 
 
 def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
-    step, subject = found.step, found.subject
+    step, run = found.step, found.run
     if mfu is None:
-        spent = f"{step.compute:.3g} s matrices, {step.elementwise:.3g} s element-wise, "
+        spent = f"{step.compute:.3g} s matmuls, {step.elementwise:.3g} s element-wise, "
         spent += f"{step.exposed:.3g} s of {step.communication:.3g}"
-        spent += f" s communication not hidden, {step.offload + step.optimizer:.3g} s optimizer"
+        spent += f" s communication exposed, {step.offload + step.optimizer:.3g} s optimizer"
     else:
-        spent = "by --mfu"
-    price = "not known; give --price_per_hour"
+        spent = "from the given MFU"
+    price = "unknown; give --price_per_hour"
     if found.price is not None:
-        hardware = subject.hardware
-        price = f"${found.price:,.0f} at ${hardware.price_per_hour:g} a device-hour"
+        hardware = run.hardware
+        price = f"${found.price:,.0f} at ${hardware.price_per_hour:g} per device-hour"
         price += f" ({hardware.price_source}, {hardware.price_date})"
     return [
         ("step", f"{step.seconds:.3g} s: {spent}"),
         ("bound by", step.bound if mfu is None else "--mfu"),
         ("MFU", f"{found.mfu:.1%}"),
         ("tokens per second", f"{found.tokens_per_second:,.0f}, "
-         f"{found.tokens_per_second / subject.devices:,.0f} a device"),
+         f"{found.tokens_per_second / run.devices:,.0f} per device"),
         ("steps", f"{found.steps:,}"),
-        ("uncertainty", _uncertainty(mfu, subject.layout.replica_size > 1)),
+        ("uncertainty", _uncertainty(mfu, run.layout.replica_size > 1)),
         ("days", f"{found.days:.3g} of training, {found.calendar_days:.3g} with interruptions"),
         ("device-hours", f"{found.device_hours:,.0f}"),
         ("price", price),
@@ -106,12 +108,12 @@ def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
 
 def _uncertainty(mfu: float | None, replicas: bool) -> str:
     if mfu is not None:
-        return "that of --mfu"
-    low, high = WHOLE_RUNS
-    exchange = "what a replica exchanges was compared with none; " if replicas else ""
-    return exchange + (
-        f"benchmarks were within {LARGEST_ERROR:.0%}, half of them within {TYPICAL_ERROR:.0%}; "
-        f"half of others' whole runs took {low:g} to {high:g} times their arithmetic"
+        return "that of the given MFU"
+    low, high = PUBLISHED_RUNS
+    caveat = "communication within a replica was compared with no benchmark; " if replicas else ""
+    return caveat + (
+        f"benchmarks were within {MAX_ERROR:.0%}, half of them within {MEDIAN_ERROR:.0%}; "
+        f"half of the published runs took {low:g} to {high:g} times their compute time"
     )
 
 
@@ -119,10 +121,10 @@ def _storage_lines(found: Estimate) -> list[tuple[str, str]]:
     lost = found.interruptions
     every = f"{lost.interval_seconds / 60:.3g} minutes = --checkpoint_interval "
     return [
-        ("data", f"{shown_bytes(found.data_bytes_per_second)}/s to be read"),
+        ("data", f"{shown_bytes(found.data_bytes_per_second)}/s read"),
         ("checkpoint", f"{shown_bytes(found.checkpoint_bytes)}, training waits "
-         f"{found.stall_seconds:.2g} s, whole after {found.checkpoint_seconds:.3g} s"),
-        ("interruptions", f"{lost.expected:.2g} expected, one in "
+         f"{found.stall_seconds:.2g} s, complete after {found.checkpoint_seconds:.3g} s"),
+        ("interruptions", f"{lost.expected:.2g} expected, one per "
          f"{lost.mean_seconds / 3600:,.3g} hours"),
         ("save every", f"{every}{found.interval_steps} (Young/Daly); {lost.lost_share:.2%} of the "
          f"time is lost"),

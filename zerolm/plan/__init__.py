@@ -1,4 +1,4 @@
-"""What a run will do: settings resolved to numbers, its memory, and the Plan that ranks agree on.
+"""The plan of a run: settings resolved to numbers, memory per rank, and the `Plan` itself.
 
-Pure computation from parsed inputs; must not read files, write anything or start a process group.
+Computed from parsed inputs; must not read or write files or start a process group.
 """

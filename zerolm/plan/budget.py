@@ -1,7 +1,7 @@
-"""Tokens, batch, schedule and intervals of a run: defaults, and what the numbers must satisfy.
+"""Fill in and check the tokens, batch, schedule and intervals of a run.
 
-`zerolm.plan.resolve` calls these with what the model and the DeepSpeed JSON say; the formulas are
-in `zerolm.config.defaults`. Each rule names the nearest values that would be allowed. No torch.
+`zerolm.plan.resolve` calls these functions; `zerolm.config.defaults` has the formulas. Messages
+name the nearest allowed values. Must not import torch.
 """
 
 import math
@@ -17,10 +17,10 @@ from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS, BatchSchedule, L
 
 
 def apply_implied(settings: Settings, implied: Mapping[str, Implied], name: str) -> Settings:
-    """Return the settings with what the DeepSpeed JSON decides, where no flag does.
+    """Return the settings with the values that the DeepSpeed JSON fixes, unless a flag sets them.
 
     Args:
-        name: of the JSON file, for later messages.
+        name: of the JSON file, for messages.
     """
     new = {key: value for key, (value, *_) in implied.items() if key not in settings.explicit}
     origins = {key: f"{name}: {implied[key].key}" for key in new}
@@ -34,12 +34,12 @@ def fill_batch(
     flops_per_token: float,
     multiple: int = 1,
 ) -> Settings:
-    """Fill in the batch and its ramp, in which everything else is counted.
+    """Fill in the batch size and its ramp, which all other defaults depend on.
 
     Args:
-        seq_len: tokens of a sequence.
+        seq_len: tokens per sequence.
         flops_per_token: of training.
-        multiple: of sequences, to which a default batch is rounded up.
+        multiple: a default batch is rounded up to a multiple of this many sequences.
     """
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
     batch = settings.batch_tokens
@@ -52,7 +52,7 @@ def fill_batch(
     return replace(settings, batch_tokens=batch, batch_ramp_tokens=ramp)
 
 
-def fill_rest(
+def fill_remaining(
     settings: Settings,
     schedule: BatchSchedule,
     *,
@@ -62,14 +62,14 @@ def fill_rest(
     json_schedules: bool,
     betas: tuple[float, float] | None,
 ) -> Settings:
-    """Fill in whatever is still open.
+    """Fill in every setting that is still None and has a default.
 
     Args:
         settings: with the batch filled in.
         schedule: their `batch_schedule`.
-        has_validation: whether there is anything to evaluate on.
-        json_schedules: the DeepSpeed JSON has a scheduler that has no name among ours.
-        betas: the optimizer's defaults; None when it has none.
+        has_validation: whether there is validation data.
+        json_schedules: the DeepSpeed JSON has a scheduler that is not one of `--schedule`.
+        betas: the optimizer's defaults; None if it has no betas.
     """
     seq_len, batch = settings.seq_len or 1, settings.batch_tokens or 1
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
@@ -121,7 +121,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def batch_schedule(settings: Settings) -> BatchSchedule:
-    """Return the batch schedule of settings that have a valid sequence length and batch."""
+    """Return the batch schedule; `seq_len` and `batch_tokens` must be valid."""
     seq_len = settings.seq_len or 1
     return BatchSchedule(
         (settings.batch_tokens or 0) // seq_len,
@@ -131,7 +131,7 @@ def batch_schedule(settings: Settings) -> BatchSchedule:
 
 
 def learning_rate(settings: Resolved) -> LearningRate:
-    """Return the learning rate of settings whose schedule is ours, not the DeepSpeed JSON's."""
+    """Return the learning rate schedule; the DeepSpeed JSON must not have one."""
     assert settings.schedule is not None
     return LearningRate(
         settings.schedule,
@@ -144,7 +144,7 @@ def learning_rate(settings: Resolved) -> LearningRate:
 
 
 def sequences_after(schedule: BatchSchedule, steps: int) -> int:
-    """Return the sequences that the first `steps` optimizer steps consume."""
+    """Return how many sequences the first `steps` optimizer steps consume."""
     position = 0
     while steps > 0 and schedule.start_sequences and position < schedule.ramp_sequences:
         position += schedule(position)
@@ -153,12 +153,12 @@ def sequences_after(schedule: BatchSchedule, steps: int) -> int:
 
 
 def num_steps(schedule: BatchSchedule, seq_len: int, tokens: int) -> int:
-    """Return the optimizer steps that consume the first `tokens` tokens of a run."""
+    """Return how many optimizer steps consume the first `tokens` tokens of a run."""
     return schedule.steps(0, math.ceil(tokens / seq_len))
 
 
 def total_sequences(settings: Settings) -> int:
-    """Return the sequences of the complete run, in whole batches."""
+    """Return how many sequences the complete run consumes, in full batches."""
     schedule = batch_schedule(settings)
     steps = num_steps(schedule, settings.seq_len or 1, settings.total_tokens or 0)
     return sequences_after(schedule, steps)
@@ -169,7 +169,7 @@ def total_sequences(settings: Settings) -> int:
 
 
 def batch_problems(settings: Settings, world_size: int) -> list[str]:
-    """Check that batches are whole sequences and whole micro-batches, on every rank alike."""
+    """Check that batches divide into sequences, ranks and micro-batches."""
     seq_len, batch, start = settings.seq_len, settings.batch_tokens, settings.batch_ramp_start
     if not seq_len or not batch:
         return []
@@ -183,14 +183,14 @@ def batch_problems(settings: Settings, world_size: int) -> list[str]:
     if settings.batch_ramp_tokens and not start:
         problems.append(
             f"{settings.where('batch_ramp_tokens')}: {settings.batch_ramp_tokens}, needs "
-            f"--batch_ramp_start. Add it, or remove this."
+            f"--batch_ramp_start. Add it, or remove this flag."
         )
     if problems:
         return problems
     if start and (batch % start or start == batch):
         return [
-            f"{settings.where('batch_ramp_start')}: {start}, must divide --batch_tokens {batch} "
-            f"and be less. Use for example {batch // 4 or seq_len}."
+            f"{settings.where('batch_ramp_start')}: {start}, must be a divisor of --batch_tokens "
+            f"{batch} and smaller. Use for example {batch // 4 or seq_len}."
         ]
     name, smallest = ("batch_ramp_start", start) if start else ("batch_tokens", batch)
     sequences = smallest // seq_len
@@ -214,7 +214,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def schedule_problems(settings: Settings) -> list[str]:
-    """Check learning rates, warm-up, decay and evaluation against each other; None is unknown."""
+    """Check learning rates, warm-up, decay and evaluation; settings that are None are skipped."""
     problems = []
     total, warmup, decay = settings.total_tokens, settings.warmup_tokens, settings.decay_tokens
     peak, low, kind = settings.learning_rate, settings.min_learning_rate, settings.schedule
@@ -225,13 +225,13 @@ def schedule_problems(settings: Settings) -> list[str]:
         )
     if decay and kind is not None and not SCHEDULES[kind].uses_decay_tokens:
         problems.append(
-            f"{settings.where('decay_tokens')}: {decay}, is for --schedule "
-            f"{WITH_DECAY_TOKENS}, not {kind}. Remove it, or use --schedule {WITH_DECAY_TOKENS}."
+            f"{settings.where('decay_tokens')}: {decay}, needs --schedule {WITH_DECAY_TOKENS}, got "
+            f"{kind}. Remove it, or use --schedule {WITH_DECAY_TOKENS}."
         )
     elif decay and total and decay + (warmup or 0) > total:
         problems.append(
-            f"{settings.where('decay_tokens')}: {decay}, with --warmup_tokens {warmup or 0} "
-            f"exceeds --total_tokens {total}. Use at most {max(1, total - (warmup or 0))}."
+            f"{settings.where('decay_tokens')}: {decay}, plus --warmup_tokens {warmup or 0} must "
+            f"not exceed --total_tokens {total}. Use at most {max(1, total - (warmup or 0))}."
         )
     if peak is not None and low is not None and low > peak:
         problems.append(
@@ -250,14 +250,14 @@ def schedule_problems(settings: Settings) -> list[str]:
 def _evaluation_problems(settings: Settings) -> list[str]:
     problems = [
         f"{settings.where(name)}: {getattr(settings, name)}, needs --val_data. Add it, or remove "
-        f"this."
+        f"this flag."
         for name in ("eval_interval", "eval_tokens")
         if name in settings.explicit and not settings.val_data
     ]
     tokens, seq_len = settings.eval_tokens, settings.seq_len
     if settings.val_data and tokens and seq_len and tokens < seq_len:
         problems.append(
-            f"{settings.where('eval_tokens')}: {tokens}, is less than one sequence. Use at least "
-            f"--seq_len {seq_len}."
+            f"{settings.where('eval_tokens')}: {tokens}, must be at least --seq_len {seq_len}, one "
+            f"sequence. Use {seq_len} or more."
         )
     return problems

@@ -1,7 +1,7 @@
-"""The memory that a rank needs, item by item, and the largest micro-batch that fits.
+"""Estimate the memory of a rank by component, and the largest micro-batch that fits.
 
-Computed from the model's config and shapes and the profile. Model states are what DeepSpeed 0.19.8
-was measured to keep (tests/zerolm/plan/test_memory.py measures it again); activations are traced.
+Computed from the model's config and shapes and the profile. Model states follow measurements of
+DeepSpeed 0.19.8, which tests/zerolm/plan/test_memory.py repeats; activations are traced.
 """
 
 import math
@@ -21,22 +21,22 @@ from zerolm.plan.rank_share import Shapes, shapes_of_rank
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Values that an optimizer of DeepSpeed keeps per parameter, where it is not AdamW's two.
-MOMENTS = {"adagrad": 1, "lion": 1}
+# Moments per parameter value of DeepSpeed's optimizers that do not have AdamW's two.
+NUM_MOMENTS = {"adagrad": 1, "lion": 1}
 # On the CPU DeepSpeed's Lion also allocates Adam's second moment, and leaves it zero.
-MOMENTS_ON_HOST = {"adagrad": 1}
+NUM_MOMENTS_ON_HOST = {"adagrad": 1}
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes of a rank's model states when the gradient of a step is complete.
+    """Bytes of a rank's model states once a step's gradients are complete.
 
     Attributes:
-        weights: that the model computes with; under ZeRO-3 the rank's share and small parameters.
-        gradients: as they are accumulated, and the share that the rank updates.
+        weights: in the model's precision; under ZeRO-3 the rank's shard and small parameters.
+        gradients: the accumulated ones, and the shard that the rank updates.
         optimizer: moments.
-        master: float32 weights of the rank's share.
-        host_...: the same on the host, under offload.
+        master: float32 weights of the rank's shard.
+        host_...: the same on the host, with offload.
     """
 
     weights: int = 0
@@ -65,60 +65,61 @@ def model_states(shapes: Shapes, profile: Profile, world_size: int) -> ModelStat
     """Return the bytes of weights, gradients, moments and master weights of one rank.
 
     Per parameter: the weight in its precision, a master weight in fp32, the optimizer's moments in
-    fp32 and a gradient. ZeRO 1 divides master weights and moments by the world size, 2 also the
-    gradients, 3 also the weights.
+    fp32 and a gradient. ZeRO-1 shards master weights and moments, ZeRO-2 also gradients, ZeRO-3
+    also weights.
 
     Args:
         shapes: of every parameter, tied ones once.
         profile: resolved, or as written.
 
-    Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is divided; DeepSpeed
-    0.19.8's attributes, measured, for what else is kept.
+    Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
+    of DeepSpeed 0.19.8's tensors for the rest.
     """
     shapes, world_size = shapes_of_rank(shapes, profile.layout(world_size))
     stage = profile.zero_stage
     total = sum(map(math.prod, shapes.values()))
-    share = -(-total // world_size)
+    shard = -(-total // world_size)
     if stage == 3:  # partitions each parameter by itself
-        share = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
-    value, accumulated = profile.weight_bytes, profile.gradient_bytes
-    split = share if stage else total
-    summed = _accumulates_apart(profile)
+        shard = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
+    weight_bytes, gradient_bytes = profile.weight_bytes, profile.gradient_bytes
+    updated = shard if stage else total  # values that this rank's optimizer updates
+    separate = _has_separate_accumulator(profile)
     device = {
-        "weights": value * (share if stage == 3 else total),
-        "gradients": accumulated * (split if stage >= 2 or (stage and not summed) else total),
-        "optimizer": 4 * _moments(profile) * split,
-        "master": 0 if stage == 0 and value == 4 else 4 * split,
+        "weights": weight_bytes * (shard if stage == 3 else total),
+        "gradients": gradient_bytes
+        * (updated if stage >= 2 or (stage and not separate) else total),
+        "optimizer": 4 * _num_moments(profile) * updated,
+        "master": 0 if stage == 0 and weight_bytes == 4 else 4 * updated,
     }
     if profile.uses_muon:
         device["optimizer"] = muon_memory.state_bytes(shapes, profile, world_size if stage else 1)
         if stage == 2:
             device["gradients"] = muon_memory.gradient_bytes(shapes, profile, world_size)
-    if stage == 1 and profile.optimizer_offload == "none" and accumulated != value:
-        device["gradients"] += value * total  # of the micro-batch, besides the fp32 sums
+    if stage == 1 and profile.optimizer_offload == "none" and gradient_bytes != weight_bytes:
+        device["gradients"] += weight_bytes * total  # the micro-batch's, beside the fp32 sums
     if stage == 3 and world_size > 1:
-        device["weights"] += value * _persistent(shapes, profile)
+        device["weights"] += weight_bytes * _persistent_values(shapes, profile)
     if profile.optimizer_offload == "none":
         return ModelStates(**device)
     host = {"host_" + name: device.pop(name) for name in ("optimizer", "master")}
     # The optimizer on the host reads fp32 gradients there, and stages 1 and 2 copy weights back
-    # through a buffer of the size of the share.
-    host["host_gradients"] = 4 * share
+    # through a buffer as large as the shard.
+    host["host_gradients"] = 4 * shard
     if stage < 3:
-        host["host_weights"] = value * share
-    if stage == 3 or (stage == 2 and summed):
+        host["host_weights"] = weight_bytes * shard
+    if stage == 3 or (stage == 2 and separate):
         host["host_gradients"] += device["gradients"]
-    if stage >= 2 or not summed:
+    if stage >= 2 or not separate:
         device["gradients"] = 0
     if profile.param_offload != "none":
-        host["host_weights"] = value * share
-        device["weights"] -= value * share
+        host["host_weights"] = weight_bytes * shard
+        device["weights"] -= weight_bytes * shard
     return ModelStates(**device, **host)
 
 
-def _moments(profile: Profile) -> int:
-    """Return how many values the optimizer keeps per parameter."""
-    known = MOMENTS if profile.optimizer_offload == "none" else MOMENTS_ON_HOST
+def _num_moments(profile: Profile) -> int:
+    """Return how many moments the optimizer keeps per parameter value."""
+    known = NUM_MOMENTS if profile.optimizer_offload == "none" else NUM_MOMENTS_ON_HOST
     if profile.optimizer.kind in known:
         return known[profile.optimizer.kind]
     if profile.optimizer.kind in map(str.lower, OPTIMIZERS):
@@ -128,12 +129,12 @@ def _moments(profile: Profile) -> int:
     return custom.num_moments(profile.optimizer.name, profile.optimizer.params)
 
 
-def _accumulates_apart(profile: Profile) -> bool:
-    """Whether gradients are accumulated apart from the buffer that the optimizer reads."""
+def _has_separate_accumulator(profile: Profile) -> bool:
+    """Return whether gradients are accumulated outside the buffer that the optimizer reads."""
     return (profile.accumulation or 2) > 1 or profile.gradient_bytes != profile.weight_bytes
 
 
-def _persistent(shapes: Shapes, profile: Profile) -> int:
+def _persistent_values(shapes: Shapes, profile: Profile) -> int:
     """Return how many values of small parameters ZeRO-3 keeps on every rank."""
     kept = 0
     for shape in shapes.values():
@@ -145,11 +146,10 @@ def _persistent(shapes: Shapes, profile: Profile) -> int:
 
 
 def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
-    """Return the bytes of ZeRO's buffers on a rank at their peak: (buckets, gathered weights).
+    """Return the peak bytes of ZeRO's buffers on a rank: (reduce buckets, gathered weights).
 
-    Buckets hold gradients that are being reduced, two with `overlap_comm`, and never more than all
-    of them. Under stage 3 the weights in use are gathered: up to `stage3_max_live_parameters`, and
-    a prefetched bucket of the next.
+    There are two reduce buckets with `overlap_comm`, and together they never exceed all gradients.
+    Stage 3 gathers up to `stage3_max_live_parameters` weights and one prefetch bucket.
     """
     numels = [math.prod(shape) for shape in shapes.values()]
     total, largest = sum(numels), max(numels, default=0)
@@ -164,19 +164,19 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
 
 
 def checkpoint_bytes(shapes: Shapes, profile: Profile) -> int:
-    """Return the bytes of one checkpoint of all ranks: weights, master weights, moments.
+    """Return the bytes of a checkpoint of all ranks: weights, master weights, moments.
 
-    Below stage 3 the weights are saved besides the optimizer's fp32 master weights.
+    Below stage 3 the weights are saved in addition to the fp32 master weights.
     """
     value = 4 + (profile.weight_bytes if profile.zero_stage < 3 else 0)
-    parts = profile.tensor_parallel
-    shapes, _ = shapes_of_rank(shapes, Layout(parts, tensor=parts))
+    degree = profile.tensor_parallel
+    shapes, _ = shapes_of_rank(shapes, Layout(degree, tensor=degree))
     total = sum(map(math.prod, shapes.values()))
     if profile.uses_muon:
         states = muon_memory.state_bytes(shapes, profile)
     else:
-        states = 4 * _moments(profile) * total
-    return parts * (total * value + states)
+        states = 4 * _num_moments(profile) * total
+    return degree * (total * value + states)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -191,16 +191,17 @@ def activations_of(
     eager: bool = False,
     chunk_tokens: int = 0,
 ) -> activation_memory.Activations:
-    """Return what one sequence keeps for its backward pass: traced, or estimated.
+    """Return the activations of one sequence, traced, or estimated if tracing fails.
 
     Args:
+        seq_len: tokens of the sequence on this rank.
         precision: of the weights.
-        eager: with attention that keeps all its scores.
-        chunk_tokens: tokens whose logits are held at a time; 0: all.
+        eager: eager attention, which keeps its score matrices.
+        chunk_tokens: tokens per chunk of the loss; 0: all at once.
     """
     try:
         found = activation_memory.trace(config, seq_len, precision, eager=eager)
-    except Exception:  # a class that computes with values cannot be traced: use the formula
+    except Exception:  # a model whose control flow depends on values cannot be traced
         found = _estimated(config, seq_len, precision)
     return found.chunked(chunk_tokens, config, precision) if chunk_tokens else found
 
@@ -234,11 +235,11 @@ def activation_bytes(
     sequences: int = 1,
     chunk_tokens: int = 0,
 ) -> int:
-    """Return the bytes of activations of a micro-batch at their peak, logits and loss included.
+    """Return the peak bytes of a micro-batch's activations, including logits and loss.
 
     Args:
-        sequences: of a micro-batch.
-        chunk_tokens: tokens whose logits are held at a time; 0: all.
+        sequences: per micro-batch.
+        chunk_tokens: tokens per chunk of the loss; 0: all at once.
     """
     found = activations_of(config, seq_len, precision, chunk_tokens=chunk_tokens)
     return found.peak(checkpointing, sequences)
@@ -256,11 +257,13 @@ def fitting_micro_batch(
     checkpointing: Recompute,
     loss_chunk_tokens: int = 0,
 ) -> int:
-    """Return the largest power of two that divides `per_rank` sequences and fits the device.
+    """Return the largest micro-batch that fits: a power of two that divides `per_rank`.
 
     Args:
-        memory_bytes: of the device; None on a CPU, where a few thousand tokens fill the cores.
-        loss_chunk_tokens: tokens whose logits are held at a time; 0: all.
+        per_rank: sequences per rank and optimizer step.
+        seq_len: tokens of a sequence on one rank.
+        memory_bytes: of the device; None on a CPU, where a few thousand tokens use all cores.
+        loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
     """
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)

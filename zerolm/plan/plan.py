@@ -1,4 +1,8 @@
-"""What a run will do, with nothing left open, and how that is printed when it starts."""
+"""`Plan`: the complete, resolved description of a run, which every rank shares.
+
+Preflight builds it before the process group exists; the training loop, the checkpoints and the
+start-up summary read it. Must not be changed afterwards.
+"""
 
 import hashlib
 import json
@@ -27,24 +31,24 @@ DECISIVE_PACKAGES = ("zerolm", "torch", "deepspeed", "transformers")  # must be 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do, with nothing left open.
+    """The resolved description of a run.
 
     Attributes:
-        settings: resolved; their `to_json()` replays the run.
-        profile: the DeepSpeed JSON as `deepspeed.initialize` gets it.
+        settings: resolved; their `to_json()` reproduces the run.
+        profile: the DeepSpeed JSON as passed to `deepspeed.initialize`.
         flops_per_token: of training, without recomputation.
         weights: of the sources at the start of the run, in any unit.
-        mixture: these weights and those of later stages, and how often a source may be read.
-        val_sequences: sequences of one evaluation, over all validation sources; 0 without any.
-        layout: which ranks share sequences.
-        device: kind of the ranks' devices, `absent` when they are not on this machine.
-        learning_rate: as a function of tokens; None when the DeepSpeed JSON has a scheduler.
-        total_sequences: of the complete run, in whole batches.
+        mixture: these weights, those of later stages, and the epoch limits of sources.
+        val_sequences: sequences per evaluation over all validation sources; 0 without any.
+        layout: data, tensor and sequence parallelism of the ranks.
+        device: kind of the ranks' devices, `absent` if they are not on this machine.
+        learning_rate: as a function of tokens; None if the DeepSpeed JSON has a scheduler.
+        total_sequences: of the complete run, in full batches.
         total_steps: optimizer steps of the complete run.
         data_fingerprint: hex SHA-256 over the tokens of the training sources.
         derived: figures to print when the run starts.
-        notices: what is allowed, but worth knowing.
-        changed: old and new value of each setting that --accept_changes resumes with.
+        notices: for the user; not errors.
+        changed: {setting: (old, new)} of a resume with --accept_changes.
     """
 
     settings: Resolved
@@ -73,11 +77,11 @@ class Plan:
 
     @property
     def matmul_precision(self) -> str:
-        """The profile's `compute_precision`, or `tf32` where float32 products use that."""
+        """The profile's `compute_precision`, or `tf32` if float32 matmuls use TF32."""
         return TF32 if self.settings.float32_matmul == HIGH else self.profile.compute_precision
 
     def summary(self) -> str:
-        """Return the derived figures, the plan of epochs and the notices, a line each."""
+        """Return the derived figures, the table of epochs and the notices, one per line."""
         width = max(map(len, self.derived))
         lines = [f"{name:<{width}}  {value}" for name, value in self.derived.items()]
         if len(self.sources) > 1 or any(self.mixture.caps):
@@ -97,11 +101,11 @@ class Plan:
         return self.mixture.order(sizes, self.settings.seed)
 
     def resharded(self, manifest: Mapping[str, Any]) -> list[str]:
-        """List how a checkpoint's sharding differs from this run's, `old -> new` each."""
+        """List how a checkpoint's sharding differs from this run's, each as `old -> new`."""
         return topology.changes(manifest, self.profile, self.world_size)
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that ranks must agree on before they train together."""
+        """Return a hash of everything that must be equal on all ranks."""
         installed = versions()
         content = {
             "settings": self.settings.to_json(),

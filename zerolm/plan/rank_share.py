@@ -1,6 +1,7 @@
-"""What one rank holds of a model under tensor parallelism: shapes of its parameters, its config.
+"""Shapes and config of one rank's shard of a model under tensor parallelism.
 
-Must not import DeepSpeed; describes what its AutoTP 0.19.8 does.
+Describes what DeepSpeed's AutoTP does (0.19.8), without importing it; memory and time estimates use
+the result.
 """
 
 import copy
@@ -16,10 +17,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
-    """Return the shapes that a rank holds, and over how many ranks ZeRO partitions them.
+    """Return a rank's parameter shapes, and over how many ranks ZeRO partitions them.
 
-    Under tensor parallelism a rank holds a part of every matrix but the embedding (a tied head
-    included), and ZeRO partitions over the replicas; else it holds all, partitioned over all ranks.
+    Under tensor parallelism a rank holds a shard of every matrix except the embedding (and a head
+    tied to it), and ZeRO partitions over the replicas. Otherwise ZeRO partitions the full shapes
+    over all ranks.
 
     Args:
         shapes: of every parameter by name, tied ones once.
@@ -36,16 +38,16 @@ def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
 
 
 def config_of_rank(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":
-    """Return the config of what a rank computes.
+    """Return the config of the model shard that a rank computes.
 
-    Under tensor parallelism: fewer heads and a narrower MLP, between hidden states as wide as the
-    model's. The logits are gathered.
+    Under tensor parallelism it has fewer heads and a narrower MLP, with the model's hidden size and
+    full logits, which are gathered.
     """
     if layout.tensor == 1:
         return config
-    own = copy.deepcopy(config)
-    text = own.get_text_config()
+    sharded = copy.deepcopy(config)
+    text = sharded.get_text_config()
     text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(text, name, max(1, getattr(text, name) // layout.tensor))
-    return own
+    return sharded

@@ -1,8 +1,8 @@
-"""Resolve settings: from what a user gave to what a run needs, for `--check` and `launch plan`.
+"""Resolve settings: fill in what the user left open, for preflight and `launch plan`.
 
-What is left open is taken from the DeepSpeed JSON, from the model, or from a default; values given
-twice must agree. `zerolm.plan.budget` has the arithmetic, `zerolm.ds_config.implied` what the JSON
-decides. Reads no file.
+Missing values come from the DeepSpeed JSON, the model or a default; values given twice must agree.
+`zerolm.plan.budget` has the arithmetic, `zerolm.ds_config.implied` the values that the JSON fixes.
+Must not read files.
 """
 
 from dataclasses import replace
@@ -32,13 +32,13 @@ def resolve_settings(
     memory_bytes: int | None,
     round_batch: bool = False,
 ) -> Settings:
-    """Return the settings with their gaps filled as far as possible; problems go to `found`.
+    """Return the settings with missing values filled in; problems are added to `found`.
 
     Args:
-        model: None when it could not be read.
+        model: None if it could not be read; settings that depend on it then stay None.
         world_size: number of ranks.
         memory_bytes: of a device; None on a CPU.
-        round_batch: round a default batch up to whole micro-batches on every rank, instead of
+        round_batch: round a default batch up to full micro-batches on every rank, instead of
             reporting that it does not divide.
     """
     replicas = profile.layout(world_size).replicas
@@ -57,7 +57,7 @@ def resolve_settings(
         flops = flops_per_token(model.config, model.shapes, seq_len)
         multiple = replicas * (settings.micro_batch_size or 1) if round_batch else 1
         settings = budget.fill_batch(settings, seq_len, model.num_parameters, flops, multiple)
-    if not problems:  # else the batch has two sizes, and its own rules would only repeat that
+    if not problems:  # if the batch contradicts itself, its own rules would only repeat that
         problems = budget.batch_problems(settings, replicas)
     found.problems += problems
     if model is not None and seq_len is not None and not problems:
@@ -87,7 +87,7 @@ def _with_schedule(
     found.problems += muon.setting_problems(profile, settings)
     lion = profile.optimizer.kind == "lion"
     betas = defaults.LION_BETAS if lion else defaults.BETAS
-    return budget.fill_rest(
+    return budget.fill_remaining(
         budget.apply_implied(settings, fixed, profile.name),
         schedule,
         num_parameters=model.num_parameters,
@@ -107,12 +107,12 @@ def _with_micro_batch(
     world_size: int,
     memory_bytes: int | None,
 ) -> Settings:
-    """Return the settings with the micro-batch, and the chunks in which its loss is computed."""
+    """Return the settings with the micro-batch size and the chunk size of the loss filled in."""
     layout, schedule = profile.layout(world_size), budget.batch_schedule(settings)
     batch, accumulation = schedule.batch_sequences, profile.accumulation
     if accumulation and settings.micro_batch_size is None:
-        whole = (batch // layout.replicas) % accumulation == 0 and not settings.batch_ramp_start
-        micro = batch // layout.replicas // accumulation if whole else 0
+        divides = (batch // layout.replicas) % accumulation == 0 and not settings.batch_ramp_start
+        micro = batch // layout.replicas // accumulation if divides else 0
     else:
         smallest = schedule.start_sequences or batch
         micro = settings.micro_batch_size or memory.fitting_micro_batch(
@@ -136,7 +136,7 @@ def _with_micro_batch(
     micro = micro or 1
     chunk = settings.loss_chunk_tokens
     if chunk is None and layout.tensor > 1:
-        chunk = 0  # the output head is DeepSpeed's
+        chunk = 0  # AutoTP replaces the output head
     return replace(
         settings,
         micro_batch_size=micro,
@@ -147,7 +147,7 @@ def _with_micro_batch(
 def resolve_ds_config(
     profile: Profile, settings: Resolved, model: Model, *, world_size: int, on_gpu: bool
 ) -> Profile:
-    """Return the profile as `deepspeed.initialize` gets it.
+    """Return the resolved profile, as passed to `deepspeed.initialize`.
 
     Args:
         profile: without problems.

@@ -1,4 +1,4 @@
-"""`python -m launch plan`: the figures of a plan, and what it refuses."""
+"""`python -m launch plan`: the figures of a plan, and its refusals."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from tests.launching import ROOT
 MODELS = sorted((ROOT / "model_configs").glob("*.json"))
 PLACES = {"8 x H100": ("H100", 8), "64 x A100": ("A100-80GB", 64)}
 GOLDEN = ROOT / "tests" / "launch" / "plan" / "golden_plans.json"
-# What a change of transformers may move a little; everything else is equal.
+# A change of transformers may move these a little; everything else is equal.
 TRACED = ("memory", "activations", "micro_batch_size")
 
 
@@ -49,7 +49,7 @@ def test_plans_are_those_of_the_golden_table(model, place, capsys):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_parameters_are_those_of_the_real_class(model, capsys):
+def test_parameter_counts_equal_those_of_the_real_class(model, capsys):
     import torch
 
     found = plan_json(capsys, *golden_words(model, "8 x H100"))
@@ -67,12 +67,12 @@ def test_a_plan_takes_seconds_in_a_process_of_its_own():
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    for said in (
+    for part in (
         "6,738,415,616 parameters", "FLOPs per token", "gradients", "fp32 master weights",
         "ZeRO buckets", "logits and loss", "host memory", "tokens per second", "device-hours",
-        "price", "to be read", "checkpoint", "interruptions", "Young/Daly",
+        "price", "/s read", "checkpoint", "interruptions", "Young/Daly",
     ):  # fmt: skip
-        assert said in result.stdout
+        assert part in result.stdout
 
 
 def test_offload_moves_memory_to_the_host_and_takes_time(capsys):
@@ -85,7 +85,7 @@ def test_offload_moves_memory_to_the_host_and_takes_time(capsys):
     assert there["step_seconds"]["offload"] > 0 and there["days"] > here["days"]
 
 
-def test_a_loss_in_chunks_takes_less_memory_and_the_heads_product_once_more(capsys):
+def test_a_chunked_loss_takes_less_memory_and_recomputes_the_head(capsys):
     words = golden_words(ROOT / "model_configs" / "qwen3-0.6b.json", "8 x H100")
     whole = plan_json(capsys, *words, "--micro_batch_size", 8)
     chunked = plan_json(capsys, *words, "--micro_batch_size", 8, "--loss_chunk_tokens", 1024)
@@ -98,7 +98,7 @@ def test_a_loss_in_chunks_takes_less_memory_and_the_heads_product_once_more(caps
     )
 
 
-def test_only_active_experts_cost_operations(capsys):
+def test_only_active_experts_count_as_flops(capsys):
     found = plan_json(
         capsys, *golden_words(ROOT / "model_configs" / "mixtral-tiny.json", "8 x H100")
     )
@@ -128,8 +128,8 @@ def with_form(tmp_path, stage, **form):
     return path
 
 
-def test_replicas_of_several_devices_are_planned_by_part(capsys, tmp_path):
-    """Four devices a replica, and what each has counted by hand."""
+def test_devices_of_a_replica_hold_only_their_shard(capsys, tmp_path):
+    """Four devices per replica; expected values are computed by hand."""
     words = golden_words(ROOT / "model_configs" / "llama-7b.json", "8 x H100")
     words += ["--micro_batch_size", 1, "--batch_tokens", 1 << 20]
     plain = plan_json(capsys, *words)
@@ -152,32 +152,32 @@ def test_replicas_of_several_devices_are_planned_by_part(capsys, tmp_path):
     assert sequences["activations"]["without_checkpointing"] == pytest.approx(
         plain["activations"]["without_checkpointing"] / 4, rel=0.01
     )
-    # Only inputs of layers are left, and one layer: the inputs every device has whole.
+    # With checkpointing mostly layer inputs are kept, which every device has in full.
     again = cut["activations"]["with_checkpointing"]
     assert again == pytest.approx(plain["activations"]["with_checkpointing"], rel=0.1)
-    # 2 sums of (tokens, hidden) a layer forward, 5 backward, and the head's; a sum moves all twice.
+    # Per layer 2 all-reduces of (tokens, hidden) forward and 5 backward, and the head's.
     moved = 2048 * 2 * 3 / 4 * (2 * (7 * layers + 1) * hidden + 2 * vocabulary)
     least = moved * cut["accumulation"] / hardware.load("H100", {}).intra_node
     assert least < cut["step_seconds"]["exposed"] < 2 * least
-    # q, k, v and the output for others', of a quarter of the tokens, and back.
+    # All-to-all of q, k, v and the output, for a quarter of the tokens, forward and backward.
     moved = 2048 / 4 * 2 * 3 / 4 * 8 * layers * hidden
     least = moved * cut["accumulation"] / hardware.load("H100", {}).intra_node
     assert sequences["step_seconds"]["exposed"] > least
 
 
-def test_forms_that_pretrain_refuses_have_no_plan(capsys, tmp_path):
+def test_parallelism_that_pretrain_refuses_has_no_plan(capsys, tmp_path):
     tensor = with_form(tmp_path, 1, tensor_parallel={"autotp_size": 4})
     sequence = with_form(tmp_path, 2, sequence_parallel_size=3)
-    for model, ds, said in (
+    for model, ds, part in (
         ("mixtral-8x7b", tensor, "not supported for mixtral"),
         ("llama-7b", sequence, "must divide the world size 8"),
     ):
         path = ROOT / "model_configs" / f"{model}.json"
         assert plan("--model_config", path, "--deepspeed_config", ds) == 2
-        assert said in capsys.readouterr().err
+        assert part in capsys.readouterr().err
 
 
-def test_figures_of_the_devices_can_be_given(capsys, tmp_path):
+def test_flags_and_files_replace_figures_of_a_device(capsys, tmp_path):
     words = golden_words(ROOT / "model_configs" / "llama-160m.json", "8 x H100")
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"devices": {"ours": {"like": "H100", "price_per_hour": 1}}}))
@@ -192,22 +192,22 @@ def test_figures_of_the_devices_can_be_given(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "part"),
     [
         (["--hardware", "H1000"], "no such device"),
         (["--devices", "12"], "must be a multiple of --devices_per_node 8"),
         (["--micro_batch_size", "0"], "must be at least 1"),
-        (["--write", "ds.json"], "is for --search"),
-        (["--hardware", "V100"], "bf16 is asked for"),
+        (["--write", "ds.json"], "needs --search"),
+        (["--hardware", "V100"], "bf16 is not supported by V100"),
         (["--batch_tokens", "1000"], "must be a multiple of --seq_len"),
     ],
 )
-def test_refusals_name_the_flag_and_the_fix(words, said, capsys):
+def test_refusals_name_the_flag_and_the_fix(words, part, capsys):
     model = ROOT / "model_configs" / "tiny.json"
     ds = ROOT / "ds_configs" / "zero2.json"
     assert plan("--model_config", model, "--deepspeed_config", ds, *words) == 2
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error
+    assert part in error and "Traceback" not in error
 
 
 def test_every_device_has_sources_and_a_dated_price():
@@ -217,12 +217,12 @@ def test_every_device_has_sources_and_a_dated_price():
     )
     for one in devices.values():
         assert one.source and one.price_source and one.price_date
-    assert hardware.recognise("NVIDIA H100 80GB HBM3").name == "H100"
-    assert hardware.recognise("NVIDIA A100-SXM4-40GB").name == "A100-40GB"
-    assert hardware.recognise("a CPU") is None
+    assert hardware.recognize("NVIDIA H100 80GB HBM3").name == "H100"
+    assert hardware.recognize("NVIDIA A100-SXM4-40GB").name == "A100-40GB"
+    assert hardware.recognize("a CPU") is None
 
 
-def test_the_interval_of_checkpoints_loses_least():
+def test_the_checkpoint_interval_has_the_least_expected_time():
     """Daly's interval against a search over the exact expected time (Daly 2006, equation 20)."""
     stall, mean = 60.0, 24 * 3600.0
 
@@ -233,7 +233,7 @@ def test_the_interval_of_checkpoints_loses_least():
     assert daly_interval(stall, mean) == pytest.approx(best, rel=0.01)
 
 
-def test_interruptions_are_those_of_llama_3():
+def test_interruptions_match_those_reported_for_llama_3():
     rate = hardware.assumed()["failures_per_device_hour"]
     found = interruptions(54 * 86400, 16_384, rate, 10, 60, 600)
     assert found.expected == pytest.approx(466, rel=0.01)

@@ -1,4 +1,4 @@
-"""`plan --probe`: real steps through the real launcher, beside what was predicted of them."""
+"""`plan --probe`: real steps through the real launcher, compared with the prediction."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def probe(tmp_path, *words, **more):
     )
 
 
-def test_a_probe_measures_what_was_predicted_and_plans_with_it(tmp_path):
+def test_a_probe_agrees_with_the_prediction_and_plans_with_it(tmp_path):
     result = probe(tmp_path, "--deepspeed_config", str(DS), "--probe_ranks", "2", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)
@@ -42,6 +42,6 @@ def test_a_probe_measures_what_was_predicted_and_plans_with_it(tmp_path):
     assert not list(Path(tmp_path).glob("zerolm-probe-*"))
 
 
-def test_a_probe_that_fails_says_what_the_run_said(tmp_path):
+def test_a_failed_probe_is_an_error_without_a_traceback(tmp_path):
     result = probe(tmp_path, "--deepspeed_config", str(DS), num_attention_heads=5)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr

@@ -1,4 +1,4 @@
-"""`plan --budget`: published optima come out of the published fits."""
+"""`plan --budget`: the published fits have their published optima."""
 
 import json
 
@@ -10,7 +10,7 @@ from zerolm.common.errors import ConfigError
 
 
 def test_chinchilla_is_the_optimum_of_its_own_budget():
-    """5.76e23 operations: 70B parameters and 1.4T tokens, Hoffmann et al. 2022, section 4."""
+    """5.76e23 FLOPs: 70B parameters and 1.4T tokens, Hoffmann et al. 2022, section 4."""
     rule, _, refit = scaling.choices(5.76e23)[:3]
     assert rule.parameters == pytest.approx(70e9, rel=0.02)
     assert rule.tokens == pytest.approx(1.4e12, rel=0.02)
@@ -18,14 +18,14 @@ def test_chinchilla_is_the_optimum_of_its_own_budget():
     assert 15 < refit.tokens / refit.parameters < 26
 
 
-def test_hoffmanns_third_approach_wants_smaller_models():
-    """Table A3 of Hoffmann et al. 2022: 40B parameters for 5.76e23 operations, where 1 says 67B."""
+def test_hoffmanns_third_approach_gives_smaller_models():
+    """Hoffmann et al. 2022, table A3: 40B parameters for 5.76e23 FLOPs; approach 1 gives 67B."""
     assert scaling.HOFFMANN.optimum(5.76e23)[0] == pytest.approx(40e9, rel=0.2)
 
 
 @pytest.mark.parametrize("fit", [scaling.HOFFMANN, scaling.BESIROGLU])
 @pytest.mark.parametrize("flops", [1e19, 1e22, 1e25])
-def test_no_other_size_has_less_loss(fit, flops):
+def test_the_optimum_has_the_least_loss(fit, flops):
     parameters, tokens = fit.optimum(flops)
     assert 6 * parameters * tokens == pytest.approx(flops)
     least = fit.loss(parameters, tokens)
@@ -33,7 +33,7 @@ def test_no_other_size_has_less_loss(fit, flops):
         assert fit.loss(parameters * factor, tokens / factor) > least
 
 
-def test_overtraining_costs_more_the_smaller_the_model():
+def test_overtraining_costs_more_for_smaller_models():
     found = [one for one in scaling.choices(1e22) if one.name.startswith("overtrained")]
     penalties = [one.penalty for one in found]
     assert penalties == sorted(penalties) and penalties[0] > 0
@@ -42,12 +42,12 @@ def test_overtraining_costs_more_the_smaller_the_model():
     assert best == pytest.approx(found[0].loss, abs=1e-6)
 
 
-def test_money_and_time_become_operations():
+def test_money_and_time_are_converted_to_flops():
     device = hardware.load("H100", {"price_per_hour": 2.0})
     by_time, _ = scaling.flops_of("10d", device, devices=8)
     assert by_time == pytest.approx(8 * 864000 * 989.4e12 * device.attained)
-    by_money, said = scaling.flops_of("$3,840", device, devices=1)
-    assert by_money == pytest.approx(by_time) and "1,920 device-hours" in said
+    by_money, derivation = scaling.flops_of("$3,840", device, devices=1)
+    assert by_money == pytest.approx(by_time) and "1,920 device-hours" in derivation
     assert scaling.flops_of("1e22", device, devices=1)[0] == 1e22
     for wrong in ("x", "-1", "0", "$", "10y"):
         with pytest.raises(ConfigError, match="not a budget"):

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md say what `python -m launch plan` says now."""
+"""The tables of docs/scaling.md have the current figures of `python -m launch plan`."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.launching import ROOT
 
 GUIDE = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
 CLOSE = 0.03  # what rounding and a newer table of hardware may change
-# Column of a table: what it is in the plan's JSON.
+# {column of a table: its figure in the plan's JSON}
 GIB = 1 << 30
 STATES = ("weights", "gradients", "optimizer", "master")
 FIGURES = {
@@ -48,22 +48,22 @@ def rows() -> list[tuple[list[str], dict[str, str]]]:
     return found
 
 
-def test_every_marked_table_of_the_guide_is_read():
+def test_every_marked_table_of_the_guide_is_parsed():
     assert len(rows()) == 20 and GUIDE.count("<!-- plan:") == 4
     assert all(set(row) & set(FIGURES) for _, row in rows())
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("flags", "row"), rows(), ids=lambda value: None)
-def test_the_guide_says_what_the_plan_says(flags, row):
-    words = [sys.executable, "-m", "launch", "plan", "--json", "--hardware", "H100", *flags]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def test_the_guide_has_the_figures_of_the_plan(flags, row):
+    command = [sys.executable, "-m", "launch", "plan", "--json", "--hardware", "H100", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     for column, figure in FIGURES.items():
         if column in row:
-            said = float(row[column].rstrip("%").replace(",", ""))
-            assert said == pytest.approx(figure(plan), rel=CLOSE, abs=0.06), column
+            written = float(row[column].rstrip("%").replace(",", ""))
+            assert written == pytest.approx(figure(plan), rel=CLOSE, abs=0.06), column
     if "micro-batch x accumulation" in row:
         micro, accumulation = row["micro-batch x accumulation"].split(" x ")
         assert (plan["micro_batch_size"], plan["accumulation"]) == (int(micro), int(accumulation))

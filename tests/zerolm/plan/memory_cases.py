@@ -20,7 +20,7 @@ MODELS = {
     "llama": LlamaConfig(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
-# Stage, offload, precision and gradient_accumulation_steps. The first are the shipped profiles'.
+# Stage, offload, precision and gradient_accumulation_steps. The first `SHIPPED` are shipped.
 PROFILES = (
     (1, "none", "bf16+fp32", 2),
     (2, "none", "bf16+fp32", 2),
@@ -37,7 +37,7 @@ PROFILES = (
     (3, "none", "fp32", 2),
 )
 SHIPPED = 5
-# The same, and an optimizer that keeps other states than AdamW.
+# Optimizers with other states than AdamW, and the same.
 OTHERS = (
     ("Muon", 1, "none", "bf16+fp32", 2),
     ("Muon", 2, "none", "bf16+fp32", 2),
@@ -50,9 +50,9 @@ OTHERS = (
 
 
 def cases(world_size: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, model, DeepSpeed config): all profiles of Llama, the shipped ones of Mixtral.
+    """Yield (name, model, DeepSpeed config).
 
-    And Llama with other optimizers.
+    Llama with all profiles, Mixtral with the shipped ones, Llama with other optimizers.
     """
     for model in MODELS:
         for profile in PROFILES if model == "llama" else PROFILES[:SHIPPED]:

@@ -1,7 +1,7 @@
-"""One rank: builds DeepSpeed engines in turn, trains two steps, and counts what each one keeps.
+"""One rank: builds DeepSpeed engines in turn, trains two steps, and counts the bytes each keeps.
 
-Writes `{name: {component: bytes}}` of the fullest rank to the file it is given, at its peak: after
-a micro-batch of the second step, when the optimizer has its states.
+Writes `{name: {component: bytes}}` of the rank with the most to the given file. The peak is after a
+micro-batch of the second step, when the optimizer has its states.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Memory: what is predicted is what DeepSpeed's engines really keep, counted tensor by tensor."""
+"""Predicted memory equals the tensors that DeepSpeed's engines keep."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ COMPONENTS = ("weights", "gradients", "optimizer", "master")
 
 
 def measured(world_size, directory):
-    """Build the engines on so many ranks, through the real launcher."""
+    """Build the engines on `world_size` ranks, through the real launcher."""
     output = directory / "measured.json"
     words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world_size)]
     words += ["--master_port", str(free_port()), "--module", "tests.zerolm.plan.memory_worker"]
@@ -30,11 +30,11 @@ def measured(world_size, directory):
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=LAUNCH_SECONDS)
+        printed, _ = process.communicate(timeout=LAUNCH_SECONDS)
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
-        raise AssertionError("no end of the engines") from None
-    assert process.returncode == 0, said[-4000:]
+        raise AssertionError("the engines did not finish") from None
+    assert process.returncode == 0, printed[-4000:]
     return json.loads(output.read_text())
 
 
@@ -57,7 +57,7 @@ def test_model_states_are_predicted_within_one_percent(world_size, tmp_path):
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
-def test_model_states_are_those_of_the_zero_paper(stage, gigabytes):
+def test_model_states_equal_those_of_the_zero_paper(stage, gigabytes):
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 devices."""
     shapes = {"weights": (7_500_000_000 // 64, 64)}
     ds = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True}}
@@ -76,14 +76,14 @@ def test_offload_leaves_only_the_weights_on_the_device():
     assert gone.device < 0.01 * total
 
 
-def test_muon_at_zero2_keeps_a_whole_matrix_on_every_rank_however_many_there_are():
+def test_muon_at_zero2_keeps_at_least_one_full_matrix_per_rank():
     shapes = {f"layers.{number}.proj": (1000, 1000) for number in range(8)}
     for world_size, matrices in ((1, 8), (2, 4), (3, 4), (8, 1), (512, 2)):
-        held = muon_memory.whole_values(shapes, Profile.parse({}), world_size)
+        held = muon_memory.max_matrix_values(shapes, Profile.parse({}), world_size)
         assert held == matrices * 1_000_000, world_size
 
 
-def test_buckets_are_never_larger_than_what_they_hold():
+def test_buffers_are_never_larger_than_the_model():
     shapes = {"weights": (1000, 10)}
     ds = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}}
     assert memory.buffer_bytes(shapes, Profile.parse(ds)) == (20_000, 0)

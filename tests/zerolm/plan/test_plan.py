@@ -1,4 +1,4 @@
-"""Good input becomes one plan: what was left open is filled in."""
+"""Valid input becomes a plan, with missing values filled in."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ def test_a_good_command_becomes_a_plan(inputs):
     assert not (inputs / "run").exists()
 
 
-def test_the_betas_of_run_json_are_those_of_the_optimizer(inputs):
+def test_default_betas_depend_on_the_optimizer(inputs):
     lion = check.check(command(inputs, "--deepspeed_config lion.json --beta1 0.8"), {})
     assert lion.profile.optimizer.params["betas"] == [0.8, 0.99]
     assert (lion.settings.beta1, lion.settings.beta2) == (0.8, 0.99)
@@ -34,13 +34,13 @@ def test_the_betas_of_run_json_are_those_of_the_optimizer(inputs):
     assert (adagrad.settings.beta1, adagrad.settings.beta2) == (None, None)
 
 
-def test_unweighted_sources_are_drawn_by_their_tokens(inputs):
+def test_sources_without_weights_are_weighted_by_their_tokens(inputs):
     plan = check.check(command(inputs, "--data web --data val"), {})
     assert plan.weights == [20_000, 1000]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_what_is_learned_does_not_depend_on_the_world_size(inputs, world_size):
+def test_batches_and_rates_do_not_depend_on_the_world_size(inputs, world_size):
     change = "---batch_tokens ---total_tokens ---seq_len"
     plan = check.check(command(inputs, change), {"WORLD_SIZE": str(world_size)})
     alone = check.check(command(inputs, change), {})
@@ -61,7 +61,7 @@ def test_check_plans_for_devices_that_are_not_here(inputs):
     assert any("80 GiB" in notice for notice in plan.notices)
 
 
-def test_a_scheduler_of_the_json_is_left_to_deepspeed(inputs):
+def test_a_scheduler_in_the_json_replaces_ours(inputs):
     change = "--deepspeed_config ds_scheduler.json ---total_tokens"
     plan = check.check(command(inputs, change), {})
     assert plan.learning_rate is None
@@ -69,7 +69,7 @@ def test_a_scheduler_of_the_json_is_left_to_deepspeed(inputs):
     assert plan.total_steps == 50
 
 
-def test_a_ramp_counts_its_steps(inputs):
+def test_total_steps_include_the_batch_ramp(inputs):
     change = "--batch_ramp_start 128 --batch_ramp_tokens 5120"
     plan = check.check(command(inputs, change), {})
     position = steps = 0
@@ -79,22 +79,22 @@ def test_a_ramp_counts_its_steps(inputs):
     assert (plan.total_steps, plan.total_sequences) == (steps, position)
 
 
-def test_document_masks_choose_attention_that_takes_them(inputs):
+def test_document_masks_select_attention_that_supports_them(inputs):
     plan = check.check(command(inputs, "--document_mask"), {})
     assert plan.settings.attn_implementation == "sdpa"
 
 
-def test_a_window_below_the_sequence_goes_with_document_masks(inputs):
+def test_sliding_windows_work_with_document_masks(inputs):
     words = command(inputs, "--document_mask --model_config mistral.json")
     assert check.check(words, {}).settings.attn_implementation == "sdpa"
 
 
-def test_a_routers_loss_is_a_notice(inputs):
+def test_a_router_loss_is_a_notice(inputs):
     plan = check.check(command(inputs, "--model_config mixtral.json"), {})
     assert any("output_router_logits is true" in notice for notice in plan.notices)
 
 
-def test_hosts_that_differ_in_what_they_read_have_other_fingerprints(inputs):
+def test_hosts_with_different_inputs_have_different_fingerprints(inputs):
     plan = check.check(command(inputs, "--val_data val"), {})
     assert plan.fingerprint() == check.check(command(inputs, "--val_data val"), {}).fingerprint()
     model = copy.deepcopy(plan.model.config)

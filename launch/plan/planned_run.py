@@ -1,7 +1,7 @@
-"""What is planned: a model, a DeepSpeed JSON and settings, resolved as pretrain.py resolves them.
+"""`PlannedRun`: a model, a DeepSpeed JSON, settings and devices, resolved as pretrain.py does.
 
-Reports every problem at once, but checks nothing that a plan does not need: no data, no machine.
-The rules and the defaults are those of zerolm.
+Reports all problems together. Rules and defaults come from zerolm. Must not check the data or this
+machine, which a plan does not need.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from zerolm.plan.resolve import resolve_ds_config, resolve_settings
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is planned, with nothing left open.
+class PlannedRun:
+    """A resolved run on a number of devices.
 
     Attributes:
         profile: resolved.
-        flops_per_token: of the model; recomputation is not included.
-        attention_flops: the part of them that grows with the sequence.
+        flops_per_token: of the model, without recomputation.
+        attention_flops: the part of `flops_per_token` that grows with the sequence length.
     """
 
     model: Model
@@ -46,12 +46,12 @@ class Subject:
 
     @property
     def shapes_of_rank(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
-        """Shapes that a device holds, and over how many devices ZeRO partitions them."""
+        """Parameter shapes of one device, and over how many devices ZeRO partitions them."""
         return shapes_of_rank(self.model.shapes, self.layout)
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a sequence that one device computes."""
+        """Tokens of a sequence that one device processes."""
         return self.settings.seq_len // self.layout.sequence
 
     @property
@@ -63,28 +63,28 @@ class Subject:
         return -(-self.devices // self.devices_per_node)
 
 
-def resolve_subject(
+def plan_run(
     model: Model,
     profile: Profile,
     settings: Settings,
     hardware: Hardware,
     devices: int,
     devices_per_node: int,
-) -> Subject:
-    """Resolve what is planned for a number of devices.
+) -> PlannedRun:
+    """Resolve a run for a number of devices.
 
     Args:
         profile: as written.
-        settings: as given; `micro_batch_size` None takes the largest that fits.
+        settings: as given; with `micro_batch_size` None the largest that fits is chosen.
 
     Raises:
-        ConfigError: every problem, a line each.
+        ConfigError: every problem, one per line.
     """
     found = Findings(rule_problems(profile, on_gpu=True, world_size=devices))
     if hardware.peak(profile.compute_precision) is None:
         found.problems.append(
-            f"{profile.name}: {profile.compute_precision} is asked for, {hardware.name} has "
-            f"none. Enable fp16 in the DeepSpeed JSON, or use a newer device."
+            f"{profile.name}: {profile.compute_precision} is not supported by {hardware.name}. "
+            f"Enable fp16 in the DeepSpeed JSON, or use a newer device."
         )
     settings = replace(settings, deepspeed_config=profile.name, model_config=model.path)
     settings = resolve_settings(
@@ -103,4 +103,6 @@ def resolve_subject(
     flops = flops_per_token(model.config, model.shapes, resolved.seq_len)
     attention = flops - flops_per_token(model.config, model.shapes, 0)
     profile = resolve_ds_config(profile, resolved, model, world_size=devices, on_gpu=True)
-    return Subject(model, resolved, profile, hardware, devices, devices_per_node, flops, attention)
+    return PlannedRun(
+        model, resolved, profile, hardware, devices, devices_per_node, flops, attention
+    )
