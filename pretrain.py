@@ -113,9 +113,8 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
                 run.save()
             run.uploads.tick()
             run.html_report.tick()
-            if (
-                run.finished or not run.stopping
-            ):  # a run asked to stop leaves evaluation to a resume
+            # A run that stops on request evaluates when it resumes, so that it stops sooner.
+            if run.finished or not run.stopping:
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError) as error:
         run.fail(error)

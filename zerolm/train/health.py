@@ -16,6 +16,7 @@ from zerolm.distributed.layout import Layout
 from zerolm.model.loss import IGNORED
 from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
 from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
+from zerolm.train.step import StepResult
 
 Row = dict[str, Any]
 NUM_FIGURES = 5  # of SmallBatchSums
@@ -100,7 +101,7 @@ class Health:
         if self._measuring:
             self._meter.before()
 
-    def end_step(self, state: dict[str, Any], result: Any) -> dict[str, Any]:
+    def end_step(self, state: dict[str, Any], result: StepResult) -> dict[str, Any]:
         """Count a step; return the new state.
 
         Args:
@@ -115,7 +116,7 @@ class Health:
         clipped = 0.0 < result.clipped_to < result.grad_norm
         return vars(replace(old, steps=old.steps + 1, clipped=old.clipped + clipped))
 
-    def row(self, state: dict[str, Any], result: Any) -> tuple[Row, dict[str, Any]]:
+    def row(self, state: dict[str, Any], result: StepResult) -> tuple[Row, dict[str, Any]]:
         """Return the metrics of the last step, and the new state.
 
         Every rank must call. All figures are reduced at once.
@@ -168,7 +169,7 @@ class Health:
             row[f"train/update_ratio/{name}"] = _ratio(change, weight)
         return {key: value for key, value in row.items() if value is not None}
 
-    def _estimate(self, figures: list[float], result: Any) -> Estimate | None:
+    def _estimate(self, figures: list[float], result: StepResult) -> Estimate | None:
         sums = SmallBatchSums(*figures)
         if result.auxiliary_loss is not None and not sums.are_equal:
             return None  # the router loss is a mean over micro-batches, the others are over tokens

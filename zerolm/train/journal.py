@@ -17,6 +17,7 @@ from zerolm.tracking import run_log
 from zerolm.tracking.console import Console
 from zerolm.tracking.tracker_processes import Trackers
 from zerolm.train import stability, throughput
+from zerolm.train.step import StepResult
 
 
 class Journal:
@@ -99,7 +100,7 @@ class Journal:
         self.print_rank0(f"step={step} stage={stage + 1} of {len(stages)}: {shares}")
 
     def log_anomaly(
-        self, guard: SpikeGuard, progress: Progress, result: Any, num_sequences: int
+        self, guard: SpikeGuard, progress: Progress, result: StepResult, num_sequences: int
     ) -> None:
         """Log a step that was an anomaly, or was not applied, with the sequences of its batch.
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from zerolm.data import skips
 from zerolm.tracking.run_log import Row
+from zerolm.train.step import StepResult
 
 
-def training_row(result: Any, source_names: Sequence[str]) -> Row:
+def training_row(result: StepResult, source_names: Sequence[str]) -> Row:
     """Return the `train/` metrics of a step, and the loss of each source in its batch.
 
     Args:

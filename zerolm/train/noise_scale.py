@@ -34,7 +34,7 @@ class SmallBatches:
         contributes: False if another rank has the same micro-batches, and counts them.
 
     Attributes:
-        figures: (5,) float64, to be summed over ranks for `SmallBatchSums`.
+        figures: (5,) float64 in the order of `SmallBatchSums`, to be summed over ranks.
     """
 
     def __init__(self, parameters: Sequence[Any], device: torch.device, contributes: bool = True):

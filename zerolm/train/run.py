@@ -142,7 +142,8 @@ class Run:
         with self.journal.stopwatch.timing_step():
             micro_batches, result = self._train(batches, sequences)
         self.journal.stopwatch.count(sequences, self.batch_tokens)
-        self.last_step, self.stopping = result, result.flags[0] > 0
+        stop_requests, *checkpoint_flags = result.flags  # sums over ranks
+        self.last_step, self.stopping = result, stop_requests > 0
         progress.step += 1
         progress.position += sequences
         self.anomaly_response = self.spike_guard.end_step(
@@ -166,7 +167,7 @@ class Run:
         if self.feed.entered_new_stage(progress):
             self.journal.log_stage(progress.step, self.feed.stage)
         self.checkpointing.advance(
-            result.flags[1:], self.journal.log, last=self.finished or self.stopping
+            checkpoint_flags, self.journal.log, last=self.finished or self.stopping
         )
 
     def _train(self, batches: Any, sequences: int) -> tuple[list[Any], train_step.StepResult]:
@@ -185,11 +186,11 @@ class Run:
             len(plan.sources),
             self.settings.seq_len,
             self.layout,
-            (float(self.stop.poll()), *self.checkpointing.flags()),
-            fault,
-            stopwatch.timing_forward,
-            self.health.observe_backward,
-            self.router_metrics,
+            flags=(float(self.stop.poll()), *self.checkpointing.flags()),
+            fault=fault,
+            timing_forward=stopwatch.timing_forward,
+            observing_backward=self.health.observe_backward,
+            router_metrics=self.router_metrics,
         )
         tokens = progress.tokens + self.batch_tokens
         rate = plan.learning_rate(tokens) if plan.learning_rate else None
@@ -211,7 +212,7 @@ class Run:
     # ---- Anomalies
 
     def respond_to_anomaly(self) -> rollback.Entry | None:
-        """Do what the spike guard decided on after the last step; return a rollback if it is one.
+        """Cool down, or return the rollback to make, as the spike guard decided on the last step.
 
         Raises:
             GaveUp: on every rank: the run cannot recover by itself.

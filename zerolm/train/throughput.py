@@ -10,8 +10,7 @@ import torch
 
 from zerolm.model.flops import peak_flops_per_second
 
-TIMING_SECONDS = 0.3
-TIMING_WIDTH = 1024
+TIMING_SECONDS, TIMING_WIDTH = 0.3, 1024  # of the matrix product that measures peak FLOP/s
 
 
 class Stopwatch:
