@@ -94,10 +94,12 @@ def forward_backward(
         targets = int(sum_over_ranks(counted * contributes))
     else:
         targets = rows * seq_len
-    # One reduction for all: loss sums and target counts per source, auxiliary loss, flags.
-    sums = torch.zeros(2 * num_sources + 1 + len(flags), dtype=torch.float64, device=device)
+    # One reduction for all: loss sums, target counts, auxiliary loss, flags, router metrics.
+    auxiliary_at = 2 * num_sources
+    flags_at, router_at = auxiliary_at + 1, auxiliary_at + 1 + len(flags)
+    sums = torch.zeros(router_at, dtype=torch.float64, device=device)
+    by_source = sums[:auxiliary_at].view(2, num_sources)
     observe = router_metrics.observe if router_metrics is not None else None
-    by_source = sums[: 2 * num_sources].view(2, num_sources)
     has_auxiliary = False
     for number, batch in enumerate(batches):
         record_progress("step")
@@ -110,26 +112,25 @@ def forward_backward(
         by_source += sums_by_source(losses_BT, batch, num_sources)
         if auxiliary is not None:
             has_auxiliary = True
-            sums[2 * num_sources] += auxiliary.detach().double() / (len(batches) * layout.replicas)
+            sums[auxiliary_at] += auxiliary.detach().double() / (len(batches) * layout.replicas)
             loss = loss + auxiliary / len(batches)
         if fault == "inf":
             loss = loss * torch.inf  # an infinite gradient; the logged loss stays finite
         with observing_backward(batch):
             engine.backward(loss, scale_wrt_gas=False)
     sums *= contributes
-    sums[2 * num_sources + 1 :] = torch.tensor(flags, dtype=torch.float64)
-    router_start = len(sums)
+    sums[flags_at:] = torch.tensor(flags, dtype=torch.float64)
     if router_metrics is not None:
         sums = torch.cat([sums, router_metrics.sums(device) * contributes])
     figures = sum_over_ranks(sums).tolist()
-    losses, tokens = figures[:num_sources], figures[num_sources : 2 * num_sources]
+    losses, tokens = figures[:num_sources], figures[num_sources:auxiliary_at]
     return StepResult(
         loss=sum(losses) / sum(tokens),
         source_losses=losses,
         source_tokens=tokens,
-        auxiliary_loss=figures[2 * num_sources] if has_auxiliary else None,
-        router=router_metrics.row(figures[router_start:]) if router_metrics is not None else {},
-        flags=figures[2 * num_sources + 1 : router_start],
+        auxiliary_loss=figures[auxiliary_at] if has_auxiliary else None,
+        router=router_metrics.row(figures[router_at:]) if router_metrics is not None else {},
+        flags=figures[flags_at:router_at],
     )
 
 
