@@ -142,7 +142,7 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     from zerolm.distributed import ulysses
     from zerolm.ds_config import muon
     from zerolm.model import build, chunked_loss, compile
-    from zerolm.model.attention import plain_attention_notice
+    from zerolm.model.attention import unfused_attention_notice
     from zerolm.train import mask_check
 
     settings, model_config, profile = plan.settings, plan.model.config, plan.profile
@@ -158,7 +158,7 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     )
     print_rank0(f"attention: {attention}")
     masked = settings.document_mask
-    notice = plain_attention_notice(model_config, device, dtype, document_mask=masked)
+    notice = unfused_attention_notice(model_config, device, dtype, document_mask=masked)
     if attention == "sdpa" and notice:
         print_rank0(f"note: {notice}")
 
@@ -182,7 +182,7 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     if settings.loss_chunk_tokens:
         chunked_loss.install(model, settings.loss_chunk_tokens)
     if settings.compile:
-        compile.prepare(model, profile.zero_stage)
+        compile.mark_leaf_modules(model, profile.zero_stage)
     mpu = ulysses.register_attention(
         model, plan.layout, settings.micro_batch_size, settings.seq_len
     )

@@ -23,7 +23,7 @@ from zerolm.common.shipped import SCRIPT
 from zerolm.common.values import read_json, shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
-from zerolm.model.activation_checkpointing import flag_words
+from zerolm.model.activation_checkpointing import command_line_arguments
 from zerolm.model.model import Model
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank, shapes_of_rank
@@ -121,7 +121,7 @@ def _prepare(
     flags += ["--batch_tokens", str(batch), "--total_tokens", str(STEPS * batch)]
     flags += ["--attn_implementation", settings.attn_implementation]
     flags += ["--log_interval", "1", "--checkpoint_interval", "1000", "--wandb", "off"]
-    return flags + flag_words(settings.gradient_checkpointing)
+    return flags + command_line_arguments(settings.gradient_checkpointing)
 
 
 def _write_tokens(directory: Path, model: Model, count: int) -> None:

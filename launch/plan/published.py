@@ -138,7 +138,7 @@ def benchmarks() -> list[Row]:
 def _model(values: Mapping[str, Any], name: str) -> Model:
     from transformers import AutoConfig
 
-    return Model.of(AutoConfig.for_model(**values), name)
+    return Model.from_config(AutoConfig.for_model(**values), name)
 
 
 def document() -> str:

@@ -18,7 +18,7 @@ from zerolm.common.values import shown_bytes
 from zerolm.config import defaults
 from zerolm.config.settings import SELECTIVE, Recompute, Settings
 from zerolm.ds_config.profile import Profile
-from zerolm.model.activation_checkpointing import flag_words, title
+from zerolm.model.activation_checkpointing import command_line_arguments, describe
 from zerolm.model.model import Model
 from zerolm.plan.resolve import resolve_settings
 
@@ -203,7 +203,7 @@ def as_text(candidates: list[Candidate]) -> str:
     rejected = []
     for one in candidates:
         if one.rejected is not None or one.found is None:
-            name = ", ".join(filter(None, [one.profile.name, title(one.checkpointing)]))
+            name = ", ".join(filter(None, [one.profile.name, describe(one.checkpointing)]))
             rejected.append(f"rejected  {name}: {one.rejected}")
             continue
         found = one.found
@@ -224,7 +224,7 @@ def usage(best: Candidate, path: str) -> str:
     settings = best.found.run.settings
     flags = f"--deepspeed_config {path} --micro_batch_size {settings.micro_batch_size} "
     flags += f"--batch_tokens {settings.batch_tokens}"
-    flags = " ".join([flags, *flag_words(best.checkpointing)])
+    flags = " ".join([flags, *command_line_arguments(best.checkpointing)])
     return f"wrote {path}; for pretrain.py: {flags}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from launch.plan.planned_run import PlannedRun
 from zerolm.model.architecture import num_parameters
 from zerolm.model.flops import (
-    BACKWARD_AND_FORWARD,
+    TRAINING_TO_FORWARD,
     head_flops_per_token,
     recomputed_flops_per_token,
 )
@@ -92,7 +92,7 @@ def step_time(
             flops += RECOMPUTATION_COST * recomputed_flops_per_token(
                 model.config, model.shapes, run.settings.seq_len
             )
-        kept *= 1 + RECOMPUTATION_COST / BACKWARD_AND_FORWARD
+        kept *= 1 + RECOMPUTATION_COST / TRAINING_TO_FORWARD
     if run.settings.loss_chunk_tokens:
         flops += head_flops_per_token(run.model.config, run.model.shapes)
     compute = tokens * flops / (peak * hardware.attained)

@@ -31,7 +31,7 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     optimizer, weights = run.profile.offloads.values()
     offload = f", optimizer on {optimizer}" if optimizer != "none" else ""
     offload += f", weights on {weights}" if weights != "none" else ""
-    checkpointing = activation_checkpointing.title(settings.gradient_checkpointing)
+    checkpointing = activation_checkpointing.describe(settings.gradient_checkpointing)
     parallelism = run.layout.describe()
     unit = "replicas" if parallelism else "devices"
     return [

@@ -1,20 +1,20 @@
-"""Which results of a block are kept for the backward pass, and which are computed again there.
+"""Which activations are saved for the backward pass, and which are recomputed in it.
 
-`--gradient_checkpointing` keeps only what goes into a block. `selective` also keeps what is dear to
-compute, the outputs of matrix products and of fused attention: computed again are norms, rotations
-and activation functions, which take memory but no time. The gradients are the same in every bit.
+`--gradient_checkpointing` saves only the inputs of each decoder block. `selective` also saves what
+is expensive to recompute, the outputs of matrix products and of fused attention; norms, rotary
+embeddings and activation functions are recomputed, which need memory but little time. The gradients
+are bit-identical in both cases.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for the idea;
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` does the work.
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` for the implementation.
 """
 
 from typing import Any
 
 from zerolm.config.settings import SELECTIVE, Recompute
 
-# Of the scores of attention that is not fused (bmm) nothing is kept: they grow with the square of
-# the sequence.
-KEPT = frozenset(
+# The scores of unfused attention (bmm) are not saved: they grow with the square of the sequence.
+SAVED_OPERATORS = frozenset(
     {
         "aten::mm",
         "aten::addmm",
@@ -27,32 +27,33 @@ KEPT = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-FLASH = ("flash_attn::", "flash_attn_3::")  # the packages' own operators, which forward as they say
+FLASH_ATTENTION_PREFIXES = ("flash_attn::", "flash_attn_3::")  # operators of these packages
 
 
-def flag_words(recompute: Recompute) -> list[str]:
-    """Return the words of a command line that ask for it."""
+def command_line_arguments(recompute: Recompute) -> list[str]:
+    """Return the command-line arguments that select this checkpointing."""
     flag = "--gradient_checkpointing"
     return [] if not recompute else [flag if recompute is True else f"{flag}={recompute}"]
 
 
-def title(recompute: Recompute) -> str:
-    """Return what to call it in a line of figures; nothing where all is kept."""
+def describe(recompute: Recompute) -> str:
+    """Return the checkpointing for display, empty without checkpointing."""
     if not recompute:
         return ""
     return f"{'' if recompute is True else f'{recompute} '}gradient checkpointing"
 
 
-def is_kept(operator: Any) -> bool:
-    """Tell whether the output of a torch operator is kept."""
+def is_saved(operator: Any) -> bool:
+    """Return whether `selective` saves the output of a torch operator."""
     name = operator._schema.name
-    return name in KEPT or (name.startswith(FLASH) and "backward" not in name)
+    is_flash = name.startswith(FLASH_ATTENTION_PREFIXES) and "backward" not in name
+    return name in SAVED_OPERATORS or is_flash
 
 
-def checkpoint_words(recompute: Recompute) -> dict[str, Any]:
-    """Return what `torch.utils.checkpoint.checkpoint` is to be called with."""
-    words: dict[str, Any] = {"use_reentrant": False}
-    return words | ({"context_fn": _contexts} if recompute == SELECTIVE else {})
+def checkpoint_kwargs(recompute: Recompute) -> dict[str, Any]:
+    """Return the keyword arguments for `torch.utils.checkpoint.checkpoint`."""
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    return kwargs | ({"context_fn": _contexts} if recompute == SELECTIVE else {})
 
 
 def _contexts() -> Any:
@@ -61,8 +62,8 @@ def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _policy(context: Any, operator: Any, *words: Any, **more: Any) -> Any:
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    kept = is_kept(operator)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = is_saved(operator)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,8 +1,8 @@
-"""What a micro-batch keeps for its backward pass: the real class, traced on the meta device.
+"""Activation memory of a micro-batch, traced with the model class on the meta device.
 
-The model runs forward without memory, and each tensor that autograd saves is counted once, by the
-layer that saves it. So it holds for every architecture, and follows the class as it changes. What
-a fused attention kernel saves is counted as FlashAttention's. Knows nothing of ZeRO or devices.
+The forward pass runs without memory, and each tensor that autograd saves is counted once, under the
+layer that saves it; so the estimate follows the class of any architecture. Fused attention counts
+what FlashAttention saves. Must not depend on ZeRO or devices.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,30 +12,30 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zerolm.config.settings import SELECTIVE, Recompute
-from zerolm.model.activation_checkpointing import is_kept
+from zerolm.model.activation_checkpointing import is_saved
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-FUSED = "zerolm_fused_on_meta"
-LOGIT_GRADIENT_BYTES = 8  # float32 gradients of the log-probabilities and of the logits, at once
+META_ATTENTION = "zerolm_meta_attention"  # name in transformers' table of attention functions
+LOGIT_GRADIENT_BYTES = 8  # float32 gradients of log-probabilities and logits, held at once
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one sequence keeps in a forward pass; all grow with the sequences of a batch.
+    """Bytes of activations of one sequence; all but `chunk` are proportional to the batch.
 
     Attributes:
-        layers: inside the layers that gradient checkpointing covers.
-        largest_layer: of one of them, which it computes again.
-        inputs: of these layers, which is what it keeps of them.
-        kept: inputs, and what `--gradient_checkpointing selective` keeps beside them.
-        largest_again: of what it then computes again, in one layer.
-        outside: of embeddings, the last norm and the output head.
-        loss: what the cross-entropy keeps, float32 log-probabilities.
-        loss_peak: what its backward pass needs beside, before anything else is given back.
-        chunk: of the loss whatever the batch, where its logits come in chunks; it does not grow.
+        layers: saved inside the layers that gradient checkpointing covers, without it.
+        largest_layer: maximum over these layers; checkpointing recomputes one layer at a time.
+        inputs: inputs of these layers; the part that full checkpointing saves.
+        outside: saved by embeddings, the final norm and the output head.
+        loss: float32 log-probabilities, saved by the cross-entropy.
+        loss_peak: additional memory of its backward pass, before other activations are freed.
+        chunk: memory of a chunked loss, independent of the batch.
+        selective: the part that selective checkpointing saves, with the inputs.
+        largest_recomputed: maximum that selective checkpointing recomputes in one layer.
     """
 
     layers: int
@@ -45,41 +45,43 @@ class Activations:
     loss: int
     loss_peak: int
     chunk: int = 0
-    kept: int = 0
-    largest_again: int = 0
+    selective: int = 0
+    largest_recomputed: int = 0
 
     def _of_layers(self, checkpointing: Recompute) -> tuple[int, int]:
-        """Return what the layers keep, and the most that one of them computes again."""
+        """Return the bytes saved in all layers, and the maximum recomputed in one layer."""
         if checkpointing == SELECTIVE:
-            return self.kept, self.largest_again
+            return self.selective, self.largest_recomputed
         return (self.inputs, self.largest_layer) if checkpointing else (self.layers, 0)
 
     def saved(self, checkpointing: Recompute) -> int:
-        """Return what is kept between the forward and the backward pass."""
+        """Return the bytes saved between the forward and the backward pass."""
         return self._of_layers(checkpointing)[0] + self.outside + self.loss
 
     def peak(self, checkpointing: Recompute, sequences: int = 1) -> int:
-        """Return the most that is there at once: as the backward pass begins, or in a layer.
+        """Return the peak bytes, reached in the loss or in the recomputation of a layer.
 
-        With checkpointing the layer that is computed again comes after the logits are gone.
+        Layers are recomputed after the logits are freed, so the two do not add up.
 
         Args:
             sequences: of a micro-batch.
         """
-        base, again = self._of_layers(checkpointing)
-        kept = sequences * (base + self.outside)
-        return kept + max(self.loss_bytes(sequences), sequences * again)
+        in_layers, recomputed = self._of_layers(checkpointing)
+        saved = sequences * (in_layers + self.outside)
+        return saved + max(self.loss_bytes(sequences), sequences * recomputed)
 
     def loss_bytes(self, sequences: int) -> int:
-        """Return what the loss of a micro-batch needs at its peak."""
+        """Return the peak bytes of the loss of a micro-batch."""
         return sequences * (self.loss + self.loss_peak) + self.chunk
 
     def chunked(self, tokens: int, config: "PretrainedConfig", precision: str) -> "Activations":
-        """Return the same with the logits of so many tokens at a time (`chunked_head`).
+        """Return the activations with a chunked loss (`ChunkedHead`), which saves no probabilities.
 
-        Instead of the log-probabilities the loss keeps nothing; its peak is a chunk's logits, with
-        their softmax and, in 16 bits, a copy, beside the float32 sum of the weight's gradient; or
-        then the gradient of a chunk in 16 bits beside that sum.
+        Its peak is the logits of a chunk, their softmax and, in 16 bits, a copy, next to the
+        float32 sum of the weight gradient; or the 16-bit gradient of a chunk next to that sum.
+
+        Args:
+            tokens: of a chunk.
         """
         text = config.get_text_config()
         weight = text.vocab_size * getattr(text, "hidden_size", 0)
@@ -96,18 +98,20 @@ def trace(config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bo
 
     Args:
         precision: of the weights: `fp32`, `bf16` or `fp16`.
-        eager: attention that keeps all its scores, instead of a fused kernel.
+        eager: attention that saves all scores, instead of a fused kernel.
 
     Raises:
-        ConfigError: the class cannot be built from these values.
-        Exception: of any kind, where a class computes with values that are not there.
+        ConfigError: the model cannot be built from this config.
+        Exception: of any type, if the class depends on values, which meta tensors do not have.
     """
-    kind: Any = type(config)
-    return _trace(config.to_json_string(), kind, seq_len, precision, eager)
+    config_class: Any = type(config)
+    return _trace(config.to_json_string(), config_class, seq_len, precision, eager)
 
 
 @lru_cache(maxsize=64)
-def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> Activations:
+def _trace(
+    config_json: str, config_class: Any, seq_len: int, precision: str, eager: bool
+) -> Activations:
     import json
 
     import torch
@@ -115,18 +119,18 @@ def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> A
     from zerolm.model.architecture import meta_model
     from zerolm.model.loss import token_losses
 
-    model = meta_model(kind.from_dict(json.loads(text)))
+    model = meta_model(config_class.from_dict(json.loads(config_json)))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     _cast(model, dtype)
     model.train()
     model.config.use_cache = False
     if hasattr(model.config, "output_router_logits"):
-        model.config.output_router_logits = False  # that loss cannot read the mask below
+        model.config.output_router_logits = False  # its loss cannot use the mask below
     ids = torch.empty((1, seq_len), dtype=torch.long, device="meta")
-    # With a mask of our own transformers does not look at values to make one.
+    # With document ids the mask is our own; transformers would read values to make one.
     batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
-    counter = _Counter(model)
-    with fused_kernels(model, eager, counter.keep), counter, counter.products:
+    counter = _SavedBytes(model)
+    with fused_kernels(model, eager, counter.record_output), counter, counter.dispatch_mode:
         losses, _ = token_losses(model, batch)
     del losses
     vocabulary = model.config.get_text_config().vocab_size
@@ -135,8 +139,8 @@ def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> A
         layers=sum(counter.layers),
         largest_layer=max(counter.layers, default=0),
         inputs=sum(counter.inputs),
-        kept=sum(counter.inputs) + sum(counter.kept),
-        largest_again=max(counter.again, default=0),
+        selective=sum(counter.inputs) + sum(counter.outputs),
+        largest_recomputed=max(counter.recomputed, default=0),
         outside=max(0, counter.outside - loss),
         loss=loss,
         loss_peak=LOGIT_GRADIENT_BYTES * vocabulary * seq_len,
@@ -144,37 +148,44 @@ def _trace(text: str, kind: Any, seq_len: int, precision: str, eager: bool) -> A
 
 
 def _cast(model: "PreTrainedModel", dtype: "torch.dtype") -> None:
-    """Cast the parameters, and leave float32 buffers as `model.build_model` does."""
+    """Cast the parameters; float32 buffers stay, as in `build_model`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
-class _Counter:
-    """Counts what autograd saves, each storage once, weights left out."""
+class _SavedBytes:
+    """Counts the bytes that autograd saves, each storage once, without weights.
+
+    Attributes:
+        layers, inputs, outputs, recomputed: bytes by layer: saved in total, of the layer's input,
+            of outputs that selective checkpointing saves, and of what it recomputes.
+        outside: bytes saved outside of the layers.
+    """
 
     def __init__(self, model: "PreTrainedModel"):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         self.layers: list[int] = []
         self.inputs: list[int] = []
-        self.kept: list[int] = []
-        self.again: list[int] = []
-        self.products = _products(self.keep)
+        self.outputs: list[int] = []
+        self.recomputed: list[int] = []
+        self.dispatch_mode = _saved_outputs_mode(self.record_output)
         self.outside = 0
-        self._inside = False
-        self._kept: list[Any] = list(model.parameters())  # holds them: no address is used again
-        self._seen = {one.untyped_storage()._cdata for one in self._kept}
-        self._products: set[int] = set()
+        self._in_layer = False
+        # References keep the addresses of storages from being reused.
+        self._references: list[Any] = list(model.parameters())
+        self._seen = {tensor.untyped_storage()._cdata for tensor in self._references}
+        self._seen_outputs: set[int] = set()
         self._handles: list[Any] = []
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 self._handles += [before, module.register_forward_hook(self._leave)]
 
-    def __enter__(self) -> "_Counter":
+    def __enter__(self) -> "_SavedBytes":
         import torch
 
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda one: one)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
         return self
 
@@ -187,57 +198,62 @@ class _Counter:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
-            self._kept.append(tensor)
-            if self._inside:
+            self._references.append(tensor)
+            if self._in_layer:
                 self.layers[-1] += storage.nbytes()
-                if storage._cdata not in self._products:
-                    self.again[-1] += storage.nbytes()
+                if storage._cdata not in self._seen_outputs:
+                    self.recomputed[-1] += storage.nbytes()
             else:
                 self.outside += storage.nbytes()
         return tensor
 
-    def keep(self, *outputs: Any) -> None:
-        """Count outputs of matrix products and of attention in a layer."""
-        for output in outputs if self._inside else ():
-            if (storage := output.untyped_storage())._cdata not in self._products:
-                self._products.add(storage._cdata)
-                self._kept.append(output.detach())
-                self.kept[-1] += storage.nbytes()
+    def record_output(self, *outputs: Any) -> None:
+        """Count outputs that selective checkpointing saves, if they are inside a layer."""
+        for output in outputs if self._in_layer else ():
+            if (storage := output.untyped_storage())._cdata not in self._seen_outputs:
+                self._seen_outputs.add(storage._cdata)
+                self._references.append(output.detach())
+                self.outputs[-1] += storage.nbytes()
 
-    def _enter(self, module: Any, words: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden = next(one for one in (*words, *named.values()) if hasattr(one, "untyped_storage"))
+    def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = (*args, *kwargs.values())
+        hidden = next(value for value in values if hasattr(value, "untyped_storage"))
         self.inputs.append(hidden.numel() * hidden.element_size())
-        for figures in (self.layers, self.kept, self.again):
-            figures.append(0)
-        self._inside = True
+        for counts in (self.layers, self.outputs, self.recomputed):
+            counts.append(0)
+        self._in_layer = True
 
-    def _leave(self, module: Any, words: Any, output: Any) -> None:
-        self._inside = False
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self._in_layer = False
 
 
-def _products(keep: Callable[..., None]) -> Any:
-    """Return a mode that hands each output that `selective` keeps to `keep`."""
+def _saved_outputs_mode(record_output: Callable[..., None]) -> Any:
+    """Return a dispatch mode that records each output that selective checkpointing saves."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class Products(TorchDispatchMode):
+    class SavedOutputs(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             output = func(*args, **(kwargs or {}))
-            if is_kept(func):
-                keep(*(one for one in tree_leaves(output) if hasattr(one, "untyped_storage")))
+            if is_saved(func):
+                leaves = tree_leaves(output)
+                record_output(*(each for each in leaves if hasattr(each, "untyped_storage")))
             return output
 
-    return Products()
+    return SavedOutputs()
 
 
 @contextmanager
 def fused_kernels(
-    model: "PreTrainedModel", eager: bool, keep: Callable[..., None] = lambda *outputs: None
+    model: "PreTrainedModel",
+    eager: bool,
+    record_output: Callable[..., None] = lambda *outputs: None,
 ) -> Iterator[None]:
-    """Let fused kernels save on the meta device what they save elsewhere, and compute nothing.
+    """Replace fused kernels by stand-ins for the meta device that save the same tensors.
 
     Args:
-        keep: is given the outputs of each.
+        eager: leaves attention unfused.
+        record_output: called with the outputs of each kernel.
     """
     import torch
     from transformers.integrations import moe
@@ -245,7 +261,7 @@ def fused_kernels(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     class Attention(torch.autograd.Function):
-        """FlashAttention (Dao et al. 2022, arXiv 2205.14135): inputs, output, sums of the rows."""
+        """FlashAttention (Dao et al. 2022, arXiv 2205.14135) saves inputs, output and row sums."""
 
         @staticmethod
         def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
@@ -253,27 +269,27 @@ def fused_kernels(
             output = query.new_empty(batch, length, heads, value.shape[-1])
             rows = query.new_empty(batch, heads, length, dtype=torch.float32)
             ctx.save_for_backward(query, key, value, output, rows)
-            keep(output, rows)
+            record_output(output, rows)
             return output
 
     class GroupedProduct(torch.autograd.Function):
-        """The experts' matrix product, whose own meta version knows bf16 only."""
+        """The grouped matrix product of experts; torch's meta version supports bf16 only."""
 
         @staticmethod
         def forward(ctx: Any, tokens: Any, weight: Any, offsets: Any) -> Any:
             ctx.save_for_backward(tokens, weight, offsets)
             output = tokens.new_empty(tokens.shape[0], weight.shape[-1])
-            keep(output)
+            record_output(output)
             return output
 
     def attend(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
     ) -> tuple[Any, None]:
         return Attention.apply(query, key, value), None
 
-    ALL_ATTENTION_FUNCTIONS.register(FUSED, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(FUSED, lambda *words, **more: None)
-    model.config._attn_implementation = "eager" if eager else FUSED
+    ALL_ATTENTION_FUNCTIONS.register(META_ATTENTION, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(META_ATTENTION, lambda *args, **kwargs: None)
+    model.config._attn_implementation = "eager" if eager else META_ATTENTION
     product = getattr(moe, "_grouped_mm", None)
     try:
         if product is not None:

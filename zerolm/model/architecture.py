@@ -1,8 +1,7 @@
-"""A model described by its Hugging Face config.json: checked, and measured without memory.
+"""Reads and checks a Hugging Face config.json, and counts parameters on the meta device.
 
-Nothing here allocates weights or starts a process group. torch and transformers are imported
-inside the functions, so that `--help` of the tools that use this module stays quick. It must not
-know about DeepSpeed, data or a run's settings.
+Allocates no weights and starts no process group. torch and transformers are imported inside the
+functions, so that `--help` stays fast. Must not depend on DeepSpeed, data or settings.
 """
 
 import copy
@@ -19,8 +18,8 @@ from zerolm.common.shipped import find_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Keys of published config.json files that today's config classes neither use nor know: each one
-# was without effect on a causal LM's weights or forward pass when it was dropped.
+# Keys of published config.json files that the config classes no longer have. None of them had an
+# effect on the weights or the forward pass of a causal LM when it was removed.
 OBSOLETE_KEYS = frozenset(
     {
         "_attn_implementation_autoset",
@@ -40,8 +39,8 @@ OBSOLETE_KEYS = frozenset(
     }
 )
 
-# Encoders that transformers lists among the causal language models: unless told is_decoder, they
-# (and always xlm and xlnet) let every position see the token that it is to predict.
+# Encoders that transformers lists among the causal language models. Without is_decoder they let
+# every position attend to the token it must predict; xlm and xlnet always do.
 ENCODERS = frozenset(
     {
         "bert",
@@ -73,11 +72,11 @@ def load_model_config(path: str | Path) -> "PretrainedConfig":
     """Read a model's config.json; nothing is downloaded and no remote code is run.
 
     Args:
-        path: the file, or a directory that has a config.json.
+        path: the file, or a directory with a config.json.
 
     Raises:
-        ConfigError: a missing file, bad JSON, an unknown or unsuitable model type, values that
-            the config class refuses, or keys that it does not know; every problem is listed.
+        ConfigError: a missing file, invalid JSON, an unknown or unsuitable model type, values that
+            the config class refuses, or unknown keys; lists every problem.
     """
     file = find_config(path)
     if file.is_dir():
@@ -94,7 +93,7 @@ def load_model_config(path: str | Path) -> "PretrainedConfig":
 
 
 def causal_lm_class(config: "PretrainedConfig") -> type["PreTrainedModel"]:
-    """Return the class that `AutoModelForCausalLM.from_config` would build.
+    """Return the class that `AutoModelForCausalLM.from_config` builds.
 
     Raises:
         ConfigError: the model type has no causal language model.
@@ -112,10 +111,10 @@ def causal_lm_class(config: "PretrainedConfig") -> type["PreTrainedModel"]:
 
 
 def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
-    """Build the model on the meta device: every shape, no memory. The config is not changed.
+    """Build the model on the meta device: shapes without memory. Does not change the config.
 
     Raises:
-        ConfigError: the class cannot be built from these values.
+        ConfigError: the model cannot be built from this config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -124,7 +123,7 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-    except Exception as error:  # the classes raise whatever their arithmetic runs into
+    except Exception as error:  # of any type: the classes do not validate all values
         raise ConfigError(
             f"model config: a {config.model_type!r} model cannot be built from these values "
             f"({type(error).__name__}: {error}). Correct the config.json."
@@ -132,30 +131,26 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
 
 
 def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by name, in module order, tied weights once.
+    """Return {parameter name: shape} in module order, tied weights once.
 
     Raises:
-        ConfigError: the class cannot be built from these values.
+        ConfigError: the model cannot be built from this config.
     """
     return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
 
 
 def num_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return how many values the shapes hold; tied weights count once."""
+    """Return the number of values of all shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def is_routed_expert(name: str) -> bool:
-    """Whether a parameter belongs to routed experts (shared experts serve every token)."""
+    """Return whether a parameter belongs to routed experts; shared experts serve every token."""
     return bool(ROUTED_EXPERT.search(name)) and ".router." not in name
 
 
 def routed_fraction(config: "PretrainedConfig") -> float:
-    """Return the share of the routed experts that serves one token; 1.0 for a dense model.
-
-    Raises:
-        ConfigError: only one of the two counts is in the config.
-    """
+    """Return the fraction of the routed experts that serves one token; 1.0 for a dense model."""
     text_config = config.get_text_config()
     experts = _first_value(text_config, EXPERT_COUNT_KEYS)
     active = _first_value(text_config, EXPERTS_PER_TOKEN_KEYS)
@@ -165,7 +160,7 @@ def routed_fraction(config: "PretrainedConfig") -> float:
 
 
 def num_active_parameters(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return how many parameters serve one token: all but the experts it is not routed to."""
+    """Return the number of parameters that serve one token, without the experts it skips."""
     routed = sum(math.prod(shape) for name, shape in shapes.items() if is_routed_expert(name))
     total = num_parameters(shapes)
     return total - routed + round(routed * routed_fraction(config))
@@ -187,7 +182,7 @@ def _read_json_object(file: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error}). Correct it.") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: holds {type(values).__name__}, a model config is an object.")
+        raise ConfigError(f"{file}: holds {type(values).__name__}, must be a JSON object.")
     return values
 
 
@@ -196,26 +191,26 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
 
     if "auto_map" in values:
         raise ConfigError(
-            f"{file}: auto_map: names Python code that comes with the model, which is never run. "
-            f"Remove the key, and use a model_type that transformers has."
+            f"{file}: auto_map: refers to Python code of the model, which is never executed. "
+            f"Remove the key, and use a model_type of transformers."
         )
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         near = did_you_mean("model_type", values)
         raise ConfigError(
-            f'{file}: model_type: missing. Say which architecture, for example "llama".{near}'
+            f'{file}: model_type: missing. Name an architecture, for example "llama".{near}'
         )
     if model_type not in CONFIG_MAPPING:
         near = did_you_mean(model_type, CONFIG_MAPPING)
         raise ConfigError(
-            f"{file}: model_type: {model_type!r} is not known to this transformers.{near}"
+            f"{file}: model_type: {model_type!r} is unknown to the installed transformers.{near}"
         )
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING or model_type in NEVER_CAUSAL:
         near = did_you_mean(model_type, [known.model_type for known in MODEL_FOR_CAUSAL_LM_MAPPING])
         raise ConfigError(
-            f"{file}: model_type: {model_type!r} has no causal language model, which is what is "
-            f"trained here.{near}"
+            f"{file}: model_type: {model_type!r} has no causal language model, and nothing "
+            f"else can be trained.{near}"
         )
     return config_class
 
@@ -223,14 +218,14 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
 def _construct(
     file: Path, config_class: type["PretrainedConfig"], values: dict[str, Any]
 ) -> tuple["PretrainedConfig | None", list[str]]:
-    """Construct the config, setting aside each value that its class refuses."""
+    """Return the config without the values that its class refuses, and the problems found."""
     problems = []
     accepted = {key: value for key, value in values.items() if key != "model_type"}
     while True:
         try:
             config = config_class(**accepted)
             break
-        except Exception as error:  # strict dataclass errors, and each class's own ValueErrors
+        except Exception as error:  # strict dataclass errors, and ValueErrors of the classes
             reason = " ".join(str(error.__cause__ or error).split())
             field = re.search(r"Validation error for field '(\w+)'", str(error))
             if field and field[1] in accepted:
@@ -239,7 +234,7 @@ def _construct(
                 continue
             return None, [*problems, f"{file}: {reason}"]
     known = _known_keys(config_class)
-    # A key of an older release that the class still translates leaves no attribute behind.
+    # A key of an older release that the class still converts does not become an attribute.
     unknown = [key for key in accepted if key not in known and key in vars(config)]
     for key in unknown:
         near = did_you_mean(key, known) or " Remove it."
@@ -257,14 +252,14 @@ def _known_keys(config_class: type["PretrainedConfig"]) -> set[str]:
 
 
 def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
-    """Return what transformers itself would only find in the middle of a forward pass."""
+    """Return the problems that transformers finds only in a forward pass, or never."""
     problems = []
     text_config = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
-        problems.append(f"{file}: is_encoder_decoder: true, but only decoders are trained here.")
+        problems.append(f"{file}: is_encoder_decoder: true, but only decoders can be trained.")
     elif config.model_type in ENCODERS and not config.is_decoder:
         problems.append(
-            f"{file}: is_decoder: false, so every position would see the token that it must "
+            f"{file}: is_decoder: false, so every position would attend to the token it must "
             f"predict. Set it to true."
         )
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):

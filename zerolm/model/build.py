@@ -1,8 +1,8 @@
-"""The model: attention chosen, weights initialised, built for any ZeRO stage.
+"""Builds the model: chooses attention, constructs it for any ZeRO stage, initialises weights.
 
-`build_model` gives the same initial bits on every stage, world size and device;
-`weights_fingerprint` proves it, and `check_initialization` refuses a model whose weights are not
-what its config implies. It must not know about data, schedules or the optimizer.
+`build_model` gives bit-identical weights for every stage, world size and device;
+`weights_fingerprint` makes that comparable, and `check_initialization` detects weights that differ
+from what the config implies. Must not depend on data, schedules or the optimizer.
 """
 
 import copy
@@ -17,7 +17,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.config.settings import ATTENTION_IMPLEMENTATIONS, Recompute
 from zerolm.distributed.collectives import require_on_all_ranks, require_same_on_all_ranks
 from zerolm.model import attention
-from zerolm.model.activation_checkpointing import checkpoint_words
+from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.init_check import InitializationReport, check_initialization, gathered
 from zerolm.model.initialization import InitialWeights
@@ -35,19 +35,19 @@ __all__ = [
     "weights_fingerprint",
 ]
 
-FINGERPRINT_CHUNK = 1 << 21  # values at once: bounds the int64 copies to 16 MiB each
+FINGERPRINT_CHUNK = 1 << 21  # values; limits each int64 copy to 16 MiB
 ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads the positions
 
 
 def agreed_attention(
     config: "PretrainedConfig", requested: str, device_type: str, dtype: torch.dtype
 ) -> str:
-    """Return `choose_attention`'s choice, the same one on every host. Every rank must call.
+    """Return the result of `choose_attention`, equal on all ranks. Every rank must call.
 
-    Hosts may differ in the packages and devices that it looks at.
+    The choice depends on installed packages and devices, which may differ between hosts.
 
     Raises:
-        ConfigError: on every rank, when it cannot be on one, or differs between them.
+        ConfigError: on every rank, if a rank cannot use the requested one, or the choices differ.
     """
     chosen, problem = "", ""
     try:
@@ -57,8 +57,8 @@ def agreed_attention(
     require_on_all_ranks(not problem, problem)
     require_same_on_all_ranks(
         chosen,
-        f"--attn_implementation {requested}: {chosen} here, but not on the first host. Install the "
-        f"same attention packages on all hosts, or name one implementation.",
+        f"--attn_implementation {requested}: {chosen} on this host, but not on rank 0's. Install "
+        f"the same attention packages on all hosts, or name an implementation.",
     )
     return chosen
 
@@ -74,7 +74,7 @@ def choose_attention(
         device_type: "cuda", "cpu", ...
 
     Raises:
-        ConfigError: the requested one does not exist, or cannot work here.
+        ConfigError: the requested one does not exist or does not work here.
     """
     if requested not in ATTENTION_IMPLEMENTATIONS:
         raise ConfigError(
@@ -83,17 +83,19 @@ def choose_attention(
         )
     if requested == "auto":
         preference = ("flash_attention_3", "flash_attention_2", "sdpa")
-        usable = (name for name in preference if not _obstacle(config, name, device_type, dtype))
+        usable = (
+            name for name in preference if not _unsupported_reason(config, name, device_type, dtype)
+        )
         return next(usable, "eager")
-    if obstacle := _obstacle(config, requested, device_type, dtype):
-        raise ConfigError(f"--attn_implementation: {requested!r} {obstacle}")
+    if reason := _unsupported_reason(config, requested, device_type, dtype):
+        raise ConfigError(f"--attn_implementation: {requested!r} {reason}")
     return requested
 
 
-def _obstacle(
+def _unsupported_reason(
     config: "PretrainedConfig", implementation: str, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Say why an attention implementation cannot work here, and what would; None if it can."""
+    """Return why an attention implementation does not work here, with the fix; None if it does."""
     model_class = causal_lm_class(config)
     if implementation == "eager":
         return None
@@ -107,7 +109,7 @@ def _obstacle(
         if device_type == "cpu":
             return "has no backward pass on a CPU. Use auto."
         return None
-    return attention.obstacle(config, implementation, device_type, dtype)
+    return attention.unsupported_reason(config, implementation, device_type, dtype)
 
 
 def build_model(
@@ -123,24 +125,25 @@ def build_model(
     """Build and initialise a causal LM for training. Every rank must call.
 
     Args:
-        config: is not changed; the model has a copy, with `use_cache` off.
-        seed: decides every initial value, see docs/initialization.md.
-        dtype: of the parameters; buffers that the class makes in float32 (rotary tables) stay so.
-        zero3_config: the resolved DeepSpeed JSON of a run at stage 3: `deepspeed.zero.Init`
-            partitions the parameters from the start, on the accelerator or where `offload_param`
-            says. None at other stages: the model is on `device`.
+        config: not changed; the model gets a copy, with `use_cache` off.
+        seed: determines every initial value, see docs/initialization.md.
+        dtype: of the parameters; float32 buffers (rotary tables) keep their dtype.
+        zero3_config: the resolved DeepSpeed JSON at stage 3, where `deepspeed.zero.Init` partitions
+            the parameters during construction, on the accelerator or according to `offload_param`.
+            None at other stages: the model is on `device`.
         attn_implementation: from `choose_attention`.
         device: of this rank.
 
     Raises:
-        ConfigError: the class cannot be built from this config, or says no initial values.
+        ConfigError: the model cannot be built from this config, or its class does not initialise
+            all parameters.
     """
     weights = InitialWeights(config, seed)
     if zero3_config is not None:
         import deepspeed
 
-        # No tensor overrides: buffers are computed on the CPU in float32, as without ZeRO.
-        # DeepSpeed's default casts them to bf16 (a rotary 0.56234 becomes 0.5625).
+        # Without tensor overrides buffers are computed on the CPU in float32, as without ZeRO.
+        # DeepSpeed's default casts them to bf16 (a rotary frequency of 0.56234 becomes 0.5625).
         partition = deepspeed.zero.Init(config_dict_or_path=zero3_config, tensor_overrides=[])
         with partition:
             model = _construct(config, dtype, attn_implementation)
@@ -151,10 +154,10 @@ def build_model(
     _fill(model, weights, dtype)
     model.config.use_cache = False
     if gradient_checkpointing:
-        # transformers renamed it between 5.17 and 5.23
-        fallback = model.gradient_checkpointing_enable
-        words = checkpoint_words(gradient_checkpointing)
-        getattr(model, "activation_checkpointing_enable", fallback)(words)
+        # transformers renamed this method between 5.17 and 5.23.
+        old_method = model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", old_method)
+        enable(checkpoint_kwargs(gradient_checkpointing))
     return model.train()
 
 
@@ -164,7 +167,7 @@ def _construct(
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    with no_init_weights():  # what the constructors would draw is never used
+    with no_init_weights():  # `_fill` initialises the weights
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation
         )
@@ -180,7 +183,7 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _fill(model: torch.nn.Module, weights: InitialWeights, dtype: torch.dtype) -> None:
-    """Copy the initial values into the parameters, each rank computing its share of the units."""
+    """Copy the initial values into the parameters; each rank computes a share of the units."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for start in range(0, len(weights.units), world_size):
@@ -192,18 +195,18 @@ def _fill(model: torch.nn.Module, weights: InitialWeights, dtype: torch.dtype) -
                 if rank == writer:
                     for name, target in zip(names, targets, strict=True):
                         target.copy_(values[name])
-                if world_size > 1:  # on leaving, `gathered` sends partitioned parameters itself
+                if world_size > 1:  # `gathered` broadcasts partitioned parameters at its exit
                     for target in targets:
                         if not hasattr(target, "ds_id"):
                             dist.broadcast(target.data, src=writer)
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Return a hex SHA-256 that changes with any bit of any parameter. Every rank must call.
+    """Return a hex SHA-256 of all parameters. Every rank must call.
 
-    It does not depend on ZeRO's stage, the world size or the device. Each parameter's bit patterns
-    are summed, weighted by position, in wrapping 64-bit arithmetic on its device; an odd weight
-    makes every single change of a value visible.
+    It does not depend on the ZeRO stage, the world size or the device. The bit patterns of each
+    parameter are summed, weighted by position, in wrapping 64-bit arithmetic on its device; because
+    the weights are odd, any change of a single value changes the sum.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -226,7 +229,7 @@ def _weighted_bit_sum(values: torch.Tensor) -> int:
 
 
 def float32_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies on the CPU of the float32 buffers by name: rotary tables, mostly."""
+    """Return {name: copy on the CPU} of the float32 buffers, mostly rotary tables."""
     return {
         name: buffer.cpu().clone()
         for name, buffer in _float_buffers(model)
@@ -235,9 +238,9 @@ def float32_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def restore_float32_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Undo a cast of the buffers in `saved`, which `data_types.buffer_dtype` of a ds config does.
+    """Restore buffers that `data_types.buffer_dtype` of the ds config has cast.
 
-    DeepSpeed 0.19.8 leaves them alone otherwise. Call it after `deepspeed.initialize`.
+    Without that key DeepSpeed 0.19.8 does not cast them. Call after `deepspeed.initialize`.
     """
     for name, buffer in _float_buffers(model):
         if name in saved:

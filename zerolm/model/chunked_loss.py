@@ -1,9 +1,8 @@
-"""An output head that gives the loss of each token, a few tokens' logits at a time.
+"""`ChunkedHead`: an output head that computes token losses from the logits of one chunk at a time.
 
-It takes the place of the model's own head inside the model, and is called where that was: so the
-module hooks by which ZeRO-3 gathers a weight, and the hooks on its one gradient, see what they saw.
-Only `loss.token_losses` asks it for losses; whoever else calls the model gets logits. It must not
-know about batches, ZeRO or DeepSpeed.
+It replaces the model's head in place and is called like it, so the module hooks with which ZeRO-3
+gathers its weight, and the hooks on its gradient, work unchanged. Only `token_losses` requests
+losses; any other call of the model returns logits. Must not depend on batches, ZeRO or DeepSpeed.
 """
 
 from collections.abc import Iterator
@@ -16,30 +15,30 @@ from torch.nn import functional
 
 
 class ChunkedHead(nn.Linear):
-    """A linear output head that computes losses instead of logits, while it is told the targets.
+    """A linear output head that returns losses instead of logits inside `computing_losses`.
 
-    Made from a model's head by `install`; parameters, names and hooks stay those of the head.
+    `install` converts a model's head in place; parameters, names and hooks do not change.
     """
 
     chunk_tokens: int
-    ignored: int
+    ignore_index: int
     targets: torch.Tensor | None
 
     @contextmanager
-    def gives_losses(self, targets_BT: torch.Tensor, ignored: int) -> Iterator[None]:
-        """Give losses, (B, T, 1) float32 and 0 where ignored, in place of logits (B, T, V).
+    def computing_losses(self, targets_BT: torch.Tensor, ignore_index: int) -> Iterator[None]:
+        """Return losses, (B, T, 1) float32, 0 where ignored, instead of logits (B, T, V).
 
         Args:
-            targets_BT: int64, those of the hidden states that the head will be called with.
-            ignored: the target of a position without a loss.
+            targets_BT: int64, for the hidden states of the next call.
+            ignore_index: target of positions without a loss.
         """
-        self.targets, self.ignored = targets_BT, ignored
+        self.targets, self.ignore_index = targets_BT, ignore_index
         try:
             yield
         finally:
             self.targets = None
 
-    @torch.compiler.disable  # a loop over chunks, whose graph would hold them all
+    @torch.compiler.disable  # one graph of the loop would hold all chunks
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
             return super().forward(input)
@@ -50,16 +49,17 @@ class ChunkedHead(nn.Linear):
             self.bias,
             self.targets.flatten(),
             self.chunk_tokens,
-            self.ignored,
+            self.ignore_index,
         )
         return losses_N.view(*self.targets.shape, 1)
 
 
 def install(model: Any, chunk_tokens: int) -> None:
-    """Let a model's head compute losses in chunks of so many tokens; before DeepSpeed gets it.
+    """Convert a model's head to a `ChunkedHead`; call before `deepspeed.initialize`.
 
     Args:
-        model: a causal LM without an obstacle (`obstacle`).
+        model: a causal LM for which `loss_chunks.unsupported_reason` is None.
+        chunk_tokens: tokens of a chunk.
     """
     head = model.get_output_embeddings()
     assert type(head) is nn.Linear, type(head)
@@ -67,22 +67,22 @@ def install(model: Any, chunk_tokens: int) -> None:
     vars(head).update(chunk_tokens=chunk_tokens, targets=None)
 
 
-def head_of(model: Any) -> ChunkedHead | None:
-    """Return the chunked head of a causal LM, None if it has none."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find else None
+def find_chunked_head(model: Any) -> ChunkedHead | None:
+    """Return the chunked head of a causal LM, or None."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head else None
     return head if isinstance(head, ChunkedHead) else None
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Cross-entropies of a linear head's logits, which are computed again for their gradient.
+    """Cross-entropy of a linear head's logits, which are recomputed in the backward pass.
 
-    Saves hidden states and weights alone. Products are in the dtype in which the head itself would
-    make them, softmax and the sum of the weight's gradient over the chunks in float32.
+    Saves only the hidden states and the weights. Matrix products use the dtype of the unchunked
+    head; softmax and the sum of the weight gradient over chunks use float32.
 
-    Source: the idea is that of Liger (Hsu et al. 2024, arXiv 2410.10989, 3.2), but with the chunks
-        computed again instead of the gradient in the forward pass, since each token's loss has a
-        gradient of its own, which is only known in the backward pass.
+    Source: the idea is from Liger (Hsu et al. 2024, arXiv 2410.10989, section 3.2). Liger computes
+        the gradient in the forward pass; here that is impossible, because each token's loss has its
+        own output gradient, known only in the backward pass.
     """
 
     @staticmethod
@@ -93,22 +93,24 @@ class _ChunkedLosses(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
         chunk_tokens: int,
-        ignored: int,
+        ignore_index: int,
     ) -> torch.Tensor:
-        kind = hidden_NH.device.type
-        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        ctx.dtype = torch.get_autocast_dtype(kind) if casts else None
-        ctx.chunk_tokens, ctx.ignored = chunk_tokens, ignored
-        # The parameters themselves, whose values ZeRO-3 lets go and gathers again in between.
+        device_type = hidden_NH.device.type
+        has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+            device_type
+        )
+        ctx.dtype = torch.get_autocast_dtype(device_type) if has_autocast else None
+        ctx.chunk_tokens, ctx.ignore_index = chunk_tokens, ignore_index
+        # The parameters themselves: ZeRO-3 releases and gathers their values in between.
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N)
         losses_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
-        with _without_autocast(kind):
+        with _without_autocast(device_type):
             hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
             for chunk in _chunks(len(hidden_NH), chunk_tokens):
                 losses_N[chunk] = functional.cross_entropy(
                     _logits(hidden_NH[chunk], weight_VH, bias_V).float(),
                     targets_N[chunk],
-                    ignore_index=ignored,
+                    ignore_index=ignore_index,
                     reduction="none",
                 )
         return losses_N
@@ -117,7 +119,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient_N = gradients[0]
         hidden_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
-        own = [None if one is None else one.dtype for one in (hidden_NH, weight_VH, bias_V)]
+        dtypes = [None if one is None else one.dtype for one in (hidden_NH, weight_VH, bias_V)]
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         with _without_autocast(hidden_NH.device.type):
             hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
@@ -128,31 +130,31 @@ class _ChunkedLosses(torch.autograd.Function):
                 logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V)
                 dtype = logits_CV.dtype
                 targets_C = targets_N[chunk]
-                counted_C = targets_C != ctx.ignored
-                scale_C1 = torch.where(counted_C, gradient_N[chunk], 0)[:, None]
-                slope_CV = torch.softmax(logits_CV, -1, dtype=torch.float32)
+                counted_C = targets_C != ctx.ignore_index
+                loss_grad_C1 = torch.where(counted_C, gradient_N[chunk], 0)[:, None]
+                logit_grad_CV = torch.softmax(logits_CV, -1, dtype=torch.float32)
                 del logits_CV
-                slope_CV.mul_(scale_C1)
-                slope_CV.scatter_add_(1, targets_C.where(counted_C, 0)[:, None], -scale_C1)
-                slope_CV = slope_CV.to(dtype)
+                logit_grad_CV.mul_(loss_grad_C1)
+                logit_grad_CV.scatter_add_(1, targets_C.where(counted_C, 0)[:, None], -loss_grad_C1)
+                logit_grad_CV = logit_grad_CV.to(dtype)
                 if hidden is not None:
-                    torch.mm(slope_CV, weight_VH, out=hidden[chunk])
+                    torch.mm(logit_grad_CV, weight_VH, out=hidden[chunk])
                 if weight is not None and dtype == torch.float32:
-                    weight.addmm_(slope_CV.T, hidden_NH[chunk])
+                    weight.addmm_(logit_grad_CV.T, hidden_NH[chunk])
                 elif weight is not None:
-                    weight += slope_CV.T @ hidden_NH[chunk]
+                    weight += logit_grad_CV.T @ hidden_NH[chunk]
                 if bias is not None:
-                    bias += slope_CV.sum(0, dtype=torch.float32)
-                del slope_CV
-        found = (hidden, weight, bias)
-        cast = [None if one is None else one.to(kind) for one, kind in zip(found, own, strict=True)]
+                    bias += logit_grad_CV.sum(0, dtype=torch.float32)
+                del logit_grad_CV
+        pairs = zip((hidden, weight, bias), dtypes, strict=True)
+        cast = [None if one is None else one.to(dtype) for one, dtype in pairs]
         return (*cast, None, None, None)
 
 
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Leave the casts to us; the meta device, on which models are looked at, has none."""
-    has_it = torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if has_it else nullcontext()
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Disable autocast, because `_cast` replaces it; the meta device has no autocast."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 def _cast(dtype: torch.dtype | None, *tensors: torch.Tensor | None) -> Any:
@@ -168,7 +170,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 def _logits(
     hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None
 ) -> torch.Tensor:
-    """A plain product: `functional.linear` is another function under ZeRO-3."""
+    """Return the logits; avoids `functional.linear`, which ZeRO-3 replaces."""
     if bias_V is None:
         return hidden_CH @ weight_VH.T
     return torch.addmm(bias_V, hidden_CH, weight_VH.T)

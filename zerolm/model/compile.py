@@ -1,12 +1,11 @@
-"""torch.compile for each block of a model by itself, under every ZeRO stage.
+"""torch.compile of each decoder block separately, under every ZeRO stage, for training only.
 
-The blocks of a decoder are alike, so that one graph serves all of them: it is made once, however
-deep the model, and what is between the blocks (embeddings, the head with its chunks of logits, the
-mask) stays as it is. Under ZeRO-3 a block is a leaf: DeepSpeed gathers all its weights before it
-and lets them go after it, so that no hook stands inside of the graph. Compiled whole, a model of
-ZeRO-3 falls into a piece for each of its linear layers. Only training is compiled.
+The blocks are alike, so one graph, compiled once, serves a model of any depth. The rest
+(embeddings, the head with its chunked logits, the mask) is not compiled. Under ZeRO-3 each block is
+a leaf module: DeepSpeed gathers all its weights before it and releases them after it, so the graph
+contains no hooks. Compiled as a whole, a ZeRO-3 model has a graph break at each linear layer.
 
-Names of parameters do not change: checkpoints of compiled runs and of others are the same.
+Parameter names do not change, so compiled and uncompiled runs can load each other's checkpoints.
 """
 
 import importlib.util
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-# Graphs of one block that torch keeps before it gives up and runs it uncompiled: a model may have
-# blocks of several kinds, each in training with and without a sequence of another length.
-GRAPHS = 64
+# Graphs per function before torch falls back to eager: a model may have several kinds of blocks,
+# each with several sequence lengths.
+MAX_GRAPHS = 64
 
 
-def blocks_of(model: "nn.Module") -> list["nn.Module"]:
-    """Return the decoder's blocks: the longest list of layers that Transformers can checkpoint."""
+def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
+    """Return the decoder blocks: the longest list of layers with checkpointing in transformers."""
     from torch import nn
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -41,124 +40,125 @@ def blocks_of(model: "nn.Module") -> list["nn.Module"]:
 
 
 def compilers() -> tuple[str, ...]:
-    """Return the names that torch looks for a C++ compiler by."""
+    """Return the names under which torch searches for a C++ compiler."""
     return (*filter(None, [os.environ.get("CXX")]), "g++", "clang++", "c++")
 
 
-def obstacle(config: "PretrainedConfig", device: str) -> str | None:
-    """Say why a model cannot be compiled on a device, None if nothing speaks against it.
+def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
+    """Return why a model cannot be compiled on a device, or None.
 
     Args:
-        device: kind of the ranks' devices, `absent` when they are not here.
+        device: device type of the ranks; `absent` if they are on other machines.
     """
     from zerolm.model.architecture import meta_model
 
     if device == "cpu" and not any(map(shutil.which, compilers())):
-        return "there is no C++ compiler, which it needs on a CPU"
+        return "it needs a C++ compiler on a CPU, and none was found"
     if device not in ("cpu", "absent") and importlib.util.find_spec("triton") is None:
-        return "there is no package triton, which it needs on a GPU"
+        return "it needs the package triton on a GPU, which is not installed"
     model = meta_model(config)
-    return None if blocks_of(model) else f"{type(model).__name__} has no list of blocks"
+    return None if decoder_blocks(model) else f"{type(model).__name__} has no list of blocks"
 
 
-def prepare(model: "nn.Module", zero_stage: int) -> None:
-    """Before `deepspeed.initialize`: keep ZeRO-3's hooks outside of the blocks."""
+def mark_leaf_modules(model: "nn.Module", zero_stage: int) -> None:
+    """Keep ZeRO-3's hooks out of the blocks; call before `deepspeed.initialize`."""
     if zero_stage == 3:
         from deepspeed.utils import set_z3_leaf_module
 
-        for block in blocks_of(model):
+        for block in decoder_blocks(model):
             set_z3_leaf_module(block, True)
 
 
 def compile_blocks(model: "nn.Module") -> str:
-    """Compile the forward of each block, inside of its hooks; return what to say about it.
+    """Compile the forward of each block, inside its hooks; return a line to be printed.
 
-    After `deepspeed.initialize`. The first step makes the graphs, which takes from seconds to
-    minutes; torch keeps them on disk.
+    Call after `deepspeed.initialize`. The first step compiles, which takes seconds to minutes;
+    torch caches the graphs on disk.
     """
     import torch
 
-    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    blocks: list[Any] = blocks_of(model)
+    torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
+    blocks: list[Any] = decoder_blocks(model)
     for block in blocks:
-        recorders = take_recorders(model, block)
+        recorders = remove_output_recorders(model, block)
         block.forward = _compiled(block, recorders) if recorders else torch.compile(block.forward)
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
-    return f"compile: {len(blocks)} blocks ({kinds}), each by itself; the first step takes longer"
+    return f"compile: {len(blocks)} blocks ({kinds}), one graph each; the first step takes longer"
 
 
-def take_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:
-    """Take transformers' hooks out of a block that record the outputs of modules inside.
+def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:
+    """Remove transformers' hooks that record outputs of modules inside a block.
 
-    They look into a ContextVar, at which a graph breaks. Those of attention weights, which nobody
-    asks for, are dropped.
+    They read a ContextVar, which breaks the graph. The recorders of attention weights are not used
+    in training and are dropped.
 
     Returns:
-        Routers with their hooks, where the model returns the routers' logits.
+        (router, hook) of each router, if the model returns router logits; otherwise empty.
     """
     from transformers.utils import output_capturing
 
-    # They come with the first forward pass, once for each model inside of a model.
+    # Otherwise transformers installs them in the first forward pass.
     output_capturing.maybe_install_capturing_hooks(model.base_model)
     model._output_capturing_hooks_installed = True
-    wanted = getattr(model.config.get_text_config(), "output_router_logits", False) is True
-    found = []
+    returns_logits = getattr(model.config.get_text_config(), "output_router_logits", False) is True
+    routers = []
     for module in block.modules():
         for number, hook in list(module._forward_hooks.items()):
-            inside = getattr(hook, "__qualname__", "").startswith("install_output_capuring_hook")
-            if not inside or module is block:
+            # The misspelling is transformers'.
+            recorder = getattr(hook, "__qualname__", "").startswith("install_output_capuring_hook")
+            if not recorder or module is block:
                 continue
             del module._forward_hooks[number]
             key = inspect.getclosurevars(hook).nonlocals["key"]
-            if wanted and key == "router_logits":
-                found.append((module, hook))
-    return found
+            if returns_logits and key == "router_logits":
+                routers.append((module, hook))
+    return routers
 
 
 def _compiled(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
-    """Compile a block's forward so that its routers' outputs leave the graph beside its own."""
+    """Compile a block's forward so that the graph also returns its routers' outputs."""
     import torch
 
     original = block.forward
     for module, _ in recorders:
-        module.register_forward_hook(_keep)
+        module.register_forward_hook(_store_output)
 
-    def forward_and_routers(*words: Any, **more: Any) -> Any:
-        output = original(*words, **more)
-        return output, [module._kept for module, _ in recorders]
+    def forward_with_routers(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        return output, [module._stored_output for module, _ in recorders]
 
-    # Inside of gradient checkpointing: what is kept is of the forward pass alone.
+    # Under gradient checkpointing, do not store outputs again in the recomputation.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    compiled = torch.compile(forward_and_routers)
+    compiled = torch.compile(forward_with_routers)
 
-    def forward(*words: Any, **more: Any) -> Any:
-        output, kept = compiled(*words, **more)
-        for (module, hook), own in zip(recorders, kept, strict=True):
-            module._kept = None
-            hook(module, (), own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output, router_outputs = compiled(*args, **kwargs)
+        for (module, hook), router_output in zip(recorders, router_outputs, strict=True):
+            module._stored_output = None
+            hook(module, (), router_output)
         return output
 
     return forward
 
 
-def _keep(module: Any, words: Any, output: Any) -> None:
-    module._kept = output
+def _store_output(module: Any, args: Any, output: Any) -> None:
+    module._stored_output = output
 
 
-def breaks() -> str | None:
-    """Say where graphs were broken so far, None if nowhere."""
+def graph_break_notice() -> str | None:
+    """Return a notice with the reasons of all graph breaks so far, or None."""
     from torch._dynamo.utils import counters
 
-    found = counters["graph_break"]
-    if not found:
+    breaks = counters["graph_break"]
+    if not breaks:
         return None
-    reasons = sorted({str(reason).strip().splitlines()[0] for reason in found})
-    return f"compile: blocks are in pieces, which is slower: {'; '.join(reasons)}"
+    reasons = sorted({str(reason).strip().splitlines()[0] for reason in breaks})
+    return f"compile: graph breaks make the blocks slower: {'; '.join(reasons)}"
 
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Leave out torch.compile: another shape or mode would be another graph, with other bits."""
+    """Disable compiled code: other shapes and modes need other graphs, which round differently."""
     import torch
 
     with torch.compiler.set_stance("force_eager"):

@@ -1,18 +1,18 @@
-"""Attention that stays inside each document: what a model is given for it, and which can do it.
+"""Attention within documents only: the model inputs for it, and the models that support it.
 
-Three ways, by the attention kernel that the model was built with:
+The inputs depend on the attention implementation of the model:
 
-    eager, sdpa        a causal mask of our own where every layer attends to everything before it;
-                       else, and with flex_attention, positions that begin again with each document
-                       and no mask, of which transformers makes the mask that each kind of layer
-                       needs (masking_utils.py, `find_packed_sequence_indices`)
-    flash_attention_*  the same positions, and the documents' ends for the varlen kernel, which
-                       transformers would work out of the positions for a single row alone
+    eager, sdpa        if all layers have full attention: a causal mask made here
+    eager, sdpa,       otherwise: positions that restart with each document and no mask;
+    flex_attention     transformers makes the mask of each kind of layer from them
+                       (masking_utils.py, `find_packed_sequence_indices`)
+    flash_attention_*  the same positions, and the document boundaries for the varlen kernel, which
+                       transformers derives from the positions only for a single row
                        (modeling_flash_attention_utils.py, `_is_packed_sequence`)
 
-A padding mask is never passed: one of ones switches the second and third way off without a word
-(https://github.com/huggingface/transformers/issues/46634). `zerolm.train.mask_check` tries the
-result out on the engine at hand.
+A padding mask is never passed: even one of ones silently disables the separation of documents
+(https://github.com/huggingface/transformers/issues/46634). `zerolm.train.mask_check` tests the
+result on the engine.
 """
 
 from inspect import Parameter, signature
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 FULL_ATTENTION = "full_attention"
 WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-MASKED = frozenset({"eager", "sdpa"})  # kernels that take any mask
+ANY_MASK = frozenset({"eager", "sdpa"})  # implementations that accept any mask
 
 
 def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, Any]:
-    """Return what keeps a micro-batch's documents apart, as arguments of the model's forward.
+    """Return the arguments of the model's forward that separate a micro-batch's documents.
 
     Args:
         batch: with `document_ids` and `position_ids`, (B, T) int64.
@@ -38,21 +38,21 @@ def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, 
     ids_BT = batch["document_ids"]
     inputs: dict[str, Any] = {"position_ids": batch["position_ids"]}
     if kernel.startswith("flash"):
-        return inputs | document_ends(batch["position_ids"])
-    # Without values, on the meta device, transformers cannot tell where documents begin.
-    if ids_BT.is_meta or (kernel in MASKED and layer_kinds(model.config) <= {FULL_ATTENTION}):
+        return inputs | varlen_arguments(batch["position_ids"])
+    # On the meta device transformers cannot read the positions.
+    if ids_BT.is_meta or (kernel in ANY_MASK and layer_types(model.config) <= {FULL_ATTENTION}):
         inputs["attention_mask"] = document_mask(ids_BT, model)
     return inputs
 
 
 def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
-    """Return a causal mask, (B, 1, T, T), that keeps attention inside each document.
+    """Return a causal mask, (B, 1, T, T), within documents only.
 
-    `sdpa` takes it as booleans. `eager` adds its mask to the scores, where True would count as one
-    and mask nothing, so it has the lowest number of the model's dtype instead.
+    Boolean for `sdpa`. `eager` adds the mask to the scores, so for it the mask is 0 or the lowest
+    number of the model's dtype.
 
     Args:
-        ids_BT: (B, T) int64, the number of the document that each position belongs to.
+        ids_BT: (B, T) int64, document number of each position.
     """
     import torch
 
@@ -64,8 +64,8 @@ def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-def document_ends(positions_BT: "torch.Tensor") -> dict[str, Any]:
-    """Return where documents end in the rows laid end to end, as varlen kernels are told it.
+def varlen_arguments(positions_BT: "torch.Tensor") -> dict[str, Any]:
+    """Return the document boundaries of the concatenated rows, as arguments of varlen kernels.
 
     Args:
         positions_BT: (B, T) int64, 0 at the first token of each document and of each row.
@@ -75,59 +75,59 @@ def document_ends(positions_BT: "torch.Tensor") -> dict[str, Any]:
 
     flat = positions_BT.reshape(-1)
     starts = torch.nonzero(flat == 0).view(-1).to(torch.int32)
-    ends = functional.pad(starts, (0, 1), value=flat.numel())
-    longest = int(flat.max()) + 1  # the kernels want a number, not a tensor
+    boundaries = functional.pad(starts, (0, 1), value=flat.numel())
+    longest = int(flat.max()) + 1  # the kernels need a number, not a tensor
     return {
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
         "max_length_q": longest,
         "max_length_k": longest,
     }
 
 
-def layer_kinds(config: "PretrainedConfig") -> set[str]:
-    """Return the kinds of a model's layers, in transformers' words."""
+def layer_types(config: "PretrainedConfig") -> set[str]:
+    """Return the types of a model's layers, under transformers' names."""
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:  # all layers are alike
-        kinds = [kind for kind, key in WINDOW_KEYS.items() if getattr(text, key, None)]
-    return set(kinds or [FULL_ATTENTION])
+    types = getattr(text, "layer_types", None)
+    if types is None:  # all layers are alike
+        types = [name for name, key in WINDOW_KEYS.items() if getattr(text, key, None)]
+    return set(types or [FULL_ATTENTION])
 
 
-def chunks_begin_again() -> bool:
-    """Tell whether transformers counts chunked attention from each document on: not in 5.17."""
+def chunks_restart_at_documents() -> bool:
+    """Return whether transformers counts attention chunks from each document; 5.17 does not."""
     from transformers import masking_utils
 
     return hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
-def obstacle(
+def unsupported_reason(
     config: "PretrainedConfig", model_class: type["PreTrainedModel"], kernel: str
 ) -> str | None:
-    """Say why a model cannot keep documents apart, None if nothing speaks against it.
+    """Return why a model cannot separate documents, or None.
 
     Args:
-        kernel: the attention implementation asked for.
+        kernel: the requested attention implementation.
     """
     text, name = config.get_text_config(), model_class.__name__
-    words = signature(model_class.forward).parameters
+    parameters = signature(model_class.forward).parameters
     if getattr(model_class, "_is_stateful", False):
-        return f"{name} keeps a state that runs on from document to document"
-    if "position_ids" not in words or getattr(text, "alibi", False) is True:
-        return f"{name} takes no positions that begin again with each document"
-    kinds = layer_kinds(config)
-    for kind in sorted(kinds - {FULL_ATTENTION}):
-        key = WINDOW_KEYS.get(kind)
+        return f"{name} carries state from one document to the next"
+    if "position_ids" not in parameters or getattr(text, "alibi", False) is True:
+        return f"{name} takes no positions that restart with each document"
+    types = layer_types(config)
+    for layer_type in sorted(types - {FULL_ATTENTION}):
+        key = WINDOW_KEYS.get(layer_type)
         if key is None or not isinstance(getattr(text, key, None), int):
-            return f"the model has layers of {kind}, which no mask of documents reaches"
-    if "chunked_attention" in kinds and not chunks_begin_again():
+            return f"the model has {layer_type} layers, to which no document mask applies"
+    if "chunked_attention" in types and not chunks_restart_at_documents():
         return (
-            "this release of transformers counts the chunks of a row of documents from the row's "
-            "beginning, not from each document's: update transformers"
+            "this release of transformers counts attention chunks from the start of the row, not "
+            "from each document's start: update transformers"
         )
     if kernel.startswith("flash"):
-        if not any(word.kind is Parameter.VAR_KEYWORD for word in words.values()):
-            return f"{name} does not hand the ends of documents on to {kernel}"
-        if "chunked_attention" in kinds:
-            return f"{kernel} knows no chunks"
+        if not any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+            return f"{name} does not pass document boundaries to {kernel}"
+        if "chunked_attention" in types:
+            return f"{kernel} does not support chunked attention"
     return None

@@ -1,7 +1,7 @@
-"""Floating-point operations of training, and what devices can do: the two halves of MFU.
+"""FLOPs of a training token and peak FLOPs of devices: numerator and denominator of MFU.
 
-Pure: no torch. It must not know how a model is run; attention kernels and recomputation change the
-time, never the operations that the model needs.
+Pure, without torch. Must not depend on how a model is run: attention kernels and recomputation
+change the time of a step, not the operations that the model needs.
 """
 
 import math
@@ -14,24 +14,23 @@ from zerolm.model.architecture import is_routed_expert, routed_fraction
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# A lookup reads one row and multiplies nothing. Output embeddings are named lm_head or embed_out.
+# A lookup reads one row, without multiplications. Output embeddings are lm_head or embed_out.
 LOOKUP = re.compile(r"(^|[._])(wte|wpe|embed(?!_out)\w*|\w+_embeddings?|embeddings?)\.weight$")
-BACKWARD_AND_FORWARD = 3  # each matrix product has two of its size in the backward pass
+TRAINING_TO_FORWARD = 3  # each matrix product has two of its size in the backward pass
 
 
 def flops_per_token(
     config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]], seq_len: int
 ) -> float:
-    """Return the operations of one training token, forward and backward, a multiply-add being two.
+    """Return the FLOPs of one training token, forward and backward; a multiply-add counts as two.
 
-    Counted are matrix products, as `torch.utils.flop_counter` counts them: projections, the output
-    head (also where its weight is tied), the experts that a token is routed to, and attention's
-    two products over all `seq_len` keys, not halved for causality (over the window, where the
-    config has one that is shorter). Lookups, norms, activations and the optimizer are not counted,
-    nor is what gradient checkpointing computes twice.
+    Counts matrix products as `torch.utils.flop_counter` does: projections, the output head (also
+    with a tied weight), the experts that a token is routed to, and the two products of attention
+    over all `seq_len` keys, not halved for causality, or over a shorter window of the config. Does
+    not count lookups, norms, activations, the optimizer and recomputation.
 
     Args:
-        shapes: of every parameter, tied ones once, from `architecture.parameter_shapes`.
+        shapes: of all parameters, tied ones once, from `parameter_shapes`.
 
     Source: Kaplan et al. 2020, section 2.1, and PaLM (Chowdhery et al. 2022), appendix B.
     """
@@ -45,28 +44,28 @@ def flops_per_token(
     if getattr(config, "tie_word_embeddings", False):
         multiply_adds += text_config.vocab_size * _output_width(text_config, shapes)
     keys = sum(_attended_keys(text_config, seq_len))
-    return BACKWARD_AND_FORWARD * 2 * (multiply_adds + keys * _attention_width(text_config))
+    return TRAINING_TO_FORWARD * 2 * (multiply_adds + keys * _attention_width(text_config))
 
 
 def recomputed_flops_per_token(
     config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]], seq_len: int
 ) -> float:
-    """Return the operations that gradient checkpointing repeats: a forward pass without the head.
+    """Return the FLOPs that gradient checkpointing recomputes: a forward pass without the head.
 
     Args:
-        shapes: of every parameter, tied ones once.
+        shapes: of all parameters, tied ones once.
     """
-    forward = flops_per_token(config, shapes, seq_len) / BACKWARD_AND_FORWARD
+    forward = flops_per_token(config, shapes, seq_len) / TRAINING_TO_FORWARD
     return forward - head_flops_per_token(config, shapes)
 
 
 def head_flops_per_token(
     config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]
 ) -> float:
-    """Return the operations of the output head forward, which a loss in chunks repeats.
+    """Return the forward FLOPs of the output head, which a chunked loss recomputes.
 
     Args:
-        shapes: of every parameter, tied ones once.
+        shapes: of all parameters, tied ones once.
     """
     text_config = config.get_text_config()
     heads = [
@@ -80,7 +79,7 @@ def head_flops_per_token(
 
 
 def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the width of the tied output head: of the embedding with as many rows as tokens."""
+    """Return the width of the tied output head, from the token embedding."""
     widths = [
         shape[1]
         for name, shape in shapes.items()
@@ -90,7 +89,7 @@ def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ..
 
 
 def _attention_width(config: "PretrainedConfig") -> float:
-    """Return the multiply-adds of one query with one key and its value, over all heads."""
+    """Return the multiply-adds of one query with one key and its value, in all heads."""
     heads = getattr(config, "num_attention_heads", 0) or 0
     if not heads:
         return 0
@@ -101,7 +100,7 @@ def _attention_width(config: "PretrainedConfig") -> float:
 
 
 def _attended_keys(config: "PretrainedConfig", seq_len: int) -> list[int]:
-    """Return how many keys a query meets in each layer; layers without attention are left out."""
+    """Return the number of keys per query of each layer with attention."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -119,9 +118,9 @@ def _attended_keys(config: "PretrainedConfig", seq_len: int) -> list[int]:
     return [keys[kind] for kind in layer_types if kind in keys]
 
 
-# Dense matrix operations per second with 32-bit accumulation, without sparsity, as the vendors'
-# datasheets state them: (device name, bf16, fp16, fp32 outside of TF32). The first match counts.
-# MIG slices and laptop parts are fractions of these and match nothing.
+# Dense matrix TFLOP/s with 32-bit accumulation, without sparsity, from the vendors' datasheets:
+# (device name, bf16, fp16, fp32 without TF32). The first match counts. MIG slices and laptop GPUs
+# have a fraction of these and do not match.
 PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     # NVIDIA Blackwell datasheets (B200, GB200 NVL72), halved from "with sparsity"
     (r"\bGB200\b", 2500, 2500, 80),
@@ -156,15 +155,15 @@ PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = 
     (r"\bMI300X\b|\bMI325X\b", 1307.4, 1307.4, 163.4),
     (r"\bMI250X\b", 191.5, 191.5, 47.9),
 )
-TF32 = "tf32"  # half of bf16 on each of these that has it (NVIDIA Ampere and later, AMD MI300)
+TF32 = "tf32"  # half of bf16 where it exists (NVIDIA Ampere and later, AMD MI300)
 PRECISIONS = {"bfloat16": 0, "bf16": 0, "float16": 1, "fp16": 1, "float32": 2, "fp32": 2}
 
 
 def peak_flops_per_second(device_name: str, dtype_name: str) -> float | None:
-    """Return the dense peak of one device by its datasheet, or None where it is not known.
+    """Return the dense peak FLOP/s of one device from its datasheet, or None if it is unknown.
 
     Args:
-        device_name: as `torch.cuda.get_device_name()` says it.
+        device_name: from `torch.cuda.get_device_name()`.
         dtype_name: "bfloat16", "float16" or "float32" (or bf16, fp16, fp32), or tf32.
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):
@@ -173,7 +172,7 @@ def peak_flops_per_second(device_name: str, dtype_name: str) -> float | None:
         if re.search(pattern, device_name):
             if dtype_name == TF32:
                 half = teraflops[0] and teraflops[0] / 2 * 1e12
-                return None if "MI250X" in pattern else half  # which has none
+                return None if "MI250X" in pattern else half  # MI250X has no TF32
             peak = teraflops[PRECISIONS[dtype_name]]
             return None if peak is None else peak * 1e12
     return None

@@ -1,9 +1,9 @@
-"""The self-check at step 0: is every parameter what the config implies?
+"""Checks at step 0 that every parameter has the distribution that the config implies.
 
-DeepSpeed's bare `zero.Init` leaves weights that look alive and are wrong (an embedding of standard
-deviation 1 where the config says 0.02), and nothing else tells. The expectations here are closed
-forms, or a plain re-initialisation outside of ZeRO where there is no closed form; on purpose they
-share no code with `zerolm.model.initialization`.
+DeepSpeed's `zero.Init` alone leaves plausible but wrong weights (an embedding with standard
+deviation 1 instead of 0.02), and nothing else detects it. The expected values are closed forms, or
+come from a re-initialisation without ZeRO. Must not depend on `zerolm.model.initialization`, so
+that the check is independent of it.
 """
 
 import contextlib
@@ -21,27 +21,27 @@ from zerolm.model.architecture import causal_lm_class, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Deviations of a statistic from its expectation that are still chance, in standard errors: one
-# refusal in 10**8 statistics, and a model of 1,000 parameters has 2,000 of them.
+# Tolerance of a statistic in standard errors: one false alarm in 10**8 statistics, and a model with
+# 1,000 parameters has 2,000 statistics.
 NORMAL_SIGMAS = 6.0
-REINITIALIZED_SIGMAS = 9.0  # against a sample, of a distribution whose tails are not known
-CHUNK = 1 << 21  # values at once: bounds the float64 copy to 16 MiB
+REINITIALIZED_SIGMAS = 9.0  # against a sample from a distribution with unknown tails
+CHUNK = 1 << 21  # values; limits the float64 copy to 16 MiB
 
-# Families with an `_init_weights` of their own that the closed forms below cover. For the others,
-# those that take transformers' general `_init_weights` are covered too.
+# Model types with an `_init_weights` of their own that the closed forms cover. They also cover all
+# model types with the general `_init_weights` of transformers.
 COVERED_FAMILIES = frozenset({"gpt2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 
 @dataclasses.dataclass(frozen=True)
 class InitializationReport:
-    """What the self-check found; `str()` is one line.
+    """The result of the check; `str()` is one line.
 
     Attributes:
-        num_parameters: tensors that were checked, tied ones once.
-        num_values: their elements.
-        num_reinitialized: of the tensors, how many had no closed form and were compared with a
-            plain re-initialisation.
-        problems: one line for each failure, naming parameter, actual and expected value.
+        num_parameters: number of tensors checked, tied ones once.
+        num_values: number of their values.
+        num_reinitialized: number of tensors without a closed form, which were compared with a
+            re-initialisation.
+        problems: one line per failure, with parameter, actual and expected value.
     """
 
     num_parameters: int
@@ -60,23 +60,23 @@ class InitializationReport:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of the values of one parameter."""
+    """Statistics of the values of one parameter."""
 
     count: int
     mean: float
     std: float
     non_finite: int = 0
-    exact: bool = True  # a closed form, as opposed to a sample
+    exact: bool = True  # from a closed form, not a sample
 
 
 @contextlib.contextmanager
 def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = None):
-    """Make partitioned parameters whole inside the context. Every rank must call.
+    """Gather partitioned parameters inside the context. Every rank must call.
 
-    Parameters that ZeRO-3 has not partitioned are left alone.
+    Does nothing for parameters that ZeRO-3 has not partitioned.
 
     Args:
-        modifier_rank: whose changes every rank gets on leaving; None if nobody changes anything.
+        modifier_rank: rank whose changes are broadcast at the exit; None if there are no changes.
     """
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         import deepspeed
@@ -88,14 +88,14 @@ def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = Non
 
 
 def check_initialization(model: nn.Module, config: "PretrainedConfig") -> InitializationReport:
-    """Compare mean and deviation of every parameter with what the config implies.
+    """Compare mean and standard deviation of every parameter with the config's.
 
-    Every rank must call, before the first optimizer step, and gets the same report: problems that
-    only some ranks see name the first of them. Partitioned parameters are gathered one at a time.
+    Every rank must call, before the first optimizer step. All get the same report, which names a
+    rank for a problem that rank 0 does not have. Partitioned parameters are gathered one at a time.
     The caller raises if the report has problems.
     """
     problems: list[str] = []
-    plain = _PlainModel(config)
+    reference = _ReferenceModel(config)
     num_values = 0
     parameters = list(model.named_parameters())
     for name, parameter in parameters:
@@ -107,28 +107,30 @@ def check_initialization(model: nn.Module, config: "PretrainedConfig") -> Initia
             actual = _statistics(values)
             expected = _closed_form(config, module, path, leaf, values.numel())
             if expected is None:
-                expected = plain.statistics(name)
-            problems += _disagreements(name, actual, expected)
+                expected = reference.statistics(name)
+            problems += _differences(name, actual, expected)
             row = getattr(module, "padding_idx", None)
             if row is not None and leaf == "weight" and values[row].abs().max() > 0:
                 problems.append(f"{name}: the padding row {row} is not zero")
-    problems = _of_all_ranks(problems)
-    return InitializationReport(len(parameters), num_values, plain.num_consulted, tuple(problems))
+    problems = _merge_ranks(problems)
+    return InitializationReport(
+        len(parameters), num_values, reference.num_requested, tuple(problems)
+    )
 
 
-def _of_all_ranks(problems: list[str]) -> list[str]:
-    """Merge the ranks' problems, so that no rank goes on alone when another refuses."""
+def _merge_ranks(problems: list[str]) -> list[str]:
+    """Return the problems of all ranks, so that all ranks refuse or none does."""
     if not torch.distributed.is_initialized():
         return problems
     by_rank = gather_objects(problems)
     merged = list(by_rank[0])
-    for rank, found in enumerate(by_rank[1:], start=1):
-        merged += [f"{line} (on rank {rank})" for line in found if line not in by_rank[0]]
+    for rank, lines in enumerate(by_rank[1:], start=1):
+        merged += [f"{line} (on rank {rank})" for line in lines if line not in by_rank[0]]
     return merged
 
 
 def _statistics(values: torch.Tensor) -> Statistics:
-    """Return count, mean and deviation in float64, without a float64 copy of the whole."""
+    """Return count, mean and standard deviation, computed in float64 chunk by chunk."""
     count, total, squares, non_finite = values.numel(), 0.0, 0.0, 0
     for chunk in values.reshape(-1).split(CHUNK):
         wide = chunk.double()
@@ -146,7 +148,7 @@ def _statistics(values: torch.Tensor) -> Statistics:
 def _closed_form(
     config: "PretrainedConfig", module: nn.Module, path: str, leaf: str, count: int
 ) -> Statistics | None:
-    """Return what the config implies for one parameter of `module`, or None if it is not known."""
+    """Return the expected statistics of a parameter of `module`, or None without a closed form."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
@@ -174,46 +176,45 @@ def _closed_form(
     return None
 
 
-class _PlainModel:
-    """The same model without ZeRO, of which single blocks are initialised to be looked at."""
+class _ReferenceModel:
+    """The model without ZeRO, with single blocks initialised by transformers for comparison."""
 
     def __init__(self, config: "PretrainedConfig"):
         self._config = config
         self._model: nn.Module | None = None
-        self._known: dict[str, Statistics] = {}
-        self.num_consulted = 0
+        self._statistics: dict[str, Statistics] = {}
+        self.num_requested = 0
 
     def statistics(self, name: str) -> Statistics:
-        """Return the statistics that transformers' own initialisation gives a parameter."""
-        self.num_consulted += 1
-        if name not in self._known:
+        """Return a parameter's statistics after initialisation by transformers."""
+        self.num_requested += 1
+        if name not in self._statistics:
             self._model = self._model or meta_model(self._config)
-            self._known.update(
-                self._initialize_block(self._model, _block_around(self._model, name))
-            )
-        return self._known[name]
+            block = _block_around(self._model, name)
+            self._statistics.update(self._initialize_block(self._model, block))
+        return self._statistics[name]
 
     def _initialize_block(self, model: Any, path: str) -> dict[str, Statistics]:
         from transformers import PreTrainedModel
 
-        ancestors = [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)]
+        ancestors = [path.rsplit(".", depth)[0] for depth in range(path.count(".") + 1)]
         modules = [*(model.get_submodule(ancestor) for ancestor in ancestors), model]
         owner = next(module for module in modules if isinstance(module, PreTrainedModel))
         block = model.get_submodule(path)
         block.to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(0)  # any: only the distribution counts
+            torch.default_generator.manual_seed(0)  # any seed: only the distribution matters
             block.apply(owner._init_weights)
-        found = {
+        statistics = {
             f"{path}.{name}": dataclasses.replace(_statistics(p.detach()), exact=False)
             for name, p in block.named_parameters()
         }
         block.to("meta")
-        return found
+        return statistics
 
 
 def _block_around(model: nn.Module, name: str) -> str:
-    """Return the path of the outermost module around a parameter that is no model and no list."""
+    """Return the path of the outermost module around a parameter that is not a model or a list."""
     from transformers import PreTrainedModel
 
     parts = name.split(".")
@@ -225,25 +226,25 @@ def _block_around(model: nn.Module, name: str) -> str:
     return paths[-1]
 
 
-def _disagreements(name: str, actual: Statistics, expected: Statistics) -> list[str]:
-    """Say how the actual statistics differ from the expected ones by more than chance explains."""
+def _differences(name: str, actual: Statistics, expected: Statistics) -> list[str]:
+    """Return how the statistics differ by more than chance, one line each."""
     if actual.non_finite:
         return [f"{name}: {actual.non_finite} of {actual.count} values are not finite"]
     sigmas = NORMAL_SIGMAS if expected.exact else REINITIALIZED_SIGMAS
-    rounding = 1e-4 if expected.exact else 4e-3  # relative; bf16 has 8 bits, and 0 and 1 are exact
-    # Standard errors of the mean and of the deviation of n normal values.
+    rounding = 1e-4 if expected.exact else 4e-3  # relative; bf16 has 8 bits, but 0 and 1 are exact
+    # Standard errors of the mean and the standard deviation of n normal values.
     error = sigmas * expected.std / math.sqrt(max(actual.count, 1))
     slack = (
         rounding * (abs(expected.mean) + expected.std) * (expected.std > 0 or not expected.exact)
     )
     problems = []
-    for what, value, wanted, tolerance in (
+    for what, value, implied, tolerance in (
         ("mean", actual.mean, expected.mean, error + slack),
         ("standard deviation", actual.std, expected.std, error / math.sqrt(2) + slack),
     ):
-        if abs(value - wanted) > tolerance + 1e-7:
+        if abs(value - implied) > tolerance + 1e-7:
             problems.append(
-                f"{name}: {what} {value:.6g}, the config implies {wanted:.6g} "
+                f"{name}: {what} {value:.6g}, the config implies {implied:.6g} "
                 f"(tolerance {tolerance:.2g})"
             )
     return problems

@@ -1,10 +1,9 @@
-"""Initial weights as a function of (config, seed): the same bits whatever trains them.
+"""`InitialWeights`: initial weights as a function of (config, seed), bit-identical everywhere.
 
-Each module's `_init_weights` runs in float32 on the CPU under a seed of its own, made of the run's
-seed and the module's name, on a copy of the model that has shapes only. So the values depend
-neither on ZeRO's stage, nor on the number of ranks, nor on the device or the dtype (the cast is
-last). docs/initialization.md states the recipe in ten lines of plain PyTorch. It must not know
-about DeepSpeed: `zerolm.model` copies the values to where they are trained.
+Each module's `_init_weights` runs in float32 on the CPU with its own seed, derived from the run's
+seed and the module's name. So the values do not depend on the ZeRO stage, the number of ranks, the
+device or the dtype, to which they are cast last. docs/initialization.md has the algorithm in ten
+lines of PyTorch. Must not depend on DeepSpeed: `build_model` copies the values into the model.
 """
 
 import hashlib
@@ -22,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def module_seed(seed: int, module_name: str) -> int:
-    """Return the seed of one module's initial values, in [0, 2**32).
-
-    32 bits, because torch's CPU generator uses no more of a seed than that.
-    """
+    """Return the seed of a module's initial values; torch's CPU generator uses only 32 bits."""
     digest = hashlib.sha256(f"{seed}/{module_name}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
@@ -35,19 +31,19 @@ class InitialWeights:
 
     Attributes:
         units: lists of parameter names. The parameters of a unit are computed together, because
-            one module writes several of them, or several modules write one (GPT-2's attention
-            writes its projection's weight once more); units are independent of one another.
-            A tied weight stands under the name of its source only.
+            one module writes several of them, or several modules write the same one (GPT-2's
+            attention rewrites its projection's weight); units are independent of each other. A
+            tied weight appears only under the name of its source.
 
     Raises:
-        ConfigError: the class leaves a parameter without an initial value.
+        ConfigError: the class does not initialise a parameter.
     """
 
     def __init__(self, config: "PretrainedConfig", seed: int):
         from transformers.initialization import no_tie_weights
 
         self.seed = seed
-        # Untied, as transformers initialises: the source's own draws win, never the target's.
+        # Untied, as when transformers initialises, so that the source's values are used.
         with no_tie_weights():
             model = meta_model(config)
         self._modules = dict(model.named_modules())
@@ -57,9 +53,9 @@ class InitialWeights:
         written = set().union(*self._writes.values())
         if unwritten := [name for name in names if name not in written]:
             raise ConfigError(
-                f"model config: {type(model).__name__} says no initial value for "
-                f"{', '.join(unwritten[:3])}{', ...' if len(unwritten) > 3 else ''} "
-                f"(its _init_weights leaves them alone). Use another model_type."
+                f"model config: {type(model).__name__} does not initialise "
+                f"{', '.join(unwritten[:3])}{', ...' if len(unwritten) > 3 else ''} in its "
+                f"_init_weights. Use another model_type."
             )
         targets = set(model.all_tied_weights_keys)
         groups = _connected(self._writes)
@@ -70,19 +66,21 @@ class InitialWeights:
         return set().union(*(self._writes[name] for name in modules))
 
     def compute(self, unit: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the values of `units[unit]` by name, on the CPU, drawn in float32 and cast last.
+        """Return {name: values} of `units[unit]` on the CPU, drawn in float32, then cast.
 
-        torch's global generator is as before afterwards.
+        Does not change the state of torch's global generator.
         """
         modules = self._unit_modules[unit]
         slots = {}
-        for name in self._written_by(modules):  # tied targets too: they take their share of draws
+        for name in self._written_by(
+            modules
+        ):  # includes tied targets, which consume random numbers
             path, _, leaf = name.rpartition(".")
             parameters = self._modules[path]._parameters
             placeholder = parameters[leaf]
             assert placeholder is not None
             slots[name] = (parameters, leaf, placeholder)
-            # NaN, so that the self-check finds an element that nothing writes.
+            # NaN, so that `check_initialization` detects values that nothing writes.
             empty = torch.full(placeholder.shape, float("nan"), dtype=torch.float32, device="cpu")
             parameters[leaf] = nn.Parameter(empty, requires_grad=False)
         try:
@@ -98,7 +96,7 @@ class InitialWeights:
 
 
 def _initializers(model: "PreTrainedModel") -> dict[str, Callable[[nn.Module], None]]:
-    """Return the `_init_weights` that is in charge of each module: the nearest model's around it.
+    """Return {module name: `_init_weights` of the innermost model that contains the module}.
 
     Source: `PreTrainedModel.initialize_weights` of transformers.
     """
@@ -116,9 +114,9 @@ def _initializers(model: "PreTrainedModel") -> dict[str, Callable[[nn.Module], N
 def _find_writes(
     model: "PreTrainedModel", initializers: dict[str, Callable[[nn.Module], None]]
 ) -> dict[str, list[str]]:
-    """Return the parameters that each module's `_init_weights` writes, children before parents.
+    """Return {module: parameters that its `_init_weights` writes}, children before parents.
 
-    A tensor counts the writes to it, on the meta device too, where a write costs nothing.
+    Tensors count writes to them in `_version`, also on the meta device, where writes are free.
     """
     writes = {}
     with torch.no_grad():
@@ -133,7 +131,7 @@ def _find_writes(
 
 
 def _connected(writes: dict[str, list[str]]) -> list[list[str]]:
-    """Group the modules that share a parameter, in the order of `writes` within each group."""
+    """Group the modules that write a common parameter; within groups in the order of `writes`."""
     group_of: dict[str, list[str]] = {}  # by parameter
     for module, names in writes.items():
         merged = [module]

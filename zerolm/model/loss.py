@@ -1,4 +1,4 @@
-"""From a micro-batch to the loss of each token: one definition for training and evaluation."""
+"""The loss of each token of a micro-batch; the same definition for training and evaluation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from zerolm.model.chunked_loss import head_of
+from zerolm.model.chunked_loss import find_chunked_head
 from zerolm.model.document_mask import isolating_inputs
 
-IGNORED = -100  # the target of a position that has no loss; torch's and Hugging Face's convention
+IGNORED = -100  # target of a position without loss; the convention of torch and Hugging Face
 
 
 def token_losses(
@@ -17,30 +17,30 @@ def token_losses(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model on a micro-batch and return the loss of each token.
 
-    Sums of these, divided once by the number of targets in the GLOBAL batch, give the same loss and
-    gradient however the batch was cut into ranks and micro-batches. A mean of means does not, as
-    soon as rows differ in how many targets they have. A `ChunkedHead` gives the same losses.
+    The sum of these, divided once by the number of targets in the GLOBAL batch, gives the same loss
+    and gradient for any split into ranks and micro-batches. A mean of means does not, if rows
+    differ in their number of targets. A `ChunkedHead` gives the same losses.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one.
-        batch: `input_ids` and `targets`, (B, T) int64, targets already shifted and `IGNORED` where
-            there is no loss; with `document_ids` and `position_ids` (B, T) attention stays inside
-            each document, see `zerolm.model.document_mask`; with `position_ids` alone the rows are
-            parts of sequences, see `zerolm.distributed.ulysses`.
-        observe: is shown what the model returns.
+        batch: `input_ids` and `targets`, (B, T) int64; targets are shifted, and `IGNORED` where
+            there is no loss. With `document_ids` and `position_ids` (B, T), attention is within
+            documents only (`zerolm.model.document_mask`); with `position_ids` only, rows are slices
+            of sequences (`zerolm.distributed.ulysses`).
+        observe: called with the model's output.
 
     Returns:
-        (B, T) float32 cross-entropies, 0 where ignored; and the router's auxiliary loss, already
-        weighted, of a mixture of experts that asks for it (`output_router_logits`), else None.
+        (B, T) float32 cross-entropies, 0 where ignored; and the weighted auxiliary loss of the
+        routers if the config has `output_router_logits`, otherwise None.
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     inner = getattr(model, "module", model)
     if "document_ids" in batch:
         inputs |= isolating_inputs(batch, inner)
-    elif "position_ids" in batch:  # of a part of a sequence
+    elif "position_ids" in batch:  # slices of sequences
         inputs["position_ids"] = batch["position_ids"]
-    if head := head_of(inner):  # the logits of the micro-batch are never there as a whole
-        with head.gives_losses(batch["targets"], IGNORED):
+    if head := find_chunked_head(inner):  # never holds all logits of the micro-batch
+        with head.computing_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)
         losses = outputs.logits.squeeze(-1)
     else:
@@ -60,7 +60,7 @@ def token_losses(
 
 
 def router_coefficient(config: Any) -> float:
-    """Return the weight of the router's auxiliary loss, which DBRX keeps in a part of its own."""
+    """Return the weight of the routers' auxiliary loss; DBRX has it in a nested config."""
     if hasattr(config, "router_aux_loss_coef"):
         return config.router_aux_loss_coef
     return config.ffn_config.moe_loss_weight
@@ -69,9 +69,9 @@ def router_coefficient(config: Any) -> float:
 def sums_by_source(
     losses_BT: torch.Tensor, batch: dict[str, torch.Tensor], num_sources: int
 ) -> torch.Tensor:
-    """Return the loss sums and the target counts of each source, (2, S) float64, no gradient.
+    """Return loss sums and target counts by source, (2, S) float64, without gradient.
 
-    A matrix product and not `index_add_`, whose order of addition on a GPU changes from run to run.
+    Uses a matrix product, because `index_add_` is not deterministic on a GPU.
     """
     membership_SB = functional.one_hot(batch["sources"], num_sources).T.double()
     counted_B = (batch["targets"] != IGNORED).sum(1)

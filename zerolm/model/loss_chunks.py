@@ -1,7 +1,7 @@
-"""Whether the loss is computed in chunks of tokens, and how large they are.
+"""Decides whether the loss is computed in chunks of tokens, and the size of the chunks.
 
-Used before anything exists, by a run and by its plan alike. Standard library at import time. It
-must not know about ZeRO or devices; `chunked_head` does the work.
+Used by a run and by `launch plan` before a model exists, so it imports only the standard library at
+the top. Must not depend on ZeRO or devices. `ChunkedHead` computes the loss.
 """
 
 from functools import lru_cache
@@ -10,40 +10,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Float32 logits of a micro-batch above which the default is chunks: with their softmax and gradient
-# three times as much. Below, the memory is not worth another product with the head's weight.
+# Float32 logits of a micro-batch above which chunks are the default; with softmax and gradient they
+# take three times as much. Below, chunks do not pay for another product with the head's weight.
 LARGE_LOGIT_BYTES = 16 << 30
-CHUNK_LOGIT_BYTES = 512 << 20  # of a chunk then: 1024 tokens of a vocabulary of 128k
+CHUNK_LOGIT_BYTES = 512 << 20  # of a chunk: 1024 tokens with a vocabulary of 128k
 TRACED_TOKENS = 8
 
 
-def chunk_tokens(config: "PretrainedConfig", tokens: int, wanted: int | None) -> int:
-    """Return how many tokens of a micro-batch have their logits at a time; 0: all of them.
+def chunk_tokens(config: "PretrainedConfig", tokens: int, requested: int | None) -> int:
+    """Return the tokens of a loss chunk; 0 for a loss without chunks.
 
     Args:
         tokens: of a micro-batch.
-        wanted: of the settings; None leaves it to the size of the logits, and to the model.
+        requested: from the settings; None decides by the size of the logits and the model.
     """
-    if wanted is not None:
-        return wanted
+    if requested is not None:
+        return requested
     row = 4 * config.get_text_config().vocab_size
-    if tokens * row <= LARGE_LOGIT_BYTES or obstacle(config):
+    if tokens * row <= LARGE_LOGIT_BYTES or unsupported_reason(config):
         return 0
     return 1 << max(7, (CHUNK_LOGIT_BYTES // row).bit_length() - 1)
 
 
-def obstacle(config: "PretrainedConfig") -> str | None:
-    """Say why a model's losses cannot be computed in its output head, None if they can.
+def unsupported_reason(config: "PretrainedConfig") -> str | None:
+    """Return why a model's losses cannot be computed in its output head, or None.
 
-    What the head returns must be what the model returns as its logits, the same tensor, unchanged:
-    so a model that scales or caps logits is found by what it does, whatever its config calls that.
+    The model must return the head's output, the same tensor and unchanged, as its logits. A trace
+    tests this, so a model that scales or caps logits is detected whatever its config key is.
     """
-    kind: Any = type(config)
-    return _obstacle(config.to_json_string(), kind)
+    config_class: Any = type(config)
+    return _unsupported_reason(config.to_json_string(), config_class)
 
 
 @lru_cache(maxsize=16)
-def _obstacle(text: str, kind: Any) -> str | None:
+def _unsupported_reason(config_json: str, config_class: Any) -> str | None:
     import json
 
     import torch
@@ -54,34 +54,33 @@ def _obstacle(text: str, kind: Any) -> str | None:
     from zerolm.model.architecture import meta_model
     from zerolm.model.loss import token_losses
 
-    model = meta_model(kind.from_dict(json.loads(text)))
+    model = meta_model(config_class.from_dict(json.loads(config_json)))
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
         return f"the output head of {name} is not a linear layer"
     if hasattr(model.config, "output_router_logits"):
-        model.config.output_router_logits = False  # that loss cannot read the mask below
+        model.config.output_router_logits = False  # its loss cannot use the mask below
     chunked_loss.install(model, TRACED_TOKENS)
-    returned: list[tuple[Any, int]] = []
-    outputs: list[Any] = []
-    head = chunked_loss.head_of(model)
+    head_outputs: list[tuple[Any, int]] = []
+    model_outputs: list[tuple[Any, int]] = []
+    head = chunked_loss.find_chunked_head(model)
     assert head is not None
-    head.register_forward_hook(lambda module, words, output: returned.append(_seen(output)))
-    model.register_forward_hook(lambda module, words, output: outputs.append(_seen(output.logits)))
+    head.register_forward_hook(
+        lambda module, args, output: head_outputs.append((output, output._version))
+    )
+    model.register_forward_hook(
+        lambda module, args, output: model_outputs.append((output.logits, output.logits._version))
+    )
     ids = torch.empty((1, TRACED_TOKENS), dtype=torch.long, device="meta")
     batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
     try:
         with torch.no_grad(), fused_kernels(model, eager=False):
             token_losses(model, batch)
-    except Exception as error:  # whatever a class runs into that computes with values or shapes
-        return f"{name} cannot be traced without values ({type(error).__name__})"
-    if len(returned) != 1 or len(outputs) != 1:
-        return f"{name} does not call its output head once"
-    (given, before), (taken, after) = returned[0], outputs[0]
-    if given is not taken or before != after:
+    except Exception as error:  # of any type, if the class depends on values
+        return f"{name} cannot be traced on the meta device ({type(error).__name__})"
+    if len(head_outputs) != 1 or len(model_outputs) != 1:
+        return f"{name} does not call its output head exactly once"
+    (from_head, version), (from_model, version_after) = head_outputs[0], model_outputs[0]
+    if from_head is not from_model or version != version_after:  # changed in place
         return f"{name} changes the logits after its output head"
     return None
-
-
-def _seen(tensor: Any) -> tuple[Any, int]:
-    """Return a tensor and the count of the changes that were made to it in place."""
-    return tensor, tensor._version

@@ -1,4 +1,4 @@
-"""A model as plans know it: its config, and the shapes of its parameters. No weights.
+"""`Model`: the config of a model and the shapes of its parameters, without weights.
 
 torch and transformers are imported only inside functions. Must not depend on settings or DeepSpeed.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """A causal language model described by its config.json.
+    """A causal language model as described by its config.json.
 
     Attributes:
         path: of the config.json, for messages.
-        shapes: of every parameter by name, tied ones once.
+        shapes: {parameter name: shape}, tied ones once.
     """
 
     path: str
@@ -37,12 +37,12 @@ class Model:
         """Read a config.json.
 
         Raises:
-            ConfigError: it cannot be read, or describes no causal language model.
+            ConfigError: it cannot be read, or is not a causal language model.
         """
-        return cls.of(load_model_config(path), path)
+        return cls.from_config(load_model_config(path), path)
 
     @classmethod
-    def of(cls, config: "PretrainedConfig", path: str = "model config") -> "Model":
+    def from_config(cls, config: "PretrainedConfig", path: str = "model config") -> "Model":
         return cls(path, config, parameter_shapes(config))
 
     @cached_property
@@ -51,7 +51,7 @@ class Model:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Parameters that serve one token: all but the experts it is not routed to."""
+        """Number of parameters that serve one token, without the experts it skips."""
         return num_active_parameters(self.config, self.shapes)
 
     @property
@@ -69,12 +69,12 @@ class Model:
 
 
 def hidden_size(config: "PretrainedConfig") -> int | None:
-    """Return the model's width, the largest of several, as Hugging Face's Trainer does."""
+    """Return the hidden size, the largest of several, as Hugging Face's Trainer does."""
     text = config.get_text_config()
     size = getattr(text, "hidden_size", None)
     return size or max(getattr(text, "hidden_sizes", None) or [0]) or None
 
 
 def max_positions(config: "PretrainedConfig") -> int | None:
-    """Return the number of positions, None where the model has no such limit."""
+    """Return the maximum number of positions, or None if the model has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -74,18 +74,20 @@ def model_problems(
             f"{settings.where('gradient_checkpointing')}: selective, but with --compile the "
             f"compiler chooses what to recompute, by the same rule. Remove one of the flags."
         )
-    if settings.loss_chunk_tokens and (why := loss_chunks.obstacle(config)):
+    if settings.loss_chunk_tokens and (why := loss_chunks.unsupported_reason(config)):
         problems.append(
             f"{settings.where('loss_chunk_tokens')}: {settings.loss_chunk_tokens}, but {why} "
             f"({settings.model_config}). Remove the flag."
         )
-    if settings.compile and (why := compile.obstacle(config, device)):
+    if settings.compile and (why := compile.unsupported_reason(config, device)):
         problems.append(
             f"{settings.where('compile')}: true, but {why} ({settings.model_config}). Remove the "
             f"flag."
         )
     kernel = settings.attn_implementation
-    if settings.document_mask and (why := document_mask.obstacle(config, model_class, kernel)):
+    if settings.document_mask and (
+        why := document_mask.unsupported_reason(config, model_class, kernel)
+    ):
         problems.append(
             f"{settings.where('document_mask')}: true, {why} ({settings.model_config}). Remove the "
             f"flag, or use a model with full or sliding-window attention."

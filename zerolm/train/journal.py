@@ -155,7 +155,7 @@ class Journal:
         if not self.console.figures(row, progress.step + steps_left, seconds_left):
             self.print_rank0(run_log.console_line(row, progress.step + steps_left, seconds_left))
         if self.settings.compile:
-            notice = compile.breaks()
+            notice = compile.graph_break_notice()
             if notice is not None and notice != self.printed_breaks:
                 self.printed_breaks = notice
                 self.print_rank0(notice)

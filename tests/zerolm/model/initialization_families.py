@@ -1,4 +1,4 @@
-"""Small configs of the families whose initial weights are compared, and the reference itself."""
+"""Small configs of the tested model families, and reference initial weights."""
 
 import copy
 import hashlib
@@ -64,7 +64,7 @@ def family_config(family):
 
 
 def plain_weights(config, seed, dtype):
-    """The recipe of docs/initialization.md: torch and transformers alone."""
+    """The algorithm of docs/initialization.md, with torch and transformers only."""
     config = copy.deepcopy(config)
     config.tie_word_embeddings, tied = False, config.tie_word_embeddings
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""One rank of a world that builds every family on every ZeRO stage and says what it got.
+"""One rank that builds every family on every ZeRO stage and writes the results to a file.
 
 Usage: initialization_worker.py RESULT.json
 """
@@ -66,7 +66,7 @@ def described(model, config):
 
 
 def in_engine(model, stage, precision, **changes):
-    """The model as DeepSpeed trains it, after a forward pass."""
+    """Return the model from a DeepSpeed engine, after a forward pass."""
     saved = zerolm_model.float32_buffers(model)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -80,7 +80,7 @@ def in_engine(model, stage, precision, **changes):
 
 
 def bare_zero_init(precision):
-    """What DeepSpeed's documentation shows: weights that were never initialised."""
+    """Build a model as in DeepSpeed's documentation, with uninitialised weights."""
     config = family_config("llama")
     with deepspeed.zero.Init(config_dict_or_path=ds_config(3, precision)):
         model = AutoModelForCausalLM.from_config(config)
@@ -89,7 +89,7 @@ def bare_zero_init(precision):
 
 
 def spoiled_on_the_last_rank():
-    """What the first rank hears of a model that is wrong on the last."""
+    """Return rank 0's report on a model that is wrong on the last rank."""
     config, model = build("llama", 2, "fp32")
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         model.model.norm.weight.data.zero_()

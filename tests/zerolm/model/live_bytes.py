@@ -1,4 +1,4 @@
-"""The peak of what torch holds: every storage, from its making to its end."""
+"""`LiveBytes`: the peak of the bytes that torch holds."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators made and that are still there."""
+    """Counts the bytes of all live storages that operators have created."""
 
     def __init__(self, known):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Activations: what the meta device counts is what torch saves on the CPU."""
+"""Activation memory traced on the meta device equals what torch saves on the CPU."""
 
 import gc
 import re
@@ -14,7 +14,7 @@ from tests.zerolm.model.live_bytes import LiveBytes
 from zerolm.config.settings import SELECTIVE
 from zerolm.distributed import layout
 from zerolm.model import activation_memory
-from zerolm.model.activation_checkpointing import checkpoint_words
+from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.loss import token_losses
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
@@ -41,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def saved_bytes(config, precision, attention, checkpointing):
-    """Count the tensors that autograd saves of one sequence on the CPU, weights left out."""
+    """Count the bytes that autograd saves for one sequence on the CPU, without weights."""
     model = AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[precision], attn_implementation=attention
     )
@@ -70,7 +70,7 @@ def saved_bytes(config, precision, attention, checkpointing):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_bytes_are_those_of_torch(family, precision):
+def test_saved_bytes_equal_those_of_torch(family, precision):
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     for attention in ("sdpa", "eager"):
         traced = activation_memory.trace(config, SEQ_LEN, precision, eager=attention == "eager")
@@ -83,12 +83,10 @@ def test_saved_bytes_are_those_of_torch(family, precision):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_selective_recomputation_keeps_what_is_predicted_and_gives_the_same_gradients(
-    family, attention
-):
+def test_selective_checkpointing_saves_the_predicted_bytes_and_keeps_gradients(family, attention):
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     traced = activation_memory.trace(config, SEQ_LEN, "bf16", eager=attention == "eager")
-    assert traced.inputs < traced.kept < 0.7 * traced.layers
+    assert traced.inputs < traced.selective < 0.7 * traced.layers
     ids = torch.randint(0, VOCABULARY, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     gradients = []
     for recompute in (False, SELECTIVE):
@@ -98,7 +96,7 @@ def test_selective_recomputation_keeps_what_is_predicted_and_gives_the_same_grad
         )
         model.train().config.use_cache = False
         if recompute:
-            model.gradient_checkpointing_enable(checkpoint_words(recompute))
+            model.gradient_checkpointing_enable(checkpoint_kwargs(recompute))
         with LiveBytes([*model.parameters(), ids]) as live:
             losses, _ = token_losses(model, {"input_ids": ids, "targets": ids})
             gc.collect()
@@ -114,17 +112,15 @@ def test_selective_recomputation_keeps_what_is_predicted_and_gives_the_same_grad
 @pytest.mark.parametrize("checkpointing", [False, True, SELECTIVE])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("vocabulary", [1000, 20_000])
-def test_the_peak_of_a_micro_batch_is_that_of_its_live_tensors(
-    vocabulary, precision, checkpointing
-):
-    """Forward and backward on the CPU, every storage counted from its making to its end."""
+def test_the_predicted_peak_equals_that_of_live_tensors(vocabulary, precision, checkpointing):
+    """Forward and backward on the CPU, counting every storage while it is alive."""
     config = AutoConfig.for_model("llama", **{**SIZES, **GATED, "vocab_size": vocabulary})
     model = AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[precision], attn_implementation="sdpa"
     )
     model.train().config.use_cache = False
     if checkpointing:
-        model.gradient_checkpointing_enable(checkpoint_words(checkpointing))
+        model.gradient_checkpointing_enable(checkpoint_kwargs(checkpointing))
     for one in model.parameters():
         one.grad = torch.zeros_like(one)  # gradients are counted elsewhere
     ids = torch.randint(0, vocabulary, (1, SEQ_LEN))
@@ -138,7 +134,7 @@ def test_the_peak_of_a_micro_batch_is_that_of_its_live_tensors(
     assert abs(error) < 0.05
 
 
-def test_what_cannot_be_traced_is_estimated(monkeypatch):
+def test_a_model_that_cannot_be_traced_is_estimated(monkeypatch):
     config = AutoConfig.for_model("llama", **SIZES, **GATED)
     exact = memory.activation_bytes(config, SEQ_LEN, "bf16", False)
 
@@ -149,19 +145,22 @@ def test_what_cannot_be_traced_is_estimated(monkeypatch):
     assert memory.activation_bytes(config, SEQ_LEN, "bf16", False) == pytest.approx(exact, rel=0.3)
 
 
-def test_tracing_leaves_transformers_as_it_was():
+def test_tracing_does_not_change_transformers():
     from transformers.integrations import moe
 
     before = moe._grouped_mm
     config = AutoConfig.for_model("mixtral", **SIZES, **FAMILIES["mixtral"])
     activation_memory.trace(config, SEQ_LEN, "fp32", eager=False)
-    assert moe._grouped_mm is before and config._attn_implementation != activation_memory.FUSED
+    assert (
+        moe._grouped_mm is before
+        and config._attn_implementation != activation_memory.META_ATTENTION
+    )
 
 
 @pytest.mark.soak
-def test_saved_bytes_with_cut_matrices_are_those_of_two_ranks_of_autotp():
+def test_saved_bytes_of_sharded_matrices_equal_those_of_two_autotp_ranks():
     words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-    words += [str(free_port()), "-m", "tests.zerolm.model.cut_activations_worker"]
+    words += [str(free_port()), "-m", "tests.zerolm.model.autotp_activations_worker"]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True,
         timeout=LAUNCH_SECONDS,

@@ -1,4 +1,4 @@
-"""Compared with transformers' own models, and with the parameter counts that were published."""
+"""Compared with models of transformers and with published parameter counts."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vo
 
 @pytest.fixture
 def refusal(tmp_path):
-    """Return the problems that a config.json is refused with."""
+    """Return the problems for which a config.json is refused."""
 
     def problems(content):
         file = tmp_path / "config.json"
@@ -52,7 +52,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_shipped_configs_have_as_many_parameters_as_the_published_models(name):
+def test_shipped_configs_have_the_published_parameter_counts(name):
     config = load_model_config(ROOT / "model_configs" / f"{name}.json")
     assert num_parameters(parameter_shapes(config)) == PUBLISHED[name]
 
@@ -62,14 +62,14 @@ ACTIVE = {"mixtral-8x7b": 12.9e9, "olmoe-1b-7b": 1.3e9, "moe-1.6b": 0.64e9}
 
 
 @pytest.mark.parametrize("name", ACTIVE)
-def test_shipped_mixtures_use_the_stated_part_and_learn_to_balance_it(name):
+def test_shipped_mixtures_have_the_stated_active_parameters_and_a_balance_loss(name):
     config = load_model_config(ROOT / "model_configs" / f"{name}.json")
     shapes = parameter_shapes(config)
     assert num_active_parameters(config, shapes) == pytest.approx(ACTIVE[name], rel=0.02)
     assert config.output_router_logits and config.router_aux_loss_coef > 0
 
 
-def test_the_mixture_of_1_6_billion_has_that_many():
+def test_the_1_6b_mixture_has_1_6_billion_parameters():
     config = load_model_config(ROOT / "model_configs" / "moe-1.6b.json")
     assert num_parameters(parameter_shapes(config)) == pytest.approx(1.6e9, rel=0.02)
     sizes = (config.num_hidden_layers, config.hidden_size, config.num_local_experts)
@@ -102,7 +102,7 @@ def type_name(config):
     ],
     ids=["llama", "llama-tied", "gpt2", "mixtral"],
 )
-def test_shapes_are_those_of_the_real_model(changes):
+def test_shapes_equal_those_of_the_real_model(changes):
     small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(**small, **changes)
     model = AutoModelForCausalLM.from_config(config)
@@ -111,14 +111,14 @@ def test_shapes_are_those_of_the_real_model(changes):
     assert num_parameters(shapes) == model.num_parameters()
 
 
-def test_measuring_leaves_the_config_as_it_was():
+def test_measuring_does_not_change_the_config():
     config = AutoConfig.for_model(**LLAMA)
     before = config.to_dict()
     parameter_shapes(config)
     assert config.to_dict() == before
 
 
-def test_active_parameters_leave_out_the_experts_a_token_is_not_routed_to():
+def test_active_parameters_exclude_skipped_experts():
     config = AutoConfig.for_model("mixtral")  # Mixtral 8x7B: 46.7B, of which 12.9B serve a token
     shapes = parameter_shapes(config)
     assert num_parameters(shapes) == 46_702_792_704
@@ -153,7 +153,7 @@ def test_published_gpt2_and_neox_spellings_are_accepted(tmp_path):
         assert load_model_config(tmp_path).model_type == published["model_type"]
 
 
-def test_every_problem_is_named_at_once(refusal):
+def test_all_problems_are_reported_at_once(refusal):
     problems = refusal({**LLAMA, "hidden_sise": 64, "vocab_size": "many", "num_hidden_layers": 1.5})
     assert len(problems) == 3
     assert any("vocab_size: Field 'vocab_size' expected int, got str" in line for line in problems)
@@ -166,19 +166,19 @@ def test_every_problem_is_named_at_once(refusal):
     ("content", "complaint"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "holds list, a model config is an object"),
+        ("[]", "holds list, must be a JSON object"),
         (
             {"modeltype": "llama"},
-            'model_type: missing. Say which architecture, for example "llama"',
+            'model_type: missing. Name an architecture, for example "llama"',
         ),
         (
             {"model_type": "lama"},
-            "model_type: 'lama' is not known to this transformers. Did you mean",
+            "model_type: 'lama' is unknown to the installed transformers. Did you mean",
         ),
         ({"model_type": "t5"}, "has no causal language model"),
         ({"model_type": "bert"}, "is_decoder: false"),
         ({"model_type": "xlnet"}, "has no causal language model"),
-        ({**LLAMA, "auto_map": {"AutoModel": "model.py"}}, "auto_map: names Python code"),
+        ({**LLAMA, "auto_map": {"AutoModel": "model.py"}}, "auto_map: refers to Python code"),
         ({**LLAMA, "quantization_config": {}}, "quantization_config: LlamaConfig has no such key"),
         ({**LLAMA, "hidden_size": 65}, "not a multiple of the number of attention heads"),
         ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads, 4"),
@@ -197,7 +197,7 @@ def test_missing_file_is_refused(tmp_path):
         load_model_config(tmp_path / "nothing.json")
 
 
-def test_config_that_no_model_can_be_built_from_is_refused():
+def test_a_config_without_a_buildable_model_is_refused():
     config = AutoConfig.for_model(**LLAMA, hidden_act="sillu")
     with pytest.raises(ConfigError, match=r"a 'llama' model cannot be built .*sillu"):
         parameter_shapes(config)

@@ -1,4 +1,4 @@
-"""Which models each FlashAttention can train on which card, without such a card."""
+"""Which models each FlashAttention version can train on which GPU, tested without a GPU."""
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ def config_of(family="llama", **more):
     return AutoConfig.for_model(family, **SIZES, **more)
 
 
-def test_cards_are_those_that_the_kernels_have_a_backward_pass_for():
+def test_supported_gpus_are_those_with_a_backward_pass():
     for version, cards in {2: [8, 9, 10, 12], 3: [9], 4: [9, 10, 11, 12]}.items():
-        good = [card for card in range(7, 14) if not attention.card_obstacle(version, card)]
+        good = [card for card in range(7, 14) if not attention.gpu_problem(version, card)]
         assert set(cards) <= set(good) and 7 not in good
         assert version == 2 or good == cards
         known = FLASH_ATTENTION_COMPATIBILITY_MATRIX[version].get("cuda_min_major_version", 8)
@@ -28,14 +28,26 @@ def test_cards_are_those_that_the_kernels_have_a_backward_pass_for():
     ("version", "family", "more", "card", "complaint"),
     [
         (2, "llama", {"attention_dropout": 0.1}, HOPPER, None),
-        (3, "llama", {"attention_dropout": 0.1}, HOPPER, "no dropout, and the model has attention"),
-        (4, "gpt2", {"attn_pdrop": 0.1}, BLACKWELL, "no dropout, and the model has attn_pdrop"),
-        (2, "llama", {"head_dim": 320}, HOPPER, "at most 256"),
-        (4, "llama", {"head_dim": 60}, HOPPER, "a multiple of 8"),
+        (
+            3,
+            "llama",
+            {"attention_dropout": 0.1},
+            HOPPER,
+            "not support dropout, the model has attention",
+        ),
+        (
+            4,
+            "gpt2",
+            {"attn_pdrop": 0.1},
+            BLACKWELL,
+            "not support dropout, the model has attn_pdrop",
+        ),
+        (2, "llama", {"head_dim": 320}, HOPPER, "up to 256"),
+        (4, "llama", {"head_dim": 60}, HOPPER, "multiples of 8"),
         (4, "llama", {"head_dim": 192}, HOPPER, None),
-        (4, "llama", {"head_dim": 192}, BLACKWELL, "at most 128, or of 256"),
+        (4, "llama", {"head_dim": 192}, BLACKWELL, "up to 128, and 256, on this GPU"),
         (4, "llama", {"head_dim": 256}, BLACKWELL, None),
-        (4, "llama", {"head_dim": 256}, CONSUMER, "at most 128 on this GPU"),
+        (4, "llama", {"head_dim": 256}, CONSUMER, "up to 128 on this GPU"),
         (4, "gemma2", {"head_dim": 256}, BLACKWELL, "attn_logit_softcapping"),
         (4, "gemma2", {"head_dim": 256}, HOPPER, None),
         (4, "deepseek_v3", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, BLACKWELL, "192"),
@@ -43,16 +55,16 @@ def test_cards_are_those_that_the_kernels_have_a_backward_pass_for():
         (4, "gpt_oss", {}, HOPPER, None),
     ],
 )
-def test_what_a_kernel_would_leave_out_or_fail_at_is_refused(
+def test_models_that_a_kernel_does_not_support_are_refused(
     version, family, more, card, complaint
 ) -> None:
-    found = attention.model_obstacle(config_of(family, **more), f"flash_attention_{version}", card)
+    found = attention.model_problem(config_of(family, **more), f"flash_attention_{version}", card)
     assert (complaint is None) == (found is None), found
     assert complaint is None or complaint in found
 
 
-def test_auto_passes_over_a_kernel_that_would_leave_dropout_out(monkeypatch):
-    """A Hopper card with all three packages; without the check auto would take version 3."""
+def test_auto_skips_a_kernel_without_dropout(monkeypatch):
+    """On Hopper with all three packages auto would take version 3 without the check."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(attention, "_is_installed", lambda version: True)

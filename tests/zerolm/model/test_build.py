@@ -1,4 +1,4 @@
-"""Real worlds of 1 and 2 gloo processes, compared with plain torch and transformers."""
+"""Models built by 1 and 2 gloo processes, compared with plain torch and transformers."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def launch_worker(world_size, result):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["world1", "world2"])
 def world(request, tmp_path_factory):
-    """What the ranks of a world said of the models that they built."""
+    """The results of the ranks of a world, see `initialization_worker`."""
     result = tmp_path_factory.mktemp("world") / f"{request.param}.json"
     return launch_worker(request.param, result)
 
@@ -77,7 +77,7 @@ def reference_hashes(family, dtype):
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_initial_weights_are_those_of_plain_pytorch_bit_for_bit(world, family, precision):
+def test_initial_weights_are_bit_identical_to_plain_pytorch(world, family, precision):
     expected = reference_hashes(family, DTYPES[precision])
     for stage in (1, 2, 3):
         built = world[f"{family} zero{stage} {precision}"]
@@ -85,7 +85,7 @@ def test_initial_weights_are_those_of_plain_pytorch_bit_for_bit(world, family, p
         assert built["partitioned"] == (stage == 3)
 
 
-def test_initial_weights_stay_the_same_offloaded_and_in_the_engine(world):
+def test_offloading_and_the_engine_do_not_change_initial_weights(world):
     expected = reference_hashes("llama", torch.bfloat16)
     assert world["llama zero3 bf16 offloaded"]["sha256"] == expected
     for family in ("llama", "gpt2"):
@@ -94,14 +94,14 @@ def test_initial_weights_stay_the_same_offloaded_and_in_the_engine(world):
             assert world[f"{family} zero{stage} bf16 in engine"]["sha256"] == expected
 
 
-def test_stages_agree_on_the_first_loss_in_the_engine(world):
+def test_the_first_loss_is_equal_on_all_stages(world):
     for family in ("llama", "gpt2"):
         losses = [world[f"{family} zero{stage} bf16 in engine"]["loss"] for stage in (1, 2, 3)]
         assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fingerprint_is_one_for_all_stages_and_worlds(world, family):
+def test_the_fingerprint_is_equal_for_all_stages_and_world_sizes(world, family):
     for precision, dtype in DTYPES.items():
         config = family_config(family)
         alone = build_alone(config, dtype)
@@ -111,7 +111,7 @@ def test_fingerprint_is_one_for_all_stages_and_worlds(world, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_buffers_are_those_of_plain_transformers_also_in_the_engine(world, family):
+def test_buffers_equal_those_of_transformers_even_in_the_engine(world, family):
     for precision, dtype in DTYPES.items():
         plain = AutoModelForCausalLM.from_config(family_config(family), dtype=dtype)
         expected = {name: [str(b.dtype), sha256_of(b)] for name, b in plain.named_buffers()}
@@ -129,7 +129,7 @@ def test_rotary_tables_are_exact_in_float32_in_a_bf16_engine(world):
         assert world[key]["buffers"]["model.rotary_emb.inv_freq"] == expected, key
 
 
-def test_self_check_passes_every_family_on_every_stage(world):
+def test_the_check_passes_every_family_on_every_stage(world):
     for key, built in world.items():
         if " zero" in key and "bare" not in key:
             assert built["problems"] == [], key
@@ -137,7 +137,7 @@ def test_self_check_passes_every_family_on_every_stage(world):
             assert "\n" not in built["report"]
 
 
-def test_self_check_refuses_a_bare_zero_init(world):
+def test_the_check_refuses_a_bare_zero_init(world):
     problems = world["bare zero.Init"]["problems"]
     embedding = [
         line for line in problems if line.startswith("model.embed_tokens.weight: standard")
@@ -147,7 +147,7 @@ def test_self_check_refuses_a_bare_zero_init(world):
     assert any("q_proj" in line for line in problems)
 
 
-def test_self_check_tells_every_rank_what_one_rank_sees(world):
+def test_the_check_reports_one_ranks_problem_to_every_rank(world):
     rank = world["world size"] - 1
     problems = world["spoiled on the last rank"]
     assert problems
@@ -156,7 +156,7 @@ def test_self_check_tells_every_rank_what_one_rank_sees(world):
         assert all(line.endswith(f" (on rank {rank})") for line in problems)
 
 
-def test_building_leaves_the_random_generator_alone(world):
+def test_building_does_not_change_the_random_generator(world):
     assert world["generator untouched"] is True
 
 
@@ -178,7 +178,7 @@ def test_another_seed_gives_other_weights():
     assert len(fingerprints) == 2
 
 
-def test_fingerprint_sees_one_flipped_bit_and_two_exchanged_values():
+def test_the_fingerprint_changes_with_one_flipped_bit_or_two_swapped_values():
     model = build_alone(family_config("llama"), torch.bfloat16)
     before = build.weights_fingerprint(model)
     weight = model.lm_head.weight.data.view(-1)
@@ -191,7 +191,7 @@ def test_fingerprint_sees_one_flipped_bit_and_two_exchanged_values():
     assert build.weights_fingerprint(model) != before
 
 
-def test_training_model_has_no_cache_and_leaves_the_config_alone():
+def test_the_model_has_no_cache_and_the_config_does_not_change():
     config = family_config("llama")
     before = config.to_dict()
     model = build_alone(config, torch.bfloat16, gradient_checkpointing=True)
@@ -200,7 +200,7 @@ def test_training_model_has_no_cache_and_leaves_the_config_alone():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_gradient_checkpointing_changes_no_gradient():
+def test_gradient_checkpointing_does_not_change_gradients():
     ids = torch.arange(16).reshape(2, 8)
     gradients = []
     for checkpointing in (False, True, "selective"):
@@ -231,7 +231,7 @@ def spoil(model, name, change):
         ("mamba", "backbone.layers.1.mixer.A_log", lambda w: w.normal_(), "A_log: mean"),
     ],
 )
-def test_self_check_names_what_is_wrong(family, name, change, complaint):
+def test_the_check_names_the_wrong_parameter(family, name, change, complaint):
     config = family_config(family)
     model = build_alone(config)
     spoil(model, name, change)
@@ -242,7 +242,7 @@ def test_self_check_names_what_is_wrong(family, name, change, complaint):
     assert "wrong" in str(report)
 
 
-def test_self_check_accepts_the_weights_that_transformers_itself_draws():
+def test_the_check_accepts_weights_drawn_by_transformers():
     torch.manual_seed(0)
     for family in FAMILIES:
         config = family_config(family)
@@ -252,7 +252,7 @@ def test_self_check_accepts_the_weights_that_transformers_itself_draws():
             assert not report.problems, (family, report.problems)
 
 
-def test_auto_attention_is_the_best_that_the_class_and_the_device_have():
+def test_auto_attention_is_the_best_that_class_and_device_support():
     def choose(family):
         config = family_config(family)
         return build.choose_attention(config, "auto", "cpu", torch.bfloat16)
@@ -270,21 +270,21 @@ def test_auto_attention_is_the_best_that_the_class_and_the_device_have():
         ("mamba", "sdpa", "is not supported by MambaForCausalLM. Use eager."),
     ],
 )
-def test_attention_that_cannot_work_is_refused(family, requested, complaint):
+def test_unsupported_attention_is_refused(family, requested, complaint):
     with pytest.raises(ConfigError, match="--attn_implementation: ") as refusal:
         build.choose_attention(family_config(family), requested, "cpu", torch.bfloat16)
     assert complaint in str(refusal.value)
     assert len(refusal.value.problems) == 1
 
 
-def test_class_without_initial_values_is_refused():
+def test_a_class_that_does_not_initialise_all_parameters_is_refused():
     config = AutoConfig.for_model("openai-gpt", n_layer=1, n_embd=32, n_head=2, vocab_size=64)
-    with pytest.raises(ConfigError, match=r"no initial value for transformer\.h\.0\.attn"):
+    with pytest.raises(ConfigError, match=r"does not initialise transformer\.h\.0\.attn"):
         build_alone(config)
 
 
 @pytest.mark.parametrize("family", ["llama-tied-padded", "gpt2"])
-def test_documented_recipe_gives_the_weights(family):
+def test_the_documented_algorithm_gives_the_same_weights(family):
     text = (ROOT / "docs" / "initialization.md").read_text()
     recipe: dict = {}
     exec(text.split("```python\n")[1].split("```")[0], recipe)

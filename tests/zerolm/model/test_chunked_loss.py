@@ -1,4 +1,4 @@
-"""The head that gives losses in chunks: the losses and gradients of the plain head."""
+"""`ChunkedHead` gives the losses and gradients of the original head."""
 
 import copy
 
@@ -54,7 +54,7 @@ def losses_and_gradients(model, precision):
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_gradients_are_those_of_all_logits_at_once(family, precision) -> None:
+def test_losses_and_gradients_equal_those_without_chunks(family, precision) -> None:
     plain = model_of(family, DTYPES[precision])
     chunked = copy.deepcopy(plain)
     chunked_loss.install(chunked, 50)  # 128 tokens: the last chunk is not whole
@@ -68,7 +68,7 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(family, precision)
         assert one.dtype == other.dtype and (one - other).norm() <= tolerance * one.norm()
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_the_gradient_equals_finite_differences() -> None:
     hidden, weight, bias = (
         torch.randn(*shape, dtype=torch.float64, requires_grad=True)
         for shape in ((7, 3), (5, 3), (5,))
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_whoever_asks_for_logits_gets_those_of_the_models_own_head() -> None:
+def test_other_calls_return_the_logits_of_the_original_head() -> None:
     plain = model_of("llama")
     chunked = copy.deepcopy(plain)
     chunked_loss.install(chunked, 50)
@@ -110,7 +110,7 @@ def test_a_compiled_model_has_the_same_losses() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_the_peak_is_the_predicted_one(precision, chunk) -> None:
+def test_the_peak_memory_equals_the_prediction(precision, chunk) -> None:
     rows, length, vocabulary = 4, 128, 20_000
     model = model_of("llama", DTYPES[precision], vocab_size=vocabulary)
     config = copy.deepcopy(model.config)

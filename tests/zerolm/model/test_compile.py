@@ -1,4 +1,4 @@
-"""Blocks compiled one by one: which ones, how many graphs, and what is refused."""
+"""Compiled blocks: which blocks, how many graphs, and the refusals."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm.config.flags import parse_settings
 from zerolm.model import compile
-from zerolm.model.activation_checkpointing import checkpoint_words
+from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.preflight.model_rules import matmul_problems, model_problems
 
 SIZES = {
@@ -35,9 +35,7 @@ FAMILIES = {
     ("family", "checkpointing"),
     [*((family, False) for family in FAMILIES), ("llama", True), ("mixtral", True)],
 )
-def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(
-    family, checkpointing, monkeypatch
-):
+def test_one_graph_serves_all_blocks_and_keeps_gradients(family, checkpointing, monkeypatch):
     compiled = torch.compile
     # Its tracing and its graphs of the backward pass, without code that takes long to compile.
     monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))
@@ -45,7 +43,7 @@ def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
     if checkpointing:
-        model.gradient_checkpointing_enable(checkpoint_words(checkpointing))
+        model.gradient_checkpointing_enable(checkpoint_kwargs(checkpointing))
     ids = torch.randint(0, 64, (2, 16))
     names = [name for name, _ in model.named_parameters()]
 
@@ -62,7 +60,7 @@ def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(
     assert "3 blocks" in compile.compile_blocks(model)
     found, others = step()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert compile.breaks() is None
+    assert compile.graph_break_notice() is None
     assert [name for name, _ in model.named_parameters()] == names
     assert found == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
@@ -73,7 +71,7 @@ def test_one_graph_serves_all_blocks_and_gives_the_same_gradients(
     torch._dynamo.reset()
 
 
-def test_tf32_is_refused_where_it_would_do_nothing():
+def test_tf32_is_refused_where_it_has_no_effect():
     settings, problems = parse_settings(
         ["--float32_matmul", "high", "--deepspeed_config", "d.json"]
     )
@@ -87,7 +85,7 @@ def test_tf32_is_refused_where_it_would_do_nothing():
     assert matmul_problems(parse_settings([])[0], "bf16", "cpu") == []
 
 
-def test_what_cannot_be_compiled_is_refused_with_its_reason(monkeypatch):
+def test_models_that_cannot_be_compiled_are_refused_with_the_reason(monkeypatch):
     config = AutoConfig.for_model("llama", **SIZES, **FAMILIES["llama"])
     settings, problems = parse_settings(["--compile", "--gradient_checkpointing", "selective"])
     assert problems == []
@@ -96,6 +94,6 @@ def test_what_cannot_be_compiled_is_refused_with_its_reason(monkeypatch):
     monkeypatch.setattr(compile.shutil, "which", lambda name: None)
     settings, _ = parse_settings(["--compile"])
     (problem,) = model_problems(settings, config, "cpu")
-    assert "no C++ compiler" in problem and "--compile" in problem
+    assert "needs a C++ compiler" in problem and "--compile" in problem
     if compile.importlib.util.find_spec("triton") is None:
-        assert "triton" in str(compile.obstacle(config, "cuda"))
+        assert "triton" in str(compile.unsupported_reason(config, "cuda"))

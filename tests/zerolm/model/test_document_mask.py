@@ -1,8 +1,8 @@
-"""A document in a packed row gives the logits and gradients that it gives alone: kernels x models.
+"""A document gives the same logits and gradients in a packed row and alone: kernels x models.
 
-The reference is transformers itself: the document as the only one, without mask and positions. The
-kernels of flash attention, which need a GPU, are put into transformers' own code path as plain
-attention over the documents that they are told of.
+The reference is transformers with the document alone, without mask and positions. The kernels of
+flash attention, which need a GPU, are replaced in transformers' code path by plain attention over
+the documents whose boundaries they get.
 """
 
 from types import SimpleNamespace
@@ -17,10 +17,10 @@ from transformers.integrations import flash_attention
 from zerolm.common.errors import ConfigError
 from zerolm.data.window_stream import number_documents
 from zerolm.model.document_mask import (
-    chunks_begin_again,
+    chunks_restart_at_documents,
     isolating_inputs,
-    layer_kinds,
-    obstacle,
+    layer_types,
+    unsupported_reason,
 )
 from zerolm.train import mask_check
 
@@ -129,16 +129,16 @@ def compare(name, kernel, training=True):
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_document_is_the_same_alone_and_packed(name, kernel):
-    if name == "llama4-chunked" and not chunks_begin_again():  # transformers 5.17
+def test_a_document_gives_the_same_results_alone_and_packed(name, kernel):
+    if name == "llama4-chunked" and not chunks_restart_at_documents():  # transformers 5.17
         model = build(name, kernel)
-        assert "each document's" in obstacle(model.config, type(model), kernel)
+        assert "each document's" in unsupported_reason(model.config, type(model), kernel)
         return
     compare(name, kernel)
 
 
 def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, window_size=(-1, -1), **more):
-    """Plain attention over each document, as the varlen kernels of flash attention define it."""
+    """Plain attention over each document, with the interface of the varlen kernels."""
     assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
     assert cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q) and isinstance(max_seqlen_q, int)
     assert max_seqlen_q == int(cu_seqlens_q.diff().max()) and more["causal"]
@@ -159,7 +159,7 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, window_size=(-1
 
 @pytest.fixture
 def flash(monkeypatch):
-    """Transformers' flash attention with plain kernels; returns how often each was called."""
+    """Replace the flash attention kernels in transformers; return how often each was called."""
     calls = {"varlen": 0, "dense": 0}
 
     def ragged(*words, **more):
@@ -192,19 +192,19 @@ def flash(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama4-chunked"])
-def test_flash_attention_is_told_where_documents_end(name, flash):
+def test_flash_attention_gets_the_document_boundaries(name, flash):
     compare(name, "flash_attention_2")
     assert flash == {"varlen": SIZES["num_hidden_layers"], "dense": 0}
 
 
 @pytest.mark.parametrize("kernel", FLASH)
-def test_each_version_of_flash_attention_is_told(kernel, flash):
+def test_each_flash_attention_version_gets_the_document_boundaries(kernel, flash):
     compare("llama", kernel)
     assert flash["varlen"] and not flash["dense"]
 
 
 def test_positions_alone_do_not_isolate_rows_in_flash_attention(flash):
-    """Why the ends are passed: transformers works them out of the positions of one row alone."""
+    """Boundaries must be passed: transformers derives them from the positions of one row only."""
     model = build("llama", "flash_attention_2")
     batch, _ = packed()
     right = logits_of(model, batch)
@@ -215,8 +215,8 @@ def test_positions_alone_do_not_isolate_rows_in_flash_attention(flash):
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
-def test_without_the_mask_it_would_not_be_the_same(name, kernel, monkeypatch):
-    """The negative control: positions begin again, but tokens attend to all before them."""
+def test_without_the_mask_results_differ(name, kernel, monkeypatch):
+    """Negative control: positions restart, but tokens attend to all earlier ones."""
 
     def open_inputs(batch, model):
         ones = torch.ones_like(batch["input_ids"])  # transformers#46634
@@ -228,21 +228,21 @@ def test_without_the_mask_it_would_not_be_the_same(name, kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3-both", "gpt_neox"])
-def test_flex_attention_keeps_documents_apart_forward(name):
-    """It has no backward pass on a CPU. Not compiled, which takes a minute for each shape."""
+def test_flex_attention_separates_documents_in_the_forward_pass(name):
+    """Flex attention has no backward pass on a CPU. Compiling would take a minute per shape."""
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         compare(name, "flex_attention", training=False)
 
 
-def test_layers_of_a_window_are_told_from_full_ones():
-    assert layer_kinds(CONFIG_MAPPING["mistral"](sliding_window=None)) == {"full_attention"}
-    assert layer_kinds(CONFIG_MAPPING["mistral"](sliding_window=9)) == {"sliding_attention"}
+def test_sliding_window_layers_are_distinguished_from_full_ones():
+    assert layer_types(CONFIG_MAPPING["mistral"](sliding_window=None)) == {"full_attention"}
+    assert layer_types(CONFIG_MAPPING["mistral"](sliding_window=9)) == {"sliding_attention"}
     both = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=6)
-    assert layer_kinds(both) == {"sliding_attention", "full_attention"}
+    assert layer_types(both) == {"sliding_attention", "full_attention"}
 
 
 class ItsPlan:
-    """What the test at the start of a run asks of a plan."""
+    """The parts of a plan that the mask check needs."""
 
     def __init__(self, model, precision="fp32"):
         self.model = model
@@ -251,14 +251,14 @@ class ItsPlan:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "mixtral", "gpt2"])
-def test_a_run_begins_with_documents_that_are_kept_apart(name):
+def test_the_mask_check_passes_where_documents_are_separated(name):
     model = build(name, "sdpa")
     said = mask_check.check(model, ItsPlan(model), "cpu")
     assert said.startswith("documents are kept apart by sdpa: ") and model.training
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_whose_kernel_takes_no_notice_of_documents_is_refused(monkeypatch, precision):
+def test_the_mask_check_refuses_a_kernel_that_ignores_documents(monkeypatch, precision):
     model = build("llama", "eager")
     if precision == "bf16":
         model.bfloat16()
@@ -275,8 +275,8 @@ def test_a_run_whose_kernel_takes_no_notice_of_documents_is_refused(monkeypatch,
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_deaf_layer_of_many_is_enough_to_refuse(monkeypatch, precision):
-    """Measured by the movement without a mask, a single layer's leak is a quarter of it."""
+def test_the_mask_check_refuses_a_single_leaking_layer(monkeypatch, precision):
+    """The leak of one layer changes the losses by a quarter of the change without a mask."""
     monkeypatch.setitem(SIZES, "num_hidden_layers", 16)
     model = build("llama", "eager")
     for parameter in model.parameters():
@@ -298,14 +298,14 @@ def test_one_deaf_layer_of_many_is_enough_to_refuse(monkeypatch, precision):
         mask_check.check(model, ItsPlan(model, precision), "cpu")
 
 
-def test_a_model_in_which_nothing_moves_is_not_said_to_be_tested():
+def test_the_mask_check_reports_a_model_without_attention_as_not_tested():
     model = build("llama", "eager")
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     assert ": not tested, the model" in mask_check.check(model, ItsPlan(model), "cpu")
 
 
-def test_experts_are_given_their_tolerance_in_16_bits():
+def test_the_mask_check_has_a_larger_tolerance_for_experts_in_16_bits():
     model = build("mixtral", "sdpa").bfloat16()
     said = mask_check.check(model, ItsPlan(model, "bf16"), "cpu")
     assert said.startswith("documents are kept apart by sdpa: ") and "not tested" not in said

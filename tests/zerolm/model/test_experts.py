@@ -1,4 +1,4 @@
-"""No causal LM of transformers keeps its experts in a list, of which ZeRO-3 would gather some."""
+"""No causal LM of transformers keeps its experts in a list, which ZeRO-3 would gather in part."""
 
 import importlib.util
 import re
@@ -12,11 +12,11 @@ LIST = re.compile(
 )
 
 
-def test_experts_are_tensors_so_that_each_rank_gathers_the_same():
-    """A list of experts would need `set_z3_leaf_modules`: a rank gathers those that it calls.
+def test_no_model_keeps_its_experts_in_a_list():
+    """A list would need `set_z3_leaf_modules`: each rank gathers only the experts that it calls.
 
-    test_mixtures_of_experts.py trains ranks that call different ones. When this fails, a new model
-    of transformers needs its block among `zero_optimization.leaf_module`.
+    test_mixtures_of_experts.py trains ranks that call different experts. If this test fails, a new
+    model of transformers needs its block in `zero_optimization.leaf_module`.
     """
     models = Path(importlib.util.find_spec("transformers").origin).parent / "models"
     causal = {class_name for names in CAUSAL.values()

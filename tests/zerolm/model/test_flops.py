@@ -66,10 +66,10 @@ def make_config(family, **changes):
 
 
 def counted_flops_per_token(config, seq_len):
-    """Return what the counter sees of one training step, per token.
+    """Return the counted FLOPs per token of one training step.
 
-    Eager attention and eager experts (a loop over the experts, each with its own tokens): the
-    counter of torch 2.13 knows neither the CPU's fused attention nor grouped products.
+    Uses eager attention and eager experts (a loop over the experts), because the counter of torch
+    2.13 supports neither fused attention on a CPU nor grouped matrix products.
     """
     routed = any("experts" in name for name in parameter_shapes(config))
     experts = {"experts_implementation": "eager"} if routed else {}
@@ -81,13 +81,13 @@ def counted_flops_per_token(config, seq_len):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_formula_agrees_with_the_flop_counter(family):
+def test_the_formula_equals_the_flop_counter(family):
     config = make_config(family)
     formula = flops_per_token(config, parameter_shapes(config), seq_len=96)
     assert formula == pytest.approx(counted_flops_per_token(config, 96), rel=0.01)
 
 
-def test_window_limits_the_attention_that_is_counted():
+def test_a_window_limits_the_counted_attention():
     narrow, wide = make_config("mistral", sliding_window=32), make_config("mistral")
     shapes = parameter_shapes(wide)
     assert flops_per_token(narrow, shapes, 96) < flops_per_token(wide, shapes, 96)
@@ -96,7 +96,7 @@ def test_window_limits_the_attention_that_is_counted():
     assert saved == attention
 
 
-def test_formula_approaches_six_operations_a_parameter():
+def test_the_formula_approaches_six_flops_per_parameter():
     config = AutoConfig.for_model("llama")  # 7B, where attention and lookups are small
     shapes = parameter_shapes(config)
     assert flops_per_token(config, shapes, 1) == pytest.approx(6 * num_parameters(shapes), rel=0.03)
@@ -131,6 +131,6 @@ def test_formula_approaches_six_operations_a_parameter():
         ("AMD EPYC", "bf16", None),
     ],
 )
-def test_peaks_are_those_of_the_datasheets(device, dtype, teraflops):
+def test_peaks_equal_those_of_the_datasheets(device, dtype, teraflops):
     peak = peak_flops_per_second(device, dtype)
     assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))

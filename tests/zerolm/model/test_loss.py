@@ -14,14 +14,14 @@ def model(request) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, attn_implementation=request.param)
 
 
-def test_the_mean_of_token_losses_is_hugging_faces_loss(model) -> None:
+def test_the_mean_token_loss_equals_hugging_faces_loss(model) -> None:
     ids = torch.randint(0, 512, (3, 17))
     losses, auxiliary = token_losses(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
     assert losses.shape == (3, 16) and auxiliary is None
     torch.testing.assert_close(losses.mean(), model(input_ids=ids, labels=ids).loss)
 
 
-def test_no_token_of_another_document_moves_a_loss(model) -> None:
+def test_tokens_of_other_documents_do_not_change_losses(model) -> None:
     first, second = torch.randint(0, 512, (1, 9)), torch.randint(0, 512, (1, 7))
     packed = {
         "input_ids": torch.cat([first, second], 1),
@@ -52,7 +52,7 @@ def test_the_routers_auxiliary_loss_equals_hugging_faces() -> None:
     torch.testing.assert_close(ours, mixture(input_ids=ids, labels=ids).loss)
 
 
-def test_sums_by_source_leave_ignored_targets_out() -> None:
+def test_sums_by_source_exclude_ignored_targets() -> None:
     targets = torch.tensor([[1, IGNORED], [2, 3], [IGNORED, IGNORED]])
     losses = torch.tensor([[1.0, 0.0], [2.0, 3.0], [0.0, 0.0]])
     batch = {"targets": targets, "sources": torch.tensor([1, 0, 1])}

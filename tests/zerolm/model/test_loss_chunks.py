@@ -1,4 +1,4 @@
-"""When the loss comes in chunks: by the size of the logits, and only where the model allows it."""
+"""The loss is chunked if the logits are large and the model supports it."""
 
 import pytest
 from transformers import AutoConfig
@@ -15,24 +15,24 @@ CHANGED = ("gemma2", "cohere", "granite")  # by a cap, by a factor, by a divisor
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_models_whose_head_gives_the_logits_can(family) -> None:
-    assert loss_chunks.obstacle(AutoConfig.for_model(family, **SIZES)) is None
+def test_models_that_return_their_heads_output_support_chunks(family) -> None:
+    assert loss_chunks.unsupported_reason(AutoConfig.for_model(family, **SIZES)) is None
 
 
 @pytest.mark.parametrize("family", CHANGED)
-def test_models_that_change_the_logits_of_their_head_cannot(family) -> None:
+def test_models_that_change_the_logits_do_not_support_chunks(family) -> None:
     config = AutoConfig.for_model(family, **SIZES)
-    assert "changes the logits" in loss_chunks.obstacle(config)
+    assert "changes the logits" in loss_chunks.unsupported_reason(config)
     large = loss_chunks.LARGE_LOGIT_BYTES // 1000
     assert loss_chunks.chunk_tokens(config, large, None) == 0
 
 
-def test_a_cap_that_the_config_turns_off_is_none() -> None:
+def test_models_with_a_disabled_logit_cap_support_chunks() -> None:
     config = AutoConfig.for_model("gemma2", **SIZES, final_logit_softcapping=None)
-    assert loss_chunks.obstacle(config) is None
+    assert loss_chunks.unsupported_reason(config) is None
 
 
-def test_the_default_is_chunks_only_of_large_logits() -> None:
+def test_chunks_are_the_default_only_for_large_logits() -> None:
     config = AutoConfig.for_model("llama", **{**SIZES, "vocab_size": 128_000})
     limit = loss_chunks.LARGE_LOGIT_BYTES // (4 * 128_000)
     assert loss_chunks.chunk_tokens(config, limit, None) == 0
@@ -41,7 +41,7 @@ def test_the_default_is_chunks_only_of_large_logits() -> None:
     assert loss_chunks.chunk_tokens(config, 8, 300) == 300
 
 
-def test_asking_for_chunks_where_they_cannot_be_is_refused(tmp_path) -> None:
+def test_chunks_are_refused_for_a_model_that_does_not_support_them(tmp_path) -> None:
     file = write_json(tmp_path / "granite.json", {"model_type": "granite", **SIZES})
     words = ["--model_config", str(file), "--loss_chunk_tokens", "512"]
     settings, problems = parse_settings(words)

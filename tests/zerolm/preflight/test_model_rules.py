@@ -23,9 +23,9 @@ def layers(model_type, **more):
         (layers("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0), None),
         (layers("gpt_oss", layer_types=["full_attention"] * 2, num_local_experts=2), None),
         (layers("llama4_text", attention_chunk_size=16, num_local_experts=2), None),
-        (layers("mamba"), "a state that runs on"),
-        (layers("qwen3_next"), "a state that runs on"),
-        (layers("minimax", num_local_experts=2), "layers of linear_attention"),
+        (layers("mamba"), "carries state from one document"),
+        (layers("qwen3_next"), "carries state from one document"),
+        (layers("minimax", num_local_experts=2), "linear_attention layers"),
         (layers("bloom", n_layer=2), "no positions"),
         (layers("llama"), None),
         (layers("gpt2"), None),
@@ -46,5 +46,5 @@ def test_chunks_and_flash_attention_do_not_go_with_document_masks():
     )
     chunked = layers("llama4_text", attention_chunk_size=16, num_local_experts=2)
     (problem,) = model_problems(settings, chunked)
-    assert "flash_attention_2 knows no chunks" in problem
+    assert "flash_attention_2 does not support chunked attention" in problem
     assert model_problems(settings, layers("mistral", sliding_window=8)) == []

@@ -1,4 +1,4 @@
-"""One of two ranks with half of each matrix: prints the bytes that autograd saves of a sequence."""
+"""One of two AutoTP ranks: prints the bytes that autograd saves for a sequence."""
 
 import deepspeed
 import torch
