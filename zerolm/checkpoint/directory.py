@@ -80,14 +80,6 @@ class Checkpoint:
         """SHA-256 of the manifest, and so of the checksums of all files."""
         return self.manifest["digest"]
 
-    @property
-    def world_size(self) -> int:
-        return self.manifest["world_size"]
-
-    @property
-    def zero_stage(self) -> int:
-        return self.manifest["zero_stage"]
-
 
 @dataclass(frozen=True)
 class Retention:

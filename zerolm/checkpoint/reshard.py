@@ -110,8 +110,8 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
         # Stages 1 and 2 save masters without the padding, which is at their end.
         if master.numel() > size or master.dtype != master_dtype:
             problems.append(
-                f"{path}: masters: {master.numel()} values of {master.dtype}, this run needs at "
-                f"most {size} of {master_dtype}. Use the precision that it was written with."
+                f"{path}: masters: {master.numel()} values of {master.dtype}, must be at most "
+                f"{size} of {master_dtype}. Use the precision that it was written with."
             )
         if set(entries) != set(states[0]):
             problems.append(

@@ -71,7 +71,7 @@ class _Job:
     manifest: dict[str, Any]
     best: frozenset[str]
     files: list[tuple[Path, Any]] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)
     copy_seconds: float = 0.0
     entries: list[dict[str, Any]] | None = None
     publishing: bool = False
@@ -87,8 +87,8 @@ class _CapturingEngine:
     Loading uses the original engine.
     """
 
-    def __init__(self, original: Any, take: Callable[[Any, str], None]):
-        self._original, self._capture = original, take
+    def __init__(self, original: Any, capture: Callable[[Any, str], None]):
+        self._original, self._capture = original, capture
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -125,7 +125,7 @@ class CheckpointWriter:
         self._host_copy = HostCopy()
         self._job: _Job | None = None
         engine.checkpoint_engine = _CapturingEngine(engine.checkpoint_engine, self._capture)
-        engine._copy_recovery_script = lambda path: None  # `_other_files` does
+        engine._copy_recovery_script = lambda path: None  # `_other_files` copies zero_to_fp32.py
 
     @property
     def busy(self) -> bool:
@@ -154,7 +154,7 @@ class CheckpointWriter:
             The time that it took, in seconds.
         """
         assert self._job is None, "finish() the previous checkpoint first"
-        began = time.perf_counter()
+        started = time.perf_counter()
         name = checkpoint_name(progress.step)
         fault_point("checkpoint.begin", progress.step)
         manifest = {
@@ -189,7 +189,7 @@ class CheckpointWriter:
             job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(free)}"
         fault_point("checkpoint.snapshot", progress.step)
         self._start(self._write)
-        job.copy_seconds = time.perf_counter() - began
+        job.copy_seconds = time.perf_counter() - started
         return job.copy_seconds
 
     def _capture(self, state: Any, path: str) -> None:
@@ -264,7 +264,7 @@ class CheckpointWriter:
         job = self._job
         assert job is not None
         self._job = None
-        seconds = time.perf_counter() - job.began
+        seconds = time.perf_counter() - job.started
         name = checkpoint_name(job.progress.step)
         return Outcome(name, job.progress, error, job.copy_seconds, seconds)
 

@@ -1,11 +1,11 @@
-"""One rank of test_reshard.py: trains and saves, or loads what another world has saved.
+"""One rank of test_reshard.py: trains and saves, or loads a checkpoint of another topology.
 
     RANK=0 WORLD_SIZE=2 ... python reshard_worker.py JOBS.json
 
 Each job has a DeepSpeed config (`config`), the checkpoint's directory (`checkpoint`), and a file
-(`state`) in which rank 0 leaves the whole state of the engine, gathered by DeepSpeed's own
-`safe_get_full_*`. `do` is `save`, `reshard`, or `native`, which is DeepSpeed's own loading. A
-resharded engine takes a step more, and saves again to `again`.
+(`state`) to which rank 0 writes the complete state of the engine, gathered by DeepSpeed's
+`safe_get_full_*`. `do` is `save`, `reshard`, or `native` for DeepSpeed's own loading. A
+resharded engine saves to `again` and takes further steps.
 """
 
 import json
@@ -23,7 +23,7 @@ from zerolm.common.errors import CheckpointError
 from zerolm.distributed.process_group import release_shared_memory
 from zerolm.optim.parameter_groups import parameter_groups
 
-WORDS, WIDTH, STEPS, ROWS = 37, 9, 3, 12  # odd sizes: no part is without filling
+WORDS, WIDTH, STEPS, ROWS = 37, 9, 3, 12  # odd sizes, so that all parts have padding
 
 
 class TinyModel(nn.Module):
@@ -57,7 +57,7 @@ def new_engine(job: dict, seed: int):
 
 
 def train(engine, step: int) -> float:
-    """Take a step on a global batch that is the same for every world; return its loss."""
+    """Take a step on a global batch that is the same for any world size; return its loss."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(WORDS, (ROWS, 5), generator=generator)
     mine = tokens[engine.global_rank :: engine.world_size]
@@ -79,8 +79,8 @@ def weights(engine) -> list[list[float]]:
     )
 
 
-def whole_state(engine) -> dict:
-    """Gather everything that training goes on from. Every rank must call."""
+def full_state(engine) -> dict:
+    """Gather the complete training state. Every rank must call."""
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # DeepSpeed links them in a step
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -121,7 +121,7 @@ def run(job: dict) -> None:
             found["refused"] = str(error)
             found["untouched"] = before == weights(engine) and engine.global_steps == 0
     if "refused" not in found:
-        found |= whole_state(engine)
+        found |= full_state(engine)
     if job["do"] == "reshard" and "refused" not in found:
         engine.save_checkpoint(*os.path.split(job["again"]), save_latest=False)
     if job["do"] != "native" and "refused" not in found:

@@ -21,7 +21,7 @@ ADAMW = Profile.parse({"optimizer": {"type": "AdamW"}, "zero_optimization": {"st
 
 
 def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
-    """Write a temporary directory of two files, and return it with its manifest."""
+    """Write a temporary directory with two files; return it and its manifest."""
     temporary = run_dir / "checkpoints" / f".tmp-{checkpoint_name(step)}"
     temporary.mkdir(parents=True)
     files = []
@@ -42,7 +42,7 @@ def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
 
 
 def write(run_dir: Path, step: int, retention: Retention | None = None, **more) -> Path:
-    """Publish a checkpoint, the way the writer does."""
+    """Publish a checkpoint as the writer does."""
     final = publish(*fill(run_dir, step, more.pop("tokens", 0)))
     if retention:
         rotate(final, retention, **more)
@@ -53,7 +53,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_the_newest_is_found_and_only_the_last_stay(tmp_path) -> None:
+def test_newest_checkpoint_is_found_and_older_ones_are_removed(tmp_path) -> None:
     for step in (5, 10, 15, 20):
         write(tmp_path, step, Retention(last=2))
     assert checkpoint_directory.newest(tmp_path).progress.step == 20
@@ -62,7 +62,7 @@ def test_the_newest_is_found_and_only_the_last_stay(tmp_path) -> None:
     assert checkpoint_directory.verify_files(checkpoint_directory.newest(tmp_path)) == []
 
 
-def test_milestones_and_the_best_stay_for_good(tmp_path) -> None:
+def test_milestones_and_best_checkpoints_are_kept(tmp_path) -> None:
     for step in range(1, 13):
         best = ["step-00000002"]
         write(tmp_path, step, Retention(last=1, every_tokens=100), best=best, tokens=30 * step)
@@ -81,7 +81,7 @@ rotate(publish(temporary, manifest), Retention(last=1))
 
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("checkpoint.")])
-def test_killed_anywhere_in_a_publication_a_whole_checkpoint_is_left(tmp_path, point) -> None:
+def test_kill_at_any_point_of_publishing_leaves_a_complete_checkpoint(tmp_path, point) -> None:
     write(tmp_path, 5)
     temporary, manifest = fill(tmp_path, 10)
     killed = subprocess.run(
@@ -99,21 +99,21 @@ def test_killed_anywhere_in_a_publication_a_whole_checkpoint_is_left(tmp_path, p
     assert names(tmp_path) == ["latest", "step-00000015"]
 
 
-def test_a_directory_without_a_manifest_does_not_exist(tmp_path) -> None:
+def test_directory_without_a_manifest_is_ignored(tmp_path) -> None:
     write(tmp_path, 5)
     unfinished = write(tmp_path, 10)
     (unfinished / MANIFEST).unlink()
     assert checkpoint_directory.newest(tmp_path).progress.step == 5
 
 
-def test_a_new_run_has_no_checkpoint(tmp_path) -> None:
+def test_new_run_has_no_checkpoint(tmp_path) -> None:
     assert checkpoint_directory.newest(tmp_path) is None
     assert candidates(tmp_path) == ([], {})
     fill(tmp_path, 5)  # killed in its first save
     assert candidates(tmp_path) == ([], {})
 
 
-def test_lost_checkpoints_are_refused_and_never_step_zero(tmp_path) -> None:
+def test_run_with_lost_checkpoints_is_refused(tmp_path) -> None:
     directory = write(tmp_path, 5)
     (directory / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"no complete checkpoint is left .*step-00000005"):
@@ -126,7 +126,7 @@ def test_lost_checkpoints_are_refused_and_never_step_zero(tmp_path) -> None:
 @pytest.mark.parametrize(
     "pointer", [None, "", "step-00000099\n"], ids=["absent", "empty", "dangling"]
 )
-def test_the_pointer_does_not_decide(tmp_path, pointer) -> None:
+def test_checkpoints_are_found_whatever_the_pointer_says(tmp_path, pointer) -> None:
     path = write(tmp_path, 5).parent / "latest"
     path.unlink()
     if pointer is not None:
@@ -134,13 +134,13 @@ def test_the_pointer_does_not_decide(tmp_path, pointer) -> None:
     assert candidates(tmp_path)[0][0].progress.step == 5
 
 
-def test_every_flipped_bit_of_a_manifest_is_found(tmp_path) -> None:
+def test_any_flipped_bit_of_a_manifest_is_detected(tmp_path) -> None:
     write(tmp_path, 5)
     path = write(tmp_path, 10) / MANIFEST
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
         if chr(whole[place]).isspace():
-            continue  # the layout of JSON says nothing
+            continue  # whitespace of JSON has no meaning
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 7
         path.write_bytes(flipped)
@@ -149,7 +149,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path) -> None:
         assert str(path) in damaged[path.parent]
 
 
-def test_every_kind_of_damage_is_named(tmp_path) -> None:
+def test_each_kind_of_damage_is_reported(tmp_path) -> None:
     directory = write(tmp_path, 5)
     found = checkpoint_directory.read(directory)
     flipped = bytearray((directory / "model.pt").read_bytes())
@@ -168,7 +168,7 @@ def test_every_kind_of_damage_is_named(tmp_path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", json.dumps({"format": "other", "version": 1, "progress": {}})]
 )
-def test_a_damaged_manifest_is_refused_by_name(tmp_path, text) -> None:
+def test_error_names_a_damaged_manifest(tmp_path, text) -> None:
     directory = write(tmp_path, 5)
     (directory / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"step-00000005/MANIFEST\.json"):

@@ -1,4 +1,4 @@
-"""The arithmetic of ZeRO's cuts, against flat tensors laid out by hand."""
+"""`Partitions` against flat tensors that are padded and split as ZeRO's definition says."""
 
 import numpy as np
 import pytest
@@ -11,19 +11,19 @@ REGROUPED = [{"f": 5, "b": 12}, {"e": 2, "d": 30, "c": 1, "a": 7}]
 
 
 def values(name: str) -> np.ndarray:
-    """Distinct values for each element of each parameter, none of them zero."""
+    """Return distinct values for each element of each parameter, none of them zero."""
     return 1 + 100 * list(SIZES).index(name) + np.arange(SIZES[name])
 
 
-def laid_out(groups, world_size: int, each: bool) -> list[list[np.ndarray]]:
-    """What every rank has of every group, by the definition: pad, lay end to end, cut."""
+def parts_of_ranks(groups, world_size: int, per_parameter: bool) -> list[list[np.ndarray]]:
+    """Return each rank's part of each group, by the definition: pad, concatenate, split."""
 
     def padded(array: np.ndarray, unit: int) -> np.ndarray:
         return np.append(array, np.zeros(-len(array) % unit, array.dtype))
 
     flats = []
     for group in groups:
-        if each:
+        if per_parameter:
             parts = [np.split(padded(values(name), world_size), world_size) for name in group]
             flats.append([np.concatenate(mine) for mine in zip(*parts, strict=True)])
         else:
@@ -32,29 +32,35 @@ def laid_out(groups, world_size: int, each: bool) -> list[list[np.ndarray]]:
     return [[flat[rank] for flat in flats] for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("each", [False, True], ids=["end to end", "each"])
+@pytest.mark.parametrize("per_parameter", [False, True], ids=["stage 2", "stage 3"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 40])
-@pytest.mark.parametrize("source_each", [False, True], ids=["from end to end", "from each"])
+@pytest.mark.parametrize(
+    "source_per_parameter", [False, True], ids=["from stage 2", "from stage 3"]
+)
 @pytest.mark.parametrize("source_world_size", [1, 2, 5, 64])
-def test_copies_turn_one_cut_into_another(each, world_size, source_each, source_world_size) -> None:
-    source = Partitions(REGROUPED, source_world_size, source_each)
-    ours = Partitions(GROUPS, world_size, each)
-    there = laid_out(REGROUPED, source_world_size, source_each)
-    wanted = laid_out(GROUPS, world_size, each)
+def test_copies_convert_between_any_two_layouts(
+    per_parameter, world_size, source_per_parameter, source_world_size
+) -> None:
+    source = Partitions(REGROUPED, source_world_size, source_per_parameter)
+    ours = Partitions(GROUPS, world_size, per_parameter)
+    source_parts = parts_of_ranks(REGROUPED, source_world_size, source_per_parameter)
+    expected_parts = parts_of_ranks(GROUPS, world_size, per_parameter)
     for rank in range(world_size):
-        assert ours.sizes == [len(flat) for flat in wanted[rank]]
+        assert ours.sizes == [len(flat) for flat in expected_parts[rank]]
         filled = [np.zeros(size, np.int64) for size in ours.sizes]
         for copy in ours.copies(rank, source):
-            piece = there[copy.source_rank][copy.source_group][copy.source_offset :][: copy.length]
+            piece = source_parts[copy.source_rank][copy.source_group][copy.source_offset :][
+                : copy.length
+            ]
             place = filled[copy.group][copy.offset :][: copy.length]
             assert len(piece) == len(place) == copy.length > 0
             assert not place.any(), "a place is filled twice"
             place[:] = piece
-        for mine, expected in zip(filled, wanted[rank], strict=True):
+        for mine, expected in zip(filled, expected_parts[rank], strict=True):
             np.testing.assert_array_equal(mine, expected)
 
 
-def test_a_rank_reads_no_more_shards_than_it_needs() -> None:
+def test_rank_reads_only_the_shards_it_needs() -> None:
     source = Partitions([{"w": 64_000}], 64, per_parameter=True)
     halved = Partitions([{"w": 64_000}], 32, per_parameter=True)
     assert {copy.source_rank for copy in halved.copies(5, source)} == {10, 11}

@@ -1,4 +1,4 @@
-"""A resharded engine holds what the saved one held, in every bit, whatever the two topologies."""
+"""A resharded engine has the state of the saved one, bit by bit, for any two topologies."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ ALL = [
     for old in family
     for new in family
 ]
-# Every profile comes from another one and goes to another one.
+# Each profile is resharded from another one and to another one.
 SOME = [
     ("zero1", "zero3"),
     ("zero3", "zero1"),
@@ -81,7 +81,7 @@ SOURCE_RANKS = 2
 
 
 def run(world_size: int, jobs: list[dict], directory: Path) -> None:
-    """Run jobs one after another in one world of gloo ranks."""
+    """Run jobs one after another in one launch of gloo ranks."""
     path = directory / "jobs.json"
     path.write_text(json.dumps(jobs))
     run_workers(world_size, WORKER, path, DS_ACCELERATOR="cpu")
@@ -93,7 +93,7 @@ def tied(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Checkpoints of every profile by two ranks, tied and untied, and the state of each."""
+    """Return a directory with a checkpoint of two ranks and its state for each profile."""
     base = tmp_path_factory.mktemp("saved")
     jobs = [
         {
@@ -119,7 +119,7 @@ def saved(tmp_path_factory) -> Path:
     ],
 )
 def resharded(request, saved, tmp_path_factory) -> tuple[Path, list[tuple[str, str]]]:
-    """The states and checkpoints of engines that went on from those of other topologies."""
+    """Return a directory with states and checkpoints of resharded engines; the profile pairs."""
     base = tmp_path_factory.mktemp("resharded")
     world_size, pairs = request.param
     jobs: list[dict] = []
@@ -143,7 +143,7 @@ def resharded(request, saved, tmp_path_factory) -> tuple[Path, list[tuple[str, s
 
 
 def read(path: Path | str) -> dict:
-    return torch.load(path, weights_only=False)  # the worker's, a moment ago
+    return torch.load(path, weights_only=False)  # written by the worker
 
 
 def differences(ours: dict, theirs: dict) -> list[str]:
@@ -163,14 +163,14 @@ def held(state: dict) -> dict:
     return {key: value for key, value in state.items() if key not in LATER}
 
 
-def test_every_topology_holds_the_state_of_every_other_in_every_bit(saved, resharded) -> None:
+def test_resharded_state_is_bit_identical(saved, resharded) -> None:
     base, pairs = resharded
     for old, new in pairs:
         ours, theirs = read(base / f"{old}-{new}.state"), read(saved / f"{old}.state")
         assert not differences(held(ours), held(theirs)), f"{old} -> {new}"
 
 
-def test_training_goes_on_as_it_would_have(saved, resharded) -> None:
+def test_training_after_resharding_has_the_same_losses(saved, resharded) -> None:
     base, pairs = resharded
     for old, new in pairs:
         ours, theirs = read(base / f"{old}-{new}.state"), read(saved / f"{old}.state")
@@ -179,8 +179,8 @@ def test_training_goes_on_as_it_would_have(saved, resharded) -> None:
         assert ours["loss after"] == pytest.approx(theirs["loss after"], rel=rounding)
 
 
-def test_its_next_checkpoint_is_an_ordinary_one(resharded) -> None:
-    """DeepSpeed's own loading of it gives the same engine, and its own export the same masters."""
+def test_checkpoint_saved_after_resharding_loads_without_resharding(resharded) -> None:
+    """DeepSpeed loads the same state from it, and its `zero_to_fp32` exports the same masters."""
     base, pairs = resharded
     for old, new in pairs:
         state = read(base / f"{old}-{new}.state")
@@ -198,10 +198,10 @@ def test_its_next_checkpoint_is_an_ordinary_one(resharded) -> None:
             assert torch.equal(master, state.get(f"{parameter}: master", master)), name
 
 
-def test_states_that_cannot_be_cut_anew_are_refused_before_anything_is_touched(
+def test_states_that_cannot_be_resharded_are_refused_before_the_engine_is_modified(
     saved, tmp_path
 ) -> None:
-    """A state of whole matrices, another model, a shard too few."""
+    """A state of another shape, another model, a missing shard."""
     jobs = []
     for change in ("state", "model", "shard"):
         directory = tmp_path / change
@@ -226,9 +226,10 @@ def test_states_that_cannot_be_cut_anew_are_refused_before_anything_is_touched(
             }
         )
     run(1, jobs, tmp_path)
-    said = {change: read(tmp_path / f"{change}.state") for change in ("state", "model", "shard")}
-    assert "rank_1_mp_rank_00_optim_states.pt: state.exp_avg: (3, 5)" in said["state"]["refused"]
-    assert "model_states.pt: param_shapes: differ from this model: head" in said["model"]["refused"]
-    assert "optimizer states of ranks [0], its manifest says 2" in said["shard"]["refused"]
-    for found in said.values():
-        assert found["untouched"]
+    found = {change: read(tmp_path / f"{change}.state") for change in ("state", "model", "shard")}
+    assert "rank_1_mp_rank_00_optim_states.pt: state.exp_avg: (3, 5)" in found["state"]["refused"]
+    assert (
+        "model_states.pt: param_shapes: differ from this model: head" in found["model"]["refused"]
+    )
+    assert "optimizer states of ranks [0], but its manifest says 2" in found["shard"]["refused"]
+    assert all(state["untouched"] for state in found.values())

@@ -1,4 +1,4 @@
-"""Rollbacks on disk: the right checkpoint, the right window, and the same end after any crash."""
+"""Rollbacks on disk: the target, the skipped window, and the same result after any crash."""
 
 import json
 import shutil
@@ -51,20 +51,20 @@ def names(run_dir: Path) -> list[str]:
     ("first", "margin", "expected"),
     [(31, 0, 30), (31, 1, 20), (30, 0, 20), (30, 10, 10), (12, 50, 10), (10, 0, None)],
 )
-def test_the_checkpoint_is_older_than_the_spike_and_if_it_can_be_by_the_margin(
+def test_target_is_older_than_the_spike_and_if_possible_by_the_margin(
     run_dir, first, margin, expected
 ) -> None:
     found = rollback.target(run_dir, first, margin)
     assert (found and found.progress.step) == expected
 
 
-def test_a_checkpoint_whose_manifest_is_damaged_is_no_way_back(run_dir) -> None:
+def test_target_is_never_a_checkpoint_with_a_damaged_manifest(run_dir) -> None:
     (run_dir / "checkpoints" / "step-00000020" / "MANIFEST.json").write_text("{")
     found = rollback.target(run_dir, 25, 0)
     assert found is not None and found.progress.step == 10
 
 
-def test_the_window_goes_from_the_margin_before_the_spike_to_the_last_batch(run_dir) -> None:
+def test_skipped_window_is_from_the_margin_before_the_spike_to_the_last_batch(run_dir) -> None:
     now = Progress(step=33, position=8 * 33, spikes=3, skipped_steps=3)
     entry = rollback.plan(run_dir, now, BATCH, first_anomaly=31, margin=2, reason="x")
     assert entry is not None
@@ -74,7 +74,7 @@ def test_the_window_goes_from_the_margin_before_the_spike_to_the_last_batch(run_
     assert rollback.plan(run_dir, now, BATCH, first_anomaly=5, margin=0, reason="x") is None
 
 
-def test_a_second_window_is_counted_in_what_the_first_one_left(run_dir) -> None:
+def test_second_window_has_sequence_numbers_after_the_first(run_dir) -> None:
     now = Progress(step=33, position=8 * 33, rollbacks=1, skipped_windows=[[100, 164]])
     entry = rollback.plan(run_dir, now, BATCH, first_anomaly=32, margin=0, reason="x")
     assert entry is not None
@@ -82,7 +82,7 @@ def test_a_second_window_is_counted_in_what_the_first_one_left(run_dir) -> None:
     assert entry["skipped_windows"] == [[100, 164], [8 * 31 + 64, 8 * 33 + 64]]
 
 
-def test_a_batch_ramp_is_followed(run_dir) -> None:
+def test_skipped_window_accounts_for_a_batch_ramp(run_dir) -> None:
     ramp = BatchSchedule(8, start_sequences=2, ramp_sequences=400)
     now = Progress(step=33, position=300)
     entry = rollback.plan(run_dir, now, ramp, first_anomaly=31, margin=8, reason="x")
@@ -101,7 +101,7 @@ def recorded(run_dir: Path) -> None:
 AFTER = ["latest", "rolled-back-0001-step-00000030", "step-00000010", "step-00000020"]
 
 
-def test_what_was_gone_back_over_is_set_aside_and_never_resumed(run_dir) -> None:
+def test_rolled_back_checkpoints_are_set_aside_and_never_resumed(run_dir) -> None:
     recorded(run_dir)
     rollback.apply_recorded(run_dir)
     assert names(run_dir) == AFTER
@@ -112,7 +112,7 @@ def test_what_was_gone_back_over_is_set_aside_and_never_resumed(run_dir) -> None
     assert progress.skipped_windows == [[8 * 26, 8 * 33]]
 
 
-def test_a_crash_at_any_point_leaves_what_the_next_start_completes(run_dir, monkeypatch) -> None:
+def test_next_start_completes_a_rollback_that_crashed_at_any_point(run_dir, monkeypatch) -> None:
     add_checkpoint(run_dir, 32)
     recorded(run_dir)
     whole = run_dir.with_name(run_dir.name + "-whole")
@@ -138,7 +138,7 @@ def test_a_crash_at_any_point_leaves_what_the_next_start_completes(run_dir, monk
         assert (copy / "checkpoints" / "latest").read_text() == "step-00000020\n"
 
 
-def test_checkpoints_from_after_a_rollback_stay(run_dir) -> None:
+def test_checkpoints_from_after_a_rollback_are_kept(run_dir) -> None:
     recorded(run_dir)
     rollback.apply_recorded(run_dir)
     windows = [[8 * 26, 8 * 33]]
@@ -150,7 +150,7 @@ def test_checkpoints_from_after_a_rollback_stay(run_dir) -> None:
     assert rollback.with_rollbacks(found.progress, rollback.entries(run_dir)) == found.progress
 
 
-def test_what_an_earlier_rollback_set_aside_is_removed(run_dir) -> None:
+def test_checkpoints_set_aside_by_an_earlier_rollback_are_removed(run_dir) -> None:
     recorded(run_dir)
     rollback.apply_recorded(run_dir)
     rollback.remove_older(run_dir, 1)
@@ -159,7 +159,7 @@ def test_what_an_earlier_rollback_set_aside_is_removed(run_dir) -> None:
     assert names(run_dir) == ["latest", "step-00000010", "step-00000020"]
 
 
-def test_a_damaged_record_is_named(run_dir) -> None:
+def test_error_names_a_damaged_rollbacks_file(run_dir) -> None:
     (run_dir / "rollbacks.json").write_text("[")
     with pytest.raises(ConfigError, match=r"rollbacks\.json"):
         rollback.apply_recorded(run_dir)

@@ -27,7 +27,7 @@ def state() -> dict:
     }
 
 
-def test_the_copy_is_equal_and_does_not_change_with_its_origin() -> None:
+def test_copy_is_equal_and_independent_of_the_original() -> None:
     origin, expected = state(), state()
     copied = HostCopy().copy(origin)
     origin["flat"].fill_(-1)
@@ -46,7 +46,7 @@ def test_the_copy_is_equal_and_does_not_change_with_its_origin() -> None:
     assert first is second and first.scale == 2.0 and copied["groups"][0]["lr"] == 1e-3
 
 
-def test_the_same_memory_is_used_for_every_copy() -> None:
+def test_copies_reuse_memory() -> None:
     host_copy, origin = HostCopy(), state()
     first = host_copy.copy(origin)
     size = host_copy.size_bytes
@@ -58,7 +58,7 @@ def test_the_same_memory_is_used_for_every_copy() -> None:
     assert torch.equal(second["flat"], origin["flat"])
 
 
-def test_what_is_written_is_what_torch_reads_and_the_hash_is_that_of_the_file(tmp_path) -> None:
+def test_torch_reads_what_was_written_and_the_hash_matches_the_file(tmp_path) -> None:
     origin = {"weights": torch.randn(1000, 300), "step": 7}
     entry = write_hashed(tmp_path / "file.pt", origin, lambda: False)
     assert entry["sha256"] == sha256_file(tmp_path / "file.pt")
@@ -78,19 +78,19 @@ def limit_of_file_size(size_bytes: int):
 
 
 @pytest.mark.parametrize("size_bytes", [1_000, 500_000, 1_199_000])
-def test_an_error_of_the_disk_is_named_wherever_it_comes(tmp_path, size_bytes) -> None:
+def test_disk_error_is_raised_wherever_it_occurs(tmp_path, size_bytes) -> None:
     origin = {"first": torch.randn(1000), "second": torch.randn(300_000)}
     with limit_of_file_size(size_bytes), pytest.raises(OSError, match="File too large"):
         write_hashed(tmp_path / "file.pt", origin, lambda: False)
 
 
-def test_a_writer_can_be_cancelled_within_a_file(tmp_path) -> None:
+def test_write_can_be_cancelled_within_a_file(tmp_path) -> None:
     answers = iter([False, False, True])
     with pytest.raises(Cancelled):
         write_hashed(tmp_path / "file.pt", torch.randn(1000), lambda: next(answers, True))
 
 
-def test_a_disk_that_holds_something_else_is_noticed(tmp_path) -> None:
+def test_file_that_reads_back_differently_is_refused(tmp_path) -> None:
     entry = write_hashed(tmp_path / "file.pt", torch.zeros(1000), lambda: False)
     content = bytearray((tmp_path / "file.pt").read_bytes())
     content[700] ^= 1

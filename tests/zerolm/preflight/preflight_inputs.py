@@ -1,4 +1,4 @@
-"""Good and bad inputs of pretrain.py, and command lines of them: for the tests of preflight."""
+"""Valid and invalid inputs of pretrain.py, and command lines that use them."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def shards(directory, *, tokens=20_000, vocab_size=512, fingerprint="a", seed=0)
 
 
 def write_inputs(base: Path) -> Path:
-    """Make a directory of good and bad inputs, for all tests to read."""
+    """Write valid and invalid inputs, which all tests share."""
     shards(base / "web", seed=1)
     shards(base / "code", seed=2)
     shards(base / "val", seed=3, tokens=1000)
@@ -65,7 +65,7 @@ def write_inputs(base: Path) -> Path:
 
 
 def command(base: Path, change: str = "") -> list[str]:
-    """Return a good command line, with flags replaced or added; `-flag` leaves one out."""
+    """Return a valid command line, with flags replaced or added; `---flag` removes one."""
     words = {
         "data": ["web"],
         "model_config": ["llama.json"],
@@ -96,7 +96,7 @@ def snapshot(base: Path) -> dict[str, int]:
 
 
 def refusal(base: Path, change: str, **launcher: str) -> list[str]:
-    """Return the problems of a command, after making sure that nothing was written."""
+    """Return the problems of a refused command, after checking that it has written nothing."""
     before = snapshot(base)
     with pytest.raises(ConfigError) as caught:
         check.check(command(base, change), launcher)

@@ -1,4 +1,4 @@
-"""Bad input is refused with everything that is wrong, a line each, and nothing is written."""
+"""Invalid input is refused with one line per problem, and nothing is written."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.zerolm.preflight.preflight_inputs import command, refusal, snapshot
 from zerolm.common.errors import ConfigError
 from zerolm.preflight import check
 
-# What is wrong: (flags, what the one line must say).
+# {problem: (flags, parts of the one line that reports it)}.
 BAD = {
     "typo of a flag": ("--batch_tokns 64", ["--batch_tokns", '"--batch_tokens"']),
     "typo in the model": ("--model_config typo.json", ["typo.json", "hiden_size", "hidden_size"]),
@@ -123,12 +123,12 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(inputs, change,
         assert part in problems[0]
 
 
-def test_a_run_directory_that_cannot_be_written_is_refused(inputs):
+def test_unwritable_run_directory_is_refused(inputs):
     with pytest.raises(ConfigError, match=r"--run_dir: /proc/run, cannot write in /proc"):
         check.check([*command(inputs), "--run_dir", "/proc/run"], {})
 
 
-def test_every_problem_is_found_at_once(inputs):
+def test_all_problems_are_reported_at_once(inputs):
     change = "--data cut --deepspeed_config ds_typo.json --seq_len 128 --batch_tokens 500 --sed 1"
     problems = refusal(inputs, change)
     assert len(problems) == 5
@@ -136,17 +136,17 @@ def test_every_problem_is_found_at_once(inputs):
         assert sum(part in problem for problem in problems) == 1, (part, problems)
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_refused(inputs):
+def test_batch_that_is_not_divisible_over_ranks_is_refused(inputs):
     (problem,) = refusal(inputs, "--micro_batch_size 2", WORLD_SIZE="3")
     assert "3 rank(s) x micro-batch 2" in problem and "384 or 576" in problem
 
 
-def test_a_broken_launcher_environment_is_refused(inputs):
+def test_invalid_launcher_environment_is_refused(inputs):
     (problem,) = refusal(inputs, "", WORLD_SIZE="many")
     assert "environment: WORLD_SIZE: 'many'" in problem
 
 
-def test_the_lock_of_a_killed_build_is_refused_and_a_live_one_is_named(inputs, tmp_path):
+def test_stale_build_lock_is_refused_and_a_fresh_one_is_reported(inputs, tmp_path):
     for name, age in (("cpu_adam", 3600), ("shm_comm", 0)):
         lock = tmp_path / name / "lock"
         lock.parent.mkdir()
@@ -159,19 +159,19 @@ def test_the_lock_of_a_killed_build_is_refused_and_a_live_one_is_named(inputs, t
     assert any(f"{tmp_path}/shm_comm/lock" in notice for notice in plan.notices)
 
 
-def test_a_device_that_is_missing_is_refused(inputs):
+def test_missing_device_is_refused(inputs):
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     (problem,) = refusal(inputs, "", DS_ACCELERATOR="cuda")
     assert "environment: DS_ACCELERATOR: cuda" in problem and "Unset it" in problem
 
 
-def test_rows_without_an_index_are_refused_by_the_command_that_makes_it(inputs):
+def test_missing_packing_index_is_refused_with_the_command_that_creates_it(inputs):
     (problem,) = refusal(inputs, "--packing best_fit")
     assert "python -m data_prep pack" in problem and "--seq_len 32 needs it" in problem
 
 
-def test_fewer_hosts_than_asked_for_are_refused_by_the_real_launcher(inputs, tmp_path):
+def test_fewer_hosts_than_requested_are_refused_under_the_real_launcher(inputs, tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("localhost slots=2\n")
     before = snapshot(inputs)

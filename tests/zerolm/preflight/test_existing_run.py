@@ -1,4 +1,4 @@
-"""A run directory that holds a run: what may change, what is refused, what is carried on."""
+"""Resuming a run with changed settings: which are allowed, refused, or need --accept_changes."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, 
 from zerolm.preflight import check
 
 
-def test_a_routers_loss_ties_a_run_to_its_micro_batch_and_world_size(inputs, tmp_path):
+def test_with_a_router_loss_micro_batch_and_world_size_cannot_change(inputs, tmp_path):
     change = f"--run_dir {tmp_path} --model_config mixtral.json --micro_batch_size 2"
     write_record(tmp_path, check.check(command(inputs, change), {}))
     check.check(command(inputs, change), {})
@@ -18,7 +18,7 @@ def test_a_routers_loss_ties_a_run_to_its_micro_batch_and_world_size(inputs, tmp
     assert "world_size: 1 -> 2 (output_router_logits)" in problem
 
 
-def test_a_disk_too_small_for_one_checkpoint_is_refused_and_for_all_a_notice(inputs, tmp_path):
+def test_disk_too_small_for_one_checkpoint_is_refused_and_for_all_reported(inputs, tmp_path):
     keep = check.check(command(inputs, "--checkpoint_keep 1000000000"), {})
     assert any("its file system has" in notice for notice in keep.notices)
     assert keep.derived["checkpoint size"]
@@ -44,7 +44,7 @@ def a_run(inputs, tmp_path):
         "--val_data val",
     ],
 )
-def test_what_does_not_shape_the_curve_may_change(inputs, a_run, change):
+def test_settings_that_do_not_affect_the_curve_may_change(inputs, a_run, change):
     check.check(command(inputs, f"--run_dir {a_run} {change}".strip()), {})
 
 
@@ -59,7 +59,7 @@ def test_what_does_not_shape_the_curve_may_change(inputs, a_run, change):
         ("--deepspeed_config fp32.json", ["ds_config precision: bf16", "fp32", "clipping: 1.0"]),
     ],
 )
-def test_what_shapes_the_curve_is_refused_as_a_difference(inputs, a_run, change, parts):
+def test_changes_that_affect_the_curve_are_refused(inputs, a_run, change, parts):
     text = "\n".join(refusal(inputs, f"--run_dir {a_run} {change}"))
     for part in parts:
         assert part in text
@@ -67,7 +67,7 @@ def test_what_shapes_the_curve_is_refused_as_a_difference(inputs, a_run, change,
 
 
 @pytest.mark.parametrize("kind", ["constant", "wsd", "cosine"])
-def test_only_a_constant_schedule_may_be_made_longer(inputs, tmp_path, kind):
+def test_only_a_constant_schedule_can_be_extended(inputs, tmp_path, kind):
     change = f"--run_dir {tmp_path} --schedule {kind} --learning_rate 1e-3 --warmup_tokens 512"
     change += " --decay_tokens 5k" if kind == "wsd" else ""
     write_record(tmp_path, check.check(command(inputs, change), {}))
@@ -79,7 +79,7 @@ def test_only_a_constant_schedule_may_be_made_longer(inputs, tmp_path, kind):
         assert f"a {kind} schedule depends on it" in problem
 
 
-def test_changes_of_the_curve_are_gone_on_with_when_accepted(inputs, a_run):
+def test_changes_that_affect_the_curve_are_allowed_if_accepted(inputs, a_run):
     change = f"--run_dir {a_run} --seed 1 --seq_len 16 --data code --accept_changes"
     plan = check.check(command(inputs, change), {})
     assert plan.changed["settings.seed"] == (0, 1)
@@ -95,12 +95,14 @@ def test_changes_of_the_curve_are_gone_on_with_when_accepted(inputs, a_run):
         ("--deepspeed_config fp32.json", "precision: bf16 -> fp32 (--deepspeed_config), cannot"),
     ],
 )
-def test_what_cannot_be_carried_over_is_refused_even_when_accepted(inputs, a_run, change, part):
+def test_changes_that_invalidate_the_states_are_refused_even_if_accepted(
+    inputs, a_run, change, part
+):
     (problem,) = refusal(inputs, f"--run_dir {a_run} {change} --accept_changes")
     assert part in problem and "--accept_changes" not in problem
 
 
-def test_run_json_replays_to_the_same_plan(inputs, a_run, tmp_path_factory):
+def test_settings_from_run_json_give_the_same_plan(inputs, a_run, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("replay")
     first = check.check(command(inputs, f"--run_dir {a_run}"), {})
     words = ["--settings", str(a_run / "run.json"), "--run_dir", str(elsewhere)]

@@ -1,4 +1,4 @@
-"""Which models go with --document_mask."""
+"""Models that support --document_mask, and those that are refused."""
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -14,7 +14,7 @@ def layers(model_type, **more):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "reason"),
     [
         (layers("mistral", sliding_window=32), None),
         (layers("mistral", sliding_window=31), None),
@@ -32,15 +32,15 @@ def layers(model_type, **more):
     ],
     ids=lambda value: getattr(value, "model_type", value),
 )
-def test_document_masks_are_refused_where_a_model_has_another_mask_or_a_state(config, said):
+def test_document_masks_are_refused_for_models_with_other_masks_or_states(config, reason):
     settings, _ = parse_settings(["--document_mask", "--seq_len", "32"])
     problems = model_problems(settings, config)
-    assert len(problems) == (said is not None)
+    assert len(problems) == (reason is not None)
     for problem in problems:
-        assert "--document_mask: true" in problem and said in problem and "Remove" in problem
+        assert "--document_mask: true" in problem and reason in problem and "Remove" in problem
 
 
-def test_chunks_and_flash_attention_do_not_go_with_document_masks():
+def test_document_masks_with_chunks_and_flash_attention_are_refused():
     settings, _ = parse_settings(
         ["--document_mask", "--seq_len", "32", "--attn_implementation", "flash_attention_2"]
     )

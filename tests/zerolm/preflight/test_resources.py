@@ -1,4 +1,4 @@
-"""Room for checkpoints, shared memory and the port, against real files and sockets."""
+"""Checks of disk space, shared memory and the port, with real files and sockets."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from tests.launching import LLAMA, ROOT, command, environment, write_json, write
 from zerolm.preflight import host
 
 
-def test_a_port_that_another_process_has_is_named_with_it():
+def test_error_names_the_process_that_uses_the_port():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         problem = host.port_problem(port)
@@ -19,21 +19,21 @@ def test_a_port_that_another_process_has_is_named_with_it():
     assert host.port_problem(port) is None
 
 
-def test_room_counts_the_checkpoints_to_come(tmp_path):
-    free, wanted = host.checkpoint_room(tmp_path / "run", 100, 3)
-    assert free > 0 and wanted == 400  # three are kept, and one is written
+def test_required_space_counts_future_checkpoints(tmp_path):
+    free, required = host.checkpoint_room(tmp_path / "run", 100, 3)
+    assert free > 0 and required == 400  # three are kept, and one is written
     for step in (1, 2):
         (tmp_path / "run" / "checkpoints" / f"step-0000000{step}").mkdir(parents=True)
     assert host.checkpoint_room(tmp_path / "run", 100, 3)[1] == 200
 
 
-def test_shared_memory_is_compared_with_what_the_ranks_of_a_host_take():
+def test_too_little_shared_memory_for_the_ranks_of_a_host_is_reported():
     assert host.shared_memory_problem(1 << 30, 8) is None
     problem = host.shared_memory_problem(64 << 20, 8)  # docker's default
     assert problem is not None and "64 MiB free, 8 rank(s) need about 1 GiB" in problem
 
 
-def test_a_run_is_refused_where_its_port_is_in_use(tmp_path):
+def test_run_is_refused_if_its_port_is_in_use(tmp_path):
     words = ["--data", write_shards(tmp_path / "counting", 40), "--run_dir", tmp_path / "run"]
     words += ["--model_config", write_json(tmp_path / "model.json", LLAMA)]
     words += ["--deepspeed_config", ROOT / "ds_configs/zero2.json"]
