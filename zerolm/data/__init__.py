@@ -1,4 +1,4 @@
-"""The data of a run: its sources, their mixture, the order of sequences, and batches of them.
+"""The data of a run: its sources, their mixture, the order of sequences, and the batches.
 
 Must not depend on the model beyond the ignored target id, or on the training loop. The order is
 pure arithmetic on (seed, sources, stages, sequence number): see docs/data_order.md.

@@ -25,7 +25,7 @@ from zerolm.data.skips import SkippedRanges
 from zerolm.data.window_stream import READ_BYTES, Batch, Rows, Tokens, WindowStream
 from zerolm.shards.reader import Source
 
-MESSAGE_BYTES = 1 << 20  # size of a worker's message, whose fixed cost exceeds that of its content
+MESSAGE_BYTES = 1 << 20  # of a worker's message; smaller ones are dominated by their fixed cost
 PARENT_CHECK_SECONDS = 2.0
 
 
@@ -35,7 +35,7 @@ class TokenStream(WindowStream):
     A position is the number of sequences that all ranks together have consumed. The global batch
     that starts at position p has sequence numbers p to p + batch_schedule(p); micro-step a of rank
     r has p + (a * world_size + r) * micro_batch_size and those after it. If ranges of the order are
-    skipped, these are positions in the rest of the order.
+    skipped, these are positions in the order without them.
 
     Args:
         sources: opened shard directories.
@@ -110,8 +110,8 @@ class TokenStream(WindowStream):
 class ValidationStream(WindowStream):
     """The first windows of each source, the same on any number of ranks.
 
-    Every rank yields the same number of micro-batches. Missing rows at the end are copies of the
-    last row with the sequence id -1, and all their targets are -100.
+    Every rank yields the same number of micro-batches. The last ones are padded with copies of the
+    last row that have sequence id -1 and only targets of -100.
 
     Args:
         num_sequences: total number, split over the sources as evenly as their windows allow; fewer
@@ -195,7 +195,9 @@ class _Groups(IterableDataset):
             return
         try:
             yield from self.stream.read_groups(self.group)
-        except ZerolmError as error:  # sent as an object: torch would turn it into a traceback text
+        except (
+            ZerolmError
+        ) as error:  # sent as an object: torch would turn it into a traceback string
             yield error
 
 
@@ -262,7 +264,7 @@ def _obey_parent_only(worker: int) -> None:
     Ctrl-C and schedulers signal every process, and DeepSpeed's launcher signals a rank's children
     first. The rank then saves and stops, which fails if its workers are gone. So only a SIGTERM
     from the parent counts, with which multiprocessing stops a worker. If the parent is killed, a
-    worker would block forever on sending what it has read; torch's own watchdog misses that.
+    worker would block forever while sending a message; torch's own watchdog misses that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

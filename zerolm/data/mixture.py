@@ -3,8 +3,8 @@
 Resolved from the user's settings. Only the stages of a mixture determine the order of the data. A
 mixture does not depend on the batch, the ranks or the length of the run.
 
-With `--over_max_epochs redistribute`, a source is dropped at the sequence from which on one more of
-its windows might exceed its cap, and the others share its place. This starts a stage like any
+With `--over_max_epochs redistribute`, a source is dropped at the sequence after which one more of
+its windows might exceed its cap, and the others share its weight. This starts a stage like any
 other.
 """
 
@@ -69,7 +69,7 @@ def redistribute(
 
     In n sequences of a stage, a source with share w has fewer than n w + 1. So with n = floor(r/w)
     it has at most the r sequences that it has left, and at least r - 1. The order after the supply
-    is not decided here: a run that needs more than the supply is refused.
+    is undefined here: a run that needs more than the supply is refused.
     """
     left = {
         number: int(cap * num_windows[number]) for number, cap in enumerate(caps) if cap is not None
@@ -213,7 +213,7 @@ def _parse_stages(
         start = -(-tokens // seq_len)
         if stages and start <= stages[-1].start:
             problems.append(
-                f"{where}: {spec}, starts at or before the stage in front of it. Give stages in "
+                f"{where}: {spec}, starts at or before the previous stage. Give stages in "
                 f"ascending order of their tokens, at least one sequence apart."
             )
             continue
@@ -278,7 +278,7 @@ def _parse_caps(
             example = f"{name}=4" if equals else "4"
             problems.append(f"{where}: {spec}, must be above 0. Write for example {example}.")
         elif (source in named) if source is not None else (default is not None):
-            problems.append(f"{where}: {spec}, is the second one. Give one limit.")
+            problems.append(f"{where}: {spec}, is the second limit. Give one limit.")
         elif source is None:
             default = cap
         else:

@@ -23,7 +23,7 @@ however long the run is; a fixed quota per block would drift. The epochs of a so
 stages.
 
 `zerolm.data.permutation` has the permutation. The order is part of the identity of a run: a change
-of the golden values in tests/zerolm/data/test_order.py would make existing runs irreproducible.
+in the golden values of tests/zerolm/data/test_order.py would make existing runs irreproducible.
 docs/data_order.md is the user's guide; `zerolm.data.mixture` makes stages from the settings.
 """
 
@@ -49,9 +49,9 @@ _SLOTS_KEY, _WINDOWS_KEY, _STAGE_KEY = 1, 2, 3  # purposes of keys
 def num_windows(num_tokens: int, seq_len: int) -> int:
     """Return the number of windows of a source with `num_tokens` ids.
 
-    A window is `seq_len` + 1 ids. The next window starts `seq_len` further, on the last id of this
-    one, so each id except the first is a target exactly once. The up to `seq_len` - 1 ids after the
-    last full window are not used.
+    A window is `seq_len` + 1 ids. The next window starts `seq_len` ids later, at the last id of
+    this one, so each id except the first is a target exactly once. At most `seq_len` - 1 ids after
+    the last full window are not used.
     """
     return max(0, (num_tokens - 1) // seq_len)
 
@@ -145,7 +145,7 @@ class Order:
     def counts(self, num_sequences: int) -> np.ndarray:
         """Return how many of the first `num_sequences` sequences each source has, (S,) int64.
 
-        Free at the end of a mixing block; inside one it places the block's first sequences.
+        Cheap at the end of a mixing block; inside one, it also places the block's first sequences.
         """
         mixer = self._mixers[self.stage_of(num_sequences)]
         blocks, rest = divmod(int(num_sequences) - mixer.start, mixer.block)
@@ -220,8 +220,8 @@ class _StageMixer:
         in_last = number == self._last
         kind = in_last.astype(np.intp) if in_last.any() else 0  # one size for all is faster
         place = permute(slot.astype(np.uint64), self._sizes[kind], self._bits[kind], key)
-        # The rows of `first`, laid end to end, ascend, so one search finds every source. Of sources
-        # that start at the same place, only the last one has a quota.
+        # The concatenated rows of `first` ascend, so one search finds every source. Of sources that
+        # start at the same place, only the last one has a quota.
         edges = (first + np.arange(len(blocks))[:, None] * self.block).ravel()
         place = place.astype(np.int64)
         found = np.searchsorted(edges, row * self.block + place, side="right") - 1

@@ -1,7 +1,7 @@
 """Reads the index of best-fit packing, which lists the documents that share a row.
 
-Without packing, a row is a window of the documents laid end to end. With packing, the rows are in
-an index beside the shards, which `python -m data_prep pack` makes for one `seq_len`:
+Without packing, a row is a window of the concatenated documents. With packing, an index beside the
+shards defines the rows; `python -m data_prep pack` builds it for one `seq_len`:
 
     packing-2048.json    published last; without it the index is incomplete
     packing-2048.rows    little-endian uint64: the end of each row, counted in pieces
@@ -86,7 +86,7 @@ class Packing:
         ):
             raise ShardReadError(
                 f"{index_file(self.directory, self.seq_len)}: row {row} is not in the source's "
-                f"{self.num_tokens} tokens: the index is damaged. {_command(self)}"
+                f"{self.num_tokens} tokens: the index is damaged. {_repack_hint(self)}"
             )
         return starts, lengths
 
@@ -94,7 +94,7 @@ class Packing:
         """Read both files and compare their checksums; return a line for each damaged one."""
         files = {part: index_file(self.directory, self.seq_len, part) for part in PARTS}
         return [
-            f"{file}: is damaged: its SHA-256 differs. {_command(self)}"
+            f"{file}: is damaged: its SHA-256 differs. {_repack_hint(self)}"
             for part, file in files.items()
             if sha256_file(file) != self.manifest[part]["sha256"]
         ]
@@ -113,7 +113,7 @@ class Packing:
             object.__setattr__(self, name, value)
 
 
-def _command(packing: Packing) -> str:
+def _repack_hint(packing: Packing) -> str:
     return f"Run: python -m data_prep pack {packing.directory} --seq_len {packing.seq_len}"
 
 

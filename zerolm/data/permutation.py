@@ -2,7 +2,7 @@
 
 A Feistel network on the smallest power of two that is at least N and at least 64. Its rounds change
 the high and the low bits in turn. Results outside of [0, N) pass through it again ("cycle walking")
-until they fall inside, which keeps it a bijection. `Order` defines what is permuted. Any change of
+until they fall inside, which keeps it a bijection. `Order` decides what to permute. Any change in
 the results would make existing runs irreproducible.
 
 Sources: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions"
@@ -13,8 +13,8 @@ splitmix64, the round function.
 
 import numpy as np
 
-# Four rounds suffice in theory on large domains. On tiny ones, fewer rounds or bits than these make
-# places uneven by 20%; these make them even, for every size, as far as 100,000 keys can show.
+# Four rounds suffice in theory on large domains. On tiny ones, fewer rounds or bits than these give
+# distributions uneven by 20%; with these, 100,000 keys show no unevenness for any size.
 NUM_ROUNDS = 6
 MIN_DOMAIN_BITS = 6
 MASK_64 = (1 << 64) - 1

@@ -1,7 +1,7 @@
 """Ranges of the data order that a run skips after a rollback. Pure.
 
-A range is a pair of sequence numbers, [start, end). The position of a run counts the sequences that
-it has consumed, without the skipped ones, and remains one integer: `sequence_ids` maps positions to
+A range is a pair of sequence numbers, [start, end). The position of a run counts the sequences it
+has consumed, excluding skipped ones, and remains one integer: `sequence_ids` maps positions to
 sequence numbers. A range that is added later starts at or after the position to which the run is
 rolled back, so positions before it keep their meaning, on any number of ranks.
 """

@@ -33,9 +33,9 @@ class Sources(NamedTuple):
 
 
 def open_sources(settings: Settings, problems: list[str]) -> Sources:
-    """Open the sources of `--data` and `--val_data`; append to `problems` why others cannot be.
+    """Open the sources of `--data` and `--val_data`; append a problem for each failure.
 
-    Without any weights, sources are weighted by their tokens, to the power of
+    Without any weights, sources are weighted by their token counts to the power of
     1 / `--mixture_temperature`.
     """
     specs = _parse_data(settings, problems)

@@ -1,7 +1,6 @@
-"""Reads the token ids of windows and of packed rows from the shards of several sources.
+"""Reads the token ids of windows and packed rows from the shards of several sources.
 
-Knows where a window is and requests it ahead of its use. Independent of the order of windows and of
-batches.
+Locates windows, and prefetches them. Independent of the order of windows and of batches.
 """
 
 from collections import Counter
@@ -47,7 +46,7 @@ class WindowReader:
         self.num_windows = np.array(counts, np.int64)
         self.dtype = np.result_type(*(source.dtype for source in sources))
         self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
-        # The shards of all sources laid end to end, so that one search finds any window's shard.
+        # The shards of all sources concatenated, so that one search finds any window's shard.
         lengths = [source.num_tokens for source in sources]
         self._source_starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
         starts = zip(sources, self._source_starts, strict=True)
@@ -81,7 +80,7 @@ class WindowReader:
         return new
 
     def start_mirror(self) -> None:
-        """Start to fetch all shards in idle times, of sources whose cache has room for them."""
+        """Start to fetch all shards in idle time, for sources whose cache has room for them."""
         for source in self._sources:
             if source.is_remote:
                 source.files.start_mirror()
@@ -92,8 +91,8 @@ class WindowReader:
         Returns:
             The fetches from stores; their blocks stay in memory while these are held.
         """
-        wanting = [source.files.wants_prefetch for source in self._sources]
-        if not any(wanting):
+        wants = [source.files.wants_prefetch for source in self._sources]
+        if not any(wants):
             return []
         ranges: dict[int, list[tuple[int, int, int]]] = {}
         all_shards, starts = shards.ravel(), offsets.ravel()
@@ -101,12 +100,12 @@ class WindowReader:
         owners, numbers = self._owners[all_shards].tolist(), self._numbers[all_shards].tolist()
         ends = np.minimum(stops, sizes).tolist()
         for owner, number, start, end in zip(owners, numbers, starts.tolist(), ends, strict=True):
-            if wanting[owner]:
+            if wants[owner]:
                 ranges.setdefault(owner, []).append((number, start, end))
         for place in np.flatnonzero(stops > sizes).tolist():  # windows that cross into next shards
             source = self._sources[owners[place]]
             start = int(source.starts[numbers[place] + 1])
-            if wanting[owners[place]]:
+            if wants[owners[place]]:
                 ranges[owners[place]] += source.ranges(start, start + int((stops - sizes)[place]))
         return [
             fetch

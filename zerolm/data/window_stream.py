@@ -1,7 +1,7 @@
 """Turns windows of token ids into micro-batches, reading ahead. Independent of their order.
 
-A window is `seq_len` + 1 ids of one source: cut from all of its text, or, with packing, the
-documents of one packed row, padded with EOS ids. A subclass of `WindowStream` decides which windows
+A window is `seq_len` + 1 ids of one source: a slice of its concatenated documents or, with packing,
+the documents of one row, padded with EOS ids. A subclass of `WindowStream` decides which windows
 come in which order: `TokenStream` for training, `ValidationStream` for validation.
 
 Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
@@ -25,10 +25,10 @@ from zerolm.shards.reader import Source
 
 # Rows placed by one call of the order, which lowers the cost per row from 30 us to 0.2 us.
 PLACED_SEQUENCES = 8192
-# Read-ahead where shards are in a store. Most requests are for one block, so 512 are 32 MiB in
-# memory. The number of groups is limited so that cached ones are not looked up in vain.
+# Read-ahead for shards in a store. Most requests are for one block, so 512 take 32 MiB of memory.
+# Cached groups need no request, so their number is limited too: looking them up costs time.
 AHEAD_REQUESTS, AHEAD_GROUPS = 512, 32
-READ_BYTES = 1 << 18  # read at once in the training process: a few micro-batches, in CPU cache
+READ_BYTES = 1 << 18  # read at a time in the training process: a few micro-batches, in CPU cache
 
 Batch = dict[str, torch.Tensor]
 
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Places in the shards of micro-batches that are read at once; (C, M) int64 each."""
+    """Locations in the shards of micro-batches that are read together; (C, M) int64 each."""
 
     shards: np.ndarray
     offsets: np.ndarray
@@ -51,7 +51,7 @@ class Located(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Content of micro-batches, as read from the shards and as sent by loader workers."""
+    """Tokens of micro-batches, as read from the shards and sent by loader workers."""
 
     tokens: np.ndarray  # (C, M, T + 1), in the dtype of the shards
     sequence_ids: np.ndarray  # (C, M) int64
@@ -135,13 +135,13 @@ class WindowStream(IterableDataset):
             yield Tokens(tokens, sequence_ids, sources, self.reader.traffic())
 
     def _prefetched(self, located: Iterator[Located]) -> Iterator[Located]:
-        """Yield the same groups, requesting each a while before it is yielded."""
+        """Yield the same groups, prefetching each before it is yielded."""
         reader = self.reader
         if self.reads_all_data:
             reader.start_mirror()
         waiting: deque[tuple[Located, list[Any]]] = deque()
         num_requests = 0
-        # Disks answer at once, so the first batch does not wait until more has been requested.
+        # Local disks respond at once, so there the first batch does not wait for further requests.
         groups = AHEAD_GROUPS if reader.is_remote else 0
         for part in located:
             fetches = reader.prefetch(part.shards, part.offsets)
@@ -209,7 +209,7 @@ class WindowStream(IterableDataset):
 
 
 def _split_first(located: Iterator[Located]) -> Iterator[Located]:
-    """Yield the same groups, but the first micro-batch alone, so that it does not wait for more."""
+    """Yield the same groups, but the first micro-batch by itself, so that it is ready sooner."""
     for part in itertools.islice(located, 1):
         yield Located(*(each[:1] for each in part))
         if len(part.shards) > 1:

@@ -4,7 +4,7 @@
     tags      per slot (tag, clock), two uint64: the block in it + 1, and its last use
 
 There are no locks on slots, and nothing needs repair after a kill: a reader compares each block
-with its checksum, so a slot that is overwritten meanwhile, or that was half written when the
+with its checksum, so a slot that is overwritten during the read, or was half written when the
 machine went down, is just a miss. If there is a slot for every block, the block's number is its
 slot and nothing is ever evicted: the cache becomes a mirror. Otherwise a block may go to one of
 `WAYS` slots, and replaces the least recently used one.
@@ -65,8 +65,8 @@ def lock_cache(cache: Cache) -> FileLock:
             continue
         with _unused(other) as is_unused, contextlib.suppress(OSError):
             if is_unused:
-                # Renamed first: a process that comes meanwhile makes its own, and finds nothing
-                # that is half removed.
+                # Renamed first, so that a process that starts now creates its own cache and finds
+                # no half-removed one.
                 old = other.with_name(f"{other.name.partition('.')[0]}.old-{os.getpid()}")
                 other.rename(old)
                 shutil.rmtree(old, ignore_errors=True)
@@ -102,7 +102,7 @@ def _shared_lock(directory: Path) -> FileLock:
 
 @contextlib.contextmanager
 def _unused(directory: Path, create: bool = True) -> Iterator[bool]:
-    """Yield whether no process uses a cache, and keep others from using it meanwhile.
+    """Yield whether no process uses a cache; if so, no other can start to inside the context.
 
     Args:
         create: create the lock file if it is absent.
@@ -138,7 +138,7 @@ class BlockCache:
 
     Attributes:
         is_mirror: whether there is a slot for each block.
-        write_error: why nothing more is written: the disk is full or broken. None: it works.
+        write_error: why nothing more is written, such as a full disk; None while writing works.
 
     Raises:
         OSError: its files cannot be made.
@@ -191,7 +191,7 @@ class BlockCache:
         except OSError as error:
             self.write_error = os.strerror(error.errno or errno.EIO)
             return
-        if written != len(content):  # the first sign of a disk that fills
+        if written != len(content):  # a short write: the disk is full
             self.write_error = os.strerror(errno.ENOSPC)
             return
         if tags is not None:

@@ -1,10 +1,10 @@
-"""Divides a node's bounded cache between the sources in stores, and checks its directory.
+"""Divides a node's bounded cache among the sources in stores, and checks its directory.
 
     DIRECTORY/
       <source>-<slots>/   a `BlockCache` (blocks, tags), and the checksum files of the shards
 
-A source that fits its even share is kept completely and leaves the rest to the others. Caches that
-other runs left in the directory are removed when a run starts, unless a process uses them.
+A source that fits its even share is cached completely and leaves the rest to the others. Caches
+left in the directory by other runs are removed when a run starts, unless a process uses them.
 """
 
 import os
@@ -91,7 +91,7 @@ def _num_blocks(source: Source) -> int:
 
 
 def _overhead_bytes(source: Source) -> int:
-    """Return the disk space of a source beside its blocks: checksum files, and small files."""
+    """Return the disk space of a source besides its blocks: checksum and other small files."""
     page = 4096
     return 4 * page + sum(
         -(-shard.get("sums_size_bytes", 0) // page) * page for shard in source.manifest["shards"]
@@ -101,7 +101,7 @@ def _overhead_bytes(source: Source) -> int:
 def _directory_problems(
     settings: Settings, directory: Path, needed: int, names: Sequence[str]
 ) -> list[str]:
-    """Return why a cache cannot be in a directory: not ours, not writable, in memory, too full.
+    """Return why a directory cannot hold a cache: not private, not writable, in memory, or full.
 
     Args:
         needed: bytes of all caches of the run.

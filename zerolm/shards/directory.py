@@ -1,8 +1,7 @@
-"""A shard directory that is being written: locking it, and publishing or removing it in the end.
+"""`ShardDirectory`: locks a shard directory while it is written, then publishes or removes it.
 
-`.unfinished` marks and locks the directory until the manifest is published. Then the directory is
-either published, kept for a later command to resume, or removed with its content. Uses only the
-names of the files, not their content.
+`.unfinished` marks and locks the directory. In the end the directory is published, kept for a later
+command to resume, or removed with its content. Uses only the names of the files, not their content.
 """
 
 import os
@@ -35,7 +34,7 @@ def output_problems(directory: str | Path) -> list[str]:
     if (directory / MANIFEST).exists():
         return [
             f"{directory}: already holds token shards. Choose another directory, or remove this "
-            f"one to make them again."
+            f"one to tokenize again."
         ]
     existing = directory
     while not os.path.lexists(existing):

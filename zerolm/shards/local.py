@@ -92,16 +92,16 @@ class LocalFiles:
         return not self._stays_cached or self._num_verified != self._num_blocks
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """Make the kernel read what will be read soon, all at once and nothing else.
+        """Make the kernel read these ranges ahead of use, together and without read-ahead.
 
-        Without it, each page would be waited for separately when it is first touched, with as much
-        around it as the disk's read-ahead is set to.
+        Otherwise the process would wait for each page separately when it first touches it, and the
+        kernel would read as much around it as the disk's read-ahead setting.
 
         Args:
             ranges: (shard, first id, end) each.
 
         Returns:
-            An empty list; `RemoteFiles.prefetch` returns what keeps the blocks in memory.
+            An empty list; `RemoteFiles.prefetch` returns fetches that keep blocks in memory.
         """
         size = self.dtype.itemsize
         for number, start, stop in ranges:
@@ -176,7 +176,7 @@ class LocalFiles:
         return shard
 
     def _close_shard(self, number: int) -> None:
-        """Close a shard; a reader that uses it now keeps its map."""
+        """Close a shard; a reader that is using it keeps its map."""
         shard = self._open.pop(number, None)
         if shard is not None and shard.unverified:
             self._closed[number] = np.packbits(np.frombuffer(shard.unverified, np.uint8)).tobytes()
@@ -282,7 +282,7 @@ def _map(path: Path, size: int) -> mmap.mmap:
             os.close(descriptor)
     except (OSError, ValueError) as error:  # ValueError: the file is shorter
         raise ShardReadError(
-            f"{path}: cannot be opened with {size} bytes any more ({error}). Restore it."
+            f"{path}: can no longer be opened with {size} bytes ({error}). Restore it."
         ) from error
 
 

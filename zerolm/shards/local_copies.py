@@ -1,7 +1,7 @@
-"""Local copies of small files of stores: tokenizers, and document ends (`.idx` files).
+"""Keeps local copies of small files of stores: tokenizers, and document ends (`.idx` files).
 
-They are named by their content and compared with their SHA-256 each time, in a directory that only
-this user can write. Independent of the kind of store.
+Copies are named by their SHA-256 and verified at each use, in a directory that only this user can
+write. Independent of the kind of store.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def tokenizer_directory(
         fetch: returns the content of one of them.
 
     Raises:
-        ShardReadError: the directory cannot be made, or is not this user's alone.
+        ShardReadError: the directory cannot be created, or is not private to this user.
     """
     names = "\n".join(f"{entry['file']} {entry['sha256']}" for entry in files)
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]

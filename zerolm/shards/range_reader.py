@@ -1,7 +1,7 @@
-"""Reads objects of one directory in a store, completely or in byte ranges, with retries.
+"""`RangeReader`: reads objects in a store, completely or in byte ranges, with retries.
 
-A read is repeated with growing pauses while the store answers with errors, with too few bytes, with
-damaged content, or not at all, up to a time limit. Safe to call from several threads, and in a
+A read is retried with growing pauses while the store returns errors, too few bytes, damaged content
+or nothing, up to a time limit. Safe to call from several threads, and in a
 process that was forked from one that used it. Independent of the shard format.
 """
 
@@ -36,7 +36,7 @@ class RangeReader:
 
     Args:
         url: of the directory, without credentials.
-        retry_seconds: how long a read is repeated before it fails.
+        retry_seconds: how long a read is retried before it fails.
 
     Attributes:
         counts: `requests`, received `bytes`, and `repeated` requests of this process.

@@ -33,7 +33,7 @@ from zerolm.shards.remote_blocks import FetchThreads, PendingFetch, RemoteBlocks
 
 STARTUP_RETRY_SECONDS = 30.0  # for the first answers of a store, when a run starts
 MAX_BLOCKS = 64  # of one request: 4 MiB, most of whose time is transfer, not latency
-MIRROR_PAUSE_SECONDS = 0.05  # between two checks whether the threads are idle
+MIRROR_PAUSE_SECONDS = 0.05  # between two checks for idle threads
 
 
 class RemoteFiles:
@@ -83,7 +83,7 @@ class RemoteFiles:
         return cls(url, parse_manifest(content, url / MANIFEST))
 
     def problems(self) -> list[str]:
-        """Return the problems of the files that show without reading them all, a line each.
+        """Return the problems that show without reading all files, a line each.
 
         Lists the objects, and fetches the first and the last block. Only one process of a node
         does this.
@@ -160,7 +160,7 @@ class RemoteFiles:
     # ---- Reading
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[PendingFetch]:
-        """Start to fetch what will be read, in this order, except what is cached.
+        """Start to fetch the ids at these ranges, in this order, except cached blocks.
 
         Args:
             ranges: (shard, first id, end) each.
@@ -199,7 +199,7 @@ class RemoteFiles:
         return new, list(pending)
 
     def ids(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Return the ids at [start, stop) of a shard; waits for blocks that are not here yet.
+        """Return the ids at [start, stop) of a shard; waits for blocks being fetched.
 
         Raises:
             ShardReadError: the store does not deliver a block, or delivers it damaged.
@@ -279,7 +279,7 @@ class RemoteFiles:
         threading.Thread(target=fill, daemon=True, name="mirror").start()
 
     def _fill_mirror(self, blocks: RemoteBlocks, lock: FileLock) -> None:
-        with lock, contextlib.suppress(ShardReadError):  # raised again by whoever needs the block
+        with lock, contextlib.suppress(ShardReadError):  # raised again when the block is read
             for number, shard in enumerate(self.manifest["shards"]):
                 count = num_blocks(shard["size_bytes"])
                 for first in range(0, count, MAX_BLOCKS):
@@ -293,7 +293,7 @@ class RemoteFiles:
 
 
 def _json_problem(content: bytes) -> str | None:
-    """Return why a manifest, whose size is not known, must be incomplete; None if it is JSON."""
+    """Return why a manifest of unknown size must be incomplete; None if it is JSON."""
     try:
         json.loads(content)
     except ValueError as error:

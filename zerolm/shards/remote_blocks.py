@@ -1,7 +1,7 @@
 """Fetches the blocks of one source from a store, verifies them, and caches them on the node.
 
-This is the state of one process; `RemoteFiles` turns blocks into ids. The threads that fetch blocks
-in the background are here too.
+Holds the state of one process; `RemoteFiles` turns blocks into ids. `FetchThreads` fetches blocks
+in the background.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class RemoteBlocks:
             try:
                 self._cache_lock = lock_cache(cache)
                 self._cached = BlockCache(cache.directory, self.first_keys[-1], cache.num_slots)
-            except OSError as error:  # the disk has filled since the run started
+            except OSError as error:  # the disk has become full since the run started
                 self.cache = None
                 print(f"note: {cache.directory}: cannot be used as a cache ({error}); blocks of "
                       f"{reader.url} are fetched each time they are read", flush=True)  # fmt: skip
@@ -65,11 +65,11 @@ class RemoteBlocks:
         return bool(self._unverified)
 
     def key(self, number: int, block: int) -> int:
-        """Return a block's number in the whole source."""
+        """Return a block's number in the source."""
         return self.first_keys[number] + block
 
     def is_cached(self, number: int, block: int) -> bool:
-        """Return whether a block is probably in the cache, as far as that is quick to tell."""
+        """Return whether a block is probably in the cache; reads it only if that is necessary."""
         key = self.key(number, block)
         if self._cached is None or not self._cached.has(key):
             return False
@@ -263,7 +263,7 @@ class FetchThreads:
         return self._queue.empty() and not self._working
 
     def submit(self, fetch: PendingFetch) -> None:
-        """Queue a fetch; it is dropped if nobody holds a reference to it when its turn comes."""
+        """Queue a fetch; it is dropped if nothing references it when its turn comes."""
         if not self._started:
             self._started = True
             for _ in range(NUM_THREADS):

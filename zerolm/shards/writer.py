@@ -1,8 +1,8 @@
-"""Writes token shards: documents in, a shard directory out (format: docs/formats.md).
+"""`ShardWriter`: writes documents to a shard directory (format: docs/formats.md).
 
 Every file is written under a temporary name, synced and renamed, and the manifest comes last, so a
 killed writer leaves nothing that could be mistaken for data. It leaves `.unfinished`, which tells
-the next writer that the files there may be removed.
+the next writer that the other files may be removed.
 """
 
 import hashlib

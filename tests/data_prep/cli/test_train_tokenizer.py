@@ -15,13 +15,13 @@ def test_whole_numbers_may_be_written_in_any_form(text):
 
 
 @pytest.mark.parametrize("text", ["", "x", "nan", "inf", "1.5", "0", "101"])
-def test_what_is_no_whole_number_in_the_limits_is_refused(text):
+def test_numbers_outside_the_limits_or_not_whole_are_refused(text):
     problems = Problems()
     problems.number("n", text, 1, 100)
     assert problems.lines == [f"--n {text}: is not a whole number from 1 to 100."]
 
 
-def test_train_tokenizer_writes_what_transformers_loads(tmp_path):
+def test_train_tokenizer_writes_a_tokenizer_that_transformers_loads(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [*TEXTS, ""])
     command = ("train-tokenizer", "--input", tmp_path / "a.jsonl", "--output", tmp_path / "t")
     result = data_prep(*command, "--vocab_size", 290)
@@ -33,7 +33,7 @@ def test_train_tokenizer_writes_what_transformers_loads(tmp_path):
     assert again.returncode == 2 and "is not empty" in again.stderr
 
 
-def test_train_tokenizer_says_when_the_vocabulary_stays_smaller(tmp_path):
+def test_train_tokenizer_reports_a_vocabulary_smaller_than_requested(tmp_path):
     (tmp_path / "a.txt").write_text("ab ab")
     result = data_prep(
         *("train-tokenizer", "--input", tmp_path / "a.txt", "--output", tmp_path / "t"),
@@ -46,7 +46,7 @@ def test_train_tokenizer_says_when_the_vocabulary_stays_smaller(tmp_path):
     ("content", "named"),
     [(b'{"text": "a"}\nx\n', ":2: not valid JSON"), (b'{"text": ""}\n', "no documents to train")],
 )
-def test_train_tokenizer_refuses_what_it_cannot_read(tmp_path, content, named):
+def test_train_tokenizer_refuses_unreadable_input(tmp_path, content, named):
     (tmp_path / "a.jsonl").write_bytes(content)
     result = data_prep(
         *("train-tokenizer", "--input", tmp_path / "a.jsonl", "--output", tmp_path / "t"),

@@ -216,7 +216,7 @@ def test_dedup_and_decontaminate_run_in_sequence_as_commands(hellaswag, corpus, 
     assert again.returncode == 0 and "decontaminate.scan" not in again.stderr
 
 
-def test_every_mistake_is_reported_and_nothing_written(tmp_path):
+def test_every_problem_is_reported_and_nothing_is_written(tmp_path):
     (tmp_path / "set.jsonl").write_text('{"question": "x"}\nno json\n')
     (tmp_path / "set.bin").write_text("")
     result = data_prep(

@@ -64,7 +64,7 @@ def source(texts, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("threshold", [0.8, 0.6])
-def test_the_same_documents_are_kept_as_by_brute_force(source, texts, pairs, tmp_path, threshold):
+def test_kept_documents_equal_those_of_brute_force(source, texts, pairs, tmp_path, threshold):
     manifest, kept, duplicates = run(source, tmp_path / "out", threshold=threshold)
     expected = expected_kept(texts, pairs, threshold)
     assert [record["id"] for record in kept] == [f"d{number}" for number in sorted(expected)]
@@ -93,7 +93,7 @@ def test_only_exact_copies_are_dropped_without_near_duplicates(source, texts, tm
     assert all(key(texts[int(n["id"][1:])]) == key(texts[int(n["kept"][1:])]) for n in duplicates)
 
 
-def test_files_memory_and_workers_make_no_difference(source, texts, tmp_path):
+def test_results_do_not_depend_on_files_memory_or_workers(source, texts, tmp_path):
     _, kept, duplicates = run(source, tmp_path / "one")
     other = write_stage(tmp_path / "clean", texts, 90)
     _, again, notes = run(other, tmp_path / "two", workers=2, memory_bytes=1 << 20)
@@ -189,7 +189,7 @@ def test_signatures_agree_as_often_as_documents_are_similar(texts):
     assert max(map(abs, errors)) < 0.2
 
 
-def test_all_mistakes_of_a_recipe_are_reported():
+def test_all_problems_of_dedup_options_are_reported():
     wrong = {"treshold": 0.8, "shingle_words": 2.5, "exact": 3, "near": 1}
     with pytest.raises(ConfigError) as caught:
         parse_options(DedupOptions, wrong, "r.json: dedup")

@@ -148,7 +148,7 @@ def test_large_input_that_cannot_be_split_is_deduplicated_in_bounded_files(
     assert main([*words, str(tmp_path / "refused")]) == 2
 
 
-def test_a_document_that_filters_empty_is_dropped_with_its_text(tmp_path):
+def test_a_document_emptied_by_filters_is_dropped_with_its_text(tmp_path):
     pytest.importorskip("datatrove")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "no end of a line", "k": 1}) + "\n")
     inputs, _ = find_inputs([str(tmp_path / "a.jsonl")], "text")

@@ -6,7 +6,7 @@ pytest.importorskip("datatrove")
 pytest.importorskip("spacy")
 
 
-def test_every_mistake_in_filters_is_named_at_once():
+def test_every_problem_with_filters_is_reported_at_once():
     wrong = [
         {"filter": "gopher_qualty"},
         {"filter": "gopher_quality", "min_doc_word": 3},

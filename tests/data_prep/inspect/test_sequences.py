@@ -35,7 +35,7 @@ def all_ids(shards) -> np.ndarray:
     return np.concatenate([np.fromfile(shards / each["file"], "<u2") for each in files])
 
 
-def test_windows_are_cut_every_seq_len_tokens_and_name_their_documents(shards):
+def test_windows_start_every_seq_len_tokens_and_name_their_documents(shards):
     """Each window and document against plain slices of all ids."""
     source, ids = open_source(shards), all_ids(shards)
     assert len(source.manifest["shards"]) > 2
@@ -139,7 +139,7 @@ def test_windows_that_do_not_exist_are_refused(shards, words, named):
     assert result.returncode == 2 and named in result.stderr and "Traceback" not in result.stderr
 
 
-def test_verify_ends_with_2_on_any_damage(shards, tmp_path):
+def test_verify_exits_with_2_on_any_damage(shards, tmp_path):
     assert data_prep("verify", shards).stdout.startswith(f"{shards}: complete. 7 documents, ")
     data = bytearray((shards / "shard-00001.bin").read_bytes())
     data[0] ^= 1

@@ -164,7 +164,7 @@ def test_a_tokenizer_and_packing_are_stages_of_a_recipe(recipe, capsys):
         recipe.write_text(whole)
 
 
-def test_a_recipe_means_the_same_from_every_directory(recipe, monkeypatch, capsys):
+def test_a_recipe_does_not_depend_on_the_working_directory(recipe, monkeypatch, capsys):
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     monkeypatch.chdir(recipe.parent / "raw")
     assert main(["run", "../recipe.json", "--check"]) == 0

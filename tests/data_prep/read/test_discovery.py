@@ -81,7 +81,7 @@ def test_every_format_gives_all_documents_in_order(tmp_path, write, chunk_bytes,
     assert read([path], chunk_bytes=chunk_bytes, unit_bytes=unit_bytes) == TEXTS
 
 
-def test_a_hub_data_set_is_streamed_and_resumed(tmp_path):
+def test_a_hub_dataset_is_streamed_and_resumed(tmp_path):
     """`datasets` opens a local folder of data files in the same way as a hub repository."""
     write_parquet(tmp_path / "train")
     hub = HubDataset(str(tmp_path), None, "train")
@@ -147,7 +147,7 @@ def test_a_truncated_compressed_file_is_refused_with_its_line(tmp_path, write):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
-def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, suffix):
+def test_a_file_whose_content_contradicts_its_suffix_is_refused(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(b"This is text, not anything compressed." * 9)
     with pytest.raises(ConfigError, match=f"a{suffix}"):

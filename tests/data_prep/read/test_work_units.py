@@ -173,7 +173,7 @@ def test_a_damaged_row_group_does_not_affect_the_others(tmp_path):
         list(read_batches(inputs, plan_units(inputs)[0], InputRules(), Tally()))
 
 
-def test_damage_of_parquet_is_reported(tmp_path):
+def test_damaged_parquet_is_reported(tmp_path):
     """Bytes are changed anywhere in a file with checksums; undamaged row groups are read."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": GOOD}), path, row_group_size=50, write_page_checksum=True)

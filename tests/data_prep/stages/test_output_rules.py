@@ -61,7 +61,7 @@ def test_dropped_documents_are_only_written_to_a_new_directory(directory, corpus
 
 
 @pytest.mark.parametrize("name", ["clean", "dedup", "decontaminate"])
-def test_a_full_disk_gives_one_line_and_leaves_no_file(name, corpus):
+def test_a_full_disk_prints_one_line_and_leaves_no_file(name, corpus):
     """A limit on the size of files makes the kernel fail the write in the same way."""
     texts = ["two " + random.Random(n).randbytes(40000).hex() for n in range(50)]
     write_jsonl(corpus / "a.jsonl", texts)

@@ -122,7 +122,7 @@ def test_a_refusal_on_a_slurm_node_is_reported_locally(tmp_path, slurm, capfd):
 
 
 @pytest.mark.parametrize("end", ["interrupt", "refused"])
-def test_no_array_outlives_the_command(tmp_path, slurm, monkeypatch, end):
+def test_no_slurm_array_outlives_the_command(tmp_path, slurm, monkeypatch, end):
     """datatrove itself keeps only the last of several arrays."""
     monkeypatch.setenv("LOSE", "0 1 2")  # nothing runs
     if end == "interrupt":
@@ -159,7 +159,7 @@ def corpus(tmp_path) -> Path:
     return tmp_path
 
 
-def test_two_processes_that_run_one_task_make_the_same_shards(
+def test_two_processes_that_run_the_same_task_write_the_same_shards(
     corpus, slurm, monkeypatch, tokenizer_directory
 ):
     """Slurm may restart a task before its first process has ended."""
@@ -186,7 +186,7 @@ def test_ray_runs_every_task_and_then_only_missing_ones(corpus, tmp_path, tokeni
         ray.shutdown()
 
 
-def test_all_wrong_options_are_refused_at_once(monkeypatch, tmp_path):
+def test_all_invalid_options_are_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     options = {"slurm": {"partion": "x", "qos": 3}, "rayy": {}}
     with pytest.raises(ConfigError) as refused:

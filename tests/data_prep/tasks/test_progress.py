@@ -57,7 +57,7 @@ def test_a_terminal_has_a_bar_and_pipes_have_the_summary(tmp_path, tokenizer_dir
     assert b"7 documents" in result.stdout and b"\r" not in result.stdout
 
 
-def test_the_watcher_adds_up_tasks_and_names_the_slowest(tmp_path, monkeypatch, capsys):
+def test_the_watcher_sums_tasks_and_names_the_slowest(tmp_path, monkeypatch, capsys):
     """Two tasks are done after 2 seconds; one has been running for 100 seconds."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     for task in range(2):

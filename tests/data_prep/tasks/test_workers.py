@@ -69,7 +69,7 @@ def test_results_are_in_the_order_of_the_items(started):
     assert children_left() == []
 
 
-def test_nothing_is_read_far_ahead():
+def test_the_number_of_items_in_flight_is_bounded():
     """A slow consumer, or one slow item, does not let results pile up."""
     read = 0
 
@@ -103,7 +103,7 @@ def test_a_worker_that_cannot_start_ends_the_map():
         list(ordered_map(unable, range(50), 2))
 
 
-def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(started):
+def test_a_worker_killed_in_the_middle_of_a_message_is_detected(started):
     """The others must not wait for its pipe, nor the parent for the rest of the message."""
 
     def items():
@@ -117,7 +117,7 @@ def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(started):
     assert children_left() == []
 
 
-def test_leaving_early_ends_the_workers():
+def test_an_abandoned_map_ends_its_workers():
     results = ordered_map(squarer, range(1000), 2)
     next(results)
     results.close()

@@ -111,7 +111,7 @@ def test_the_held_out_split_depends_on_the_text_only(tmp_path, tokenizer_directo
     assert all(sides["shuffled"].count(text) == 2 for text in set(sides["shuffled"]))
 
 
-def test_any_text_survives_the_way_through_the_shards(tokenizer_directory):
+def test_any_text_survives_the_round_trip_through_shards(tokenizer_directory):
     """Byte-level BPE: decoding a document's ids gives its text, for any Unicode."""
     decode = load_decoder(tokenizer_directory)
     encoder = load_encoder(tokenizer_directory)

@@ -150,7 +150,7 @@ def test_killed_commands_resume_to_the_same_bytes(uninterrupted):
     assert not (output / "parts").exists() and not (output / ".unfinished").exists()
 
 
-def test_damaged_parts_and_changed_inputs_are_made_again(uninterrupted):
+def test_damaged_parts_and_changed_inputs_are_encoded_again(uninterrupted):
     directory = uninterrupted
     output = directory / "damaged"
     process = start(directory, "damaged", 1)

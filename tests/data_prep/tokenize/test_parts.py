@@ -124,7 +124,7 @@ def test_a_stopped_assembly_leaves_no_partial_shard(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "record", "other"])
-def test_parts_after_a_damaged_one_are_made_again(tmp_path, damage):
+def test_parts_after_a_damaged_one_are_encoded_again(tmp_path, damage):
     documents = [np.full(5, number, "<u2") for number in range(9)]
     write_parts(tmp_path, documents, [3, 6])
     before = read_parts(tmp_path, "f")

@@ -118,7 +118,7 @@ def test_an_output_that_cannot_be_published_is_reported_with_the_one_that_was(
     assert not (tmp_path / "train" / "manifest.json").exists()
 
 
-def test_a_full_disk_is_an_error_of_one_line(tmp_path, tokenizer_directory):
+def test_a_full_disk_prints_one_line(tmp_path, tokenizer_directory):
     """Simulated by a limit on file sizes, which makes the kernel fail the write in the same way."""
     limit = (tokenizer_directory / "tokenizer.json").stat().st_size
     write_jsonl(tmp_path / "a.jsonl", TEXTS * (limit // 10))

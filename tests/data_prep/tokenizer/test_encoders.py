@@ -54,7 +54,7 @@ def lists(encoded) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_every_backend_that_supports_a_tokenizer_gives_the_ids_of_the_library(copies, name):
+def test_every_backend_that_supports_a_tokenizer_gives_the_ids_of_the_reference(copies, name):
     documents = [*texts(), *ODD[:5]]
     right = library_ids(copies[name], documents)
     assert lists(load_encoder(copies[name]).encode(documents)) == right
@@ -70,7 +70,7 @@ def test_every_backend_that_supports_a_tokenizer_gives_the_ids_of_the_library(co
         assert [piece.tolist() for piece in np.split(ids, ends[:-1])] == expected, backend
 
 
-def test_documents_outside_the_proven_code_points_are_encoded_by_the_library(copies):
+def test_documents_outside_the_proven_code_points_are_encoded_by_the_reference(copies):
     rng = random.Random(1)
     choice = EncoderChoice("fastokens", "tokenizers", "x", proven=((0, 128), (0xC0, 0x180)))
     encoder = load_encoder(copies["llama3"], choice)
@@ -147,7 +147,7 @@ def test_a_backend_that_is_not_equal_is_not_chosen(copies, monkeypatch):
         choose_backend(copies["gpt2"], "gigatok")
 
 
-def test_without_the_optional_packages_the_library_encodes(copies, monkeypatch):
+def test_without_the_optional_packages_the_reference_encodes(copies, monkeypatch):
     monkeypatch.setattr(
         "data_prep.tokenizer.backends.installed_version",
         lambda name: "1" if name == "tokenizers" else None,
@@ -172,7 +172,7 @@ def failing_at(word, encode):
     return encode_or_panic
 
 
-def test_documents_at_which_a_backend_panics_are_encoded_by_the_library(copies, monkeypatch):
+def test_documents_on_which_a_backend_panics_are_encoded_by_the_reference(copies, monkeypatch):
     choice = EncoderChoice("gigatoken", "tokenizers", "0", ALL_OF_UNICODE)
     encoder = load_encoder(copies["gpt2"], choice)
     encoder.__dict__["_fast"] = backends._raise_backend_failed(failing_at("bad", encoder._fast))
@@ -228,7 +228,7 @@ def random_unicode(seed: int) -> list[str]:
     ]
 
 
-def test_choosing_and_encoding_with_a_real_check(copies, monkeypatch):
+def test_a_backend_that_passes_the_real_check_encodes(copies, monkeypatch):
     """With a tenth of the code points, to be quick; the soak test tries all of them."""
     few = [
         number for number in fuzz_texts.likely_code_points() if number < 0x250 or number % 10 == 0
@@ -248,7 +248,7 @@ def test_choosing_and_encoding_with_a_real_check(copies, monkeypatch):
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_what_is_proven_holds_for_random_unicode(copies, name, backend):
+def test_proven_code_points_hold_for_random_unicode(copies, name, backend):
     try:
         candidate = open_backend(backend, copies[name])
     except BackendUnavailable:

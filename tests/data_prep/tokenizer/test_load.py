@@ -122,7 +122,7 @@ def test_vocab_size_covers_the_largest_id_if_ids_have_gaps(tmp_path, tokenizer_d
     assert load_tokenizer(str(directory)).vocab_size == 4001
 
 
-def test_a_tokenizer_without_a_rust_backend(tmp_path):
+def test_a_python_only_tokenizer_encodes_as_defined(tmp_path):
     """ByT5: bytes, three special ids first; Python only."""
     ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
     tokenizer = load_tokenizer(str(tmp_path / "byt5"))
@@ -156,7 +156,7 @@ def local_tiktoken(tmp_path, monkeypatch, tokenizer_directory) -> tiktoken.Encod
     tiktoken.registry._available_plugin_modules.cache_clear()
 
 
-def test_tiktoken_encodings(tmp_path, local_tiktoken):
+def test_tiktoken_encodings_load_by_name_and_from_the_copy(tmp_path, local_tiktoken):
     """Loaded by name, then from the saved copy, which needs no network."""
     tokenizer = load_tokenizer("tiktoken:local_test")
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (301, 300)

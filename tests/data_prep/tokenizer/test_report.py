@@ -16,7 +16,7 @@ def by_character(texts):
     return np.concatenate([np.empty(0, np.int64), *ids]), np.cumsum([len(each) for each in ids])
 
 
-def test_figures_are_those_counted_by_hand():
+def test_figures_equal_counts_by_hand():
     spellings = {number: "x" * (number % 7 + 1) for number in range(1, 100)}
     sources = {"one": ["abc", "é"], "two": ["", "aa" * 50], "none": []}
     report = measure_tokenizer(by_character, 100, spellings, sources)
@@ -56,7 +56,7 @@ def test_a_sample_is_the_same_in_any_order_bounded_and_nested():
     assert 850 < np.mean(numbers) < 1150  # from everywhere
 
 
-def test_train_on_a_sample_and_compare(tmp_path):
+def test_commands_train_on_a_sample_and_compare(tmp_path):
     rng = random.Random(2)
     words = ["alpha", "beta", "gamma", "délta", "12345", "don't"]
     for name, count in (("big", 3000), ("small", 1000)):

@@ -85,7 +85,7 @@ def test_skipped_ranges_are_the_only_gap_on_any_number_of_ranks(sources, schedul
         assert again == expected
 
 
-def test_every_window_comes_once_an_epoch(sources):
+def test_every_window_occurs_once_per_epoch(sources):
     windows = num_windows(5000, SEQ_LEN)
     epoch = stream(
         sources[:1],
@@ -101,7 +101,7 @@ def test_every_window_comes_once_an_epoch(sources):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_resume_yields_the_same_tail(sources, num_workers):
+def test_a_resumed_stream_yields_the_same_remaining_batches(sources, num_workers):
     schedule = BatchSchedule(32, 16, 160)
     full = ledger(sources, batch_schedule=schedule)
     position = 0
@@ -120,9 +120,7 @@ def test_a_far_position_is_reached_immediately(sources):
     assert ids.tolist() == list(range(10**15, 10**15 + 16))
 
 
-def test_the_recipe_in_the_documentation_names_the_documents_of_a_step(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_code_in_the_documentation_names_the_documents_of_a_step(tmp_path, monkeypatch, capsys):
     web = write_source(tmp_path / "shards" / "web", 40_000, seed=1, shard_tokens=7000)
     code = write_source(tmp_path / "shards" / "code", 20_000, seed=2, shard_tokens=9000)
     text = (ROOT / "docs" / "data_order.md").read_text()

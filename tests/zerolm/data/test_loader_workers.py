@@ -23,7 +23,7 @@ def sources(tmp_path_factory):
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_loader_workers_change_nothing(
+def test_loader_workers_do_not_change_batches(
     sources, monkeypatch, num_workers, world_size, micro_batch_size
 ):
     # Messages of a few micro-batches, so that workers take turns and the last one is not full.
@@ -112,7 +112,7 @@ def test_prefetching_to_a_cpu_passes_batches_through(sources):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_prefetching_to_a_gpu_changes_nothing(sources, num_workers):
+def test_prefetching_to_a_gpu_does_not_change_batches(sources, num_workers):
     expected = list(stream(sources, document_mask=True))
     loader = make_loader(stream(sources, document_mask=True), num_workers, pin_memory=True)
     assert all(tensor.is_pinned() for tensor in next(iter(loader)).values())

@@ -145,7 +145,7 @@ def test_counts_are_the_weights_times_the_length_of_each_stage(mixture):
         assert order.counts(number).tolist() == seen
 
 
-def test_stages_never_change():
+def test_the_order_of_stages_never_changes():
     """Golden values: see test_order.py. Never update them."""
     order = Order([1000, 300, 50], [0.7, 0.3, 0], 42, stages=[Stage(1000, (0.2, 0.3, 0.5))])
     before = Order([1000, 300, 50], [0.7, 0.3, 0], 42, stages=[Stage(10**6, (1, 1, 1))])
@@ -173,7 +173,7 @@ def test_mixtures_that_agree_up_to_a_sequence_have_the_same_order_up_to_it(one, 
         assert len({tuple(np.concatenate(order(ids)).tolist()) for order in orders}) == 1
 
 
-def test_which_stages_a_run_may_change():
+def test_only_stages_that_have_not_started_may_change():
     now = [Stage(0, (7, 3)), Stage(640, (1, 1))]
     assert same_order_until(now, [Stage(0, (0.7, 0.3)), Stage(704, (1, 2))], 640)  # not started
     assert same_order_until(now, now[:1], 640)  # removed

@@ -49,12 +49,12 @@ def test_the_cap_of_one_source_overrides_that_of_all():
         ({"data_stage": ("2k:web=-1,math=2",)}, "web=-1: a weight must not be below 0"),
         ({"data_stage": ("2k:math=1,math=2",)}, "math: is named twice"),
         ({"data_stage": ("2k:math=0",)}, "every weight is 0"),
-        ({"data_stage": ("2k:math=1", "1990:web=1")}, "starts at or before the stage"),
+        ({"data_stage": ("2k:math=1", "1990:web=1")}, "starts at or before the previous stage"),
         ({"data_stage": ("2k:web=1",)}, "math, has no weight in any stage"),
         ({"max_epochs": ("x",)}, "--max_epochs: x, not a number"),
         ({"max_epochs": ("lua=2",)}, "no source is called 'lua'"),
         ({"max_epochs": ("0",)}, "must be above 0"),
-        ({"max_epochs": ("2", "3")}, "is the second one"),
+        ({"max_epochs": ("2", "3")}, "is the second limit"),
         ({"max_epochs": ("math=0.001",)}, "is less than one of the 50 sequences of math"),
         ({"over_max_epochs": "warn"}, "needs --max_epochs"),
     ],
@@ -66,7 +66,7 @@ def test_invalid_settings_are_refused(given, named):
 
 
 @pytest.mark.parametrize(("policy", "refused", "noted"), [(None, 1, 0), ("warn", 0, 1)])
-def test_a_source_that_would_be_read_too_often(policy, refused, noted):
+def test_a_source_read_more_often_than_its_cap_is_refused_or_noted(policy, refused, noted):
     """A tenth of 30 blocks is 192 sequences of the 50 of math."""
     settings, resolved, _ = mixture((6, 3, 1), max_epochs=("math=3.8",), over_max_epochs=policy)
     order = resolved.order(SIZES, 0)

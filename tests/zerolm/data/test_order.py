@@ -114,7 +114,7 @@ def test_order_never_changes():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 63, 64, 65, 1000, 4096, 5000, 65537])
-def test_one_source_shows_every_window_once_an_epoch_and_reshuffles(size):
+def test_one_source_yields_every_window_once_per_epoch_and_reshuffles(size):
     order = Order([size], [1.0], seed=11)
     placed = order(np.arange(3 * size))
     epochs = placed.window.reshape(3, size)
@@ -161,7 +161,7 @@ def test_counts_equal_a_count_of_the_placements():
     assert Order([9], [1], seed=1).counts(123).tolist() == [123]
 
 
-def test_epochs_of_each_source_of_a_mixture_follow_each_other():
+def test_epochs_of_each_source_of_a_mixture_are_sequential():
     sizes = [100, 33, 1000]
     order = Order(sizes, [0.5, 0.25, 0.25], seed=8)
     placed = order(np.arange(order.block * 60))

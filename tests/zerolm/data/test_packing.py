@@ -93,7 +93,7 @@ def test_a_row_holds_its_documents_and_its_padding_has_no_loss(sources, document
     assert filled
 
 
-def test_an_epoch_shows_every_target_once(sources):
+def test_an_epoch_contains_every_target_once(sources):
     source = sources[0]
     rows = num_rows(source, SEQ_LEN, "best_fit")
     seen = 0
@@ -130,7 +130,7 @@ def test_validation_reads_the_first_rows(sources):
         assert ids[number][: len(held)].tolist() == held.tolist()
 
 
-def test_a_row_is_shown_document_by_document(sources):
+def test_a_row_is_read_document_by_document(sources):
     source = sources[0]
     parts = read_row(source, open_packing(source, SEQ_LEN), 5)
     for part, piece in zip(parts, plain_row(source, 5), strict=True):
