@@ -55,7 +55,7 @@ class Windows(Dataset):
 
 
 class Shard(DataModule):
-    """The windows, shuffled; also for validation, of which litgpt runs two batches at the start."""
+    """The windows, shuffled; also for validation: litgpt runs two batches of it at the start."""
 
     def connect(
         self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: Any = None

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face config to litgpt's: the same matrices, as many parameters."""
+"""Convert a Hugging Face config to litgpt's: the same matrices and number of parameters."""
 
 from collections.abc import Mapping
 from typing import Any

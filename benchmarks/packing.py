@@ -8,7 +8,7 @@ reference (`pydoc_data.topics`) by topic. The tokenizer is trained on an eighth 
 packed for several sequence lengths, and compared with windows of the concatenated text ("concat").
 Lengths of synthetic documents are log-normal (median 400 tokens, sigma 1.2: a choice, not a
 measurement). Each index is built in a new process, to measure its peak memory. The reference for
-time is `numpy.sort` of as many numbers.
+time is `numpy.sort` of the same number of values.
 """
 
 import argparse

@@ -200,7 +200,7 @@ def litgpt_note(arguments: argparse.Namespace) -> str:
     return (
         f"litgpt {litgpt}, torch {torch}: its own `litgpt.pretrain.setup` in one process with "
         "all threads (on CPUs Fabric refuses FSDP, which it uses for several), its torch.compile, "
-        "bf16-mixed, AdamW; as many parameters."
+        "bf16-mixed, AdamW; the same number of parameters."
     )
 
 
