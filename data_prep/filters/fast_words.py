@@ -2,7 +2,7 @@
 
 datatrove's filters call `load_word_tokenizer(language).word_tokenize(text)`. A segment is the text
 between two spaces. With spaCy's rules the tokens of a segment do not depend on its neighbours, with
-one exception: special cases (":)", "a.m.") are matched against the tokens of the whole text, the
+one exception: special cases (":)", "a.m.") are matched against the tokens of the entire text, the
 longest of overlapping ones wins, and one that spans a space changes nothing. So segments that a
 special case may span are also split together. If that gives other tokens, datatrove's own function
 splits the document. It also does so where the tokenizer is not spaCy's rule-based one.

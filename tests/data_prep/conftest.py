@@ -1,4 +1,4 @@
-"""What the tests of data_prep share: a tokenizer trained on the small corpus."""
+"""Shared by the tests of data_prep: a tokenizer trained on the small corpus."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Loads the micro-batches of training and validation. Independent of the training loop.
 
-`TokenStream` is the training data of one rank from a position on; `ValidationStream` the fixed
+`TokenStream` is the training data of one rank, starting at a position; `ValidationStream` the fixed
 windows of validation. `make_loader` reads either of them, in this process or through loader
 workers, and `prefetch_to_device` copies its batches to the device one micro-batch ahead.
 """

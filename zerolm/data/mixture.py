@@ -65,7 +65,7 @@ def temperature_weights(num_tokens: Sequence[int], temperature: float) -> list[f
 def redistribute(
     stages: Sequence[Stage], caps: Sequence[Fraction | None], num_windows: Sequence[int]
 ) -> Mixture:
-    """Split stages where a source reaches its cap, and drop the source from there on.
+    """Split stages where a source reaches its cap, and drop the source from then on.
 
     In n sequences of a stage, a source with share w has fewer than n w + 1. So with n = floor(r/w)
     it has at most the r sequences that it has left, and at least r - 1. The order after the supply

@@ -1,6 +1,6 @@
 """The order of the training data, as arithmetic on the sequence number. Uses numpy only, no files.
 
-Sequence number g (0, 1, 2, ... over the whole run) belongs to one window of one source, given by a
+Sequence number g (0, 1, 2, ... over the entire run) belongs to one window of one source, given by a
 pure function of (seed, windows of each source, stages of weights, g). Nothing is stored and nothing
 is drawn at random: a position in the data is one integer, seeking is free, and ranks, micro-batches
 and loader workers cannot change the order, because each computes only the numbers that it needs.

@@ -140,8 +140,8 @@ class RangeReader:
             return None
         if len(content) > stop - start:
             return (
-                f"{len(content)} bytes arrived instead of {stop - start}: the server sends whole "
-                f"objects instead of ranges"
+                f"{len(content)} bytes arrived instead of {stop - start}: the server sends "
+                f"complete objects instead of ranges"
             )
         return f"{len(content)} bytes arrived instead of the {stop - start} from {start}: truncated"
 

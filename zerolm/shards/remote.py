@@ -1,6 +1,6 @@
 """Reads the files of a shard directory in a store, fetching blocks ahead of their use.
 
-The caller announces what it will read (`prefetch`), and a few threads fetch it in that order. Each
+The caller announces its reads (`prefetch`), and a few threads fetch them in that order. Each
 block is compared with its checksum when it arrives and fetched again if it differs. It stays in
 memory while the caller holds the fetch, and in the node's disk cache while there is room.
 `LocalFiles` has the same methods for a local directory.

@@ -60,7 +60,7 @@ def write(directory: Path, suffix: str) -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 def test_batches_after_a_position_equal_those_of_reading_from_the_start(suffix, tmp_path):
-    """So that files that end between batches do not depend on where a task was stopped."""
+    """So files that end between batches do not depend on where a task stopped."""
     inputs, _ = find_inputs([str(write(tmp_path, suffix))], "text")
     unit = WorkUnit(plan_units(inputs)[0].ranges, 0)
     whole = list(read_batches(inputs, unit, RULES, Tally(), 20_000))

@@ -45,7 +45,7 @@ class Blocks(list):
 )
 @settings(max_examples=300)
 def test_any_ranges_of_a_file_give_each_line_once(data, block, chunk, limit, cuts):
-    """Whatever the ranges and blocks are; a line belongs to the range in which it starts."""
+    """For any ranges and blocks; a line belongs to the range in which it starts."""
     cuts = [0, *(cut for cut in cuts if cut < len(data)), None]
     found = []
     for start, stop in itertools.pairwise(cuts):

@@ -1,4 +1,4 @@
-"""Results of workers come in order, memory is bounded, and the death of a worker hangs nothing."""
+"""Results of workers are in order, memory is bounded, and the death of a worker causes no hang."""
 
 import fcntl
 import multiprocessing

@@ -94,7 +94,7 @@ def test_outputs_are_identical_for_any_number_of_workers(tmp_path, tokenizer_dir
 
 
 def test_the_held_out_split_depends_on_the_text_only(tmp_path, tokenizer_directory):
-    """Not on order or neighbours; copies stay together; a larger fraction only adds."""
+    """Not on the order or on other documents; copies stay together; a larger fraction only adds."""
     texts = [f"text {number}" for number in range(300)]
     sides = {}
     for name, some, fraction in (

@@ -133,7 +133,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_killed_commands_resume_to_the_same_bytes(uninterrupted):
-    """Kill a worker, then the whole group, each after some more parts; finish with four workers."""
+    """Kill a worker, then the process group, each after more parts; finish with four workers."""
     directory = uninterrupted
     output = directory / "killed"
     for what, more_parts in (("worker", 3), ("group", 2)):

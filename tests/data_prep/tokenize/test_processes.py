@@ -87,7 +87,7 @@ def test_a_stopped_command_leaves_no_process_and_can_resume(tmp_path, endless, n
 
 
 def test_workers_end_when_the_command_is_killed(tmp_path, endless):
-    """What it has written is not data, and does not hinder the next writer."""
+    """Its files are not data, and do not block the next writer."""
     children = children_of(endless)
     endless.kill()
     endless.wait(timeout=60)

@@ -249,7 +249,7 @@ def test_unusable_stores_are_refused_before_training(shards, server, tmp_path, m
         open_source("s3://key:secret@bucket/web")
     server.ignores_ranges = True
     monkeypatch.setattr("zerolm.shards.remote.STARTUP_RETRY_SECONDS", 0.3)
-    with pytest.raises(ShardError, match="whole objects instead of ranges"):
+    with pytest.raises(ShardError, match="complete objects instead of ranges"):
         open_source(f"{server.url}/web")
 
 
