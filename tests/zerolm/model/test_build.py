@@ -24,6 +24,8 @@ from zerolm.model import build
 
 HERE = Path(__file__).parent
 LAUNCH_TIMEOUT_SECONDS = 400  # the first launch on a machine compiles DeepSpeed's CPU collectives
+# Fingerprints of float32 weights. A change of one would give every later run other weights.
+GOLDEN = {"llama": "237721e25a6b4545", "gpt2": "4711879d6cb6db4a", "mixtral": "02419161c5ae00b5"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -98,6 +100,12 @@ def test_the_first_loss_is_equal_on_all_stages(world):
     for family in ("llama", "gpt2"):
         losses = [world[f"{family} zero{stage} bf16 in engine"]["loss"] for stage in (1, 2, 3)]
         assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_initial_weights_are_those_of_every_earlier_version(family):
+    model = build_alone(family_config(family), torch.float32)
+    assert build.weights_fingerprint(model).startswith(GOLDEN[family])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
