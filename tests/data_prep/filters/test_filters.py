@@ -97,9 +97,11 @@ def test_results_and_reasons_equal_those_of_datatrove(slow_words, num_odd, num_r
         filters = build_filters([{"filter": name}])
         for text, (kept, reason, changed) in zip(documents, expected[name], strict=True):
             result = filters.apply(text, "0", {})
-            expected = "" if kept else f"{name}.{reason}"
-            assert (result.kept, result.reason, result.text) == (kept, expected, changed), text
-            seen.add(expected)
+            expected_reason = "" if kept else f"{name}.{reason}"
+            assert (result.kept, result.reason, result.text) == (kept, expected_reason, changed), (
+                text
+            )
+            seen.add(expected_reason)
     assert isinstance(slow_words.word_tokenize, FastWords)
     assert len(seen) > 15  # different reasons
 
