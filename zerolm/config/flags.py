@@ -60,7 +60,7 @@ def parse_settings(
     if settings.world_size is not None and not settings.check:
         problems.append(
             f"{settings.where('world_size')}: {settings.world_size}, only for --check. Add --check;"
-            f" a real run has as many ranks as the deepspeed launcher starts."
+            f" a real run gets its ranks from the deepspeed launcher."
         )
     return settings, problems
 

@@ -114,13 +114,12 @@ def _fixed_sequences(settings: Resolved, run_dir: Path) -> int:
     """Return the sequence number below which the data order must not change."""
     try:
         newest = directory.newest(run_dir)
-        done = rollback.entries(run_dir)
+        rollbacks = rollback.entries(run_dir)
     except (CheckpointError, ConfigError):
         return MAX_SEQUENCES  # reported when the run starts; it may resume from an older one
-    # Without a checkpoint only the initial weights are fixed; a store may have newer ones.
-    if newest is None:
+    if newest is None:  # a store may have checkpoints; if not, only the first mixture is fixed
         return MAX_SEQUENCES if settings.upload_to else 1
-    progress = rollback.with_rollbacks(newest.progress, done)
+    progress = rollback.with_rollbacks(newest.progress, rollbacks)
     return max(1, skips.used_sequences_end(progress.position, progress.skipped_windows))
 
 

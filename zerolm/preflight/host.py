@@ -12,13 +12,18 @@ from typing import NamedTuple
 
 from zerolm.common import machine
 from zerolm.common.errors import Findings
-from zerolm.common.machine import free_bytes
 from zerolm.common.run_files import RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.tracking.tracker import enabled_trackers, tracker_class
 
 NO_DEVICE = machine.Device("cpu", None, True)
+SHARED_MEMORY = Path("/dev/shm")
+# DeepSpeed 0.19.8's collectives of one CPU rank take 69 MB there (measured:
+# zerolm/distributed/process_group.py).
+# For GPUs NVIDIA recommends 1 GB per container, here for eight GPUs: "Troubleshooting, shared
+# memory", https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+SHARED_BYTES_PER_RANK = 128 << 20
 
 
 class Host(NamedTuple):
@@ -103,21 +108,13 @@ def _check_trackers(settings: Settings, environment: Mapping[str, str], found: F
         found.problems += tracker_class(name).problems(name, settings, environment)
 
 
-SHARED_MEMORY = Path("/dev/shm")
-# DeepSpeed 0.19.8's collectives of one CPU rank take 69 MB there (measured:
-# zerolm/distributed/process_group.py).
-# For GPUs NVIDIA asks for 1 GB in a container, here for eight of them: "Troubleshooting, shared
-# memory", https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-SHARED_BYTES_PER_RANK = 128 << 20
-
-
 def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tuple[int, int]:
     """Return (free bytes, bytes for future checkpoints) of the disk of a run directory.
 
     There is one more checkpoint than are kept, because the oldest is removed after the newest is
     published; those already on disk need no further space. Free is -1 if it is not known.
     """
-    free = free_bytes(run_dir)
+    free = machine.free_bytes(run_dir)
     existing = len(checkpoint_directories(RunFiles(run_dir).checkpoints))
     required = max(1, keep + 1 - existing) * checkpoint_bytes
     return (-1 if free is None else free), required

@@ -3,7 +3,7 @@
 Values that affect the loss curve must not change, unless --accept_changes is given and the states
 in checkpoints remain valid; `carry_over` then returns the position in the data. Values that only
 affect memory and speed may change: micro-batch, workers, intervals, ZeRO profile. With a router
-loss the micro-batch size affects the curve. Must not read files.
+loss micro-batch and world size affect the curve too. Must not read files.
 """
 
 from collections.abc import Callable, Mapping, Sequence

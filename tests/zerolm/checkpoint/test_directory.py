@@ -137,11 +137,11 @@ def test_checkpoints_are_found_whatever_the_pointer_says(tmp_path, pointer) -> N
 def test_any_flipped_bit_of_a_manifest_is_detected(tmp_path) -> None:
     write(tmp_path, 5)
     path = write(tmp_path, 10) / MANIFEST
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 7):
-        if chr(whole[place]).isspace():
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        if chr(content[place]).isspace():
             continue  # whitespace of JSON has no meaning
-        flipped = bytearray(whole)
+        flipped = bytearray(content)
         flipped[place] ^= 1 << place % 7
         path.write_bytes(flipped)
         found, damaged = candidates(tmp_path)
@@ -156,11 +156,11 @@ def test_each_kind_of_damage_is_reported(tmp_path) -> None:
     flipped[0] ^= 1
     (directory / "model.pt").write_bytes(flipped)
     (directory / "optimizer.pt").write_bytes(b"short")
-    (directory / "stranger.pt").write_bytes(b"unvouched pickle")
+    (directory / "unlisted.pt").write_bytes(b"not in the manifest")
     problems = "\n".join(checkpoint_directory.verify_files(found))
     assert "model.pt: SHA-256" in problems and found.manifest["files"][0]["sha256"] in problems
     assert "optimizer.pt: 5 bytes, the manifest says 17" in problems
-    assert "stranger.pt: the manifest does not list this file" in problems
+    assert "unlisted.pt: the manifest does not list this file" in problems
     (directory / "optimizer.pt").unlink()
     assert "optimizer.pt: missing" in "\n".join(checkpoint_directory.verify_files(found))
 

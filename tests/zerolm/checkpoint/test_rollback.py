@@ -115,9 +115,9 @@ def test_rolled_back_checkpoints_are_set_aside_and_never_resumed(run_dir) -> Non
 def test_next_start_completes_a_rollback_that_crashed_at_any_point(run_dir, monkeypatch) -> None:
     add_checkpoint(run_dir, 32)
     recorded(run_dir)
-    whole = run_dir.with_name(run_dir.name + "-whole")
-    shutil.copytree(run_dir, whole)
-    rollback.apply_recorded(whole)
+    uninterrupted = run_dir.with_name(run_dir.name + "-uninterrupted")
+    shutil.copytree(run_dir, uninterrupted)
+    rollback.apply_recorded(uninterrupted)
     for crash_at in (1, 2, 3):
         copy = run_dir.with_name(f"{run_dir.name}-{crash_at}")
         shutil.copytree(run_dir, copy)
@@ -134,7 +134,7 @@ def test_next_start_completes_a_rollback_that_crashed_at_any_point(run_dir, monk
             with pytest.raises(KeyboardInterrupt):
                 rollback.apply_recorded(copy)
         rollback.apply_recorded(copy)
-        assert names(copy) == names(whole)
+        assert names(copy) == names(uninterrupted)
         assert (copy / "checkpoints" / "latest").read_text() == "step-00000020\n"
 
 
