@@ -113,6 +113,14 @@ def test_the_flags_in_the_prose_of_a_document_exist(path):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_the_files_that_a_document_names_exist(path):
+    folders = "zerolm|data_prep|launch|tests|benchmarks|docs|ds_configs|model_configs"
+    named = re.findall(rf"`((?:{folders})/[\w/.-]+)`", prose(text_of(path)))
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_json_in_a_document_parses(path):
     for block in blocks(text_of(path), "json"):
         try:
