@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"  # of a checkpoint, on disk and in an object store
+TRACKER_STATE = "run.json"  # in a tracker's directory: the run that it continues
 STEP = "step-"
 # Prefixes of directories that are not, or no longer, checkpoints of the run:
 TEMPORARY = ".tmp-"  # being written or removed

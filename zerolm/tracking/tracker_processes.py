@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerolm.common.run_files import RunFiles
 from zerolm.distributed.collectives import print_safely
 from zerolm.tracking.tracker import tracker_class
 from zerolm.watchdog.child import Child
@@ -83,7 +84,7 @@ class TrackerProcess:
 
     def __init__(self, run_dir: Path, name: str, note: Note):
         self.name, self.note = name, note
-        self.log = run_dir / name / "mirror.log"
+        self.log = RunFiles(run_dir).tracker_log(name)
         self.repair = tracker_class(name).repair(run_dir)
         self.child = Child(
             "mirror", run_dir, name,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.files import write_json
+from zerolm.common.run_files import MANIFEST, TRACKER_STATE
 from zerolm.config.settings import Settings
 from zerolm.tracking import alerts, wandb_files
 from zerolm.tracking.tracker import Row, Tracker
@@ -29,7 +30,6 @@ from zerolm.tracking.wandb_identity import (
 
 INIT_SECONDS, FINISH_SECONDS = 30, 15
 STEP_NUMBERS = 100  # W&B steps per training step: rows from the first one on, samples in the last
-STATE_FILE = "run.json"  # in the tracker's directory: the id of the W&B run
 SAMPLE_COLUMNS = ("step", "tokens", "prompt_number", "prompt", "text", "seed", "temperature")
 
 
@@ -62,7 +62,7 @@ class WandbTracker(Tracker):
         separate_id: id of that W&B run (default: a new one).
     """
 
-    state_files = (STATE_FILE,)
+    state_files = (TRACKER_STATE,)
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class WandbTracker(Tracker):
     def _saved_id(self) -> str:
         """Return the id that earlier starts have used since the last rollback, or a new one."""
         with contextlib.suppress(OSError, ValueError):
-            state = json.loads((self.directory / STATE_FILE).read_text())
+            state = json.loads((self.directory / TRACKER_STATE).read_text())
             if state.get("id") and state.get("rollbacks", 0) == self.num_rollbacks:
                 return state["id"]
         return new_id()
@@ -136,7 +136,7 @@ class WandbTracker(Tracker):
         self._logged = set()
         if self.live:
             state = {"id": self.run_id, "rollbacks": self.num_rollbacks}
-            write_json(self.directory / STATE_FILE, state)
+            write_json(self.directory / TRACKER_STATE, state)
         if resumable:
             self._logged = wandb_files.logged(self.run_dir, self.run_id)
         close()
@@ -273,7 +273,7 @@ class WandbTracker(Tracker):
             return
         path = self.files.checkpoint(name).resolve()
         try:
-            manifest = json.loads((path / "MANIFEST.json").read_text())
+            manifest = json.loads((path / MANIFEST).read_text())
         except (OSError, ValueError):  # removed in the meantime
             return
         url = f"{event['url'].rstrip('/')}/{name}" if uploaded else path.as_uri()

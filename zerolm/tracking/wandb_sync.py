@@ -12,9 +12,9 @@ from pathlib import Path
 
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.locks import FileLock, LockTaken
-from zerolm.common.run_files import RunFiles, rollback_name
+from zerolm.common.run_files import TRACKER_STATE, RunFiles, rollback_name
 from zerolm.tracking.mirror import Tail
-from zerolm.tracking.wandb import STATE_FILE, WandbTracker, close, new_id
+from zerolm.tracking.wandb import WandbTracker, close, new_id
 from zerolm.tracking.wandb_identity import Identity, has_key, identity, resolve_mode
 
 
@@ -84,7 +84,7 @@ def _id_in_use(files: RunFiles) -> str:
     Raises:
         ConfigError: there is none, or the run is still running.
     """
-    state = files.tracker("wandb") / STATE_FILE
+    state = files.tracker("wandb") / TRACKER_STATE
     if not state.is_file():
         raise ConfigError(f"--same_id: {state} is missing: the run has no W&B run yet.")
     try:
