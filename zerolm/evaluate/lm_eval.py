@@ -158,10 +158,10 @@ def evaluate(
     import lm_eval
 
     model = _lm_class()(runner, keep_alive)
-    found = lm_eval.evaluate(
+    output = lm_eval.evaluate(
         lm=model, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
     )
-    return flatten_results(found["results"])
+    return flatten_results(output["results"])
 
 
 def evaluate_directory(
@@ -182,10 +182,10 @@ def evaluate_directory(
     hf_model = HFLM(pretrained=model, tokenizer=str(directory), batch_size=8)
     row: dict[str, float] = {}
     for task in tasks.values():
-        found = lm_eval.evaluate(
+        output = lm_eval.evaluate(
             lm=hf_model, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
         )
-        row |= flatten_results(found["results"])
+        row |= flatten_results(output["results"])
     return row
 
 

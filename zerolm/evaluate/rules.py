@@ -78,7 +78,7 @@ def problems(settings: Settings) -> list[str]:
     return found
 
 
-def missing(
+def input_problems(
     settings: Settings,
     sources: Sequence[Source],
     model_config: "PretrainedConfig | None",

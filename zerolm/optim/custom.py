@@ -57,7 +57,7 @@ def takes_betas(name: str) -> bool:
 
 
 def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
-    """Return whether steps on flat shards equal steps on the whole parameter.
+    """Return whether steps on flat shards equal steps on the complete parameter.
 
     Args:
         params: of the constructor; "auto" means its default.
@@ -65,9 +65,9 @@ def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
     Raises:
         ValueError, TypeError, RuntimeError: whatever the optimizer itself raises.
     """
-    whole, _ = _stepped(name, params, shards=1)
+    unsharded, _ = _stepped(name, params, shards=1)
     sharded, _ = _stepped(name, params, shards=2)
-    return torch.allclose(whole, sharded, rtol=1e-6, atol=1e-7)
+    return torch.allclose(unsharded, sharded, rtol=1e-6, atol=1e-7)
 
 
 def num_moments(name: str, params: Mapping[str, Any]) -> int:
@@ -94,7 +94,7 @@ def _stepped(name: str, params: Mapping[str, Any], shards: int) -> tuple[torch.T
         for parameter, part in zip(parameters, gradients, strict=True):
             parameter.grad = part.clone()
         optimizer.step()
-    kept = [value for state in optimizer.state.values() for value in state.values()]
-    moments = sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in kept)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    moments = sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in states)
     stepped = torch.cat([parameter.detach().flatten() for parameter in parameters])
     return stepped, moments // shards

@@ -101,7 +101,7 @@ SCHEDULES = {
     "linear": Schedule(_linear),
     "constant": Schedule(_constant, decays=False, needs_total=False),
 }
-# Names for messages: the schedules with `decay_tokens`, and those of which a run may be extended.
+# Names for messages: schedules that use `decay_tokens`, and schedules whose runs can be extended.
 WITH_DECAY_TOKENS = " or ".join(name for name, each in SCHEDULES.items() if each.uses_decay_tokens)
 EXTENDABLE = " or ".join(name for name, each in SCHEDULES.items() if not each.needs_total)
 

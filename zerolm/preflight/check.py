@@ -70,7 +70,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     else:
         existing, plan = existing_run.NO_RUN, None
     config = given.model.config if given.model is not None else None
-    missing = evaluation_rules.missing(settings, given.sources.training, config, environment)
+    missing = evaluation_rules.input_problems(settings, given.sources.training, config, environment)
     if existing.resumes:  # a missing package or account for evaluation must not stop a resume
         found.notices += [f"the run resumes without: {line}" for line in missing]
     else:
