@@ -87,15 +87,13 @@ def test_offload_moves_memory_to_the_host_and_takes_time(capsys):
 
 def test_a_chunked_loss_takes_less_memory_and_recomputes_the_head(capsys):
     words = golden_words(ROOT / "model_configs" / "qwen3-0.6b.json", "8 x H100")
-    whole = plan_json(capsys, *words, "--micro_batch_size", 8)
+    full = plan_json(capsys, *words, "--micro_batch_size", 8)
     chunked = plan_json(capsys, *words, "--micro_batch_size", 8, "--loss_chunk_tokens", 1024)
     head = 151936 * 1024
-    assert whole["memory"]["loss"] == 12 * 8 * 2048 * 151936
+    assert full["memory"]["loss"] == 12 * 8 * 2048 * 151936
     assert chunked["memory"]["loss"] == 10 * 1024 * 151936 + 4 * head
-    more = chunked["hardware_flops_per_token"] - whole["hardware_flops_per_token"]
-    assert (
-        more == 2 * head and chunked["step_seconds"]["compute"] > whole["step_seconds"]["compute"]
-    )
+    more = chunked["hardware_flops_per_token"] - full["hardware_flops_per_token"]
+    assert more == 2 * head and chunked["step_seconds"]["compute"] > full["step_seconds"]["compute"]
 
 
 def test_only_active_experts_count_as_flops(capsys):
@@ -109,12 +107,12 @@ def test_only_active_experts_count_as_flops(capsys):
 def test_gradient_checkpointing_costs_a_forward_pass(capsys):
     words = golden_words(ROOT / "model_configs" / "llama-7b.json", "64 x A100")
     plain = plan_json(capsys, *words)
-    again = plan_json(capsys, *words, "--gradient_checkpointing")
-    ratio = again["hardware_flops_per_token"] / plain["hardware_flops_per_token"]
+    recomputed = plan_json(capsys, *words, "--gradient_checkpointing")
+    ratio = recomputed["hardware_flops_per_token"] / plain["hardware_flops_per_token"]
     assert 1.30 < ratio < 4 / 3
-    assert again["activations"] == pytest.approx(
+    assert recomputed["activations"] == pytest.approx(
         {
-            key: value * again["micro_batch_size"] / plain["micro_batch_size"]
+            key: value * recomputed["micro_batch_size"] / plain["micro_batch_size"]
             for key, value in plain["activations"].items()
         }
     )
@@ -135,34 +133,36 @@ def test_devices_of_a_replica_hold_only_their_shard(capsys, tmp_path):
     plain = plan_json(capsys, *words)
     words[5] = 16
     words[7] = with_form(tmp_path, 1, tensor_parallel={"autotp_size": 4})
-    cut = plan_json(capsys, *words)
+    tensor = plan_json(capsys, *words)
     words[7] = with_form(tmp_path, 2, sequence_parallel_size=4)
-    sequences = plan_json(capsys, *words)
+    sequence = plan_json(capsys, *words)
     layers, hidden, vocabulary, total = 32, 4096, 32000, plain["parameters"]
-    whole = vocabulary * hidden + (2 * layers + 1) * hidden  # the embedding and the norms
-    assert cut["memory"]["weights"] == 2 * (whole + (total - whole) // 4)
-    assert cut["memory"]["master"] == pytest.approx(4 * (whole + (total - whole) / 4) / 4)
-    assert sequences["memory"]["weights"] == 2 * total
-    assert sequences["memory"]["master"] == pytest.approx(4 * total / 16)
-    for found in (cut, sequences):
+    unsharded = vocabulary * hidden + (2 * layers + 1) * hidden  # the embedding and the norms
+    assert tensor["memory"]["weights"] == 2 * (unsharded + (total - unsharded) // 4)
+    assert tensor["memory"]["master"] == pytest.approx(
+        4 * (unsharded + (total - unsharded) / 4) / 4
+    )
+    assert sequence["memory"]["weights"] == 2 * total
+    assert sequence["memory"]["master"] == pytest.approx(4 * total / 16)
+    for found in (tensor, sequence):
         assert found["accumulation"] == (1 << 20) // 2048 // 4
         assert found["step_seconds"]["compute"] == pytest.approx(
             plain["step_seconds"]["compute"] / 2
         )
-    assert sequences["activations"]["without_checkpointing"] == pytest.approx(
+    assert sequence["activations"]["without_checkpointing"] == pytest.approx(
         plain["activations"]["without_checkpointing"] / 4, rel=0.01
     )
     # With checkpointing mostly layer inputs are kept, which every device has in full.
-    again = cut["activations"]["with_checkpointing"]
-    assert again == pytest.approx(plain["activations"]["with_checkpointing"], rel=0.1)
+    checkpointed = tensor["activations"]["with_checkpointing"]
+    assert checkpointed == pytest.approx(plain["activations"]["with_checkpointing"], rel=0.1)
     # Per layer 2 all-reduces of (tokens, hidden) forward and 5 backward, and the head's.
     moved = 2048 * 2 * 3 / 4 * (2 * (7 * layers + 1) * hidden + 2 * vocabulary)
-    least = moved * cut["accumulation"] / hardware.load("H100", {}).intra_node
-    assert least < cut["step_seconds"]["exposed"] < 2 * least
+    least = moved * tensor["accumulation"] / hardware.load("H100", {}).intra_node
+    assert least < tensor["step_seconds"]["exposed"] < 2 * least
     # All-to-all of q, k, v and the output, for a quarter of the tokens, forward and backward.
     moved = 2048 / 4 * 2 * 3 / 4 * 8 * layers * hidden
-    least = moved * cut["accumulation"] / hardware.load("H100", {}).intra_node
-    assert sequences["step_seconds"]["exposed"] > least
+    least = moved * tensor["accumulation"] / hardware.load("H100", {}).intra_node
+    assert sequence["step_seconds"]["exposed"] > least
 
 
 def test_parallelism_that_pretrain_refuses_has_no_plan(capsys, tmp_path):
