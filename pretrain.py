@@ -6,8 +6,8 @@
 The same command again resumes the run from its newest complete checkpoint. `--help` lists the
 flags; `--check` reports every problem without a GPU and exits.
 
-`main` checks everything before it starts the ranks, `train` is the training loop, and
-`build_engine` builds the model and hands it to DeepSpeed.
+Every rank runs `main`, which checks everything before there is a process group. `train` is the
+training loop, and `build_engine` builds the model and hands it to DeepSpeed.
 """
 
 import logging
@@ -91,8 +91,8 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
     dog.connect(world_size)
     collectives.require_same_on_all_ranks(
         plan.fingerprint(),
-        "settings, files, versions or devices differ from those of rank 0, so the ranks would not "
-        "train one model on one data order. Make the hosts identical.",
+        "settings, files, versions or devices differ from those of rank 0, so the ranks would "
+        "train different models or read different data. Make the hosts identical.",
     )
     print_rank0 = partial(collectives.print_rank0, rank)
     print_rank0(plan.summary())
@@ -101,7 +101,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
     batches = run.batches()
     try:
         if resumed:
-            run.evaluate_if_due()  # if the run was killed between a checkpoint and its evaluation
+            run.evaluate_if_due()  # if the run ended between a checkpoint and its evaluation
         while not run.finished and not run.stopping:
             run.step(batches)
             if run.due(run.settings.log_interval):
@@ -113,7 +113,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
                 run.save()
             run.uploads.tick()
             run.html_report.tick()
-            # A run that stops on request evaluates when it resumes, so that it stops sooner.
+            # A requested stop leaves the evaluation to the resume, so that the run stops sooner.
             if run.finished or not run.stopping:
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError) as error:
@@ -132,8 +132,8 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     Every rank must call.
 
     Raises:
-        ConfigError: the initial weights are wrong, or the attention kernel ignores the document
-            mask.
+        ConfigError: the initial weights are not as the model config implies, or the attention
+            kernel ignores the document mask.
     """
     # Imported here: they take seconds, which --help and --check need not wait for.
     import deepspeed

@@ -78,9 +78,9 @@ COMMANDS = Group(
             },
             "token shards": {
                 "tokenize": "encode documents into token shards",
-                "pack": "index which documents share a row, for --packing best_fit",
+                "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
-                "inspect": "print the text of sequences, as a model is trained on them",
+                "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },
             "pipelines": {

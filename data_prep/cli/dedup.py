@@ -12,16 +12,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--threshold",
         metavar="J",
-        help="documents whose shingles have at least this Jaccard index are near-duplicates "
-        "(default: 0.8)",
+        help="near-duplicates are pairs whose sets of shingles have at least this Jaccard "
+        "similarity (default: 0.8)",
     )
     add("--shingle_words", metavar="N", help="words in a shingle (default: 13)")
     add(
         "--exact",
+        metavar="text|words",
         default="text",
         help="exact copies have the same text, or the same words (default: text)",
     )
-    add("--near", default="on", help="off: find exact copies only (default: on)")
+    add("--near", metavar="on|off", default="on", help="off: find exact copies only (default: on)")
     add(
         "--permutations",
         metavar="N",

@@ -25,7 +25,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--text_field",
         default=DEFAULTS.text_field,
-        help="key or column with the text; a.b is the key b in the object a (default: text)",
+        help="key or column with the text; a.b for a key in a nested object (default: text)",
     )
     add(
         "--on_bad_input",
@@ -44,13 +44,13 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         "--max_document_bytes",
         metavar="BYTES",
         help="longest line, text file, or text of a row; a longer one is bad input (default: "
-        f"{DEFAULTS.max_document_bytes})",
+        f"{DEFAULTS.max_document_bytes >> 20}MiB)",
     )
     add(
         "--max_expansion",
         metavar="N",
-        help="largest ratio of decompressed to compressed size of a file, beyond 64 MiB (default: "
-        f"{DEFAULTS.max_expansion})",
+        help="largest ratio of decompressed to compressed size of a file, checked beyond 64 MiB of "
+        f"decompressed data (default: {DEFAULTS.max_expansion})",
     )
 
 

@@ -1,4 +1,4 @@
-"""`inspect`: print the text of sequences, as a model is trained on them."""
+"""`inspect`: print training sequences as text."""
 
 import argparse
 import sys
@@ -13,21 +13,30 @@ LIMIT = (1 << 62) - 1
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "shards", nargs="?", type=path_or_url, metavar="SHARDS", help="a shard directory or URL; or"
+        "shards",
+        nargs="?",
+        type=path_or_url,
+        metavar="SHARDS",
+        help="a shard directory or URL, instead of --run",
     )
     add("--run", type=Path, metavar="RUN", help="a run directory, to show the data of the run")
     add(
         "--sequence",
         metavar="N",
-        help="number of a window of SHARDS, or of a sequence of the run, from 0",
+        help="a window of SHARDS, or a sequence of the run, numbered from 0",
     )
-    add("--seq_len", metavar="T", help="with SHARDS: tokens of a sequence")
-    add("--seed", metavar="S", help="with SHARDS: N counts the sequences of a run with this seed")
+    add("--seq_len", metavar="T", help="with SHARDS: tokens per sequence")
+    add(
+        "--seed",
+        metavar="S",
+        help="with SHARDS: shuffle as a run with this seed; --sequence then numbers the shuffled "
+        "sequences",
+    )
     add(
         "--packing",
         choices=("concat", "best_fit"),
         default="concat",
-        help="with SHARDS: how rows are packed (default: concat)",
+        help="with SHARDS: how documents are packed into sequences (default: concat)",
     )
     add("--document", metavar="N", help="with SHARDS: a complete document, numbered from 0")
     add("--step", metavar="K", help="with --run: the batch of this optimizer step, from 1")

@@ -12,7 +12,7 @@ MAX_WORKERS = 4096
 
 
 class Problems:
-    """The problems found so far, a line each. A flag not given (None) takes its default."""
+    """The problems found so far, one line each. An omitted flag (None) takes its default."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -20,13 +20,13 @@ class Problems:
     def number(
         self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
     ) -> int:
-        """Read a whole number within limits, such as `1e8` or `15M`."""
+        """Parse a whole number, such as `1e8` or `15M`, and check its limits."""
         return self._whole(parse_number, flag, text, low, high, default)
 
     def size(
         self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
     ) -> int:
-        """Read a number of bytes within limits, such as `500MB` or `2GiB`."""
+        """Parse a number of bytes, such as `500MB` or `2GiB`, and check its limits."""
         return self._whole(parse_bytes, flag, text, low, high, default)
 
     def workers(self, text: str | None, high: int = MAX_WORKERS) -> int:
@@ -45,7 +45,7 @@ class Problems:
         return value
 
     def collect(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a function; on a ConfigError, collect the problems: return None."""
+        """Return a function's result; on a ConfigError, record its problems and return None."""
         try:
             return step(*arguments)
         except ConfigError as error:

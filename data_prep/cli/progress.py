@@ -13,7 +13,9 @@ STRAGGLER_FACTOR = 3  # times the median duration of the tasks that are done
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the output of a recipe")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="output directory of a pipeline"
+    )
 
 
 def run(options: argparse.Namespace) -> None:

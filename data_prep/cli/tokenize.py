@@ -39,7 +39,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARDS",
         help="a new directory for the held-out documents",
     )
-    add("--shard_tokens", metavar="N", help="maximum tokens of a shard (default: 134217728)")
+    add(
+        "--shard_tokens",
+        metavar="N",
+        help="maximum tokens of a shard (default: 134217728, or 256 to 512 MiB)",
+    )
     add(
         "--encoder",
         default="auto",

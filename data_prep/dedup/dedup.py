@@ -1,6 +1,6 @@
 """The dedup stage: drops exact copies, and near-duplicates found by MinHash.
 
-Phases: signatures (a task per work unit) -> copies and buckets (a task per range of hashes) ->
+Phases: signatures (a task per work unit) -> copies and buckets (one task per range of hashes) ->
 members -> verify -> decide (one task) -> write (a task per unit). Tasks exchange data only through
 files. The result depends on the documents, their order and the options, but not on units, tasks,
 memory or workers. docs/deduplication.md has the definitions.
@@ -25,7 +25,7 @@ from data_prep.tasks.phases import Executor, Phase, Record, fingerprint, run_pha
 
 DUPLICATES = "duplicates.jsonl.zst"
 ALGORITHM = 1  # increment it when the same input gives different results
-MIN_PARTITIONS = 16  # but at most one per work unit
+MIN_PARTITIONS = 16  # or the number of work units, if that is smaller
 # Peak memory per entry of a hash range, with sorting: 101 bytes with 2 million entries (growth of
 # the resident set in BucketTask, 2026-11-21), plus copies.
 BYTES_PER_ENTRY = 120
@@ -33,7 +33,7 @@ BYTES_PER_ENTRY = 120
 
 @dataclass(frozen=True)
 class DedupOptions:
-    """Defines a duplicate. Of duplicates, the first document in input order is kept."""
+    """Defines what a duplicate is. Of each group, the first document in input order is kept."""
 
     threshold: float = 0.8  # Jaccard index of the sets of shingles
     shingle_words: int = 13
@@ -90,7 +90,7 @@ class WriteTask:
             return {**output.close(), "tally": tally.record()}
 
     def _names(self, work: Path, kept: np.ndarray) -> list[Any]:
-        """Return the ids that the kept documents have in the input."""
+        """Return the input ids of the kept documents."""
         names: list[Any] = [None] * len(kept)
         units = kept >> np.uint64(UNIT_BITS)
         for unit in np.unique(units).tolist():

@@ -1,8 +1,8 @@
 """Measures token shards: document lengths, token frequencies, and duplicate documents.
 
-Worker processes measure pieces of complete documents. Memory is bounded by the size of a piece and
-by `PARTITION_DOCUMENTS`, not by the size of the data. Independent of the command line and of how
-the statistics are shown.
+Worker processes measure pieces of complete documents. Memory depends on the longest document
+and on `PARTITION_DOCUMENTS`, not on the size of the data. Must not depend on the command line or on
+how the statistics are shown.
 """
 
 import tempfile

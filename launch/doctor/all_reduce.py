@@ -35,9 +35,9 @@ def measure(
         seconds: time limit of each collective.
 
     Returns:
-        `rank`; `correct`: whether every sum was; `bytes`: size of the tensor; `bytes_per_second`:
-        median bandwidth of a rank's link, counted as in NCCL's tests ("bus bandwidth"):
-        `2 (n - 1) / n` times the size of the tensor, per all-reduce.
+        `rank`; `correct`: whether every sum was correct; `bytes`: size of the tensor;
+        `bytes_per_second`: median bus bandwidth as nccl-tests defines it, `2 (n - 1) / n` times the
+        size of the tensor per second.
     """
     import torch
 

@@ -26,12 +26,15 @@ SETTINGS = {
     "seq_len": ("TOKENS", "tokens per sequence (default: 2048, or the model's maximum if less)"),
     "micro_batch_size": ("SEQUENCES|auto", "sequences per micro-batch (default: auto)"),
     "loss_chunk_tokens": ("N", "tokens per chunk of the loss (default: by the size of the logits)"),
-    "attn_implementation": ("NAME", "eager keeps its score matrices; all others count the same"),
+    "attn_implementation": (
+        "NAME",
+        "for the activations: eager keeps its score matrices, all others count alike",
+    ),
 }
 HARDWARE_FIGURES = {
     "price_per_hour": ("DOLLARS", "price of a device"),
     "memory_bytes": ("BYTES", "memory of a device"),
-    "attained": ("X", "share of the peak FLOP/s that training attains without communication"),
+    "attained": ("X", "fraction of the peak FLOP/s that training reaches, without communication"),
     "intra_node": ("BYTES", "bandwidth per second between devices of a host, one direction"),
     "inter_node": ("BYTES", "network bandwidth per second of one device"),
     "host_memory_bytes": ("BYTES", "host memory per device"),
@@ -62,10 +65,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="H100, A100-80GB, ... in launch/plan/hardware.json, or a file of that form (default: "
         "H100)",
     )  # fmt: skip
-    group.add_argument("--devices", metavar="N", type=count, default=8, help="(default: 8)")
     group.add_argument(
-        "--devices_per_node", metavar="N", type=count, default=8, help="(default: 8)"
-    )
+        "--devices", metavar="N", type=count, default=8, help="number of devices (default: 8)"
+    )  # fmt: skip
+    group.add_argument(
+        "--devices_per_node", metavar="N", type=count, default=8,
+        help="devices of each host (default: 8)",
+    )  # fmt: skip
     for name, (metavar, text) in HARDWARE_FIGURES.items():
         read = size_bytes if metavar == "BYTES" else number
         help_text = f"{text} (default: that of --hardware)"
@@ -77,7 +83,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--failures_per_device_hour", metavar="X", type=number,
-        help="interruptions (default: Llama 3's, 466 in 54 days on 16,384 devices)",
+        help="interruptions per device-hour (default: 2.2e-5, from Llama 3: 466 in 54 days on "
+        "16,384 devices)",
     )  # fmt: skip
     group.add_argument(
         "--restart_seconds", metavar="DURATION", type=duration,
@@ -97,18 +104,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--probe", action="store_true",
-        help="run three real steps on this machine, compare, and plan with the measurements",
+        help="run three training steps on this machine, compare them with the estimate, and plan "
+        "with the measurements",
     )  # fmt: skip
     group.add_argument(
-        "--probe_ranks", metavar="N", type=count, help="(default: all devices of this machine)"
+        "--probe_ranks",
+        metavar="N",
+        type=count,
+        help="ranks of the probe (default: all devices of this machine)",
     )
     group.add_argument(
         "--probe_timeout", metavar="DURATION", type=duration, default=1800.0,
-        help="(default: 30m)",
+        help="time limit of the probe (default: 30m)",
     )  # fmt: skip
     group.add_argument(
         "--budget", metavar="FLOPS|MONEY|DAYS",
-        help="model size and tokens for 1e22 FLOPs, for $50000, or for 14d on the devices",
+        help="recommend a model size and a token count for 1e22 (FLOPs), $50000, or 14d on the "
+        "devices",
     )  # fmt: skip
     group.add_argument(
         "--published", action="store_true",

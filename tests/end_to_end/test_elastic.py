@@ -198,7 +198,7 @@ def test_a_changed_checkpoint_is_refused_and_runs_no_code(
     write_json(only / "MANIFEST.json", {**manifest, "digest": manifest_digest(manifest)})
     forged = run_ranks(1, *arguments)
     assert forged.returncode == 2, forged.stdout[-3000:]
-    assert f"{victim}: holds more than tensors and numbers" in forged.stdout
+    assert f"{victim}: is damaged, or contains objects" in forged.stdout
     assert "posix.mkdir" in forged.stdout and "Traceback" not in forged.stdout
     assert not mark.exists()
 

@@ -1,7 +1,7 @@
 """Read checkpoint files with torch's restricted unpickler, so that they cannot run code.
 
-Unpickling may call any function. These files may hold only tensors, containers, numbers and the
-four classes below that DeepSpeed writes; any other class is refused by name. Checksums are compared
+Unpickling may call any function. These files may hold only what torch's `weights_only` allows and
+the four classes of DeepSpeed below; any other class is refused by name. Checksums are compared
 before, in zerolm/checkpoint/load.py.
 """
 
@@ -13,12 +13,15 @@ from typing import Any
 
 from zerolm.common.errors import CheckpointError
 
-NOT_DATA = "holds more than tensors and numbers, and was not loaded"
-FIX = "zerolm has not written it: restore the checkpoint."
+NOT_DATA = "is damaged, or contains objects that are not allowed, and was not loaded"
+FIX = "zerolm did not write this file. Restore the checkpoint from a copy, or use an earlier one."
 
 
 def pickle_problems(path: str | Path) -> list[str]:
-    """Return a line if a file of `torch.save` would unpickle other classes. Unpickles nothing."""
+    """Return a line if a file of `torch.save` contains a class that is not allowed.
+
+    Unpickles nothing.
+    """
     import torch
 
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _allowed_classes()}
@@ -30,7 +33,7 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
     """Return the content of a file of `torch.save`, with tensors on the CPU.
 
     Args:
-        mapped: memory-map the file: tensors are read-only and load only the pages that are used.
+        mapped: memory-map the file (copy-on-write), so that only the pages in use are read.
 
     Raises:
         CheckpointError: the file holds a class that is not allowed.
@@ -61,4 +64,4 @@ def safe_loading(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del reader.load  # uncovers the method of its class
+        del reader.load  # the method of its class is found again

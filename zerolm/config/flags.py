@@ -28,7 +28,7 @@ usage: deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config 
 INTRODUCTION = (
     "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Write flags with dashes or "
     "underscores; numbers as 3e9, 3B, 500M or 2k; bytes as 5GB or 32GiB; durations as 3h50m or "
-    "90s; switches as --flag or --no-flag. A flag that is not given has a default that suits the "
+    "90s; switches as --flag or --no-flag. Omitted flags have defaults that are derived from the "
     "model; --check prints it."
 )
 SWITCHES = ("switch", "recompute")  # may be given without a value

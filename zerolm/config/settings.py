@@ -101,8 +101,8 @@ class Settings:
     data: tuple[str, ...] = _flag(
         "data",
         "list",
-        "token shards, and their share of the sequences, in any unit; may be repeated (default: "
-        "shares proportional to size)",
+        "token shards, and their relative weight in the mixture; may be repeated (default: weights "
+        "proportional to size)",
         shows="PATH[=WEIGHT]",
         default=(),
     )
@@ -117,7 +117,7 @@ class Settings:
     mixture_temperature: float | None = _flag(
         "data",
         "real",
-        "if --data has no weights: shares proportional to tokens^(1/X); X above 1 favours small "
+        "if --data has no weights: weights proportional to tokens^(1/X); X above 1 favors small "
         "sources (default: 1)",
         shows="X",
         minimum=0.1,
@@ -132,15 +132,15 @@ class Settings:
     over_max_epochs: str | None = _flag(
         "data",
         "text",
-        "what to do if a source would exceed --max_epochs; redistribute: drop it then, and "
-        "scale up the others (default: refuse)",
+        "what to do if a source would exceed --max_epochs; redistribute: drop it at "
+        "that point and renormalize the other weights (default: refuse)",
         choices=EPOCH_POLICIES,
     )
     val_data: tuple[str, ...] = _flag(
         "data", "list", "token shards for validation; may be repeated", shows="PATH", default=()
     )
     seq_len: int | None = _count(
-        "data", "tokens of a sequence (default: 2048, or the model's maximum if less)", "TOKENS"
+        "data", "tokens per sequence (default: 2048, or the model's maximum if less)", "TOKENS"
     )
     document_mask: bool = _switch("data", "let tokens attend only to tokens of their own document")
     packing: str = _flag(
@@ -219,7 +219,7 @@ class Settings:
         "model",
         "recompute",
         "recompute activations in the backward pass, to save memory; selective keeps the "
-        "outputs of matmuls and attention (default: off; without a value: full)",
+        "outputs of matmuls and of fused attention (default: off; without a value: full)",
         shows="[full|selective|off]",
         default=False,
     )
@@ -234,16 +234,16 @@ class Settings:
     float32_matmul: str = _flag(
         "model",
         "text",
-        "precision of float32 matmuls on a GPU; high: TF32, several times faster, with a 10-bit "
-        "mantissa (default: highest)",
+        "precision of float32 matmuls on a GPU; high: TF32, faster, with a 10-bit mantissa "
+        "(default: highest)",
         default=HIGHEST,
         choices=(HIGHEST, HIGH),
     )
     compile: bool = _switch("model", "compile each block of the model with torch.compile")
     loss_chunk_tokens: int | None = _count(
         "model",
-        "compute the loss for this many tokens at a time, to save memory; 0: for a complete "
-        "micro-batch (default: 0, unless its logits exceed 16 GiB in float32)",
+        "compute the loss for this many tokens at a time, to save memory; 0: for all of a "
+        "micro-batch (default: 0, or chunks of 512 MiB if its logits exceed 16 GiB in float32)",
         "N",
         minimum=0,
     )
@@ -318,8 +318,8 @@ class Settings:
     hang_timeout: float = _flag(
         "run",
         "duration",
-        "time without progress after which the run ends and names the rank at fault; 0: never "
-        "(default: 10m)",
+        "time without progress after which the run ends and names the rank at fault; three times "
+        "that until the first step is done; 0: never (default: 10m)",
         shows="DURATION",
         minimum=0.0,
         default=600.0,
@@ -450,8 +450,8 @@ class Settings:
     )
     spike_window: int = _count(
         "stability",
-        "window: number of accepted steps that a step is compared with, and in which spikes are "
-        "counted (default: 128)",
+        "window: number of accepted steps used as the baseline, and over which spikes are counted "
+        "(default: 128)",
         "STEPS",
         default=128,
         minimum=4,
@@ -464,8 +464,8 @@ class Settings:
     adaptive_clip: float = _flag(
         "stability",
         "real",
-        "also clip gradient norms this many deviations above their moving mean (ZClip), "
-        "besides gradient_clipping; 0: off (default: 0)",
+        "clip gradient norms more than Z standard deviations above their moving mean (ZClip), in "
+        "addition to gradient_clipping; 0: off (default: 0)",
         shows="Z",
         default=0.0,
         minimum=0.0,
@@ -500,8 +500,8 @@ class Settings:
     )
     rollback_margin: int | None = _count(
         "stability",
-        "number of steps before the first spike whose data is skipped, too (default: 1%% of the "
-        "run, at most 100)",
+        "number of steps before the first spike whose data is also skipped after a rollback "
+        "(default: 1%% of the run, at most 100)",
         "STEPS",
         minimum=0,
     )
@@ -514,7 +514,8 @@ class Settings:
     )
     max_skips: int = _count(
         "stability",
-        "spikes in 1000 steps after which the run gives up; 0: no limit (default: 30)",
+        "give up if more than this many of the last 1000 steps were spikes, skipped or not; 0: no "
+        "limit (default: 30)",
         "N",
         default=30,
         minimum=0,

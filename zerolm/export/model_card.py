@@ -1,4 +1,4 @@
-"""The model card of an exported model: README.md with architecture, training, data and results.
+"""The model card of an exported model: its training settings, data, results and versions.
 
 Made from `run.json` and `metrics.jsonl` of the run directory, up to the exported checkpoint. It may
 be published, so it contains no paths of this machine. Must not depend on weights.

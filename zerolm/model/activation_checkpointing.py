@@ -1,9 +1,9 @@
 """Which activations are saved for the backward pass, and which are recomputed in it.
 
 `--gradient_checkpointing` saves only the inputs of each decoder block. `selective` also saves what
-is expensive to recompute, the outputs of matrix products and of fused attention; norms, rotary
-embeddings and activation functions are recomputed, which need memory but little time. The gradients
-are bit-identical in both cases.
+is expensive to recompute, the outputs of matrix products and of fused attention (SDPA and
+FlashAttention 2 and 3); norms, rotary embeddings and activation functions, which are large but
+cheap to compute, are recomputed. On a CPU the gradients are bit-identical to those without it.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for the idea;
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` for the implementation.
@@ -13,7 +13,7 @@ from typing import Any
 
 from zerolm.config.settings import SELECTIVE, Recompute
 
-# The scores of unfused attention (bmm) are not saved: they grow with the square of the sequence.
+# The scores of unfused attention (bmm) are not saved: they are quadratic in the sequence length.
 SAVED_OPERATORS = frozenset(
     {
         "aten::mm",

@@ -48,7 +48,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
 
     Args:
         argv: flags, without the program's name.
-        environment: of the launcher: `WORLD_SIZE`, `LOCAL_RANK`, ...
+        environment: variables that the launcher sets: `WORLD_SIZE`, `LOCAL_RANK`, ...
 
     Raises:
         ConfigError: every problem found, one line each.

@@ -49,14 +49,14 @@ def _finite(event: Row) -> bool:
 
 
 class LowMfuDetector:
-    """Detects that `throughput/mfu` stays far below its usual value."""
+    """Detects that `throughput/mfu` stays far below its recent median."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=MFU_ROWS)
         self._low = 0
 
     def check(self, row: Row) -> Alert | None:
-        """Return an alert at the third low row in a row; again only after a usual row."""
+        """Return an alert after three consecutive low rows; the next only after a normal row."""
         mfu = row.get("throughput/mfu")
         if mfu is None:
             return None
@@ -76,7 +76,7 @@ class LowMfuDetector:
 
 
 class RateLimit:
-    """Drops alerts whose title was sent recently, and those above `MAX_PER_HOUR`."""
+    """Drops alerts whose title was sent recently, and beyond `MAX_PER_HOUR` all but errors."""
 
     def __init__(self) -> None:
         self._sent: dict[str, float] = {}  # title: when it was last sent, in seconds

@@ -16,7 +16,7 @@ from zerolm.common.values import read_json
 from zerolm.config.settings import COMMAND_LINE, Settings
 from zerolm.upload.run_store import RECORD_DIRECTORY, Store
 
-REACH_SECONDS = 90.0  # for the first answers of a store at the start of a run
+REACH_SECONDS = 90.0  # limit for reaching the store when a run starts
 
 
 def store_url(settings: Settings) -> str | None:
@@ -39,14 +39,14 @@ def upload_problems(settings: Settings) -> list[str]:
         recorded = recorded.get("settings", recorded)
         if recorded.get("run_dir") != settings.run_dir:
             return [
-                f"{where}, belongs to the run in {recorded.get('run_dir')}, and --run_dir is "
+                f"{where} belongs to the run in {recorded.get('run_dir')}, but --run_dir is "
                 f"{settings.run_dir}. Give another --upload_to, or off."
             ]
     return []
 
 
 def is_lost(run_dir: Path) -> bool:
-    """Return whether a run directory has no checkpoint to resume from: it is new, or was lost."""
+    """Return whether a run directory has no complete checkpoint: it is new, lost or damaged."""
     try:
         return not candidates(run_dir)[0]
     except CheckpointError:
@@ -54,7 +54,7 @@ def is_lost(run_dir: Path) -> bool:
 
 
 def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping[str, Any]] | None:
-    """Return (URL, content) of the run.json that a restore would fetch; None without a restore.
+    """Return (URL, content) of the run.json that a restore would fetch; None if there is none.
 
     It reads from the store, so only one rank should call it.
 
@@ -72,7 +72,8 @@ def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping
         problems.append(
             f"{settings.where('upload_to')}: {url}, cannot be read, and --run_dir "
             f"{settings.run_dir} has no checkpoint: the run might restart at step 0. {error}. "
-            f"Correct the URL or the credentials, wait until it answers, or use --upload_to off."
+            f"Correct the URL or the credentials, wait until the store responds, or use "
+            f"--upload_to off."
         )
         return None
 

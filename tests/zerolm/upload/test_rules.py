@@ -25,7 +25,7 @@ def test_a_copied_run_does_not_overwrite_the_store_of_the_original(tmp_path) -> 
     assert upload_problems(settings("--settings", file)) == []
     assert upload_problems(settings("--settings", file, "--run_dir", "runs/first")) == []
     (problem,) = upload_problems(settings("--settings", file, "--run_dir", "runs/second"))
-    assert "belongs to the run in runs/first, and --run_dir is runs/second" in problem
+    assert "belongs to the run in runs/first, but --run_dir is runs/second" in problem
     for place in (f"file://{tmp_path}/second", "off"):
         words = ["--settings", file, "--run_dir", "runs/second", "--upload_to", place]
         assert upload_problems(settings(*words)) == []
