@@ -51,7 +51,9 @@ def write_inputs(directory: Path) -> None:
     for name in LINKS:
         (directory / name).symlink_to(ROOT / name)
     # Copied, not linked, because the paths in a recipe are relative to the file.
-    shutil.copytree(ROOT / "data_prep" / "recipes", directory / "data_prep" / "recipes")
+    recipes = shutil.copytree(ROOT / "data_prep" / "recipes", directory / "data_prep" / "recipes")
+    recipe = recipes / "web_english.json"  # of this small corpus its filters keep 21 documents
+    recipe.write_text(recipe.read_text().replace('"val_fraction": 0.001', '"val_fraction": 0.3'))
     texts = paragraphs()
     lines = b"\n".join(orjson.dumps({"text": text}) for text in texts)
     for folder in ("corpus/web", "raw/web"):
@@ -89,7 +91,8 @@ def run(line: str, directory: Path) -> str:
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_readme_run_in_order(tmp_path, capsys):
     write_inputs(tmp_path)
-    shown = [command.line for command in commands(README)]
+    # A name of a command in the prose, without a flag or a path, is not there to be run.
+    shown = [each.line for each in commands(README) if re.search(r" -|/", each.line)]
     for line in shown:
         if line.startswith(tuple(NOT_RUN)):
             continue
