@@ -17,8 +17,8 @@ from data_prep.filters.custom_filters import CUSTOM, as_tuples, load_function
 from data_prep.filters.parameters import (
     DATATROVE,
     datatrove_class,
+    filter_parameters,
     missing_package,
-    parameter_defaults,
     parameters_of,
 )
 from zerolm.common.errors import ConfigError
@@ -94,7 +94,8 @@ def build_filters(specifications: Sequence[Json]) -> Filters:
 def _build_filter(name: str, parameters: Json) -> Callable[[Any], Any]:
     if name in CUSTOM:
         return CUSTOM[name](**parameters)
-    language = parameters.get("language", parameter_defaults(name).get("language"))
+    parameter = filter_parameters(name).get("language")
+    language = parameters.get("language", parameter.default if parameter else None)
     if isinstance(language, str):
         fast_words.install(language)
     return datatrove_class(name)(**as_tuples(parameters)).filter

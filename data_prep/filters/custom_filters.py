@@ -1,12 +1,15 @@
 """Custom filters: our own, and thin wrappers of datatrove's classes.
 
 Each is built from its parameters in the recipe, called with a datatrove document, and returns what
-datatrove's filters return: True, False, or (False, reason). To add one, write a class or function
-that builds it, and list it in `CUSTOM`.
+datatrove's filters return: True, False, or (False, reason). To add one, write a class and list it
+in `CUSTOM`. The names, types and defaults of its constructor's parameters are checked with the
+recipe; for limits on their values give the class a static method `problems(parameters)`, which
+yields a line for each wrong value.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError, ZerolmError
@@ -25,6 +28,12 @@ class Length:
         max_words: int | None = None,
     ):
         self.limits = min_characters, max_characters, min_words, max_words
+
+    @staticmethod
+    def problems(parameters: Json) -> Iterator[str]:
+        for key, value in parameters.items():
+            if value is not None and (not isinstance(value, int) or value < 0):
+                yield f"{key}: {value!r} is not a whole number of at least 0."
 
     def __call__(self, document: Any) -> bool | tuple[bool, str]:
         min_characters, max_characters, min_words, max_words = self.limits
@@ -86,21 +95,35 @@ class Url:
             return False, "not_a_url"
 
 
-def load_language(model: str, **parameters: Any) -> Callable[[Any], Any]:
-    """Return datatrove's language filter with a local model file instead of a download.
+class Language:
+    """datatrove's language filter with a model file instead of its download.
 
     Raises:
         ConfigError: the file is not a model.
     """
-    from datatrove.pipeline.filters.language_filter import LanguageFilter
-    from fasttext.FastText import _FastText
 
-    step = LanguageFilter(**parameters)
-    try:
-        step.model._model = _FastText(model)
-    except ValueError as error:
-        raise ConfigError(f"filters: language: model: {model}: {error}") from error
-    return step.filter
+    def __init__(self, model: str, **parameters: Any):
+        from datatrove.pipeline.filters.language_filter import LanguageFilter
+        from fasttext.FastText import _FastText
+
+        self.step = LanguageFilter(**parameters)
+        try:
+            self.step.model._model = _FastText(model)
+        except ValueError as error:
+            raise ConfigError(f"filters: language: model: {model}: {error}") from error
+
+    @staticmethod
+    def problems(parameters: Json) -> Iterator[str]:
+        if (model := parameters.get("model")) is None:
+            yield (
+                "needs `model`, the path of a fastText model file such as lid.176.bin from "
+                "fasttext.cc/docs/en/language-identification.html. Nothing is downloaded."
+            )
+        elif not Path(model).is_file():
+            yield f"model: {model}: no such file. Check the path."
+
+    def __call__(self, document: Any) -> Any:
+        return self.step.filter(document)
 
 
 class UserFilter:
@@ -109,6 +132,19 @@ class UserFilter:
     def __init__(self, function: str, options: Json | None = None):
         self.path, self.options = function, options or {}
         self.function = load_function(function)
+
+    @staticmethod
+    def problems(parameters: Json) -> Iterator[str]:
+        path, options = parameters.get("function"), parameters.get("options")
+        if not isinstance(path, str) or path.count(":") != 1:
+            yield f"function: {path!r} is not of the form module:function."
+        else:
+            try:
+                load_function(path)
+            except ConfigError as error:
+                yield from (f"function: {problem}" for problem in error.problems)
+        if not isinstance(options, dict | None):
+            yield f"options: {options!r} is not an object."
 
     def __call__(self, document: Any) -> bool | tuple[bool, str]:
         try:
@@ -131,7 +167,7 @@ CUSTOM: dict[str, Callable[..., Callable[[Any], Any]]] = {
     "length": Length,
     "pii": Pii,
     "url": Url,
-    "language": load_language,
+    "language": Language,
     "python": UserFilter,
 }
 

@@ -6,11 +6,12 @@ are the parameters of datatrove's class, or of a filter in `CUSTOM`, with their 
 
 import importlib
 import inspect
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from data_prep.filters.custom_filters import CUSTOM, load_function
-from zerolm.common.errors import ConfigError, did_you_mean
+from data_prep.filters.custom_filters import CUSTOM
+from zerolm.common.errors import did_you_mean
 
 DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that need no network
     "gopher_quality": "filters.gopher_quality_filter:GopherQualityFilter",
@@ -82,86 +83,66 @@ def datatrove_class(name: str) -> Any:
     return getattr(importlib.import_module(f"datatrove.pipeline.{module}"), attribute)
 
 
-def parameter_defaults(name: str) -> dict[str, Any]:
-    """Return the names and defaults of a filter's parameters."""
-    if name == "python":
-        return {"function": "", "options": {}}
-    constructor = datatrove_class(name) if name in DATATROVE else CUSTOM[name]
-    defaults = {
-        key: parameter.default
+def filter_parameters(name: str) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a filter: of datatrove's class, and of its wrapper in `CUSTOM`."""
+    constructors = [datatrove_class(name)] if name in DATATROVE else []
+    constructors += [CUSTOM[name]] if name in CUSTOM else []
+    return {
+        key: parameter
+        for constructor in constructors
         for key, parameter in inspect.signature(constructor).parameters.items()
-        if key != "exclusion_writer"
+        if parameter.kind is not parameter.VAR_KEYWORD and key != "exclusion_writer"
     }
-    if name == "language":
-        defaults["model"] = ""  # a file; datatrove would download one
-    return defaults
 
 
 def _parameter_problems(name: str, parameters: Json, place: str) -> list[str]:
-    defaults = parameter_defaults(name)
+    """Return what is wrong with the parameters of one filter: names, types, then values."""
+    known = filter_parameters(name)
     problems = []
     for key, value in parameters.items():
-        if key not in defaults:
+        if key not in known:
             problems.append(
                 f"{place}: {key!r} is not a parameter of the filter."
-                f"{did_you_mean(key, defaults)} Known: {', '.join(defaults) or 'none'}."
+                f"{did_you_mean(key, known)} Known: {', '.join(known) or 'none'}."
             )
-        elif not _has_type_of(value, defaults[key]):
-            problems.append(
-                f"{place}: {key}: {value!r} has the wrong type; the default is {defaults[key]!r}."
-            )
-    if name == "length":
+        elif expected := _expected_type(value, known[key]):
+            problems.append(f"{place}: {key}: {value!r} has the wrong type; {expected}.")
+    if problems:
+        return problems
+    value_problems = getattr(CUSTOM.get(name), "problems", lambda parameters: ())
+    problems += [f"{place}: {problem}" for problem in value_problems(parameters)]
+    if not problems:
         problems += [
-            f"{place}: {key}: {value!r} is not a whole number of at least 0."
-            for key, value in parameters.items()
-            if key in defaults and not (isinstance(value, int) and value >= 0)
+            f"{place}: needs `{key}`."
+            for key, parameter in known.items()
+            if parameter.default is parameter.empty and key not in parameters
         ]
-    if name == "language":
-        problems += _model_problems(parameters, place)
-    if name == "python":
-        problems += _function_problems(parameters, place)
-    if "language" in parameters and "language" in defaults:
+    if "language" in parameters:
         problems += _language_problems(parameters["language"], place)
     return problems
 
 
-def _has_type_of(value: Any, default: Any) -> bool:
-    """Return whether a value has the type of a default; anything fits where the default is None."""
-    if default is None or value is None:
-        return True
+def _expected_type(value: Any, parameter: inspect.Parameter) -> str:
+    """Return which type a value should have; empty if it has that type, or any will do."""
+    default = parameter.default
+    if default is parameter.empty:
+        fits = not isinstance(parameter.annotation, type) or isinstance(value, parameter.annotation)
+        return "" if fits else f"it is of type {parameter.annotation.__name__}"
+    if default is None or (value is None and type(None) in get_args(parameter.annotation)):
+        return ""
     if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    if isinstance(default, int | float):
-        return isinstance(value, int | float)
-    if isinstance(default, tuple | list):
-        return isinstance(value, list | str)
-    return isinstance(value, type(default))
-
-
-def _model_problems(parameters: Json, place: str) -> list[str]:
-    model = parameters.get("model")
-    if not isinstance(model, str):
-        return [
-            f"{place}: needs `model`, the path of a fastText model file such as lid.176.bin from "
-            f"fasttext.cc/docs/en/language-identification.html. Nothing is downloaded."
-        ]
-    if not Path(model).is_file():
-        return [f"{place}: model: {model}: no such file. Check the path."]
-    return []
-
-
-def _function_problems(parameters: Json, place: str) -> list[str]:
-    path = parameters.get("function")
-    if not isinstance(path, str) or path.count(":") != 1:
-        return [f"{place}: function: {path!r} is not of the form module:function."]
-    try:
-        load_function(path)
-    except ConfigError as error:
-        return [f"{place}: function: {problem}" for problem in error.problems]
-    return []
+        fits = isinstance(default, bool) and isinstance(value, bool)
+    elif isinstance(default, int | float):
+        fits = isinstance(value, int | float) and math.isfinite(value)
+    elif isinstance(default, tuple | list):
+        fits = isinstance(value, list | str)
+    else:
+        fits = isinstance(value, type(default))
+    return "" if fits else f"the default is {default!r}"
 
 
 def _language_problems(language: Any, place: str) -> list[str]:
+    """Return the problem if datatrove has no word tokenizer for a language."""
     from datatrove.utils.word_tokenizers import load_word_tokenizer
 
     try:

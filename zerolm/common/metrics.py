@@ -47,7 +47,8 @@ class Metric:
     Attributes:
         key: its key in `metrics.jsonl`; `<source>` and the like stand for any text.
         unit: "" if it has none. "bytes", "tokens", "tokens/s", "share", "s" and "steps" set the
-            number format of the report; any other unit is only printed.
+            number format of the report; any other unit is only printed,
+            but the axis of "nats per token" never starts at zero.
         panel: None if it is not drawn: another curve shows the same in another unit.
         about: its line in docs/metrics.md.
         line: how the console line prints it, as `key=value`; `{count}` is short for 12.3k.

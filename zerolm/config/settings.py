@@ -196,7 +196,9 @@ class Settings:
         "budget", "tokens to train on (default: 20 per parameter)", "TOKENS"
     )
     learning_rate: float | None = _real("peak learning rate (default: from the compute budget)")
-    min_learning_rate: float | None = _real("final learning rate (default: a tenth of the peak)")
+    min_learning_rate: float | None = _real(
+        "final learning rate, of a schedule that decays (default: a tenth of the peak)"
+    )
     warmup_tokens: int | None = _count(
         "budget", "tokens of the warm-up (default: 1%% of the total)", "TOKENS", minimum=0
     )

@@ -12,7 +12,11 @@ from zerolm.common.values import shown
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile, is_number
 
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+DEEPSPEED_SCHEDULES = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
 _STEP_KEYS = {"warmup_tokens": "warmup_num_steps", "total_tokens": "total_num_steps"}
 
 
@@ -62,11 +66,13 @@ def _implied_schedule(profile: Profile) -> dict[str, Implied]:
     kind, params = profile.scheduler, profile.scheduler_params
     if kind is None:
         return {}
-    if kind not in SCHEDULES:
+    if kind not in DEEPSPEED_SCHEDULES:
         names = ("schedule", "min_learning_rate", "warmup_tokens")
         return {name: Implied(None, "scheduler.type", kind) for name in names}
     implied = {
-        "schedule": Implied(SCHEDULES[kind], "scheduler.type", f"{kind} ({SCHEDULES[kind]})")
+        "schedule": Implied(
+            DEEPSPEED_SCHEDULES[kind], "scheduler.type", f"{kind} ({DEEPSPEED_SCHEDULES[kind]})"
+        )
     }
     if is_number(peak := params.get("warmup_max_lr")):
         implied["learning_rate"] = Implied(float(peak), "scheduler.params.warmup_max_lr")

@@ -158,17 +158,17 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
         ]
     if profile.json.get("zero_allow_untested_optimizer") is not True:
         return [
-            f"optimizer.type: {name}, is not tested with ZeRO, so DeepSpeed refuses it. Use AdamW, "
-            f"or set zero_allow_untested_optimizer to true."
+            f"optimizer.type: {name}, is not tested with ZeRO, so DeepSpeed refuses it. Set "
+            f"zero_allow_untested_optimizer to true, or use AdamW."
         ]
     if not custom.is_dotted(name):
         return []
     known = custom.parameter_names(optimizer)
     unknown = [
         f"optimizer.params.{key}: not a parameter of {name}."
-        f"{did_you_mean(key, known) or ' Remove it.'}"
+        f"{did_you_mean(key, known or []) or ' Remove it.'}"
         for key in params
-        if key not in known
+        if known is not None and key not in known
     ]
     return unknown or _trial_problems(profile)
 
@@ -245,7 +245,7 @@ def scheduler_problems(profile: Profile) -> list[str]:
         f"scheduler.params.{key}: not a parameter of {kind}."
         f"{did_you_mean(key, known) or ' Remove it.'}"
         for key in params
-        if key not in known
+        if known is not None and key not in known
     ]
     problems += [
         f'scheduler.params.{key}: "auto", but no setting has this value. Give a value.'

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
-from zerolm.ds_config.implied import SCHEDULES
+from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
 from zerolm.ds_config.optimizers import ADAM, takes_betas
 from zerolm.ds_config.profile import AUTO, Profile, block
 
@@ -122,7 +122,7 @@ def _resolve_scheduler(
 ) -> None:
     kind = resolved["scheduler"]["type"]
     params = resolved["scheduler"].setdefault("params", {})
-    if kind not in SCHEDULES:
+    if kind not in DEEPSPEED_SCHEDULES:
         return
     values: dict[str, Any] = {"warmup_num_steps": max(1, warmup_steps)}
     if kind != "WarmupLR":

@@ -67,7 +67,7 @@ class History:
     """The state of a `SpikeGuard`; saved in the checkpoint as JSON.
 
     Attributes:
-        losses: of the last accepted steps, at most a window of them.
+        losses: of the last accepted steps, at most a window of them: a baseline, not a record.
         grad_norms: of the same steps.
         anomalies: numbers of the last steps with an anomaly, ascending.
         cooldown_left: accepted steps for which the learning rate stays lowered.

@@ -93,7 +93,8 @@ def _with_schedule(
         num_parameters=model.num_parameters,
         flops_per_token=flops,
         has_validation=bool(settings.val_data),
-        json_schedules=profile.scheduler is not None and profile.scheduler not in implied.SCHEDULES,
+        json_schedules=profile.scheduler is not None
+        and profile.scheduler not in implied.DEEPSPEED_SCHEDULES,
         betas=betas if takes_betas(profile) else None,
     )
 

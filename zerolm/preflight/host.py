@@ -81,8 +81,8 @@ def _check_build_locks(environment: Mapping[str, str], found: Findings) -> None:
         for lock in stale
     ]
     found.notices += [
-        f"{lock}: another process is building an operator; this run waits for it. If there is no "
-        f"such process, stop this run and delete the lock"
+        f"{lock}: another process is building a DeepSpeed operator, and runs that use it wait. If "
+        f"there is no such process, delete the lock"
         for lock in fresh
     ]
 

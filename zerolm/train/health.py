@@ -24,7 +24,7 @@ NUM_FIGURES = 5  # of SmallBatchSums
 
 @dataclass(frozen=True)
 class HealthState:
-    """State between steps; saved in the checkpoint as JSON.
+    """State between steps; saved in the checkpoint as JSON. `Health.end_step` updates it.
 
     Attributes:
         steps: steps applied since the last report.
@@ -152,7 +152,8 @@ class Health:
             averages = average(averages, new)
             if averages.noise_scale_tokens is not None:
                 row["train/noise_scale_tokens"] = averages.noise_scale_tokens
-        return row, vars(HealthState(noise=averages.noise, signal=averages.signal))
+        new_state = replace(old, steps=0, clipped=0, noise=averages.noise, signal=averages.signal)
+        return row, vars(new_state)
 
     def parameter_norm(self) -> float | None:
         """Return the 2-norm of all parameters, None if they are on NVMe. Every rank must call."""

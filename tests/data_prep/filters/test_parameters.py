@@ -15,6 +15,9 @@ def test_every_problem_with_filters_is_reported_at_once():
         {"filter": "length", "min_words": -1},
         {"filter": "python", "function": "nowhere:f"},
         {"filter": "language"},
+        {"filter": "length", "min_words": 0.5},
+        {"filter": "fineweb_quality", "line_punct_thr": None},
+        {"filter": "python"},
         "pii",
     ]
     problems = filter_problems(wrong, "r.json: clean.filters")
@@ -22,4 +25,13 @@ def test_every_problem_with_filters_is_reported_at_once():
     text = "\n".join(problems)
     assert 'Did you mean "gopher_quality"?' in text
     assert 'Did you mean "min_doc_words"?' in text
-    assert "r.json: clean.filters[6] (language): needs `model`" in text
+    language = wrong.index({"filter": "language"})
+    assert f"r.json: clean.filters[{language}] (language): needs `model`" in text
+
+
+def test_null_is_allowed_where_the_filter_allows_it():
+    fine = [
+        {"filter": "gopher_quality", "min_doc_words": None},
+        {"filter": "length", "min_words": None},
+    ]
+    assert filter_problems(fine, "r.json: clean.filters") == []

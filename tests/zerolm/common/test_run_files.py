@@ -13,10 +13,8 @@ from zerolm.common.run_files import (
 )
 from zerolm.upload.run_store import record_files
 
-FILES = {
-    "run.json", "metrics.jsonl", "events.jsonl", "samples.jsonl", "hellaswag.json",
-    "evaluation_begun.json", "rollbacks.json", "MANIFEST.json", "mirror.log", "report.html",
-}  # fmt: skip
+PATHS = [value for value in vars(RunFiles("run")).values() if value.suffix]
+FILES = {"MANIFEST.json", "mirror.log"} | {path.name for path in PATHS}
 WORDS = {  # that mean other things too, so only as a part of a path
     "lock", "supervisor", "checkpoints", "latest", "ranks", "uploads", "tensorboard", "wandb",
 }  # fmt: skip

@@ -34,6 +34,17 @@ class Normalised(SignSGD):
             for parameter in group["params"]:
                 parameter.add_(parameter.grad / parameter.grad.norm(), alpha=-group["lr"])
 
+class Clipped(SignSGD):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad / max(1, parameter.grad.norm() / 100), alpha=-1e-3)
+
+class Keywords(SignSGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+
 class Broken(SignSGD):
     def step(self):
         raise RuntimeError("no step")
@@ -43,6 +54,7 @@ class Broken(SignSGD):
 @pytest.fixture(autouse=True)
 def own_module(tmp_path, monkeypatch):
     (tmp_path / "own_optimizers.py").write_text(SOURCE)
+    (tmp_path / "syntax_error.py").write_text("class SignSGD(:")
     monkeypatch.syspath_prepend(tmp_path)
     custom.optimizer_class.cache_clear()
     yield
@@ -64,6 +76,8 @@ def profile(name: str, **params) -> Profile:
 def test_an_elementwise_optimizer_is_accepted_and_its_states_are_counted():
     found = profile("own_optimizers.SignSGD", momentum=0.5)
     assert optimizer_problems(found, on_gpu=False) == []
+    keywords = profile("own_optimizers.Keywords", momentum=0.5)
+    assert optimizer_problems(keywords, on_gpu=False) == []
     shapes = {"weight": (10, 10)}
     assert memory.model_states(shapes, found, 1).optimizer == 4 * 100
     adamw = Profile.parse({"zero_optimization": {"stage": 1}})
@@ -74,10 +88,14 @@ def test_an_elementwise_optimizer_is_accepted_and_its_states_are_counted():
     ("name", "params", "text"),
     [
         ("own_optimizers.Normalised", {}, "updates shards of a matrix differently"),
+        ("own_optimizers.Normalised", {"lr": 1e-9}, "updates shards of a matrix differently"),
+        ("own_optimizers.Clipped", {}, "updates shards of a matrix differently"),
+        ("own_optimizers.Keywords", {"momentun": 0.5}, "TypeError"),
+        ("syntax_error.SignSGD", {}, "cannot be imported (SyntaxError"),
         ("own_optimizers.Broken", {}, "RuntimeError: no step"),
         ("own_optimizers.SignSGD", {"momentun": 0.5}, 'Did you mean "momentum"?'),
         ("own_optimizers.Missing", {}, "cannot be imported"),
-        ("missing_module.SignSGD", {}, "Put its directory on PYTHONPATH"),
+        ("missing_module.SignSGD", {}, "put its directory on PYTHONPATH"),
         ("json.JSONDecoder", {}, "not a class derived from torch.optim.Optimizer"),
     ],
 )

@@ -4,6 +4,7 @@ import pytest
 
 from tests.launching import LLAMA, write_json
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_record
+from zerolm.optim.schedule import SCHEDULES
 from zerolm.preflight import check
 
 
@@ -66,13 +67,13 @@ def test_changes_that_affect_the_curve_are_refused(inputs, a_run, change, parts)
     assert f"{a_run}/run.json: " in text and "another --run_dir" in text
 
 
-@pytest.mark.parametrize("kind", ["constant", "wsd", "cosine"])
-def test_only_a_constant_schedule_can_be_extended(inputs, tmp_path, kind):
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_only_a_schedule_that_ignores_the_total_can_be_extended(inputs, tmp_path, kind):
     change = f"--run_dir {tmp_path} --schedule {kind} --learning_rate 1e-3 --warmup_tokens 512"
-    change += " --decay_tokens 5k" if kind == "wsd" else ""
+    change += " --decay_tokens 5k" if SCHEDULES[kind].uses_decay_tokens else ""
     write_record(tmp_path, check.check(command(inputs, change), {}))
     longer = f"{change} --total_tokens 102400"
-    if kind == "constant":
+    if not SCHEDULES[kind].needs_total:
         assert check.check(command(inputs, longer), {}).total_steps == 200
     else:
         (problem,) = refusal(inputs, longer)
