@@ -6,8 +6,8 @@
 #   bash launch/demo.sh
 #
 # The text is Python's own library and manual, so nothing is downloaded after .venv is set up. The
-# demo runs on the CPU, where results are the same on every machine. Output goes to demo/, which is
-# cleared first.
+# demo runs on the CPU; its losses are the same on every machine with the same kind of CPU (others
+# round bf16 products differently). Output goes to demo/, which is cleared first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
