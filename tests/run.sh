@@ -44,4 +44,4 @@ trap - EXIT
 echo "== pytest"
 # Two processes, one test file each: half of the time, tests wait for timeouts and for processes to
 # start. Files stay in order, so that those with long tests start first and short ones fill the gaps.
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest --durations 10 --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
