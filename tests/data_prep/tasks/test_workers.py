@@ -140,7 +140,7 @@ from data_prep.tasks.workers import ordered_map
 
 def sleeper():
     # One write, since print writes the end of the line apart from it.
-    return lambda item: os.write(1, b"%d\n" % os.getpid()) and time.sleep(60)
+    return lambda item: os.write(1, b"%d\\n" % os.getpid()) and time.sleep(60)
 
 if __name__ == "__main__":
     if sys.argv[2] == "spawn":
