@@ -65,7 +65,7 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
 
     exported = zerolm("export", run_dir, out, "--max_shard_size", SHARD_BYTES)
     assert exported.returncode == 0, exported.stderr
-    assert "are equal to the bit" in exported.stdout
+    assert "are bit-identical" in exported.stdout
     [checkpoint] = (run_dir / "checkpoints").glob("step-*")
     saved = json.loads((checkpoint / "MANIFEST.json").read_text())["probe"]["logits"]
     engine = torch.tensor(saved["values"])

@@ -158,4 +158,6 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
             f"{directory}: {what} differ by {share:.2e} of the largest logit; rounding explains "
             f"{allowed:.2e}. Nothing was exported. Please report this with the model's config."
         )
-    return f"{what} are equal to {'the bit' if difference == 0 else f'{share:.1e} of the largest'}"
+    if difference == 0:
+        return f"{what} are bit-identical"
+    return f"{what} are equal to {share:.1e} of the largest"

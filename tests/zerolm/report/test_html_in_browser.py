@@ -151,7 +151,7 @@ def test_compared_runs_have_different_colours(browser, tmp_path) -> None:
     browser.messages.clear()
     browser.open(both, 1280, 844)
     text = browser.evaluate("document.body.innerText")
-    assert "losses are equal to the bit at all 40 common steps" in text and "settings.seed" in text
+    assert "losses are bit-identical at all 40 common steps" in text and "settings.seed" in text
     colours = (
         "[...new Set([...document.querySelectorAll('.panel .curve')].map(e => e.style.stroke))]"
     )

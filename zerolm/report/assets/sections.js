@@ -64,7 +64,7 @@ function header(data) {
 
 function agreement(data) {
   const lines = data.agreement.map((one) => h('p', { class: 'agreement' }, h('b', {}, `${data.runs[0].name} and ${one.run}: `),
-    one.largest === 0 ? `training losses are equal to the bit at all ${one.steps.toLocaleString('en')} common steps.`
+    one.largest === 0 ? `training losses are bit-identical at all ${one.steps.toLocaleString('en')} common steps.`
       : `training losses differ by at most ${significant(one.largest, 3)} (relatively ${significant(one.relative, 2)}, at step ${one.at.toLocaleString('en')}) over ${one.steps.toLocaleString('en')} common steps.`));
   return lines.length > 2 ? [h('details', {}, h('summary', {}, `How far the training losses are from those of ${data.runs[0].name}`), ...lines)] : lines;
 }
