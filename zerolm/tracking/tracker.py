@@ -4,8 +4,9 @@ To add one:
 
 1. Write a subclass of `Tracker` in a new module of this folder.
 2. Give it a flag in zerolm/config/settings.py, with `tracker="zerolm.tracking.MODULE:CLASS"`.
+3. Name its files in `RunFiles`, and describe them in docs/operate.md and docs/run_directory.md.
 
-Nothing else names it. The flag's name is the tracker's name in messages and the name of its
+No other code names it. The flag's name is the tracker's name in messages and the name of its
 directory in the run directory, which exists before `open` and holds `mirror.log` and `lock`. The
 object lives in a separate process, which `Trackers` starts and `Mirror` drives: it may block, and
 may raise anything. The run imports its module for the class methods, so the module must not import

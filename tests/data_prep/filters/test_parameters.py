@@ -1,6 +1,7 @@
 import pytest
 
-from data_prep.filters.parameters import filter_problems
+from data_prep.filters.parameters import NAMES, filter_problems
+from tests import ROOT
 
 pytest.importorskip("datatrove")
 pytest.importorskip("spacy")
@@ -35,3 +36,8 @@ def test_null_is_allowed_where_the_filter_allows_it():
         {"filter": "length", "min_words": None},
     ]
     assert filter_problems(fine, "r.json: clean.filters") == []
+
+
+def test_every_filter_is_documented():
+    text = (ROOT / "docs" / "data_pipeline.md").read_text(encoding="utf-8")
+    assert not [name for name in NAMES if f"`{name}`" not in text]

@@ -150,8 +150,3 @@ def test_settings_import_nothing_heavy():
         [sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_the_documentation_has_every_flag():
-    text = (ROOT / "docs" / "settings.md").read_text()
-    assert help_text() in text, "docs/settings.md: paste the output of pretrain.py --help"
