@@ -17,7 +17,7 @@ from typing import Any
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_number, shown
 from zerolm.config.settings import REDISTRIBUTE, Settings
-from zerolm.data.order import MAX_SEQUENCES, Order, Stage, block_size, exact_shares
+from zerolm.data.order import MAX_SEQUENCES, Order, Stage, block_size, counts_at_end, exact_shares
 
 TEMPERATURE_DIGITS = 12  # of a weight, so that it is the same number on every machine
 
@@ -68,7 +68,7 @@ def redistribute(
     """Split stages where a source reaches its cap, and drop the source from then on.
 
     In n sequences of a stage, a source with share w has fewer than n w + 1. So with n = floor(r/w)
-    it has at most the r sequences that it has left, and at least r - 1. The order after the supply
+    it has at most the r sequences that it has left, and at least r - 2. The order after the supply
     is undefined here: a run that needs more than the supply is refused.
     """
     left = {
@@ -88,17 +88,11 @@ def redistribute(
             end = min([stop, *(start + length for length in lengths.values())])
             if end > start:
                 result.append(Stage(start, weights))
-            used = _stage_counts(shares, end - start)
+            used = counts_at_end(shares, end - start)
             left = {n: rest - used[n] for n, rest in left.items()}
             dropped |= {n for n, length in lengths.items() if start + length == end}
             start = end
     return Mixture(result, list(caps))
-
-
-def _stage_counts(shares: Sequence[Fraction], length: int) -> list[int]:
-    """Return the sequences of each source in a complete stage, as `Order` assigns them."""
-    ends = [int(length * sum(shares[: number + 1])) for number in range(len(shares))]
-    return [end - before for before, end in zip([0, *ends], ends, strict=False)]
 
 
 def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -> bool:

@@ -18,9 +18,10 @@ and loader workers cannot change the order, because each computes only the numbe
 
 Quotas are differences of rounded cumulative weights: floor(n W_s) with W_s = w_0 + ... + w_s, taken
 at both ends of a block in exact integers, where n counts from the start of the stage. So at the end
-of any block, and of any stage, each source has had its weight times n to within one sequence,
-however long the run is; a fixed quota per block would drift. The epochs of a source continue across
-stages.
+of any block, each source has had its weight times n to within one sequence, however long the run
+is; a fixed quota per block would drift. At the end of a stage it is within two: the last block may
+be so short that a rounded difference is -1 (`counts_at_end`). The epochs of a source continue
+across stages.
 
 `zerolm.data.permutation` has the permutation. The order is part of the identity of a run: a change
 in the golden values of tests/zerolm/data/test_order.py would make existing runs irreproducible.
@@ -30,6 +31,7 @@ docs/data_order.md is the user's guide; `zerolm.data.mixture` makes stages from 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -208,8 +210,9 @@ class _StageMixer:
         last_size = self._length - self._last * self.block
         self._sizes = np.array([self.block, last_size], np.uint64)
         self._bits = np.array([domain_bits(self.block), domain_bits(last_size)], np.uint64)
-        ends = stop < MAX_SEQUENCES
-        self.at_end = self.counts_after(np.array([num_blocks]))[0] if ends else before
+        self.at_end = before
+        if stop < MAX_SEQUENCES:
+            self.at_end = before + np.array(counts_at_end(shares, self._length, block), np.int64)
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sequence, and its number among that source's sequences."""
@@ -233,7 +236,9 @@ class _StageMixer:
         # Arrays of Python integers, which are exact: the products soon exceed 64 bits.
         lengths = np.minimum(blocks.astype(object) * self.block, self._length)
         ends = lengths[:, None] * self._cumulative // self._denominator
-        return self._before + np.diff(ends, axis=1, prepend=0).astype(np.int64)
+        counts = self._before + np.diff(ends, axis=1, prepend=0).astype(np.int64)
+        counts[blocks > self._last] = self.at_end
+        return counts
 
     def _quotas(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sequences of each source before each block, first place of each source in it).
@@ -245,6 +250,38 @@ class _StageMixer:
         complete = blocks != self._last
         assert (quotas[complete][:, self._used] > 0).all(), "a source is starved"
         return before, np.cumsum(quotas, axis=1) - quotas
+
+
+def counts_at_end(
+    shares: Sequence[Fraction], length: int, block: int = BLOCK_SEQUENCES
+) -> list[int]:
+    """Return the sequences of each source in a complete stage.
+
+    The floors of `length` times the cumulative shares, unless the last, short block would so have
+    fewer sequences of a source than none. Such a source keeps what it has had, and the sources
+    furthest above their share have one less.
+
+    Args:
+        length: of the stage, in sequences.
+        block: minimum size of a mixing block, as in `Order`.
+    """
+    block = block_size(shares, block)
+    before = _floors(shares, (length - 1) // block * block if length else 0)
+    counts = [max(pair) for pair in zip(before, _floors(shares, length), strict=True)]
+    while sum(counts) > length:
+        above = {
+            number: counts[number] - length * share
+            for number, share in enumerate(shares)
+            if counts[number] > before[number]
+        }
+        counts[max(above, key=above.__getitem__)] -= 1
+    return counts
+
+
+def _floors(shares: Sequence[Fraction], length: int) -> list[int]:
+    """Return differences of the floors of `length` times the cumulative shares."""
+    ends = [int(length * level) for level in accumulate(shares)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def block_size(shares: Sequence[Fraction], block: int = BLOCK_SEQUENCES) -> int:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from zerolm.data.mixture import Mixture, redistribute, same_order_until, temperature_weights
@@ -77,13 +77,22 @@ def reference(sizes, stages, seed):
                 break
             end = min(begin + block, stop)
             slots, level, after = [], Fraction(0), 0
+            quotas = []
             for source, weight in enumerate(exact):
                 level += weight / sum(exact)
                 upto = math.floor((end - start) * level)
-                target = upto - after
-                slots += [source] * (target - targets[source])
-                targets[source] = target
+                quotas.append(upto - after - targets[source])
                 after = upto
+            # Only in a short last block: a source cannot give sequences back.
+            while min(quotas) < 0:
+                share = [(end - start) * weight / sum(exact) for weight in exact]
+                above = [targets[s] + max(q, 0) - share[s] for s, q in enumerate(quotas)]
+                giver = max((s for s, q in enumerate(quotas) if q > 0), key=above.__getitem__)
+                quotas[quotas.index(-1)] = 0
+                quotas[giver] -= 1
+            for source, quota in enumerate(quotas):
+                slots += [source] * quota
+                targets[source] += quota
             numbered = []
             for source in slots:
                 numbered.append((source, drawn[source]))
@@ -110,7 +119,19 @@ def mixtures(draw, max_stages=4):
     return sizes, stages
 
 
+# A stage whose last block has 2 sequences, in which the third source would have -1 by its weight.
+SHORT_LAST_BLOCK = (
+    [1, 1, 1, 1],
+    [
+        Stage(0, (0.0, 0.0, 0.0, 0.1)),
+        Stage(1, (0.1, 0.3, 0.5, 4.3)),
+        Stage(131, (0.0, 0.0, 0.0, 0.1)),
+    ],
+)
+
+
 @given(mixtures(), st.integers(-3, 1 << 70))
+@example(SHORT_LAST_BLOCK, 5)
 @settings(max_examples=15, deadline=None)
 def test_the_order_equals_a_sequential_reference(mixture, seed):
     sizes, stages = mixture
@@ -124,9 +145,10 @@ def test_the_order_equals_a_sequential_reference(mixture, seed):
 
 
 @given(mixtures())
+@example(SHORT_LAST_BLOCK)
 @settings(max_examples=25, deadline=None)
 def test_counts_are_the_weights_times_the_length_of_each_stage(mixture):
-    """To within one sequence a stage, against fractions; and to the sequence, against a count."""
+    """To within two sequences a stage, against fractions; and to the sequence, against a count."""
     sizes, stages = mixture
     order = Order(sizes, stages[0].weights, 5, stages=stages[1:])
     sources = order(np.arange(NUM)).source
@@ -139,7 +161,7 @@ def test_counts_are_the_weights_times_the_length_of_each_stage(mixture):
         assert sum(counts) == stop
         complete = stop < 10**12 or (stop - stage.start) % order.block == 0
         for count, share in zip(counts, due, strict=True):
-            assert abs(count - share) < number + 1 or not complete
+            assert abs(count - share) < 2 * number + 1 or not complete
     for number in (0, 1, 63, 64, NUM // 2, NUM, *edges[:-1]):
         seen = np.bincount(sources[:number], minlength=len(sizes)).tolist()
         assert order.counts(number).tolist() == seen
@@ -202,15 +224,15 @@ def test_a_source_at_its_cap_is_dropped_and_the_others_share_its_place(mixture, 
         asked = [s for s in stages if s.start <= stage.start][-1]
         for n, (got, wanted) in enumerate(zip(stage.weights, asked.weights, strict=True)):
             assert got in (0, wanted)
-            if got == 0 and wanted:  # it has used its cap, to within one
-                assert order.counts(stage.start)[n] >= left[n] - 1
+            if got == 0 and wanted:  # it has used its cap, to within two
+                assert order.counts(stage.start)[n] >= left[n] - 2
         if index + 1 < len(result.stages):
             assert stage.start < result.stages[index + 1].start
     if result.supply is not None:
         active = [s for s in stages if s.start <= result.supply][-1].weights
         assert any(active)
         counts = order.counts(result.supply).tolist()
-        assert all(counts[n] >= left[n] - 1 for n, w in enumerate(active) if w)
+        assert all(counts[n] >= left[n] - 2 for n, w in enumerate(active) if w)
 
 
 def test_temperature_flattens_the_weights_by_size():
