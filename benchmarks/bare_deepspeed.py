@@ -27,13 +27,13 @@ arguments = parser.parse_args()
 
 deepspeed.init_distributed()
 ds_config = json.loads(Path(arguments.deepspeed_config).read_text())
-config = AutoConfig.from_pretrained(arguments.model_config)
+config = AutoConfig.from_pretrained(arguments.model_config, trust_remote_code=False)
 torch.manual_seed(0)
 dtype = torch.bfloat16 if ds_config.get("bf16", {}).get("enabled") else torch.float32
 with deepspeed.zero.Init(
     config_dict_or_path=ds_config, enabled=ds_config["zero_optimization"]["stage"] == 3
 ):
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=ds_config
 )

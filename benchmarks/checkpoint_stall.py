@@ -215,7 +215,9 @@ def build(parameters: float, stage: int) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
     }
     with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=stage == 3):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=ds_config
     )

@@ -134,7 +134,8 @@ def measure(
         num_hidden_layers=LAYERS, num_attention_heads=8, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.to(device).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter).fill_(0)  # written, so that it is resident
     ids = torch.randint(0, vocabulary, (tokens // SEQ_LEN, SEQ_LEN + 1)).to(device)
@@ -157,7 +158,7 @@ def measure(
     if not chunk:
         torch.save((losses.detach().cpu(), gradients), reference)
         return figures | {"loss": 0.0, "gradient": 0.0}
-    expected, others = torch.load(reference, mmap=True)
+    expected, others = torch.load(reference, mmap=True, weights_only=True)
     figures["loss"] = float((losses.detach().cpu() - expected).abs().max())
     figures["gradient"] = max(
         float((one - other).float().norm() / other.float().norm())

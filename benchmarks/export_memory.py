@@ -31,7 +31,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import AutoConfig, AutoModelForCausalLM
 directory, config, output = sys.argv[1:]
 state = get_fp32_state_dict_from_zero_checkpoint(directory)
-model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.float32)
+config = AutoConfig.from_pretrained(config, trust_remote_code=False)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 model.load_state_dict(state, strict=True)
 model.to(torch.bfloat16).save_pretrained(output)
 """
@@ -39,8 +40,9 @@ IDLE = """
 import sys
 import deepspeed, torch
 from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)
 with torch.device("meta"):
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 """
 
 

@@ -83,6 +83,7 @@ with tempfile.TemporaryDirectory() as output_dir:
         torch_compile=arguments.compile,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model_config))
+    config = AutoConfig.from_pretrained(arguments.model_config, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     data = Windows(arguments.shard, arguments.seq_len)
     Trainer(model=model, args=training, train_dataset=data, callbacks=[PrintLoss()]).train()

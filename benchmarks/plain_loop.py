@@ -27,9 +27,10 @@ arguments = parser.parse_args()
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda" if on_gpu else "cpu")
 torch.manual_seed(0)
-config = AutoConfig.from_pretrained(arguments.model_config)
+config = AutoConfig.from_pretrained(arguments.model_config, trust_remote_code=False)
 with device:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model.train()
 forward = model if arguments.eager else torch.compile(model)
 optimizer = torch.optim.AdamW(
     model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True

@@ -115,7 +115,7 @@ def datasets_map(directory: Path, out: Path, workers: int) -> None:
     import datasets
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(directory / "tokenizer"))
+    tokenizer = AutoTokenizer.from_pretrained(str(directory / "tokenizer"), trust_remote_code=False)
     eos = tokenizer.eos_token_id
 
     def encode(batch):
@@ -146,7 +146,9 @@ class LitdataEncode:
         from transformers import AutoTokenizer
 
         if self.tokenizer is None:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(self.directory / "tokenizer"))
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                str(self.directory / "tokenizer"), trust_remote_code=False
+            )
         with open(path, encoding="utf-8") as lines:
             for line in lines:
                 ids = self.tokenizer(json.loads(line)["text"], add_special_tokens=False)

@@ -186,7 +186,8 @@ def num_parameters(model_config: str) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_config))
+        config = AutoConfig.from_pretrained(model_config, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerolm.common.custom_code import model_problems
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate import hellaswag, lm_eval
 from zerolm.evaluate.likelihood import max_batch_tokens
@@ -41,12 +42,15 @@ def evaluate_export(
         each item.
 
     Raises:
-        ConfigError: the model, tokenizer, a task or the file does not exist.
+        ConfigError: the model, tokenizer, a task or the file does not exist, or the model would run
+            code of its own.
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"{directory}: not a model directory. Give one that `zerolm export` wrote."
         )
+    if problems := model_problems(directory):
+        raise ConfigError(problems)
     if not tasks and not hellaswag_name:
         raise ConfigError("nothing to evaluate. Give --tasks, --hellaswag, or both.")
     items = hellaswag.read_items(hellaswag_name, hellaswag_items) if hellaswag_name else []
@@ -55,7 +59,9 @@ def evaluate_export(
     from transformers import AutoModelForCausalLM
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", local_files_only=True, trust_remote_code=False
+    )
     model = model.to(device).eval()
     results: dict[str, Any] = {"model": str(directory), "figures": {}}
     coder = TextCoder(directory)

@@ -179,7 +179,9 @@ def evaluate_directory(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    hf_model = HFLM(pretrained=model, tokenizer=str(directory), batch_size=8)
+    hf_model = HFLM(
+        pretrained=model, tokenizer=str(directory), batch_size=8, trust_remote_code=False
+    )
     row: dict[str, float] = {}
     for task in tasks.values():
         output = lm_eval.evaluate(

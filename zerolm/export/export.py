@@ -67,7 +67,9 @@ def export(
     if eos_id is not None:
         config.eos_token_id, config.bos_token_id, config.pad_token_id = eos_id, None, None
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        skeleton = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     skeleton.tie_weights()
     skeleton.config.dtype = dtype
     skeleton.config.architectures = [type(skeleton).__name__]
@@ -134,7 +136,11 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
 
     logging.disable_progress_bar()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype="auto", output_loading_info=True
+        directory,
+        dtype="auto",
+        output_loading_info=True,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     model, loading = loaded
     wrong = {key: sorted(map(str, loading[key])) for key in loading if loading[key]}

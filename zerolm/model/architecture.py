@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerolm.common.custom_code import kernel_problems
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.shipped import find_config
 
@@ -82,8 +83,12 @@ def load_model_config(path: str | Path) -> "PretrainedConfig":
     if file.is_dir():
         file = file / "config.json"
     values = _read_json_object(file)
+    for key in ("attn_implementation", "_attn_implementation"):
+        if str(values.get(key)).startswith("flash_attention_"):
+            del values[key]  # --attn_implementation decides; here it could download a kernel
     config_class = _config_class(file, values)
     config, problems = _construct(file, config_class, values)
+    problems += kernel_problems(file, values)
     if config is not None:
         problems += _contradictions(file, config)
     if problems:
@@ -122,7 +127,9 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
     causal_lm_class(config)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
+            )
     except Exception as error:  # of any type: the classes do not validate all values
         raise ConfigError(
             f"model config: a {config.model_type!r} model cannot be built from these values "

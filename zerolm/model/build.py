@@ -169,7 +169,10 @@ def _construct(
 
     with no_init_weights():  # `_fill` initialises the weights
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=attn_implementation
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=False,
         )
     model.tie_weights()
     return model

@@ -8,13 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zerolm.common.custom_code import tokenizer_problem
 from zerolm.common.errors import ConfigError
 
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 
 
 def load_auto_tokenizer(name: str, local: bool) -> Any:
-    """Load a tokenizer with transformers.
+    """Load a tokenizer with transformers; code that it brings along is refused, never executed.
 
     Args:
         name: a directory, or a Hugging Face hub id.
@@ -23,11 +24,18 @@ def load_auto_tokenizer(name: str, local: bool) -> Any:
     Raises:
         ConfigError: it cannot be loaded.
     """
+    if local and (problem := tokenizer_problem(Path(name))):
+        raise ConfigError(problem)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local)
+        return AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, bare Exception
+        if "trust_remote_code" in str(error):  # of a hub id, whose files are not here
+            raise ConfigError(
+                f"--tokenizer {name}: needs Python code of its own, which is never executed. "
+                f"Choose a tokenizer that transformers has a class for, or that has tokenizer.json."
+            ) from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         where = "directory" if local else "directory, nor a hub id that can be loaded"
         raise ConfigError(

@@ -1,0 +1,98 @@
+"""Finds what in a config, tokenizer or model would make transformers run or download code.
+
+These are data, and may come from anyone: no code of theirs is ever executed, downloaded, or offered
+for execution. Every call that loads one passes `trust_remote_code=False` (a test enforces it), and
+the functions here name the key to remove. Must not import transformers.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# Keys of config.json with which transformers chooses kernels, and the values that neither download
+# nor import anything. Any other name may be a repository of the hub ("org/kernel"), or a kernel
+# that transformers downloads at its first use.
+KERNEL_KEYS = {
+    "attn_implementation": ("eager", "sdpa", "flex_attention"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+ADAPTER = "adapter_config.json"
+
+
+def tokenizer_problem(directory: Path) -> str | None:
+    """Return why a tokenizer directory would need Python code of its own, None if it does not."""
+    file = directory / "tokenizer_config.json"
+    code = _read(file).get("auto_map")
+    if isinstance(code, dict):
+        code = code.get("AutoTokenizer")
+    if not code:
+        return None
+    return (
+        f"{file}: auto_map: refers to Python code of the tokenizer ({_shown(code)}), which is "
+        f"never executed. If a class of transformers makes the same ids from the other files, "
+        f"remove the key; otherwise save the tokenizer in the format of tokenizer.json."
+    )
+
+
+def kernel_problems(file: Path, values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config, at any depth, that name a kernel to download, a line each."""
+    return [
+        f"{file}: {key}: {_shown(name)}, names code that would be downloaded and executed. Remove "
+        f"the key."
+        for key, name in _named_kernels(values)
+    ]
+
+
+def model_problems(directory: Path) -> list[str]:
+    """Return what in an exported model's directory would run or download code, a line each."""
+    file = directory / "config.json"
+    values = _read(file)
+    problems = kernel_problems(file, values)
+    problems += [
+        f"{file}: {key}: {why}. Give a directory that `zerolm export` wrote."
+        for key, why in (
+            ("auto_map", "refers to Python code of the model, which is never executed"),
+            ("quantization_config", "needs kernels that would be downloaded and executed"),
+        )
+        if values.get(key)
+    ]
+    if (directory / ADAPTER).exists():
+        problems.append(
+            f"{directory / ADAPTER}: an adapter, whose code would be imported. Merge it into the "
+            f"weights, or remove it."
+        )
+    tokenizer = tokenizer_problem(directory)
+    return problems + ([tokenizer] if tokenizer else [])
+
+
+def _named_kernels(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of the kernels that a config and its parts name."""
+    if isinstance(values, list):
+        values = dict(enumerate(values))
+    if not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        dotted = f"{path}{key}"
+        harmless = KERNEL_KEYS.get(str(key).removeprefix("_"))
+        if harmless is None:
+            yield from _named_kernels(value, f"{dotted}.")
+            continue
+        # A dictionary has a name for each part of the model.
+        names = value.values() if isinstance(value, dict) else [value]
+        for name in names:
+            if name is not None and name not in harmless:
+                yield dotted, name
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; {} if it is absent or not an object."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # whoever loads it reports that
+    return values if isinstance(values, dict) else {}
+
+
+def _shown(value: Any) -> str:
+    return " ".join(json.dumps(value).split())[:100]
