@@ -26,7 +26,8 @@ _ON_BY_DEFAULT = ("pipeline", "weight_quantization")  # if the block has no `ena
 _UNSUPPORTED: dict[str, str] = {
     "autotuning": "pretrain.py is one run, not a search (see zerolm plan --search). Remove the "
     "block.",
-    "data_efficiency": "the data order depends only on --data and the seed. Remove the block.",
+    "data_efficiency": "it works only through DeepSpeed's own data loader, and the data order here "
+    "depends only on --data and the seed. Remove the block.",
     "datastates_ckpt": "pretrain.py writes its own checkpoints. Remove the block.",
     "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5.23, and its checkpoints "
     "cannot be read here (docs/parallelism.md). Remove the block, use ZeRO 3.",
@@ -106,7 +107,10 @@ def _zero_option_problems(zero: Mapping[str, Any]) -> list[str]:
             "false, would resume from weights rounded to 16 bits and change the loss curve"
         )
     if zero.get("zenflow") is not None:
-        found["zenflow"] = "delays the updates of most weights, which changes the loss curve"
+        found["zenflow"] = (
+            "delays the updates of most weights: 3% from AdamW's loss after 20 steps "
+            "(docs/settings.md)"
+        )
     return [
         f"zero_optimization.{key}: {why}. Remove the {'block' if key == 'zenflow' else 'key'}."
         for key, why in found.items()
@@ -234,7 +238,10 @@ def _unsupported_problems(profile: Profile) -> list[str]:
     if profile.json.get("managed_gradient_accumulation") is False:
         problems.append("managed_gradient_accumulation: false, is not supported. Remove the key.")
     if profile.block("compile").get("deepcompile") is True:
-        problems.append("compile.deepcompile: true, is not supported. Use --compile instead.")
+        problems.append(
+            "compile.deepcompile: true, is not supported: its loss curve has not been compared "
+            "with plain PyTorch's (docs/settings.md). Use --compile instead."
+        )
     if profile.block("wandb").get("enabled") is True:
         problems.append("wandb.enabled: true, would start a second W&B run. Use --wandb instead.")
     return [*problems, *_secrets(profile.json)]
