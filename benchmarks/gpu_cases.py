@@ -207,7 +207,8 @@ def model_figures(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, 
 
     from zerolm.ds_config.profile import Profile
     from zerolm.model import flops
-    from zerolm.model.architecture import load_model_config, parameter_shapes
+    from zerolm.model.architecture import parameter_shapes
+    from zerolm.model.config_file import load_model_config
     from zerolm.plan import memory
 
     with tempfile.TemporaryDirectory() as scratch:

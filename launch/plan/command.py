@@ -159,13 +159,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from launch.plan.estimate import estimate, to_json
 
-    found = estimate(_planned_run(arguments), assumptions(arguments), arguments.mfu)
+    run = _planned_run(arguments)
+    found = estimate(run, assumptions(arguments), arguments.mfu)
     if arguments.json:
         print(json.dumps(to_json(found), indent=2))
     else:
         from launch.plan.text import as_text
 
         _print_notices(arguments)
+        for notice in run.model.notices:
+            print(f"note: {notice}")
         print(as_text(found, arguments.mfu))
     return 0
 

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zerolm.model.architecture import (
-    load_model_config,
-    num_active_parameters,
-    num_parameters,
-    parameter_shapes,
-)
+from zerolm.model.architecture import num_active_parameters, num_parameters, parameter_shapes
+from zerolm.model.config_file import load_model_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,11 +22,13 @@ class Model:
     Attributes:
         path: of the config.json, for messages.
         shapes: {parameter name: shape}, tied ones once.
+        notices: about the file, for the user.
     """
 
     path: str
     config: "PretrainedConfig"
     shapes: Mapping[str, tuple[int, ...]]
+    notices: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: str) -> "Model":
@@ -39,7 +37,9 @@ class Model:
         Raises:
             ConfigError: it cannot be read, or is not a causal language model.
         """
-        return cls.from_config(load_model_config(path), path)
+        notices: list[str] = []
+        config = load_model_config(path, notices)
+        return cls(path, config, parameter_shapes(config), tuple(notices))
 
     @classmethod
     def from_config(cls, config: "PretrainedConfig", path: str = "model config") -> "Model":

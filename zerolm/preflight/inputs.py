@@ -62,10 +62,12 @@ def _read_model(settings: Settings, found: Findings) -> Model | None:
     if settings.model_config is None:
         return None
     try:
-        return Model.load(settings.model_config)
+        model = Model.load(settings.model_config)
     except ConfigError as error:
         found.problems += error.problems
         return None
+    found.notices += model.notices
+    return model
 
 
 def _read_profile(settings: Settings, host: Host, model: Model | None, found: Findings) -> Profile:

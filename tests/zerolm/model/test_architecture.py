@@ -1,6 +1,5 @@
 """Compared with models of transformers and with published parameter counts."""
 
-import json
 import subprocess
 import sys
 
@@ -9,31 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import ROOT
 from zerolm.common.errors import ConfigError
-from zerolm.model.architecture import (
-    load_model_config,
-    num_active_parameters,
-    num_parameters,
-    parameter_shapes,
-)
+from zerolm.model.architecture import num_active_parameters, num_parameters, parameter_shapes
+from zerolm.model.config_file import load_model_config
 
 SHIPPED = sorted((ROOT / "model_configs").glob("*.json"))
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
-
-
-@pytest.fixture
-def refusal(tmp_path):
-    """Return the problems for which a config.json is refused."""
-
-    def problems(content):
-        file = tmp_path / "config.json"
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
-        with pytest.raises(ConfigError) as refused:
-            load_model_config(file)
-        assert all(str(file) in problem for problem in refused.value.problems)
-        assert all("\n" not in problem for problem in refused.value.problems)
-        return refused.value.problems
-
-    return problems
 
 
 # As the models' cards, or the checkpoints themselves, have them.
@@ -126,75 +105,6 @@ def test_active_parameters_exclude_skipped_experts():
     dense = AutoConfig.for_model(**LLAMA)
     shapes = parameter_shapes(dense)
     assert num_active_parameters(dense, shapes) == num_parameters(shapes)
-
-
-def test_directory_with_a_config_and_keys_of_older_releases_are_accepted(tmp_path):
-    published = {
-        **LLAMA,
-        "_name_or_path": "somewhere",
-        "architectures": ["LlamaForCausalLM"],
-        "max_sequence_length": 2048,
-        "pretraining_tp": 1,
-        "rope_scaling": None,
-        "rope_theta": 50000.0,
-        "torch_dtype": "float16",
-        "transformers_version": "4.28.1",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    config = load_model_config(tmp_path)
-    assert config.rope_parameters["rope_theta"] == 50000.0
-
-
-def test_published_gpt2_and_neox_spellings_are_accepted(tmp_path):
-    gpt2 = {"model_type": "gpt2", "n_ctx": 1024, "n_layer": 2, "task_specific_params": {}}
-    neox = {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000}
-    for published in (gpt2, neox):
-        (tmp_path / "config.json").write_text(json.dumps(published))
-        assert load_model_config(tmp_path).model_type == published["model_type"]
-
-
-def test_all_problems_are_reported_at_once(refusal):
-    problems = refusal({**LLAMA, "hidden_sise": 64, "vocab_size": "many", "num_hidden_layers": 1.5})
-    assert len(problems) == 3
-    assert any("vocab_size: Field 'vocab_size' expected int, got str" in line for line in problems)
-    assert any("num_hidden_layers" in line for line in problems)
-    assert any('hidden_sise: LlamaConfig has no such key. Did you mean "hidden_size"?' in line
-               for line in problems)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ("{", "cannot be read as JSON"),
-        ("[]", "holds list, must be a JSON object"),
-        (
-            {"modeltype": "llama"},
-            'model_type: missing. Name an architecture, for example "llama"',
-        ),
-        (
-            {"model_type": "lama"},
-            "model_type: 'lama' is unknown to the installed transformers. Did you mean",
-        ),
-        ({"model_type": "t5"}, "has no causal language model"),
-        ({"model_type": "bert"}, "is_decoder: false"),
-        ({"model_type": "xlnet"}, "has no causal language model"),
-        ({**LLAMA, "auto_map": {"AutoModel": "model.py"}}, "auto_map: refers to Python code"),
-        ({**LLAMA, "quantization_config": {}}, "quantization_config: LlamaConfig has no such key"),
-        ({**LLAMA, "hidden_size": 65}, "not a multiple of the number of attention heads"),
-        ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads, 4"),
-        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: 0, must be at least 1"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "there are only 8 experts"),
-    ],
-)
-def test_unusable_configs_are_refused(refusal, content, complaint):
-    problems = refusal(content)
-    assert len(problems) == 1
-    assert complaint in problems[0]
-
-
-def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing.json: no such file. --model_config takes"):
-        load_model_config(tmp_path / "nothing.json")
 
 
 def test_a_config_without_a_buildable_model_is_refused():

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from tests.launching import write_json
 from zerolm.config.flags import parse_settings
 from zerolm.model import loss_chunks
-from zerolm.model.architecture import load_model_config
+from zerolm.model.config_file import load_model_config
 from zerolm.preflight.model_rules import model_problems
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}

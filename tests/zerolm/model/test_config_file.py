@@ -1,0 +1,179 @@
+"""Compared with AutoConfig of transformers, and with keys that published config.json files have."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from tests.zerolm.model.test_architecture import LLAMA
+from zerolm.common.errors import ConfigError
+from zerolm.model.config_file import load_model_config
+
+
+@pytest.fixture
+def refusal(tmp_path):
+    """Return the problems for which a config.json is refused."""
+
+    def problems(content):
+        file = tmp_path / "config.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(ConfigError) as refused:
+            load_model_config(file)
+        assert all(str(file) in problem for problem in refused.value.problems)
+        assert all("\n" not in problem for problem in refused.value.problems)
+        return refused.value.problems
+
+    return problems
+
+
+def test_directory_with_a_config_and_keys_of_older_releases_are_accepted(tmp_path):
+    published = {
+        **LLAMA,
+        "_name_or_path": "somewhere",
+        "architectures": ["LlamaForCausalLM"],
+        "max_sequence_length": 2048,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+        "torch_dtype": "float16",
+        "transformers_version": "4.28.1",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = load_model_config(tmp_path)
+    assert config.rope_parameters["rope_theta"] == 50000.0
+
+
+def test_published_gpt2_and_neox_spellings_are_accepted(tmp_path):
+    gpt2 = {"model_type": "gpt2", "n_ctx": 1024, "n_layer": 2, "task_specific_params": {}}
+    neox = {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000}
+    for published in (gpt2, neox):
+        (tmp_path / "config.json").write_text(json.dumps(published))
+        assert load_model_config(tmp_path).model_type == published["model_type"]
+
+
+def test_all_problems_are_reported_at_once(refusal):
+    problems = refusal({**LLAMA, "hidden_sise": 64, "vocab_size": "many", "num_hidden_layers": 1.5})
+    assert len(problems) == 3
+    assert any("vocab_size: Field 'vocab_size' expected int, got str" in line for line in problems)
+    assert any("num_hidden_layers" in line for line in problems)
+    assert any(
+        "hidden_sise: LlamaConfig has no such key, and nothing reads it. Did you mean "
+        '"hidden_size"?' in line
+        for line in problems
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "holds list, must be a JSON object"),
+        (
+            {"modeltype": "llama"},
+            'model_type: missing. Name an architecture, for example "llama"',
+        ),
+        (
+            {"model_type": "lama"},
+            "model_type: 'lama' is unknown to the installed transformers. Did you mean",
+        ),
+        ({"model_type": "t5"}, "has no causal language model"),
+        ({"model_type": "bert"}, "is_decoder: false"),
+        ({"model_type": "xlnet"}, "has no causal language model"),
+        (
+            {"model_type": "orion", "auto_map": {"AutoModel": "model.Model"}},
+            "'orion' is unknown to the installed transformers. The code that auto_map names is",
+        ),
+        ({"model_type": "musicgen"}, "'musicgen' holds several text models"),
+        ({**LLAMA, "hidden_size": 65}, "not a multiple of the number of attention heads"),
+        ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads, 4"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: 0, must be at least 1"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "there are only 8 experts"),
+    ],
+)
+def test_unusable_configs_are_refused(refusal, content, complaint):
+    problems = refusal(content)
+    assert len(problems) == 1
+    assert complaint in problems[0]
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing.json: no such file. --model_config takes"):
+        load_model_config(tmp_path / "nothing.json")
+
+
+def load(folder, values):
+    """Return the config, and the notices without the path."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(values))
+    notices = []
+    config = load_model_config(file, notices)
+    return config, [line.removeprefix(f"{file}: ") for line in notices]
+
+
+@pytest.mark.parametrize(
+    ("values", "unread"),
+    [
+        ({"model_type": "gpt2", "n_ctx": 1024, "task_specific_params": {}}, "n_ctx, task_specific"),
+        ({"model_type": "starcoder2", "norm_type": "layer_norm"}, "norm_type"),
+        (
+            {"model_type": "deepseek_v3", "ep_size": 1, "scoring_func": "sigmoid", "n_group": 8},
+            "ep_size, scoring_func",
+        ),
+        ({"model_type": "gemma2", "hidden_act": "gelu", "cache_implementation": "hybrid"}, ""),
+        (
+            {"model_type": "gemma3", "text_config": {"final_logits": 1, "sliding_window": 512}},
+            "text_config.final_logits",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["model_type"],
+)
+def test_keys_that_nobody_reads_are_reported_in_one_line(tmp_path, values, unread):
+    _, notices = load(tmp_path, values)
+    assert len(notices) == 1 and unread in notices[0]
+    assert not any(key in notices[0] for key in ("n_group", "sliding_window"))
+
+
+# Read by getattr, from **kwargs, through an attribute map, and as a parameter of a rotary table.
+READ_BUT_NOT_DECLARED = {
+    "qwen3_moe": {"head_dim": 128, "num_experts": 8},
+    "glm4_moe": {"head_dim": 128},
+    "exaone4": {"head_dim": 64, "sliding_window_pattern": 4},
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10000},
+    "llama": {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "float16"},
+    "falcon": {"n_embed": 4544},
+}
+
+
+@pytest.mark.parametrize("model_type", READ_BUT_NOT_DECLARED)
+def test_keys_that_modeling_code_reads_are_kept_without_a_word(tmp_path, model_type):
+    values = {"model_type": model_type, **READ_BUT_NOT_DECLARED[model_type]}
+    config, notices = load(tmp_path, values)
+    assert notices == []
+    expected = AutoConfig.for_model(**values).to_dict()
+    assert config.to_dict() == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("hidden_sise", "hidden_size"),
+        ("num_hidden_layer", "num_hidden_layers"),
+        ("num_key_value_haeds", "num_key_value_heads"),
+        ("hiddensize", "hidden_size"),
+        ("rmsNormEps", "rms_norm_eps"),
+        ("head_dims", "head_dim"),
+    ],
+)
+def test_typing_errors_of_keys_that_count_are_refused(refusal, key, meant):
+    (problem,) = refusal({**LLAMA, key: 8})
+    assert f'{key}: LlamaConfig has no such key, and nothing reads it. Did you mean "{meant}"?' in (
+        problem
+    )
+
+
+def test_keys_about_the_published_weights_do_not_reach_the_config(tmp_path):
+    about = {"auto_map": {"AutoModel": "model.Model"}, "quantization_config": {"bits": 4}}
+    config, (notice,) = load(tmp_path, {**LLAMA, **about})
+    assert not set(about) & set(config.to_dict())
+    assert "auto_map (code of the model, which is never executed)" in notice
+    assert "quantization_config (training uses unquantised weights)" in notice

@@ -1,0 +1,197 @@
+"""Reads and checks a Hugging Face config.json.
+
+Nothing is downloaded, and no code that the file names is executed. torch and transformers are
+imported inside the functions, so that `--help` stays fast. Must not depend on DeepSpeed, data or
+settings.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerolm.common.custom_code import kernel_problems
+from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.shipped import find_config
+from zerolm.model import config_keys
+from zerolm.model.architecture import num_experts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Encoders that transformers lists among the causal language models. Without is_decoder they let
+# every position attend to the token it must predict; xlm and xlnet always do.
+ENCODERS = frozenset(
+    {
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+NEVER_CAUSAL = frozenset({"xlm", "xlnet"})
+
+
+def load_model_config(path: str | Path, notices: list[str] | None = None) -> "PretrainedConfig":
+    """Read a model's config.json: all that `AutoConfig` accepts, for a causal language model.
+
+    Args:
+        path: the file, or a directory with a config.json.
+        notices: gets a line with the keys that nobody reads.
+
+    Raises:
+        ConfigError: a missing file, invalid JSON, an unknown or unsuitable model type, values that
+            the config class refuses, or typing errors in keys; lists every problem.
+    """
+    file = find_config(path)
+    if file.is_dir():
+        file = file / "config.json"
+    values = _read_json_object(file)
+    for key in ("attn_implementation", "_attn_implementation"):
+        if str(values.get(key)).startswith("flash_attention_"):
+            del values[key]  # --attn_implementation decides; here it could download a kernel
+    config_class = _config_class(file, values)
+    config, problems = _construct(file, config_class, values)
+    if config is not None:
+        problems += _contradictions(file, config)
+        problems += _check_keys(file, config, values, notices if notices is not None else [])
+    problems += kernel_problems(file, values)
+    if problems:
+        raise ConfigError(problems)
+    assert config is not None
+    return config
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: no such file. --model_config takes a Hugging Face config.json or a "
+            f"directory with one; hub names are not downloaded. See model_configs/."
+        )
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error}). Correct it.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: holds {type(values).__name__}, must be a JSON object.")
+    return values
+
+
+def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"]:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        near = did_you_mean("model_type", values)
+        raise ConfigError(
+            f'{file}: model_type: missing. Name an architecture, for example "llama".{near}'
+        )
+    if model_type not in CONFIG_MAPPING:
+        near = did_you_mean(model_type, CONFIG_MAPPING)
+        code = "auto_map" in values
+        code_line = " The code that auto_map names is never executed." if code else ""
+        raise ConfigError(
+            f"{file}: model_type: {model_type!r} is unknown to the installed "
+            f"transformers.{code_line}{near}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING or model_type in NEVER_CAUSAL:
+        near = did_you_mean(model_type, [known.model_type for known in MODEL_FOR_CAUSAL_LM_MAPPING])
+        raise ConfigError(
+            f"{file}: model_type: {model_type!r} has no causal language model, and nothing "
+            f"else can be trained.{near}"
+        )
+    return config_class
+
+
+def _construct(
+    file: Path, config_class: type["PretrainedConfig"], values: dict[str, Any]
+) -> tuple["PretrainedConfig | None", list[str]]:
+    """Return the config without the values that its class refuses, and the problems found."""
+    problems: list[str] = []
+    ignored = {"model_type", *config_keys.OF_THE_CHECKPOINT}
+    accepted = {key: value for key, value in values.items() if key not in ignored}
+    while True:
+        try:
+            return config_class(**accepted), problems
+        except Exception as error:  # strict dataclass errors, and ValueErrors of the classes
+            reason = " ".join(str(error.__cause__ or error).split())
+            field = re.search(r"Validation error for field '(\w+)'", str(error))
+            if field and field[1] in accepted:
+                problems.append(f"{file}: {field[1]}: {reason}")
+                del accepted[field[1]]
+                continue
+            return None, [*problems, f"{file}: {reason}"]
+
+
+def _check_keys(
+    file: Path, config: "PretrainedConfig", values: dict[str, Any], notices: list[str]
+) -> list[str]:
+    """Return the typing errors in keys; add a line with all other keys that nobody reads."""
+    of_checkpoint = config_keys.OF_THE_CHECKPOINT
+    ignored = [f"{key} ({why})" for key, why in of_checkpoint.items() if key in values]
+    problems = []
+    for key, meant in config_keys.unread_keys(config, values).items():
+        if meant:
+            problems.append(
+                f"{file}: {key}: {type(config).__name__} has no such key, and nothing reads it. "
+                f'Did you mean "{meant}"?'
+            )
+        else:
+            ignored.append(key)
+    if ignored:
+        notices.append(
+            f"{file}: keys that no code of {config.model_type} reads have no effect: "
+            f"{', '.join(ignored)}"
+        )
+    return problems
+
+
+def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
+    """Return the problems that transformers finds only in a forward pass, or never."""
+    problems = []
+    try:
+        text_config = config.get_text_config()
+    except ValueError:
+        return [f"{file}: model_type: {config.model_type!r} holds several text models."]
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append(f"{file}: is_encoder_decoder: true, but only decoders can be trained.")
+    elif config.model_type in ENCODERS and not config.is_decoder:
+        problems.append(
+            f"{file}: is_decoder: false, so every position would attend to the token it must "
+            f"predict. Set it to true."
+        )
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        value = getattr(text_config, key, None)
+        if isinstance(value, int) and value < 1:
+            problems.append(f"{file}: {key}: {value}, must be at least 1.")
+    layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
+    for heads, groups in dict.fromkeys(map(_heads, layers)):
+        if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+            problems.append(
+                f"{file}: num_key_value_heads: {groups}, must divide num_attention_heads, {heads}."
+            )
+    experts, active = num_experts(config)
+    if experts and active and active > experts:
+        problems.append(
+            f"{file}: num_experts_per_tok: {active}, but there are only {experts} experts."
+        )
+    return problems
+
+
+def _heads(layer: "PretrainedConfig") -> tuple[int | None, int | None]:
+    names = ("num_attention_heads", "num_key_value_heads")
+    heads, groups = (getattr(layer, name, None) for name in names)
+    return heads, groups
