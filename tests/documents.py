@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import zerolm.__main__
 from launch.command.train import LAUNCHER_FLAGS
-from tests import ROOT
+from tests import ROOT, tracked
 from zerolm.common.command_line import Command, Group, Parser
 from zerolm.config.settings import FLAGS
 
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,
-    *sorted((ROOT / "docs").glob("*.md")),
+    *tracked("docs/*.md"),
     ROOT / "benchmarks" / "README.md",
     ROOT / "model_configs" / "README.md",
 )

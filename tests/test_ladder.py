@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, tracked
 
 LADDER = {
     "zerolm.common": 0,
@@ -67,7 +67,7 @@ def modules() -> dict[str, Path]:
     """Return {dotted name: file} of every module of the project, except `__init__.py` files."""
     found = {"pretrain": ROOT / "pretrain.py"}
     for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
+        for path in tracked(f"{package}/**/*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if parts[-1] != "__init__":
                 found[".".join(parts)] = path
@@ -75,7 +75,6 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-BENCHMARKS = ROOT / "benchmarks"
 
 
 def room(name: str) -> str:
@@ -137,7 +136,7 @@ def test_every_subpackage_is_on_the_ladder():
 def test_every_imported_module_exists():
     """mypy does not say so: it ignores missing imports, for optional packages."""
     missing = []
-    for path in (*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *BENCHMARKS.glob("*.py")):
+    for path in (*MODULES.values(), *tracked("tests/**/*.py", "benchmarks/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 top = node.module.partition(".")[0]

@@ -1,14 +1,15 @@
 """README and docs match the code, and no file contains paths of a machine."""
 
 import json
+import os
 import re
 import subprocess
-from functools import cache
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, tracked
 from tests.documents import (
     DOCUMENTS,
     LAUNCHER,
@@ -33,14 +34,11 @@ MACHINE_PATHS = re.compile(r"(?<![\w.~}])/(?:" + "|".join(("work", "root", "home
 FOREIGN = {"--flag", "--limit", "--shm_size"}
 
 
-@cache
 def tracked_files() -> list[str]:
-    """Return the files that git tracks, and those that it would add."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    if result.returncode != 0:
+    """Return the names of all files; a directory that is not a checkout has others, too."""
+    if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    return [name for name in result.stdout.splitlines() if (ROOT / name).is_file()]
+    return [name_of(path) for path in tracked("**")]
 
 
 def anchors(path: Path) -> set[str]:
@@ -68,7 +66,7 @@ def test_links_lead_somewhere(path):
 
 def test_the_index_names_every_document():
     linked = set(re.findall(r"\]\(([\w.]+\.md)\)", text_of(ROOT / "docs" / "README.md")))
-    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert linked == {path.name for path in tracked("docs/*.md")} - {"README.md"}
 
 
 def test_the_layout_in_the_readme_exists():
@@ -99,7 +97,7 @@ def all_flags() -> set[str]:
         inner = [(name, each) for each in command.commands] if isinstance(command, Group) else []
         for words in inner or [(name,)]:
             found |= flags_of_command(tuple(words)) or set()
-    for path in (*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests" / "soak.py"):
+    for path in tracked("benchmarks/*.py", "tests/soak.py"):
         found |= flags_of_script(name_of(path))
     return found
 
@@ -141,3 +139,87 @@ def test_no_file_contains_a_path_of_a_machine():
             if MACHINE_PATHS.search(line):
                 found.append(f"{name}:{number}: {line.strip()}")
     assert not found
+
+
+# ---- Files that are not the project's
+
+STRAY = {
+    "notes.txt": f"a path of a machine: /{'home'}/me/data",
+    "scratch.py": "x = 1 ;y=",
+    "scratch/deep/own.py": "import zerolm.nothing",
+    "with space/é.md": "[a link](nowhere.md) to `zerolm/nothing.py`",
+    "docs/mine.md": "`zerolm train --no_such_flag 1`",
+    "benchmarks/mine.py": "def broken(:",
+    "model_configs/mine.json": "{",
+    "ds_configs/mine.json": "{",
+    "data_prep/recipes/mine.json": "{",
+    "data_prep/mine.json": "{}",
+    "launch/mine.sh": "if",
+    "launch/hostfile": "worker-1 slots=8",
+    "zerolm/mine/__init__.py": "",
+    "zerolm/common/mine.py": "from zerolm.train import run; x = 'run.json'",
+    "zerolm/report/assets/mine.js": "(",
+    "tests/mine.py": "from tests import nothing",
+}
+# Everything that goes through the files of the checkout.
+THOROUGH = (
+    "tests/test_ladder.py", "tests/test_repository.py", "tests/test_tables.py",
+    "tests/test_wheel.py", "tests/launch/test_scripts.py", "tests/launch/plan/test_command.py",
+    "tests/zerolm/common/test_run_files.py", "tests/zerolm/ds_config/test_resolve.py",
+    "tests/zerolm/model/test_architecture.py", "tests/data_prep/pipeline/test_recipe.py",
+)  # fmt: skip
+
+
+def write_stray_files(directory: Path) -> None:
+    for name, text in STRAY.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text, encoding="utf-8")
+    (directory / "stray.bin").write_bytes(b"\xff\xfe")
+    (directory / "dangling").symlink_to("nowhere")
+    (directory / "loop").symlink_to(".")
+    os.mkfifo(directory / "pipe")
+
+
+def clone(directory: Path) -> Path:
+    """Return a clone of the checkout's last commit."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), directory]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return directory
+
+
+def listed(directory: Path) -> list[str]:
+    """Return the names of the files that the tests of a directory go through."""
+    script = "from tests import ROOT, tracked; print(*(p.relative_to(ROOT) for p in tracked('**')))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=directory, env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_stray_files_of_a_checkout_are_not_tested(tmp_path):
+    """What a commit will contain is tested: what git tracks, as it is on disk."""
+    checkout = clone(tmp_path / "checkout")
+    before = listed(checkout)
+    write_stray_files(checkout)
+    assert listed(checkout) == before and "zerolm/train/run.py" in before
+    subprocess.run(["git", "add", "notes.txt"], cwd=checkout, check=True, timeout=60)
+    (checkout / "ruff.toml").unlink()
+    assert {*listed(checkout)} == {*before, "notes.txt"} - {"ruff.toml"}
+    (checkout / ".git").rename(tmp_path / "git")  # an archive: everything is the project's
+    assert {*STRAY} - {"with space/é.md"} <= {*listed(checkout)}
+
+
+@pytest.mark.soak
+def test_stray_files_of_many_kinds_fail_no_test(tmp_path):
+    checkout = clone(tmp_path / "checkout")
+    write_stray_files(checkout)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *THOROUGH,
+         "--deselect", f"{THOROUGH[7]}::test_shipped_profiles_reduce_gradients_exactly"],
+        cwd=checkout, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True,
+        timeout=550,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import zerolm.__main__
-from tests import ROOT
+from tests import ROOT, tracked
 from tests.test_ladder import ladder_table
 from zerolm.common.command_line import help_text
 from zerolm.common.events import EVENTS
@@ -79,7 +79,7 @@ def test_the_generated_part_of_a_document_is_up_to_date(name) -> None:
 
 def functions() -> Iterator[Node]:
     for package in ("zerolm", "launch"):
-        for path in sorted((ROOT / package).rglob("*.py")):
+        for path in tracked(f"{package}/**/*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, Node):
                     yield node

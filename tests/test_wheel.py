@@ -8,21 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, tracked
 from tests.launching import environment, write_shards
 
 BUILT_FROM = ("pretrain.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 PACKAGES = ("zerolm", "data_prep", "launch", "ds_configs", "model_configs")
+SOURCES = tracked(*BUILT_FROM, *(f"{name}/**" for name in PACKAGES))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """A directory in which the wheel is installed; built from a copy, as pip writes to the tree."""
     tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
-    for name in BUILT_FROM:
-        shutil.copy(ROOT / name, tree / name)
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in SOURCES:
+        target = tree / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     built = subprocess.run(
         [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", tree, tree],
@@ -56,10 +57,9 @@ def test_the_wheel_has_what_a_checkout_has(site):
     shipped = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
     shipped = {path for path in shipped if not path.parts[0].endswith(".dist-info")}
     wanted = {Path("pretrain.py"), Path("launch/hostfile.example")}
-    for name in PACKAGES:
-        found = (path for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".json"))
-        wanted |= {path.relative_to(ROOT) for path in found}
-    wanted |= {path.relative_to(ROOT) for path in (ROOT / "zerolm/report/assets").iterdir()}
+    for path in SOURCES:
+        if path.suffix in (".py", ".json") or path.parent.name == "assets":
+            wanted.add(path.relative_to(ROOT))
     assert shipped == wanted
     (entry_points,) = site.glob("*.dist-info/entry_points.txt")
     assert "zerolm = zerolm.__main__:console_script" in entry_points.read_text()

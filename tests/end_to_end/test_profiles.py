@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
+from tests import ROOT, tracked
 from tests.end_to_end.recipe import PEAK, recipe
-from tests.launching import ROOT, launch, rows, write_json
+from tests.launching import launch, rows, write_json
 from zerolm.ds_config.host import has_asynchronous_io
 
 STEPS = 12
-PROFILES = ROOT / "ds_configs"
 # Need GPU kernels, libaio, and another curve (Muon: test_optimizers.py).
 NOT_HERE = {"zeropp.json", "zero3_nvme.json", "zero1_muon.json"}
-SHIPPED = sorted({path.name for path in PROFILES.glob("zero*.json")} - NOT_HERE)
+SHIPPED = sorted({path.name for path in tracked("ds_configs/*.json")} - NOT_HERE)
 ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
 USERS = {
     "user_zero3.json": {
@@ -79,7 +79,7 @@ def test_a_second_partition_in_each_host_gives_the_same_curve(
     tmp_path, llama, corpus, expected
 ) -> None:
     """hpZ, the part of zeropp.json that needs no GPU kernels."""
-    config = json.loads((PROFILES / "zeropp.json").read_text())
+    config = json.loads((ROOT / "ds_configs" / "zeropp.json").read_text())
     zero = config["zero_optimization"]
     del zero["zero_quantized_weights"], zero["zero_quantized_gradients"]
     zero["zero_hpz_partition_size"] = 2
@@ -95,7 +95,7 @@ def test_offload_to_a_disk_gives_the_curve_of_offload_to_the_host(tmp_path, llam
         ("zero3_offload", []),
         ("zero3_nvme", ["--nvme_path", tmp_path / "disk"]),
     ):
-        json_file = PROFILES / f"{name}.json"
+        json_file = ROOT / "ds_configs" / f"{name}.json"
         arguments = recipe(llama, corpus, tmp_path / name, json_file, steps=3, micro=2)
         done = launch(2, *arguments, *more, "--wandb", "off", timeout=500)
         assert done.returncode == 0, done.stdout[-4000:]

@@ -5,11 +5,12 @@ import math
 
 import pytest
 
+from tests import tracked
 from tests.end_to_end import runs_in_one_process
 from tests.end_to_end.recipe import profile, recipe
-from tests.launching import ROOT, VOCABULARY, rows, write_json
+from tests.launching import VOCABULARY, rows, write_json
 
-SHIPPED = sorted((ROOT / "model_configs").glob("*.json"))
+SHIPPED = tracked("model_configs/*.json")
 STEPS, LAYERS, HEAD = 3, 2, 16
 
 

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, tracked
 
-SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci/run"])
+SCRIPTS = tracked("launch/*.sh", "tests/*.sh", ".ci/run")
 
 
 def bash(*arguments, **environment):

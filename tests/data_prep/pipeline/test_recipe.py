@@ -14,7 +14,7 @@ from data_prep.__main__ import main
 from data_prep.dedup.dedup import DedupOptions
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.options import parse_options
-from tests import ROOT
+from tests import ROOT, tracked
 from zerolm.common.errors import ConfigError
 from zerolm.data.packing import index_file
 from zerolm.shards.manifest import read_manifest
@@ -307,9 +307,7 @@ def test_progress_shows_every_phase(recipe, capsys):
     assert main(["progress", str(recipe.parent / "raw")]) == 2
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "data_prep" / "recipes").glob("*.json")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", tracked("data_prep/recipes/*.json"), ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid_where_their_inputs_exist(
     path, tmp_path, tokenizer_directory, capsys
 ):

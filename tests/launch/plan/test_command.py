@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launch import __main__
 from launch.plan import hardware
 from launch.plan.reliability import daly_interval, interruptions
-from tests.launching import ROOT
+from tests import ROOT, tracked
 
-MODELS = sorted((ROOT / "model_configs").glob("*.json"))
+MODELS = tracked("model_configs/*.json")
 PLACES = {"8 x H100": ("H100", 8), "64 x A100": ("A100-80GB", 64)}
 GOLDEN = ROOT / "tests" / "launch" / "plan" / "golden_plans.json"
 # A change of transformers may move these a little; everything else is equal.

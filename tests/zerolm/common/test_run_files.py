@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, tracked
 from zerolm.common.run_files import (
     RunFiles,
     checkpoint_directories,
@@ -76,8 +76,7 @@ def test_what_is_sent_with_a_checkpoint_is_named_relative_to_the_run(tmp_path):
 
 def test_the_names_are_spelt_in_one_module_only():
     found = []
-    paths = [path for package in ("zerolm", "launch") for path in (ROOT / package).rglob("*.py")]
-    for path in paths:
+    for path in tracked("zerolm/**/*.py", "launch/**/*.py"):
         if path.name == "run_files.py":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

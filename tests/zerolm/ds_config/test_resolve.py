@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, tracked
 from tests.launching import run_workers, write_json
 from tests.zerolm.ds_config.ds_cases import USER, found, notices, resolved, zero
 from zerolm.ds_config.profile import Profile
@@ -15,7 +15,7 @@ from zerolm.ds_config.profile import Profile
 SHIPPED = ROOT / "ds_configs"
 # test_host.py has those that need GPU kernels or a disk.
 PROFILES = sorted(
-    {*SHIPPED.glob("*.json")} - {SHIPPED / "zeropp.json", SHIPPED / "zero3_nvme.json"}
+    {*tracked("ds_configs/*.json")} - {SHIPPED / "zeropp.json", SHIPPED / "zero3_nvme.json"}
 )
 
 

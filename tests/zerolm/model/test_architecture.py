@@ -6,12 +6,12 @@ import sys
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests import ROOT
+from tests import ROOT, tracked
 from zerolm.common.errors import ConfigError
 from zerolm.model.architecture import num_active_parameters, num_parameters, parameter_shapes
 from zerolm.model.config_file import load_model_config
 
-SHIPPED = sorted((ROOT / "model_configs").glob("*.json"))
+SHIPPED = tracked("model_configs/*.json")
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
 
 
