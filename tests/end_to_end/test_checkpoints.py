@@ -236,7 +236,7 @@ def test_a_run_ends_after_several_failed_saves(tmp_path, llama, corpus) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout, ended.stdout[-4000:]
     assert [event["step"] for event in events(run_dir, "checkpoint_failed")] == [6, 12]
-    assert "File too large" in ended.stdout and "Make room" in ended.stdout
+    assert "File too large" in ended.stdout and "Free disk space" in ended.stdout
     assert published(run_dir) == []
 
 

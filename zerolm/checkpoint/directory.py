@@ -3,30 +3,30 @@
 A checkpoint is a directory `checkpoints/step-00001000`. Its `MANIFEST.json` is written last and has
 the size and SHA-256 of every other file; a directory without one is not a checkpoint. Checkpoints
 that are being written or removed have names that begin with `.tmp-`. The run's progress is in the
-manifest. Must not depend on torch or DeepSpeed: `CheckpointWriter` writes the files, and
-zerolm/checkpoint/load.py loads them.
+manifest. Links are never followed: one that has such a name is removed. Must not depend on torch or
+DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py loads them.
 """
 
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
-from zerolm.common.files import sha256_file, sync_directory, write_atomically, write_json
+from zerolm.common.files import sha256_file, sync_directory, write_json
 from zerolm.common.run_files import (
     DAMAGED,
+    FOREIGN,
     MANIFEST,
     STEP,
     TEMPORARY,
     RunFiles,
     checkpoint_directories,
-    checkpoint_step,
+    traces_of_checkpoints,
 )
 
 FORMAT = "zerolm-checkpoint"
@@ -81,24 +81,11 @@ class Checkpoint:
         return self.manifest["digest"]
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept when a new one is published.
-
-    Attributes:
-        last: number of newest checkpoints to keep.
-        every_tokens: also keep the first checkpoint after each multiple of this, for good.
-    """
-
-    last: int
-    every_tokens: int | None = None
-
-
 def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     """Publish a temporary directory as the newest checkpoint. Only rank 0 calls.
 
-    A crash at any point is safe because of the order: manifest, rename, pointer. A directory that
-    already has the name (damaged, or rolled back) is set aside.
+    A crash at any point is safe because of the order: manifest, rename, pointer (in `rotate`). A
+    directory that already has the name (damaged, or rolled back) is set aside.
 
     Raises:
         OSError: a write failed. The checkpoint is either published or not, never half.
@@ -107,13 +94,10 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     fault_point("checkpoint.manifest", step)
     write_json(temporary / MANIFEST, {**manifest, "digest": manifest_digest(manifest)})
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
-    if final.exists():
-        set_aside(final, DAMAGED)
+    make_way(final)
     fault_point("checkpoint.rename", step)
     os.replace(temporary, final)
     sync_directory(final.parent)
-    fault_point("checkpoint.pointer", step)
-    write_atomically(RunFiles(final.parents[1]).latest, f"{final.name}\n".encode())
     return final
 
 
@@ -123,63 +107,23 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def make_way(path: Path) -> None:
+    """Free the name of a checkpoint: remove a link, set a directory or a foreign file aside."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        set_aside(path, DAMAGED if path.is_dir() else FOREIGN)
+
+
 def set_aside(directory: Path, prefix: str) -> Path:
     """Rename a directory so that it is no longer a checkpoint of the run; return the new path."""
     number, aside = 1, directory.with_name(prefix + directory.name)
-    while aside.exists():
+    while os.path.lexists(aside):
         number += 1
         aside = directory.with_name(f"{prefix}{directory.name}-{number}")
     os.replace(directory, aside)
     sync_directory(directory.parent)
     return aside
-
-
-def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> None:
-    """Remove the checkpoints that are not retained. Only rank 0 calls, after `publish`.
-
-    Args:
-        newest: the one just published, whose files were read back; always kept.
-        best: names of further checkpoints to keep.
-    """
-    step = checkpoint_step(newest.name)
-    for directory in removable(published_checkpoints(newest.parent), retention, best):
-        if directory != newest:
-            fault_point("checkpoint.rotate", step)
-            remove(directory, lambda: fault_point("checkpoint.rotated", step))
-
-
-def removable(
-    published: Sequence[Path], retention: Retention, best: Collection[str] = ()
-) -> list[Path]:
-    """Return the checkpoints that are not retained, of all published ones, oldest first."""
-    every, passed, obsolete = retention.every_tokens, 0, []
-    for number, directory in enumerate(published):
-        kept = number >= len(published) - retention.last or directory.name in best
-        if every is not None:
-            try:
-                milestones = read(directory).progress.tokens // every
-            except CheckpointError:
-                continue  # damaged: left for the user to inspect
-            kept |= milestones > passed
-            passed = max(passed, milestones)
-        if not kept:
-            obsolete.append(directory)
-    return obsolete
-
-
-def remove(directory: Path, half_way: Callable[[], object] = lambda: None) -> None:
-    """Delete a checkpoint; renamed first, so that a kill never leaves it looking complete."""
-    renamed = directory.with_name(TEMPORARY + directory.name)
-    os.replace(directory, renamed)
-    sync_directory(directory.parent)
-    half_way()
-    shutil.rmtree(renamed)
-
-
-def remove_unfinished(checkpoints: Path) -> None:
-    """Delete checkpoints that a killed run was writing or removing."""
-    for unfinished in checkpoints.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(unfinished)
 
 
 def published_checkpoints(checkpoints: Path) -> list[Path]:
@@ -284,13 +228,12 @@ def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
             found.append(read(directory))
         except CheckpointError as error:
             damaged[directory] = str(error)
-    remains = [files.latest, *files.checkpoints.glob(f"*{STEP}*")]
-    lost = [path.name for path in remains if path.exists() and TEMPORARY not in path.name]
+    lost = traces_of_checkpoints(files.checkpoints)
     if lost and not found:
         raise CheckpointError(
             [
                 *damaged.values(),
-                f"{files.checkpoints}: no complete checkpoint is left ({', '.join(sorted(lost))}). "
+                f"{files.checkpoints}: no complete checkpoint is left ({', '.join(lost)}). "
                 f"Restore one, or choose another --run_dir to start over. Nothing was deleted.",
             ]
         )

@@ -7,17 +7,25 @@ it, so one from after a rollback is never taken for one from before. Only rank 0
 Must not depend on the training loop or on torch.
 """
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint.directory import Checkpoint, Progress, published_checkpoints, read
+from zerolm.checkpoint.directory import (
+    Checkpoint,
+    Progress,
+    published_checkpoints,
+    read,
+    set_aside,
+)
+from zerolm.checkpoint.rotation import point_to
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
-from zerolm.common.files import sync_directory, write_atomically, write_json
-from zerolm.common.run_files import ROLLED_BACK, RunFiles
+from zerolm.common.files import write_json
+from zerolm.common.run_files import ROLLED_BACK, RunFiles, rolled_back_checkpoints
 from zerolm.common.values import read_json
 from zerolm.data.skips import merge_ranges, sequence_range
 
@@ -109,7 +117,7 @@ def apply_recorded(run_dir: Path) -> None:
     rollbacks = entries(run_dir)
     if not rollbacks:
         return
-    checkpoints, pointer = RunFiles(run_dir).checkpoints, RunFiles(run_dir).latest
+    checkpoints = RunFiles(run_dir).checkpoints
     for directory in reversed(published_checkpoints(checkpoints)):
         try:
             progress = read(directory).progress
@@ -122,20 +130,18 @@ def apply_recorded(run_dir: Path) -> None:
         ]
         if stale:
             fault_point("rollback.aside", progress.step)
-            number = stale[0]["number"]
-            directory.rename(checkpoints / f"{ROLLED_BACK}{number:04d}-{directory.name}")
-            sync_directory(checkpoints)
+            set_aside(directory, f"{ROLLED_BACK}{stale[0]['number']:04d}-")
     left = published_checkpoints(checkpoints)
-    name = f"{left[-1].name}\n" if left else ""
-    if left and not (pointer.is_file() and pointer.read_text() == name):
-        write_atomically(pointer, name.encode())
+    if left:
+        with contextlib.suppress(OSError):  # the next checkpoint reports it
+            point_to(left[-1])
 
 
 def remove_older(run_dir: Path, number: int) -> None:
     """Delete the checkpoints that rollbacks before this one set aside."""
-    for directory in RunFiles(run_dir).checkpoints.glob(f"{ROLLED_BACK}*"):
-        if int(directory.name.removeprefix(ROLLED_BACK)[:4]) < number:
-            shutil.rmtree(directory)
+    for rollback, directory in rolled_back_checkpoints(RunFiles(run_dir).checkpoints):
+        if rollback < number:
+            shutil.rmtree(directory, ignore_errors=True)  # the next rollback tries again
 
 
 def with_rollbacks(progress: Progress, rollbacks: list[Entry]) -> Progress:

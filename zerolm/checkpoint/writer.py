@@ -27,11 +27,9 @@ from zerolm.checkpoint.directory import (
     FORMAT,
     VERSION,
     Progress,
-    Retention,
     publish,
-    remove_unfinished,
-    rotate,
 )
+from zerolm.checkpoint.rotation import Retention, remove_unfinished, rotate
 from zerolm.checkpoint.snapshot import Cancelled, HostCopy, write_hashed
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sha256_file, sync_directory, sync_file
@@ -51,6 +49,7 @@ class Outcome:
         name: of its directory.
         progress: of the run at its step.
         error: why it was not published; None if it was.
+        problems: what could not be tidied up; known on rank 0 only.
         copy_seconds: how long training waited for the copy.
         seconds: from the start of the copy to the end.
     """
@@ -58,13 +57,14 @@ class Outcome:
     name: str
     progress: Progress
     error: str | None
+    problems: list[str]
     copy_seconds: float
     seconds: float
 
 
 @dataclass
 class _Job:
-    """A checkpoint in progress. Threads only set `entries`, `published` and `error`."""
+    """A checkpoint in progress. Threads only set `entries`, `published`, `problems` and `error`."""
 
     temporary: Path
     progress: Progress
@@ -76,6 +76,7 @@ class _Job:
     entries: list[dict[str, Any]] | None = None
     publishing: bool = False
     published: bool = False
+    problems: list[str] = field(default_factory=list)
     error: str | None = None
     cancelled: bool = False
     thread: threading.Thread | None = None
@@ -169,7 +170,8 @@ class CheckpointWriter:
         job = self._job = _Job(temporary, Progress(**asdict(progress)), manifest, frozenset(best))
         if self.rank == 0:
             try:
-                remove_unfinished(self.checkpoints)
+                self.checkpoints.mkdir(exist_ok=True)
+                job.problems += remove_unfinished(self.checkpoints, temporary)
             except OSError as error:
                 job.error = str(error)
         self._host_copy.reset()
@@ -182,10 +184,14 @@ class CheckpointWriter:
             job.error = str(error)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        free = shutil.disk_usage(self.checkpoints).free
+        free = None
+        try:
+            free = shutil.disk_usage(self.checkpoints).free
+        except OSError as error:
+            job.error = job.error or str(error)
         sizes = gather_objects((self._host_copy.size_bytes, free))
         needed, free = sum(size for size, _ in sizes), sizes[0][1]
-        if needed > free and job.error is None:
+        if free is not None and needed > free and job.error is None:
             job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(free)}"
         fault_point("checkpoint.snapshot", progress.step)
         self._start(self._write)
@@ -266,7 +272,7 @@ class CheckpointWriter:
         self._job = None
         seconds = time.perf_counter() - job.started
         name = checkpoint_name(job.progress.step)
-        return Outcome(name, job.progress, error, job.copy_seconds, seconds)
+        return Outcome(name, job.progress, error, job.problems, job.copy_seconds, seconds)
 
     # ---- Run in a thread
 
@@ -320,7 +326,10 @@ class CheckpointWriter:
 
     def _publish(self, job: _Job) -> None:
         final = publish(job.temporary, job.manifest)
-        rotate(final, self.retention, job.best)
+        try:
+            job.problems += rotate(final, self.retention, job.best)
+        except Exception as error:  # the checkpoint exists, so it has not failed
+            job.problems.append(f"{final.parent}: {error or repr(error)}")
         job.published = True
 
 

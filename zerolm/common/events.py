@@ -155,6 +155,9 @@ _KINDS: tuple[EventKind, ...] = (
     EventKind("checkpoint_failed", "bad",
         "`checkpoint`, `error` of each rank that could not write; after `--checkpoint_failures` in "
         "a row the run ends", alert=AlertRule("ERROR", "checkpoint not written", "error")),
+    EventKind("checkpoint_problem", "notable",
+        "`problem` beside a checkpoint that was published: an old one could not be removed, or "
+        "`latest` could not be written; logged once"),
     EventKind("checkpoint_stall", "notable", "training was paused for long", _stalled,
         written=False),
     EventKind("damaged", "bad",

@@ -10,13 +10,19 @@ from pathlib import Path
 MANIFEST = "MANIFEST.json"  # of a checkpoint, on disk and in an object store
 TRACKER_STATE = "run.json"  # in a tracker's directory: the run that it continues
 STEP = "step-"
+LATEST = "latest"  # in checkpoints/, names the newest one, for people and tools
 # Prefixes of directories that are not, or no longer, checkpoints of the run:
 TEMPORARY = ".tmp-"  # being written or removed
 DAMAGED = "damaged-"
 ROLLED_BACK = "rolled-back-"
+FOREIGN = "foreign-"  # was in the way of a checkpoint, and is not part of the run
 
 CHECKPOINT_NAME = re.compile(rf"{STEP}([0-9]{{8}}|[1-9][0-9]{{8,}})")
-_RANK_FILE = re.compile(r"rank-([0-9]{5,})\..+")
+_ASIDE_NAME = re.compile(
+    rf"(?:{DAMAGED}|{ROLLED_BACK}([0-9]{{4,}})-){CHECKPOINT_NAME.pattern}(?:-[0-9]+)?"
+)
+_ARCHIVE_NAME = re.compile(rf"metrics-{ROLLED_BACK}[0-9]{{4,}}\.jsonl")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,})\.(json|stacks\.txt)")
 
 
 class RunFiles:
@@ -39,7 +45,7 @@ class RunFiles:
         self.hostfile = run_dir / "hosts"
         # Directories
         self.checkpoints = run_dir / "checkpoints"
-        self.latest = self.checkpoints / "latest"
+        self.latest = self.checkpoints / LATEST
         self.ranks = run_dir / "ranks"
         self.uploads = run_dir / "uploads"
         self.uploads_lock = self.uploads / "lock"
@@ -53,7 +59,8 @@ class RunFiles:
 
     def all_archived_metrics(self) -> list[Path]:
         """Return the existing files of `archived_metrics`, oldest first."""
-        return sorted(self.run_dir.glob(f"metrics-{ROLLED_BACK}*.jsonl"))
+        paths = self.run_dir.glob(f"metrics-{ROLLED_BACK}*.jsonl")
+        return sorted(path for path in paths if _ARCHIVE_NAME.fullmatch(path.name))
 
     def record_files(self) -> list[Path]:
         """Return the files to upload with each checkpoint. All but the archived may be absent."""
@@ -69,7 +76,8 @@ class RunFiles:
 
     def heartbeats(self) -> list[Path]:
         """Return the heartbeat files that exist, in the order of ranks."""
-        return sorted(self.ranks.glob("rank-*.json"))
+        paths = self.ranks.glob("rank-*.json")
+        return sorted(path for path in paths if _RANK_FILE.fullmatch(path.name))
 
     def stacks(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.stacks.txt"
@@ -121,10 +129,62 @@ def checkpoint_step(name: str) -> int:
     return int(match[1])
 
 
+# ---- The entries of `checkpoints/`. Names are matched exactly, and links are never followed:
+# everything else there is foreign, and left alone.
+
+
 def checkpoint_directories(parent: Path) -> list[Path]:
-    """Return the entries of a directory that are named as checkpoints, by step."""
-    named = [path for path in parent.glob(f"{STEP}*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    """Return the directories that are named as checkpoints, by step."""
+    named = [
+        path
+        for path in parent.glob(f"{STEP}*")
+        if CHECKPOINT_NAME.fullmatch(path.name) and _is_directory(path)
+    ]
     return sorted(named, key=lambda path: checkpoint_step(path.name))
+
+
+def unfinished_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the entries that have the name of a checkpoint being written or removed."""
+    return [
+        path
+        for path in checkpoints.glob(f"{TEMPORARY}*")
+        if CHECKPOINT_NAME.fullmatch(path.name.removeprefix(TEMPORARY))
+    ]
+
+
+def rolled_back_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Return (number of the rollback, directory) of the checkpoints that rollbacks set aside."""
+    paths = [path for path in checkpoints.glob(f"{ROLLED_BACK}*") if _is_directory(path)]
+    matches = [(_ASIDE_NAME.fullmatch(path.name), path) for path in paths]
+    return [(int(match[1]), path) for match, path in matches if match]
+
+
+def traces_of_checkpoints(checkpoints: Path) -> list[str]:
+    """Return the names of entries which show that the run once had a checkpoint."""
+    return sorted(
+        name
+        for name in _names(checkpoints)
+        if name == LATEST or CHECKPOINT_NAME.fullmatch(name) or _ASIDE_NAME.fullmatch(name)
+    )
+
+
+def foreign_entries(checkpoints: Path) -> list[str]:
+    """Return the names of entries that no run has written: copies, links, files of the user."""
+    own = {LATEST, f"{LATEST}.tmp"}
+    for name in _names(checkpoints):
+        bare = name.removeprefix(TEMPORARY)
+        named = CHECKPOINT_NAME.fullmatch(bare) or _ASIDE_NAME.fullmatch(name)
+        if name.startswith(FOREIGN) or (named and _is_directory(checkpoints / name)):
+            own.add(name)
+    return sorted(set(_names(checkpoints)) - own)
+
+
+def _names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()] if directory.is_dir() else []
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def rollback_name(archive: Path) -> str:

@@ -39,6 +39,7 @@ class Checkpointing:
         self._writer, self._settings, self._stop = writer, settings, stop
         self._print_rank0 = print_rank0
         self._consecutive_failures = 0
+        self._logged_problems: set[str] = set()
         self.newest: str | None = None
 
     @property
@@ -112,6 +113,11 @@ class Checkpointing:
         if outcome is None:
             return
         step, name = outcome.progress.step, outcome.name
+        for problem in outcome.problems:
+            if problem not in self._logged_problems:
+                self._logged_problems.add(problem)
+                log.event("checkpoint_problem", step, problem=problem)
+                self._print_rank0(f"step={step} note: {problem}")
         if outcome.error is None:
             self._consecutive_failures, self.newest = 0, str(self._writer.checkpoints / name)
             self._stop.record_save(outcome.seconds)

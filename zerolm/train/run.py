@@ -7,7 +7,8 @@ know each other.
 from typing import Any
 
 from zerolm.checkpoint import probe, rollback
-from zerolm.checkpoint.directory import Progress, Retention
+from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, GaveUp, ZerolmError
 from zerolm.common.faults import fault_point

@@ -11,9 +11,10 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.files import write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.provenance import git_commit, versions
-from zerolm.common.run_files import RunFiles
+from zerolm.common.run_files import RunFiles, foreign_entries
 from zerolm.data import mixture
 from zerolm.distributed import collectives
+from zerolm.distributed.collectives import print_safely
 from zerolm.plan.plan import Plan
 
 
@@ -33,9 +34,14 @@ def claim(run_dir: str | Path) -> FileLock:
             f"another directory."
         ) from error
     if lock.unsupported is not None:
-        print(
+        print_safely(
             f"note: {run_dir}: the file system has no locks ({lock.unsupported}), so nothing stops "
             f"a second run from writing here; start only one"
+        )
+    if foreign := foreign_entries(files.checkpoints):
+        print_safely(
+            f"note: {files.checkpoints}: not checkpoints of this run: {', '.join(foreign[:8])}"
+            f"{' ...' if len(foreign) > 8 else ''}. They are left alone; links are never followed"
         )
     return lock
 

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zerolm.checkpoint.directory import Checkpoint, publish, read
+from zerolm.checkpoint.rotation import point_to, remove_unfinished
 from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError
 from zerolm.common.files import write_json
@@ -146,7 +147,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
             f"{free / 1e9:.2f} GB free. Make room, or choose another directory."
         )
     temporary = checkpoints / (TEMPORARY + name)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_unfinished(checkpoints, temporary)
     temporary.mkdir()
     write_json(temporary / MANIFEST, manifest)
     try:
@@ -159,7 +160,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
         shutil.rmtree(temporary, ignore_errors=True)  # make room for the previous checkpoint
         raise
     _move_record(temporary / RECORD_DIRECTORY, run_dir)
-    publish(temporary, manifest)
+    point_to(publish(temporary, manifest))
     return size
 
 

@@ -8,7 +8,10 @@ import pytest
 
 from tests.launching import ROOT, environment
 from zerolm.checkpoint import directory as checkpoint_directory
-from zerolm.checkpoint.directory import Progress, Retention, candidates, publish, rotate
+from zerolm.checkpoint import rollback
+from zerolm.checkpoint.directory import Progress, candidates, publish
+from zerolm.checkpoint.rotation import Retention, remove_unfinished, rotate
+from zerolm.common import run_files
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import POINTS
 from zerolm.common.files import sha256_file
@@ -44,8 +47,7 @@ def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
 def write(run_dir: Path, step: int, retention: Retention | None = None, **more) -> Path:
     """Publish a checkpoint as the writer does."""
     final = publish(*fill(run_dir, step, more.pop("tokens", 0)))
-    if retention:
-        rotate(final, retention, **more)
+    rotate(final, retention or Retention(last=99), **more)
     return final
 
 
@@ -74,7 +76,8 @@ def test_milestones_and_best_checkpoints_are_kept(tmp_path) -> None:
 PUBLISHING = """
 import json, sys
 from pathlib import Path
-from zerolm.checkpoint.directory import Retention, publish, rotate
+from zerolm.checkpoint.directory import publish
+from zerolm.checkpoint.rotation import Retention, rotate
 temporary, manifest = Path(sys.argv[1]), json.loads(sys.argv[2])
 rotate(publish(temporary, manifest), Retention(last=1))
 """
@@ -94,7 +97,8 @@ def test_kill_at_any_point_of_publishing_leaves_a_complete_checkpoint(tmp_path, 
     renamed = point.endswith(("pointer", "rotate", "rotated")) or not in_the_publisher
     assert found.progress.step == (10 if renamed else 5)
     assert not damaged and checkpoint_directory.verify_files(found) == []
-    checkpoint_directory.remove_unfinished(tmp_path / "checkpoints")
+    unfinished = tmp_path / "checkpoints" / ".tmp-step-00000015"
+    assert remove_unfinished(unfinished.parent, unfinished) == []
     write(tmp_path, 15, Retention(last=1))
     assert names(tmp_path) == ["latest", "step-00000015"]
 
@@ -173,3 +177,36 @@ def test_error_names_a_damaged_manifest(tmp_path, text) -> None:
     (directory / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"step-00000005/MANIFEST\.json"):
         checkpoint_directory.newest(tmp_path)
+
+
+def test_copies_of_checkpoints_are_ignored_by_everything(tmp_path) -> None:
+    directory = write(tmp_path, 5)
+    checkpoints = directory.parent
+    copies = [
+        "step-00000005.bak", "step-00000099 (copy)", "damaged-step-00000007.old", "xstep-00000009",
+        "rolled-back-notes", "rolled-back-0001-step-00000003~", ".tmp-step-00000005.swp",
+    ]  # fmt: skip
+    for name in copies:
+        shutil.copytree(directory, checkpoints / name)
+    assert [each.progress.step for each in candidates(tmp_path)[0]] == [5]
+    assert run_files.foreign_entries(checkpoints) == sorted(copies)
+    rollback.remove_older(tmp_path, 99)
+    write(tmp_path, 10, Retention(last=1))
+    assert names(tmp_path) == sorted(["latest", "step-00000010", *copies])
+    shutil.rmtree(checkpoints / "step-00000010")
+    (checkpoints / "latest").unlink()
+    assert candidates(tmp_path) == ([], {}), "nothing of the run itself is left"
+
+
+def test_a_link_to_a_checkpoint_is_not_followed(tmp_path) -> None:
+    outside = write(tmp_path / "other", 5)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step-00000005").symlink_to(outside)
+    (checkpoints / "rolled-back-0001-step-00000004").symlink_to(outside)
+    with pytest.raises(CheckpointError, match="no complete checkpoint is left"):
+        candidates(tmp_path / "run")
+    rollback.remove_older(tmp_path / "run", 2)
+    write(tmp_path / "run", 10, Retention(last=1))
+    assert checkpoint_directory.read(outside).progress.step == 5
+    assert "step-00000005" in run_files.foreign_entries(checkpoints)

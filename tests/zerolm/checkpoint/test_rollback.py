@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolm.checkpoint import rollback
+from zerolm.checkpoint import directory, rollback, rotation
 from zerolm.checkpoint.directory import (
     FORMAT,
     VERSION,
@@ -129,8 +129,8 @@ def test_next_start_completes_a_rollback_that_crashed_at_any_point(run_dir, monk
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(rollback, "sync_directory", die)
-            patched.setattr(rollback, "write_atomically", lambda path, write, die=die: die(path))
+            patched.setattr(directory, "sync_directory", die)
+            patched.setattr(rotation, "write_atomically", lambda path, write, die=die: die(path))
             with pytest.raises(KeyboardInterrupt):
                 rollback.apply_recorded(copy)
         rollback.apply_recorded(copy)

@@ -1,0 +1,125 @@
+"""Removal of checkpoints: those that are not retained, and what a killed run has left.
+
+Called after a checkpoint is published, or before one is written. Only rank 0 changes files. Must
+not depend on torch or DeepSpeed.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerolm.checkpoint.directory import make_way, published_checkpoints, read
+from zerolm.common.errors import CheckpointError
+from zerolm.common.faults import fault_point
+from zerolm.common.files import sync_directory, write_atomically
+from zerolm.common.run_files import (
+    TEMPORARY,
+    RunFiles,
+    checkpoint_step,
+    unfinished_checkpoints,
+)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept when a new one is published.
+
+    Attributes:
+        last: number of newest checkpoints to keep.
+        every_tokens: also keep the first checkpoint after each multiple of this, for good.
+    """
+
+    last: int
+    every_tokens: int | None = None
+
+
+def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> list[str]:
+    """Update `latest`, and remove the checkpoints that are not retained, after `publish`.
+
+    Only rank 0 calls. The new checkpoint exists, whatever fails here.
+
+    Args:
+        newest: the one just published, whose files were read back; always kept.
+        best: names of further checkpoints to keep.
+
+    Returns:
+        A line for each thing that failed.
+    """
+    step, problems = checkpoint_step(newest.name), []
+    try:
+        point_to(newest)
+    except OSError as error:
+        problems.append(f"{RunFiles(newest.parents[1]).latest} cannot be written: {error}")
+    for directory in removable(published_checkpoints(newest.parent), retention, best):
+        if directory != newest:
+            try:
+                fault_point("checkpoint.rotate", step)
+                remove(directory, lambda: fault_point("checkpoint.rotated", step))
+            except OSError as error:
+                problems.append(f"{directory} cannot be removed: {error}")
+    return problems
+
+
+def removable(
+    published: Sequence[Path], retention: Retention, best: Collection[str] = ()
+) -> list[Path]:
+    """Return the checkpoints that are not retained, of all published ones, oldest first."""
+    every, passed, obsolete = retention.every_tokens, 0, []
+    for number, directory in enumerate(published):
+        kept = number >= len(published) - retention.last or directory.name in best
+        if every is not None:
+            try:
+                milestones = read(directory).progress.tokens // every
+            except CheckpointError:
+                continue  # damaged: left for the user to inspect
+            kept |= milestones > passed
+            passed = max(passed, milestones)
+        if not kept:
+            obsolete.append(directory)
+    return obsolete
+
+
+def remove(directory: Path, half_way: Callable[[], object] = lambda: None) -> None:
+    """Delete a checkpoint; renamed first, so that a kill never leaves it looking complete."""
+    renamed = directory.with_name(TEMPORARY + directory.name)
+    remove_unfinished(directory.parent, renamed)
+    os.replace(directory, renamed)
+    sync_directory(directory.parent)
+    half_way()
+    shutil.rmtree(renamed)
+
+
+def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
+    """Delete checkpoints that a killed run was writing or removing, and links with their names.
+
+    Args:
+        needed: the one whose name is about to be used. A file with this name is set aside.
+
+    Returns:
+        A line for each that cannot be deleted.
+
+    Raises:
+        OSError: `needed` cannot be deleted.
+    """
+    problems = []
+    for path in unfinished_checkpoints(checkpoints):
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.is_symlink() or path == needed:
+                make_way(path)
+        except OSError as error:
+            if path == needed:
+                raise
+            problems.append(f"{path} cannot be removed: {error}")
+    return problems
+
+
+def point_to(final: Path) -> None:
+    """Write the name of the newest checkpoint to `latest`, for people and tools."""
+    fault_point("checkpoint.pointer", checkpoint_step(final.name))
+    pointer, name = RunFiles(final.parents[1]).latest, f"{final.name}\n"
+    if not (pointer.is_file() and pointer.read_text(errors="replace") == name):
+        write_atomically(pointer, name.encode())
