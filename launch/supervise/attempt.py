@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.supervise.outcome import Outcome, classify
-from zerolm.common import processes
+from zerolm.common import jsonl, processes
 from zerolm.common.run_files import RunFiles
 from zerolm.watchdog import progress
 
@@ -34,6 +34,10 @@ KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # for ranks to write their stacks
 MAX_OUTPUT_LINES = 400
 PR_SET_PDEATHSIG = 1
+HEARTBEAT_KEYS = {
+    "rank", "host", "machine", "pid", "start_ticks", "launcher_pid", "supervisor", "token", "step",
+    "sequences", "state", "limit_seconds",
+}  # fmt: skip
 
 
 class Attempt:
@@ -52,11 +56,12 @@ class Attempt:
         self.mark = f"{processes.SUPERVISOR}={mark}"
         self.files, self.start_seconds = RunFiles(run_dir), start_seconds
         self.events_start = self.files.events.stat().st_size if self.files.events.exists() else 0
-        earlier = progress.read_heartbeats(run_dir).values()
-        self.earlier_tokens = {heartbeat["token"] for heartbeat in earlier}
+        self.problem: str | None = None  # the last error of the supervisor's own checks
+        self.earlier_tokens = {heartbeat["token"] for heartbeat in self._read_heartbeats()}
         self.machine = processes.machine_id()
         self.output: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         self.kill_reason: str | None = None
+        self._written: dict[int, tuple[int, float]] = {}  # heartbeats: (mtime, seen since)
         self._gone_since: float | None = None
         self._stopped_since: float | None = None
         self._started = self._checked = time.monotonic()
@@ -81,9 +86,13 @@ class Attempt:
         now = time.monotonic()
         if now - self._checked > SUSPENDED_SECONDS:
             self._gone_since = self._stopped_since = None
+            self._written.clear()
             self._started += now - self._checked
         self._checked = now
-        reason = self._stuck_reason(now)
+        try:
+            reason = self._stuck_reason(now)
+        except Exception as error:  # of a check, which must not end the run that it checks
+            reason, self.problem = None, f"cannot check the ranks: {error!r}"
         if reason is not None:
             self.kill_reason = reason
             self.kill()
@@ -94,11 +103,16 @@ class Attempt:
         mark = self.mark.partition("=")[2]
         return [
             beat
-            for beat in progress.read_heartbeats(self.files.run_dir).values()
+            for beat in self._read_heartbeats()
             # DeepSpeed does not forward the mark to other hosts; ranks there have a new token.
             if beat["supervisor"] == mark
             or (beat["supervisor"] is None and beat["token"] not in {None, *self.earlier_tokens})
         ]
+
+    def _read_heartbeats(self) -> list[dict[str, Any]]:
+        """Return the heartbeats of all ranks, of this launch or an earlier; odd files are left."""
+        found = [progress.read_heartbeat(path) for path in self.files.heartbeats()]
+        return [beat for beat in found if isinstance(beat, dict) and beat.keys() >= HEARTBEAT_KEYS]
 
     def request_stop(self, number: int) -> bool:
         """Forward a signal to the ranks on this host; all ranks then save and stop together.
@@ -114,7 +128,8 @@ class Attempt:
         tokens = {beat["token"] for beat in beats if beat["state"] == "running"} - {None}
         for token in tokens:  # no rank is on this host: rank 0 polls for this file
             path = self.files.stop_request(token)
-            path.write_text(signal.Signals(number).name + "\n")
+            with contextlib.suppress(OSError):
+                path.write_text(signal.Signals(number).name + "\n")
         return bool(tokens)
 
     def kill(self) -> list[int]:
@@ -134,10 +149,16 @@ class Attempt:
         """Wait for orphaned processes, kill those that do not end, and return the outcome."""
         killed = self._wait_for_orphans()
         self._reader.join(timeout=2.0)
-        return classify(
-            self.process.returncode, self._new_events(), self.heartbeats(), self.output,
-            self.kill_reason, killed,
-        )  # fmt: skip
+        code, output = self.process.returncode, list(self.output)
+        try:
+            return classify(
+                code, self._new_events(), self.heartbeats(), output, self.kill_reason, killed,
+                jsonl.last_step(self.files.metrics),
+            )  # fmt: skip
+        except Exception as error:  # of the supervisor itself: the code of the launcher must do
+            outcome = classify(code, [], [], output, self.kill_reason, killed)
+            outcome.reasons.append(f"cannot read how the launch ended: {error!r}")
+            return outcome
 
     # ---- Launches that can make no progress, which DeepSpeed's launcher does not notice
 
@@ -163,19 +184,23 @@ class Attempt:
         self._stopped_since = (self._stopped_since or now) if stopped else None
         if self._stopped_since is not None and now - self._stopped_since > STOPPED_SECONDS:
             return self._with_stacks(alive, "every rank is stopped (SIGSTOP)")
-        silent = [pair for pair in alive if self._is_silent(pair[0])]
+        silent = [pair for pair in alive if self._is_silent(pair[0], now)]
         if silent and len(silent) == len(alive) and _is_writable(self.files.ranks):
             return self._with_stacks(silent, "every rank's heartbeat is older than its limit")
         return None
 
-    def _is_silent(self, beat: dict[str, Any]) -> bool:
-        if beat["limit_seconds"] == 0:
-            return False  # --hang_timeout 0
+    def _is_silent(self, beat: dict[str, Any], now: float) -> bool:
+        """Return whether a rank's heartbeat has not changed for long; wall clocks may jump."""
+        rank = beat["rank"]
         try:
-            written = self.files.heartbeat(beat["rank"]).stat().st_mtime
+            mtime = self.files.heartbeat(rank).stat().st_mtime_ns
         except OSError:
             return False
-        return time.time() - written > beat["limit_seconds"] + SILENT_SECONDS
+        if self._written.setdefault(rank, (mtime, now))[0] != mtime:
+            self._written[rank] = (mtime, now)
+        if beat["limit_seconds"] == 0:
+            return False  # --hang_timeout 0
+        return now - self._written[rank][1] > beat["limit_seconds"] + SILENT_SECONDS
 
     def _with_stacks(
         self, ranks: Sequence[tuple[dict[str, Any], processes.Process]], reason: str

@@ -51,6 +51,7 @@ def classify(
     output: Iterable[str],
     kill_reason: str | None,
     killed: Sequence[int],
+    last_logged: int | None = None,
 ) -> Outcome:
     """Return how a launch ended.
 
@@ -60,8 +61,11 @@ def classify(
         output: last lines of its output.
         kill_reason: why the supervisor killed it; None if it ended by itself.
         killed: process IDs that had to be killed after the launcher had ended.
+        last_logged: step of the newest metrics.
     """
     steps = [beat["step"] for beat in heartbeats if beat["step"]]
+    if steps and last_logged is not None and last_logged > max(steps):
+        steps.append(last_logged + 1)  # a heartbeat may be seconds old
     outcome = Outcome(_exit_code(returncode, events), max(steps, default=None))
     if outcome.exit_code in (EXIT_DONE, EXIT_STOPPED) and not killed:
         return outcome
@@ -105,7 +109,7 @@ def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -
     if event["event"] == "launcher_lost":
         outcome.reasons.append(f"the node launcher on {event['host']} is gone")
         return
-    outcome.step = event["step"]
+    outcome.step = max(outcome.step or 0, event["step"])
     for rank in event["ranks"]:
         outcome.sequences = rank["sequences"] if rank["step"] == event["step"] else None
         reason = rank["reason"]
@@ -114,7 +118,7 @@ def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -
         stacks = f"; stacks: {rank['stacks']}" if rank["stacks"] else ""
         outcome.reasons.append(
             f"rank {rank['rank']} on {rank['host']} (pid {rank['pid']}) {reason}, "
-            f"in step {event['step']}{stacks}"
+            f"in step {outcome.step}{stacks}"
         )
 
 

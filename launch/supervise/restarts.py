@@ -1,5 +1,6 @@
 """When to restart a failed run, after what pause, and when to stop with a diagnosis."""
 
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Restarts:
         self.policy, self.run_dir = policy, run_dir
         self.count = 0
         self._failures: Counter[int | None] = Counter()  # by step
-        self._checkpoint_at_failure = -1
+        self._checkpoint_at_failure = self._newest = -1
 
     def add_failure(self, outcome: Outcome) -> str | None:
         """Count a failure; return a diagnosis if a restart would not help, else None."""
@@ -70,8 +71,10 @@ class Restarts:
 
     def _newest_checkpoint(self) -> int:
         """Return the step of the newest published checkpoint, 0 if there is none."""
-        published = published_checkpoints(RunFiles(self.run_dir).checkpoints)
-        return checkpoint_step(published[-1].name) if published else 0
+        with contextlib.suppress(OSError):  # a file system that fails for a while
+            published = published_checkpoints(RunFiles(self.run_dir).checkpoints)
+            self._newest = checkpoint_step(published[-1].name) if published else 0
+        return max(self._newest, 0)
 
     def _diagnosis(self, outcome: Outcome) -> str:
         failures = self._failures[outcome.step]

@@ -6,6 +6,7 @@ makes any progress, and whether its hosts work. A request to stop is forwarded t
 restart follows.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,11 @@ class Supervisor:
             self.log(str(error))
             code = EXIT_STOPPED if self._requeue() else error.exit_code
         finally:
-            self._end_report(report_process.FINISH_SECONDS if code == EXIT_BUG else 0.0)
-            self.lock.release()
+            seconds = report_process.FINISH_SECONDS if code == EXIT_BUG else 0.0
+            self._guarded("finish the HTML report", self._end_report, seconds)
+            self._guarded("release its lock", self.lock.release)
             if self.created_run_dir:
-                self._remove_unused_run_dir()
+                self._guarded("remove the unused run directory", self._remove_unused_run_dir)
         if code == EXIT_STOPPED and self.stop_reason != "SIGINT":
             self._requeue()
         return code
@@ -100,11 +102,16 @@ class Supervisor:
     def _run(self) -> int:
         policy = self.policy
         while True:
-            command = without_failing_hosts(
-                self.command, self.run_dir, policy.min_hosts, policy.host_check, self.log
-            )
             self.attempts += 1
-            outcome = self._attempt(command)
+            try:
+                command = without_failing_hosts(
+                    self.command, self.run_dir, policy.min_hosts, policy.host_check, self.log
+                )
+                attempt = self._start(command)
+            except OSError as error:  # no process, no space for the hostfile
+                outcome = Outcome(EXIT_BUG, reasons=[f"cannot start the run: {error}"])
+            else:
+                outcome = self._watch(attempt)
             if outcome.exit_code in FINAL and not self._is_still_in_use(outcome):
                 self.log(f"{FINAL[outcome.exit_code]}: exit code {outcome.exit_code}")
                 for reason in outcome.reasons:
@@ -117,7 +124,8 @@ class Supervisor:
                     f"{self.restarts.shown_checkpoint()}"
                 )
                 return EXIT_BUG
-            if (diagnosis := self.restarts.add_failure(outcome)) is not None:
+            diagnosis = self.restarts.add_failure(outcome)
+            if diagnosis is not None:
                 self.log(diagnosis)
                 self._event("supervisor_stopped", outcome, reason=diagnosis)
                 return EXIT_BUG
@@ -134,11 +142,16 @@ class Supervisor:
 
     # ---- One launch
 
-    def _attempt(self, command: list[str]) -> Outcome:
+    def _start(self, command: list[str]) -> Attempt:
         self.log(f"attempt {self.attempts}: {' '.join(command)}")
-        attempt = Attempt(command, f"{self.identity}-{self.attempts}", self.run_dir)
-        forwarded = self.stop_reason is not None
+        return Attempt(command, f"{self.identity}-{self.attempts}", self.run_dir)
+
+    def _watch(self, attempt: Attempt) -> Outcome:
+        forwarded, problem = self.stop_reason is not None, None
         while attempt.running():
+            if attempt.problem != problem:
+                problem = attempt.problem
+                self.log(f"{problem}; the run continues")
             if self.signals.count(signal.SIGINT) > 1:
                 killed = attempt.kill()
                 self.log(f"second Ctrl-C: killed all processes of the run ({len(killed)})")
@@ -182,6 +195,9 @@ class Supervisor:
         for reason in outcome.reasons:
             self.log(f"  {reason}")
         self._event("attempt_failed", outcome, reasons=outcome.reasons)
+        self._guarded("write the HTML report", self._start_report)
+
+    def _start_report(self) -> None:
         self._end_report(0.0)  # of the previous failure, in case its process hangs
         self.html_report = report_process.start_for(self.run_dir)
         self.signals_before_report = len(self.signals)
@@ -210,17 +226,32 @@ class Supervisor:
         return code == 0
 
     def log(self, message: str) -> None:
-        print(f"supervise: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal or a full disk
+            print(f"supervise: {message}", file=sys.stderr, flush=True)
+
+    def _guarded(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a part of the bookkeeping; log an exception of it and return None.
+
+        What goes wrong here must not end a run that could go on.
+        """
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.log(f"cannot {what}: {error!r}; continuing without it")
+            return None
 
     def _event(self, event: str, outcome: Outcome, **values: Any) -> None:
-        if RunFiles(self.run_dir).events.exists():
-            step = outcome.step or 0
-            jsonl.append_event(self.run_dir, event, step, attempt=self.attempts, **values)
+        def append() -> None:
+            if RunFiles(self.run_dir).events.exists():
+                step = outcome.step or 0
+                jsonl.append_event(self.run_dir, event, step, attempt=self.attempts, **values)
+
+        self._guarded(f"log the event {event}", append)
 
     def _remove_unused_run_dir(self) -> None:
         """Remove the run directory again if the run refused to start and wrote nothing."""
         lock = RunFiles(self.run_dir).supervisor
-        if list(self.run_dir.iterdir()) == [lock]:
+        if self.run_dir.is_dir() and list(self.run_dir.iterdir()) == [lock]:
             lock.unlink()
             self.run_dir.rmdir()
 

@@ -5,6 +5,7 @@ end of a file with a million lines without reading the rest. A killed writer may
 last line: every reader stops there or skips it. Standard library only.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -76,6 +77,15 @@ def rows_from(path: Path, step: int) -> tuple[list[Row], int]:
         if row is not None:
             rows.append(row)
     return rows[::-1], end
+
+
+def last_step(path: Path) -> int | None:
+    """Return the step of the last complete row, None if there is none."""
+    if path.is_file():
+        for _, line in _lines_backwards(path):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return int(json.loads(line)["step"])
+    return None
 
 
 def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:

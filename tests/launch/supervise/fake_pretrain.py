@@ -34,6 +34,10 @@ with open(starts, "a") as file:
 print(f"start {number}: {action} {' '.join(sys.argv[1:])}", flush=True)
 if action == "done":
     log_event("done")
+elif action == "odd":  # lines that no run writes
+    with open(run_dir / "events.jsonl", "a") as file:
+        file.write('[1]\n"event"\n{"event": "rank_lost"}\n')
+    sys.exit(1)
 elif action == "silent":  # as `deepspeed` does when its node launcher is killed
     pass
 elif action == "stopped":

@@ -246,3 +246,23 @@ def test_a_report_that_hangs_delays_neither_a_restart_nor_the_end(fake_run) -> N
     assert (code, fake_run.num_starts()) == (0, 3), output
     assert time.monotonic() - start < report_process.FINISH_SECONDS
     assert not fake_run.processes(), "the report's process must have ended, too"
+
+
+def test_the_supervisor_survives_whatever_it_finds_in_the_run_directory(fake_run) -> None:
+    """Copies of checkpoints, odd events and heartbeats, and a log that cannot be written."""
+    checkpoints, ranks = fake_run.run_dir / "checkpoints", fake_run.run_dir / "ranks"
+    for path in (checkpoints / "step-00000099.bak", checkpoints / "step-x", ranks):
+        path.mkdir(parents=True)
+        (path / "MANIFEST.json").write_text("{}")
+    (checkpoints / "step-00000098").symlink_to(checkpoints / "step-00000099.bak")
+    (ranks / "rank-00000.json").write_text('{"rank": [], "step": "x"}')
+    code, output = fake_run.supervise("odd crash done")
+    assert (code, fake_run.num_starts()) == (0, 3), output
+    assert "cannot read how the launch ended" in output
+    (fake_run.run_dir / "starts").unlink()
+    (fake_run.run_dir / "events.jsonl").unlink()
+    (fake_run.run_dir / "events.jsonl").mkdir()  # as unwritable as on a failing disk
+    code, output = fake_run.supervise("silent silent silent")
+    assert (code, fake_run.num_starts()) == (1, 3), output
+    assert "cannot log the event attempt_failed: IsADirectoryError" in output
+    assert "Traceback" not in output and "there is no checkpoint" in output

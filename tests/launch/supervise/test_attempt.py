@@ -1,0 +1,79 @@
+"""How the supervisor judges a launch: a real process, with heartbeats that the test writes."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.supervise import attempt as attempt_module
+from launch.supervise.attempt import Attempt
+from launch.supervise.outcome import classify
+from zerolm.common import processes
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    started = Attempt(SLEEP, f"test-{os.getpid()}", tmp_path)
+    yield started
+    started.kill()
+    started.finish()
+
+
+def write_heartbeat(attempt: Attempt, **values: object) -> Path:
+    """Write the heartbeat of a rank whose process is that of the launch."""
+    process = processes.inspect_process(attempt.process.pid)
+    heartbeat = {
+        "rank": 0, "host": "here", "machine": attempt.machine, "pid": process.pid, "token": "1",
+        "start_ticks": process.start_ticks, "supervisor": attempt.mark.partition("=")[2],
+        "step": 3, "phase": "step", "sequences": None, "state": "running", "launcher_pid": 1,
+        "limit_seconds": 0.2, **values,
+    }  # fmt: skip
+    path = attempt.files.heartbeat(0)
+    path.write_text(json.dumps(heartbeat))
+    return path
+
+
+@pytest.mark.parametrize("jump_seconds", [86400.0, -86400.0])
+def test_a_jump_of_the_clock_neither_ends_a_healthy_launch_nor_hides_a_silent_one(
+    attempt, monkeypatch, jump_seconds
+) -> None:
+    monkeypatch.setattr(attempt_module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(attempt_module, "STACKS_SECONDS", 0.0)
+    now = time.time
+    path = write_heartbeat(attempt)
+    assert attempt.running()
+    monkeypatch.setattr(time, "time", lambda: now() + jump_seconds)
+    assert attempt.running(), attempt.kill_reason
+    os.utime(path, (now() + jump_seconds,) * 2)  # the next heartbeat has the new time
+    assert attempt.running(), attempt.kill_reason
+    deadline = time.monotonic() + 10
+    while attempt.running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "heartbeat is older than its limit" in str(attempt.kill_reason)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"rank": []}', '{"rank": 0, "supervisor": null}'])
+def test_an_odd_heartbeat_file_ends_no_launch(attempt, text) -> None:
+    attempt.files.heartbeat(7).write_text(text)
+    assert attempt.running() and attempt.process.poll() is None
+    assert isinstance(attempt.request_stop(15), bool)
+
+
+def test_a_failure_is_in_the_last_step_that_any_rank_has_reported() -> None:
+    beats = [{"step": 8, "sequences": None}, {"step": 9, "sequences": [72, 8]}]
+
+    def step(events=(), last_logged=None) -> int | None:
+        return classify(-9, events, beats, [], None, [], last_logged).step
+
+    assert step() == 9
+    assert step(last_logged=8) == 9
+    assert step(last_logged=11) == 12, "step 11 was complete, whatever the last heartbeat says"
+    lost = {"event": "rank_lost", "step": 10, "ended": "SIGKILL", "ranks": []}
+    assert step([lost]) == 10 and step([lost], 11) == 12
+    assert classify(-9, [], [], [], None, [], last_logged=11).step is None, "of an earlier launch"
