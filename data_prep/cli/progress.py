@@ -46,7 +46,7 @@ def _print_phase(phase: Path, name: Path) -> None:
     print(f"{name}: {', '.join(parts)}")
     limit = STRAGGLER_FACTOR * statistics.median(seconds) if seconds else float("inf")
     for task, note in running.items():
-        age = time.time() - note["started"]
+        age = max(0.0, time.time() - note["started"])
         slow = ", more than three times the median" if age > limit else ""
         read = ""
         if note.get("total_bytes"):

@@ -135,15 +135,15 @@ def run_task(phase: Phase, task: int) -> Record:
         ConfigError: the task refused its input; the `.failed` note has the problems too.
     """
     process = {"host": _host(), "pid": os.getpid()}
-    start = time.time()
+    start, started = time.monotonic(), time.time()
     running, failed = phase.path(task, ".running"), phase.path(task, ".failed")
     phase.records.mkdir(parents=True, exist_ok=True)
-    _write_note(running, {**process, "started": start})
+    _write_note(running, {**process, "started": started})
     failed.unlink(missing_ok=True)
     try:
         result = phase.run(task)
         record = {"task": task, "inputs": phase.inputs, **result}
-        record |= {"seconds": time.time() - start, "started": start, **process}
+        record |= {"seconds": time.monotonic() - start, "started": started, **process}
         if phase.sync:
             write_json(phase.path(task), record, many_writers=True)
         else:

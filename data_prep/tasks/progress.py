@@ -149,7 +149,8 @@ class _TaskState(NamedTuple):
         """Read the note of a task that is running."""
         note = json.loads(path.read_bytes())
         input_bytes, documents = note.get("input_bytes", 0), note.get("documents", 0)
-        return cls(input_bytes, documents, note.get("tokens", 0), time.time() - note["started"])
+        seconds = max(0.0, time.time() - note["started"])
+        return cls(input_bytes, documents, note.get("tokens", 0), seconds)
 
 
 class ProgressWatcher:

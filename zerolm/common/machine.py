@@ -90,7 +90,8 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
             newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
         except (OSError, ValueError):  # the build ended meanwhile
             continue
-        (stale if time.time() - newest > STALE_BUILD_SECONDS else fresh).append(lock)
+        # A time far in the future is from before the clock was set back: no build is that long.
+        (stale if abs(time.time() - newest) > STALE_BUILD_SECONDS else fresh).append(lock)
     return stale, fresh
 
 

@@ -6,6 +6,7 @@ only, so that `status` answers at once.
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.checkpoint.directory import published_checkpoints
-from zerolm.common import events
+from zerolm.common import events, processes
 from zerolm.common.errors import ConfigError
 from zerolm.common.run_files import RunFiles
 from zerolm.report.curves import Curves
@@ -141,13 +142,8 @@ def read_run(run_dir: str | Path) -> RunHistory:
     ]
     history.samples = list(_lines(files.samples, problems, ("prompt", "text"), ("step", "tokens")))
     history.heartbeats = progress.read_heartbeats(files.run_dir)
-    times = []
-    for path in files.heartbeats():
-        try:
-            times.append(path.stat().st_mtime)
-        except OSError:
-            continue  # removed by a run that is starting
-    history.heartbeat_age = max(0.0, time.time() - max(times)) if times else None
+    ages = [_heartbeat_age(path) for path in files.heartbeats()]
+    history.heartbeat_age = min((age for age in ages if age is not None), default=None)
     history.checkpoints = published_checkpoints(files.checkpoints)
     return history
 
@@ -172,6 +168,19 @@ def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
 def _fill(curves: Curves, path: Path, problems: list[str]) -> None:
     for row in _lines(path, problems, (), ("step", "tokens")):
         curves.add(row)
+
+
+def _heartbeat_age(path: Path) -> float | None:
+    """Return the seconds since a heartbeat was written, None if there is none any more."""
+    try:
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        return None  # removed by a run that is starting
+    if age < 0:  # the clock was set back since; on the same machine there is another one
+        beat = progress.read_heartbeat(path)
+        if isinstance(beat, dict) and beat.get("machine") == processes.machine_id():
+            age = time.monotonic() - beat.get("monotonic", math.inf)
+    return max(0.0, age)
 
 
 def _lines(

@@ -81,7 +81,9 @@ def wall_clock(run: RunHistory) -> str:
     if not known:
         return ""
     end = time.time() if run.state()[0] == RUNNING else known[-1]
-    return f"{duration(end - known[0])} since it began, {starts} start{'s' * (starts != 1)}"
+    return (
+        f"{duration(max(0.0, end - known[0]))} since it began, {starts} start{'s' * (starts != 1)}"
+    )
 
 
 def _age(run: RunHistory) -> str:

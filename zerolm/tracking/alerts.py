@@ -86,12 +86,12 @@ class RateLimit:
         """Return whether to send an alert, which then counts as sent.
 
         Args:
-            now: current time in seconds.
+            now: current time in seconds; may jump back.
         """
-        while self._hour and now - self._hour[0] >= 3600:
+        while self._hour and not 0 <= now - self._hour[0] < 3600:
             self._hour.popleft()
         last = self._sent.get(alert.title)
-        if last is not None and now - last < SAME_TITLE_SECONDS:
+        if last is not None and 0 <= now - last < SAME_TITLE_SECONDS:
             return False
         if len(self._hour) >= MAX_PER_HOUR and alert.level != ERROR:
             return False

@@ -7,6 +7,7 @@ run, in a subdirectory.
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from zerolm.common.files import host_name
 from zerolm.common.run_files import rollback_name
 from zerolm.tracking.tracker import Row, Tracker
 
@@ -55,7 +57,7 @@ class TensorboardTracker(Tracker):
         if purge_tokens is not None:
             texts = {key for key in texts if key[0] < purge_tokens}
         self._num_to_skip, self._texts = num_same, texts
-        self.writer = _writer(self.directory, purge_tokens)
+        self.writer = EventFile(self.directory, purge_tokens)
 
     def lacks(self, row: Row) -> bool:
         self._num_to_skip -= 1
@@ -87,7 +89,7 @@ def write_all(directory: Path, rows: Iterable[Row]) -> None:
     """Write rows into a new directory, which appears only when it is complete."""
     unfinished = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-    writer = _writer(unfinished, None)
+    writer = EventFile(unfinished, None)
     for row in rows:
         _add(writer, row)
     writer.close()
@@ -165,29 +167,45 @@ def _rows(path: Path) -> Iterator[Row]:
                     yield json.loads(line)
 
 
-def _writer(directory: Path, purge_tokens: int | None) -> Any:
-    """Open another event file, which TensorBoard reads after the existing ones.
+class EventFile:
+    """An event file, which TensorBoard reads after the existing ones of its directory.
+
+    TensorBoard sorts files by name: it begins with the creation time in seconds, or with the number
+    after that of the newest file if the clock is behind it.
 
     Args:
         directory: created if it does not exist.
         purge_tokens: TensorBoard ignores rows of the existing files from this token count on.
     """
-    from tensorboard.compat.proto import event_pb2
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    directory.mkdir(parents=True, exist_ok=True)
-    newest = max((path.stat().st_mtime for path in _files(directory)), default=0.0)
-    while int(time.time()) <= int(newest):  # file names sort by creation time in whole seconds
-        time.sleep(0.05)
-    writer = EventFileWriter(str(directory))
-    if purge_tokens is not None:
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        event = event_pb2.Event(wall_time=time.time(), step=purge_tokens, session_log=start)
-        writer.add_event(event)
-    return writer
+    def __init__(self, directory: Path, purge_tokens: int | None):
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        numbers = [path.name.split(".")[3] for path in _files(directory)]
+        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        number = max(int(time.time()), newest + 1)
+        path = directory / f"events.out.tfevents.{number:010d}.{host_name()}.{os.getpid()}.0"
+        self._records = RecordWriter(open(path, "xb"))
+        self.add_event(event_pb2.Event(file_version="brain.Event:2"))
+        if purge_tokens is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self.add_event(event_pb2.Event(step=purge_tokens, session_log=start))
+        self.flush()
+
+    def add_event(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()
 
 
-def _add(writer: Any, row: Row) -> None:
+def _add(writer: EventFile, row: Row) -> None:
     from tensorboard.compat.proto import summary_pb2
 
     values = [
@@ -197,7 +215,7 @@ def _add(writer: Any, row: Row) -> None:
     _add_summary(writer, summary_pb2.Summary(value=values), row["tokens"])
 
 
-def _add_summary(writer: Any, summary: Any, tokens: int) -> None:
+def _add_summary(writer: EventFile, summary: Any, tokens: int) -> None:
     from tensorboard.compat.proto import event_pb2
 
-    writer.add_event(event_pb2.Event(wall_time=time.time(), step=tokens, summary=summary))
+    writer.add_event(event_pb2.Event(step=tokens, summary=summary))

@@ -64,7 +64,7 @@ class Heartbeats:
             "collectives": liveness.num_collectives(),
             "quiet_seconds": round(self.monitor.quiet_seconds(), 1),
             "limit_seconds": limit,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "monotonic": time.monotonic(),
             "state": self.state, "reason": self.reason,
         }  # fmt: skip
 

@@ -36,6 +36,7 @@ class StackFile:
             self.file = open(path, "a" if keep else "w")
         except OSError:
             self.file = open(os.devnull, "w")
+        self.start_bytes = size_bytes(path)  # of stacks of earlier launches
         faulthandler.register(SIGNAL, file=self.file, all_threads=True)
         faulthandler.enable(self.file)  # also for a crash in a library
 
@@ -82,11 +83,11 @@ def request_stacks(ranks: list[processes.Process]) -> None:
         time.sleep(RESPONSE_SECONDS)
 
 
-def written_since(path: Path, moment: float) -> bool:
-    """Return whether a stack file was written after `moment`, in seconds since the epoch."""
+def size_bytes(path: Path) -> int:
+    """Return the size of a stack file, 0 if there is none. A rank only ever appends to its own."""
     with contextlib.suppress(OSError):
-        return path.stat().st_size > 0 and path.stat().st_mtime >= moment
-    return False
+        return path.stat().st_size
+    return 0
 
 
 def print_tail(path: Path) -> None:

@@ -49,7 +49,6 @@ class Watchdog:
     def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
         self.files, self.rank = RunFiles(run_dir), rank
         self.hang_timeout, self.stop = hang_timeout, stop
-        self.started_at = time.time()
         # A rank without a launcher may outlive the shell that started it.
         self.launcher = os.getppid() if "RANK" in os.environ else None
         self.runner = _deepspeed_runner(self.launcher)
@@ -75,7 +74,8 @@ class Watchdog:
             self.stacks = stacks.StackFile(self.files.stacks(self.rank))
         self.heartbeats.token = token
         self.heartbeats.write()  # so that every rank has one of this launch when they are gathered
-        identities = collectives.gather_objects(self.heartbeats.identity())
+        identity = {**self.heartbeats.identity(), "start_bytes": self.stacks.start_bytes}
+        identities = collectives.gather_objects(identity)
         self.peers = {peer["rank"]: peer for peer in identities if peer["rank"] != self.rank}
 
     def report_failure(self, error: BaseException) -> None:
@@ -286,7 +286,9 @@ class Watchdog:
             heartbeat = heartbeat or self.peers[rank]
             path = self.files.stacks(rank)
             # A killed rank has left no stacks; a hung one is asked for them after this.
-            has_stacks = event == "hang" or stacks.written_since(path, self.started_at)
+            before = self.stacks.start_bytes if own and self.stacks else 0
+            before = before if own else self.peers[rank]["start_bytes"]
+            has_stacks = event == "hang" or stacks.size_bytes(path) > before
             names = ("rank", "host", "pid", "step", "phase", "sequences")
             entry = {name: heartbeat.get(name) for name in names}
             entries.append(entry | {"reason": reason, "stacks": str(path) if has_stacks else None})

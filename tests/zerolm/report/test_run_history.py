@@ -1,6 +1,8 @@
 """Reading a run directory, complete or damaged: problems are listed."""
 
 import json
+import os
+import time
 
 import pytest
 
@@ -11,7 +13,9 @@ from tests.zerolm.report.run_directories import (
     write_lines,
     write_run,
 )
+from zerolm.common import processes
 from zerolm.common.errors import ConfigError
+from zerolm.common.run_files import RunFiles
 from zerolm.report import run_history
 
 
@@ -76,6 +80,18 @@ def test_the_state_is_taken_from_the_last_start(tmp_path, ended, age, state) -> 
     directory = write_run(tmp_path / "run", ended=ended)
     if age is not None:
         write_heartbeats(directory, age=age)
+    assert run_history.read_run(directory).state()[0] == state
+
+
+@pytest.mark.parametrize(("age", "state"), [(2, "running"), (500, "silent")])
+def test_a_clock_that_was_set_back_does_not_hide_that_a_run_is_silent(tmp_path, age, state) -> None:
+    directory = write_run(tmp_path / "run", ended=None)
+    write_heartbeats(directory, age=-3600)
+    for path in RunFiles(directory).heartbeats():
+        beat = json.loads(path.read_text())
+        beat |= {"machine": processes.machine_id(), "monotonic": time.monotonic() - age}
+        path.write_text(json.dumps(beat))
+        os.utime(path, (time.time() + 3600,) * 2)
     assert run_history.read_run(directory).state()[0] == state
 
 

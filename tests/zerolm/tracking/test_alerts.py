@@ -65,3 +65,4 @@ def test_alerts_are_rate_limited_except_errors() -> None:
     assert alerted == 18, "twenty in an hour"
     assert limit.allows(Alert("hang", "", ERROR), 800.0)
     assert limit.allows(Alert("later", "", WARN), 5000.0)
+    assert limit.allows(Alert("later", "", WARN), 1000.0), "the clock was set back by an hour"

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,28 @@ def test_tensorboard_continues_after_its_last_row_and_rewrites_changed_rows(run_
     assert missing_steps() == [], "rows that are gone are purged"
     write("metrics.jsonl", row(1, loss=2.0), row(2))
     assert missing_steps() == [1, 2], "from the first difference on"
+
+
+@pytest.mark.parametrize("jump_seconds", [3600, -3600])
+def test_a_jump_of_the_clock_neither_blocks_tensorboard_nor_reorders_its_files(
+    run_dir, monkeypatch, jump_seconds
+):
+    row = {"step": 1, "tokens": 10, "train/loss": 1.0}
+    path = run_dir / "metrics.jsonl"
+    now = time.time
+    for step, jump in enumerate((0, jump_seconds, 0), start=1):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now() + jump)
+        with open(path, "a") as file:
+            file.write(json.dumps({**row, "step": step, "tokens": 10 * step}) + "\n")
+        target, start = tensorboard.TensorboardTracker(run_dir), time.monotonic()
+        target.open()
+        assert time.monotonic() - start < 30
+        for each in own_rows(run_dir):
+            if target.lacks(each):
+                target.log(each)
+        target.finish(0)
+    rows, _ = tensorboard.read_back(run_dir / "tensorboard")
+    assert [tokens for tokens, _ in rows] == [10, 20, 30]
 
 
 def test_the_newest_number_on_the_server_shows_its_rows_on_any_machine(run_dir, monkeypatch):
