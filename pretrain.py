@@ -22,6 +22,7 @@ import torch
 
 from zerolm.checkpoint.directory import candidates
 from zerolm.common.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
+from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
 from zerolm.optim import custom
 from zerolm.optim.parameter_groups import fix_lion_zero_updates, parameter_groups
@@ -118,6 +119,9 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError) as error:
         run.fail(error)
+        raise
+    except RuntimeError as error:
+        require_complete_files(error, [*plan.sources, *plan.val_sources])
         raise
     return run.end()
 

@@ -47,12 +47,22 @@ def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict
 
 
 def _intact_index(source: Source, seq_len: int) -> dict[str, Any] | None:
-    """Return the manifest of the existing index; None if it is absent, stale or damaged."""
+    """Return the manifest of the existing index; None if it is absent, stale or damaged.
+
+    Also None if an older release made it, which did not verify the document ends.
+    """
     try:
         packing = open_packing(source, seq_len)
     except ShardError:
         return None
-    return None if packing.damage() else packing.manifest
+    verified = packing.manifest.get("document_ends") == _document_ends(source)
+    return packing.manifest if verified and not packing.damage() else None
+
+
+def _document_ends(source: Source) -> str:
+    """Return the hex SHA-256 that identifies the document ends of a source."""
+    digests = [shard["index_sha256"] for shard in source.manifest["shards"]]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -96,6 +106,7 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
         "version": VERSION,
         "seq_len": seq_len,
         "source_fingerprint": source.fingerprint,
+        "document_ends": _document_ends(source),
         **counts,
         **entries,
         "efficiency": [vars(row) for row in efficiency(source, seq_len, counts)],

@@ -31,6 +31,7 @@ from zerolm.common.errors import (
     EXIT_REFUSED,
     EXIT_STOPPED,
     ConfigError,
+    ShardError,
 )
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.run_files import RunFiles
@@ -191,6 +192,8 @@ class Supervisor:
     # ---- After a failure
 
     def _log_failure(self, outcome: Outcome) -> None:
+        if any(signal.SIGBUS.name in reason for reason in outcome.reasons):
+            outcome.reasons += shortened_files(self.run_dir)
         self.log(f"attempt {self.attempts} failed {outcome.place}")
         for reason in outcome.reasons:
             self.log(f"  {reason}")
@@ -254,6 +257,25 @@ class Supervisor:
         if self.run_dir.is_dir() and list(self.run_dir.iterdir()) == [lock]:
             lock.unlink()
             self.run_dir.rmdir()
+
+
+def shortened_files(run_dir: Path) -> list[str]:
+    """Return the shards of a run that have lost bytes, a line each: a read of these is a SIGBUS."""
+    from zerolm.config.settings import split_weight
+    from zerolm.shards.reader import open_source
+
+    lines: list[str] = []
+    try:
+        settings = json.loads(RunFiles(run_dir).record.read_bytes())["settings"]
+        paths = [split_weight(spec)[0] for spec in settings["data"]] + settings["val_data"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return lines  # the next start reports that
+    for path in paths:
+        try:
+            open_source(path)
+        except ShardError as error:
+            lines += error.problems
+    return lines
 
 
 def _lock_run_directory(run_dir: Path) -> FileLock:

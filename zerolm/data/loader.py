@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from zerolm.common.errors import ZerolmError
+from zerolm.common.errors import ShardReadError, ZerolmError
 from zerolm.common.values import split_evenly
 from zerolm.config.settings import CONCAT
 from zerolm.data import skips
@@ -210,6 +210,21 @@ def make_loader(stream: WindowStream, num_workers: int, pin_memory: bool) -> Str
         pin_memory: yield pinned tensors, if there is CUDA.
     """
     return StreamLoader(stream, num_workers, pin_memory)
+
+
+def require_complete_files(error: RuntimeError, sources: Sequence[Source]) -> None:
+    """Explain the death of a loader worker by a file that is shorter than its map (SIGBUS).
+
+    Args:
+        error: torch raises it wherever the main thread is, and blames shared memory.
+
+    Raises:
+        ShardReadError: a worker was killed, and a file of a source has lost bytes.
+    """
+    if "DataLoader worker" not in str(error):
+        return
+    if problems := [line for source in sources for line in source.files.size_problems()]:
+        raise ShardReadError(problems) from error
 
 
 def prefetch_to_device(loader: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:

@@ -138,8 +138,11 @@ def source_problems(
             try:
                 packing = open_packing(source, seq_len)
                 if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node
-                    damage = packing.damage()
-                    problems += [f"{problem} (--{flag})" for problem in damage]
+                    problems += [f"{line} (--{flag})" for line in packing.damage()]
+                    problems += [
+                        f"{line} Then run `data_prep pack` again. (--{flag})"
+                        for line in source.index_problems()
+                    ]
             except ShardError as error:
                 problems += [f"{problem} (--{flag})" for problem in error.problems]
         elif seq_len and num_windows(source.num_tokens, seq_len) < 1:

@@ -54,7 +54,7 @@ class WindowReader:
             [source.starts[:-1] + start for source, start in starts]
         )
         self._sizes = np.concatenate([np.diff(source.starts) for source in sources])
-        self._sources = list(sources)
+        self.sources = list(sources)
         self.is_remote = any(source.is_remote for source in sources)
         self._reported: Counter[str] = Counter()
         num_shards = [len(source.starts) - 1 for source in sources]
@@ -73,7 +73,7 @@ class WindowReader:
         if not self.is_remote:
             return self._reported
         counts: Counter[str] = Counter()
-        for source in self._sources:
+        for source in self.sources:
             if source.is_remote:
                 counts += source.files.counts
         new, self._reported = counts - self._reported, counts
@@ -81,7 +81,7 @@ class WindowReader:
 
     def start_mirror(self) -> None:
         """Start to fetch all shards in idle time, for sources whose cache has room for them."""
-        for source in self._sources:
+        for source in self.sources:
             if source.is_remote:
                 source.files.start_mirror()
 
@@ -91,7 +91,7 @@ class WindowReader:
         Returns:
             The fetches from stores; their blocks stay in memory while these are held.
         """
-        wants = [source.files.wants_prefetch for source in self._sources]
+        wants = [source.files.wants_prefetch for source in self.sources]
         if not any(wants):
             return []
         ranges: dict[int, list[tuple[int, int, int]]] = {}
@@ -103,14 +103,14 @@ class WindowReader:
             if wants[owner]:
                 ranges.setdefault(owner, []).append((number, start, end))
         for place in np.flatnonzero(stops > sizes).tolist():  # windows that cross into next shards
-            source = self._sources[owners[place]]
+            source = self.sources[owners[place]]
             start = int(source.starts[numbers[place] + 1])
             if wants[owners[place]]:
                 ranges[owners[place]] += source.ranges(start, start + int((stops - sizes)[place]))
         return [
             fetch
             for owner, source_ranges in ranges.items()
-            for fetch in self._sources[owner].files.prefetch(source_ranges)
+            for fetch in self.sources[owner].files.prefetch(source_ranges)
         ]
 
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -123,7 +123,7 @@ class WindowReader:
         tokens = np.empty((shards.size, length), self.dtype)
         all_shards, starts = shards.ravel(), offsets.ravel()
         is_inside = starts + length <= self._sizes[all_shards]
-        ids = [source.files.ids for source in self._sources]
+        ids = [source.files.ids for source in self.sources]
         for row, owner, number, start, inside in zip(
             tokens,
             self._owners[all_shards].tolist(),
@@ -135,7 +135,7 @@ class WindowReader:
             if inside:
                 row[:] = ids[owner](number, start, start + length)
             else:  # the window crosses into the next shard
-                source = self._sources[owner]
+                source = self.sources[owner]
                 source.read(int(source.starts[number]) + start, row)
         return tokens.reshape(*shards.shape, length)
 

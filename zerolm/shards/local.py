@@ -5,7 +5,6 @@ sources, windows or documents.
 """
 
 import contextlib
-import hashlib
 import mmap
 import os
 import resource
@@ -19,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from zerolm.common.errors import ShardReadError
-from zerolm.shards.checksums import BLOCK_BYTES, CHECKSUM_BYTES, block_checksum, num_blocks
-from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY
+from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
+from zerolm.shards.disk import file_sizes, map_file, require_digest
+from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, wrong_id
+from zerolm.shards.tokenizer import copy_problems
 
 # A map keeps a file descriptor, and an open shard has two maps: this is a quarter of the process's
 # limit. The kernel's limit on maps (65,530) is far above MAX_OPEN.
@@ -60,10 +61,12 @@ class LocalFiles:
 
         Only one process of a node checks: all of them see the same files.
         """
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            return []
+        return self.size_problems() if os.environ.get("LOCAL_RANK", "0") == "0" else []
+
+    def size_problems(self) -> list[str]:
+        """Return what `problems` does, in any process."""
         try:
-            sizes = _file_sizes(self.directory)
+            sizes = file_sizes(self.directory)
         except OSError as error:
             return [
                 f"{self.directory}: cannot be listed ({error.strerror}). Let this user read it."
@@ -139,20 +142,45 @@ class LocalFiles:
             return file.read(-1 if stop is None else stop - start)
 
     def read_sidecar(self, number: int, key: str) -> bytes:
-        """Return the content of a file beside a shard, unverified.
+        """Return the content of a file beside a shard, verified.
 
         Args:
             key: `index`, `sums` or `origins`.
         """
-        return self.read_bytes(self.manifest["shards"][number][key])
+        entry = self.manifest["shards"][number]
+        return self.read_file(entry[key], entry[f"{key}_sha256"])
+
+    def read_file(self, name: str, digest: str) -> bytes:
+        """Return the content of a file, compared with its SHA-256.
+
+        Raises:
+            ShardReadError: it is damaged, or cannot be read.
+        """
+        path = self.directory / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ShardReadError(
+                f"{path}: cannot be read ({error.strerror}). Restore it."
+            ) from None
+        require_digest(path, content, digest)
+        return content
 
     def read_index(self, number: int) -> bytes:
-        """Return the content of a shard's `index` file, unverified."""
+        """Return the content of a shard's `index` file, verified."""
         return self.read_sidecar(number, "index")
 
     def tokenizer_directory(self) -> Path:
-        """Return the directory of the tokenizer's copy; it may not exist."""
-        return self.directory / TOKENIZER_DIRECTORY
+        """Return the directory of the tokenizer's copy, verified; it may not exist.
+
+        Raises:
+            ShardReadError: its files are not those of the manifest.
+        """
+        directory = self.directory / TOKENIZER_DIRECTORY
+        files = self.manifest["tokenizer"].get("files", [])
+        if directory.is_dir() and (problems := copy_problems(directory, files)):
+            raise ShardReadError(problems)
+        return directory
 
     # ---- Open shards
 
@@ -164,8 +192,8 @@ class LocalFiles:
     def _open_shard(self, number: int) -> "_OpenShard":
         _close_oldest()
         entry = self.manifest["shards"][number]
-        mapped = _map(self.directory / entry["file"], entry["size_bytes"])
-        blocks = entry["sums_size_bytes"] // CHECKSUM_BYTES if "sums" in entry else 0
+        mapped = map_file(self.directory / entry["file"], entry["size_bytes"])
+        blocks = num_blocks(entry["size_bytes"])
         known = self._closed.pop(number, None)
         if known is None:
             unverified = bytearray(b"\1" * blocks)
@@ -184,28 +212,41 @@ class LocalFiles:
     def _verify(self, number: int, shard: "_OpenShard", first: int, end: int) -> None:
         """Verify those blocks of [first, end) that have not been verified yet."""
         entry = self.manifest["shards"][number]
-        if shard.checksums is None:
+        if shard.checksums is None and "sums" in entry:
             shard.checksums = self._checksums(number)
+        self._require_size(entry)
         shard.prefetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
         content = memoryview(shard.mapped)
         for block in range(first, end):
             if not shard.unverified[block]:
                 continue
             part = content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            if block_checksum(part) != int(shard.checksums[block]):
-                raise ShardReadError(self._damage(entry, block))
+            if shard.checksums is not None and block_checksum(part) != int(shard.checksums[block]):
+                raise ShardReadError(
+                    f"{self._place(entry, block)} is damaged: its checksum differs. Restore the "
+                    f"file (and check its disk), or tokenize again. To find all damage, run: "
+                    f"python -m data_prep verify {self.directory}"
+                )
+            if problem := wrong_id(part, self.manifest):
+                raise ShardReadError(f"{self._place(entry, block)} {problem}")
             shard.unverified[block] = 0
             self._num_verified += 1
 
-    def _damage(self, entry: dict[str, Any], block: int) -> str:
-        """Return the message for a damaged block."""
+    def _require_size(self, entry: dict[str, Any]) -> None:
+        """Check that a file has not been truncated: its map would kill this process (SIGBUS)."""
+        with contextlib.suppress(FileNotFoundError):  # a removed file stays readable in its map
+            size = (self.directory / entry["file"]).stat().st_size
+            if size < entry["size_bytes"]:
+                name = entry["file"]
+                raise ShardReadError(self._size_problem(name, entry["size_bytes"], {name: size}))
+
+    def _place(self, entry: dict[str, Any], block: int) -> str:
+        """Return where a block is, for messages."""
         per_block = BLOCK_BYTES // self.dtype.itemsize
         stop = min((block + 1) * per_block, entry["num_tokens"])
         return (
             f"{self.directory / entry['file']}: block {block} (bytes from {block * BLOCK_BYTES}, "
-            f"tokens {block * per_block} to {stop}) is damaged: its checksum differs. Restore the "
-            f"file (and check its disk), or tokenize again. To find all damage, run: "
-            f"python -m data_prep verify {self.directory}"
+            f"tokens {block * per_block} to {stop})"
         )
 
     def _checksums(self, number: int) -> np.ndarray:
@@ -218,13 +259,9 @@ class LocalFiles:
         """
         entry = self.manifest["shards"][number]
         path = self.directory / entry["sums"]
-        content = _map(path, entry["sums_size_bytes"])
+        content = map_file(path, entry["sums_size_bytes"])
         if number not in self._verified_checksums:
-            if hashlib.sha256(content).hexdigest() != entry["sums_sha256"]:
-                raise ShardReadError(
-                    f"{path}: its SHA-256 differs from the manifest. The file is damaged: restore "
-                    f"it, or tokenize again."
-                )
+            require_digest(path, content, entry["sums_sha256"])
             self._verified_checksums.add(number)
         return np.frombuffer(content, "<u8")
 
@@ -234,8 +271,8 @@ class _OpenShard:
 
     Attributes:
         tokens: all its ids.
-        unverified: a byte for each block, 1 until it is verified; empty without checksums.
-        checksums: of the blocks; None until the first verification.
+        unverified: a byte for each block, 1 until it is verified.
+        checksums: of the blocks; None until the first verification, and for shards without them.
     """
 
     __slots__ = ("checksums", "mapped", "tokens", "unverified")
@@ -266,39 +303,3 @@ def _close_oldest() -> None:
         owner = files()
         if owner is not None:
             owner._close_shard(number)
-
-
-def _map(path: Path, size: int) -> mmap.mmap:
-    """Map a file for reading.
-
-    Raises:
-        ShardReadError: the file was removed or truncated since the source was opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError) as error:  # ValueError: the file is shorter
-        raise ShardReadError(
-            f"{path}: can no longer be opened with {size} bytes ({error}). Restore it."
-        ) from error
-
-
-def _file_sizes(directory: Path) -> dict[str, int]:
-    """Return {name: size in bytes} of the files of a directory.
-
-    In listing order: network file systems send the sizes along with the listing.
-    """
-    sizes = {}
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with os.scandir(descriptor) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # a dangling link
-                    if entry.is_file():
-                        sizes[entry.name] = entry.stat().st_size
-    finally:
-        os.close(descriptor)
-    return sizes

@@ -105,6 +105,24 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
     return manifest
 
 
+def wrong_id(content: Any, manifest: dict[str, Any]) -> str | None:
+    """Return what is wrong with the ids of a block, whatever its checksum; None if nothing is.
+
+    Args:
+        content: of the block, any contiguous buffer.
+    """
+    dtype, vocab_size = DTYPES[manifest["dtype"]], manifest["vocab_size"]
+    if vocab_size >> (8 * dtype.itemsize):
+        return None  # every number of the dtype is an id
+    largest = int(np.frombuffer(content, dtype).max())
+    if largest < vocab_size:
+        return None
+    return (
+        f"has token id {largest}, which is not below the vocabulary size {vocab_size} of its "
+        f"manifest: the shard was written wrongly. Tokenize again."
+    )
+
+
 def files_of(shard: dict[str, Any]) -> list[tuple[str, int, str]]:
     """Return (name, size in bytes, SHA-256) of each file of a shard, the token file first."""
     files = [

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -45,26 +46,37 @@ def find_origin(source: Source, document: int) -> Origin | None:
 
     Raises:
         IndexError: the source has fewer documents.
-        ShardError: the files with the origins are missing or truncated.
+        ShardError: the files with the origins are missing or damaged.
     """
     if not 0 <= document < source.num_documents:
         raise IndexError(f"document {document} is outside of {source.num_documents}")
-    for shard in source.manifest["shards"]:
-        if document < shard["num_documents"]:
-            break
+    number = 0
+    while document >= (shard := source.manifest["shards"][number])["num_documents"]:
         document -= shard["num_documents"]
+        number += 1
     if "origins" not in shard or "input_files" not in source.manifest:
         return None
     path = source.directory / shard["origins"]
     listed = source.directory / source.manifest["input_files"]["file"]
     try:
-        content = source.files.read_bytes(shard["origins"], 8 * document, 8 * document + 8)
-        (packed,) = np.frombuffer(content, "<u8").tolist()
-        inputs = json.loads(source.files.read_bytes(listed.name))["inputs"]
-        entry = inputs[packed >> POSITION_BITS]
+        packed = int(_origins(source.files, number)[document])
+        entry = _inputs(source.files)[packed >> POSITION_BITS]
         return Origin(entry["name"], packed & (MAX_POSITION - 1), entry["unit"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ShardError(
             f"{path}: cannot read the origin of document {document} of {shard['file']} "
             f"({error}). Restore it and {listed}, or tokenize again."
         ) from error
+
+
+@lru_cache(maxsize=1)
+def _origins(files: Any, number: int) -> np.ndarray:
+    """Return the packed origins of a shard's documents, (D,) uint64, verified."""
+    return np.frombuffer(files.read_sidecar(number, "origins"), "<u8")
+
+
+@lru_cache(maxsize=1)
+def _inputs(files: Any) -> list[dict[str, Any]]:
+    """Return the inputs of a tokenization, verified."""
+    entry = files.manifest["input_files"]
+    return json.loads(files.read_file(entry["file"], entry["sha256"]))["inputs"]

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.common.errors import ShardError
-from zerolm.common.files import sha256_file
+from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.common.url import Url, is_url
 from zerolm.shards.checksums import BlockChecksums
 from zerolm.shards.local import LocalFiles
 from zerolm.shards.manifest import DTYPES, SIDECARS, read_manifest
 from zerolm.shards.remote import RemoteFiles
+from zerolm.shards.tokenizer import copy_problems
 
 VERIFY_CHUNK_BYTES = 1 << 23  # a multiple of the block size
 
@@ -125,14 +125,29 @@ class Source:
         return ranges
 
     def document_ends(self, number: int) -> np.ndarray:
-        """Return the ends of one shard's documents, (D,) uint64, counted from the shard's start."""
+        """Return the ends of one shard's documents, (D,) uint64, counted from the shard's start.
+
+        Raises:
+            ShardReadError: the file differs from the manifest, or a store does not deliver it.
+        """
         return np.frombuffer(self.files.read_index(number), "<u8")
+
+    def index_problems(self) -> list[str]:
+        """Read the document ends of all shards; return a line for each damaged file."""
+        problems: list[str] = []
+        for number in range(len(self.manifest["shards"])):
+            try:
+                self.document_ends(number)
+            except ShardReadError as error:
+                problems += error.problems
+        return problems
 
     def tokenizer_directory(self) -> Path:
         """Return the local directory of the tokenizer's copy; it may not exist.
 
         Raises:
-            ShardReadError: a store does not deliver it.
+            ShardReadError: its files are not those of the manifest, or a store does not deliver
+                them.
         """
         return self.files.tokenizer_directory()
 
@@ -177,13 +192,12 @@ def verify(directory: str | PurePath) -> dict[str, Any]:
         problems += _shard_problems(source, number)
     if "input_files" in source.manifest:  # the origins of documents refer to it
         problems += _input_files_problems(source)
-    tokenizer = source.tokenizer_directory()
-    for entry in source.manifest["tokenizer"].get("files", []):
-        path = tokenizer / entry["file"]
-        if not path.is_file():
-            problems.append(f"{path}: the manifest lists it, but it is missing. Restore it.")
-        elif (actual := sha256_file(path)) != entry["sha256"]:
-            problems.append(_mismatch(path, actual, entry["sha256"]))
+    try:
+        tokenizer = source.tokenizer_directory()
+        if not tokenizer.is_dir():
+            problems += copy_problems(tokenizer, source.manifest["tokenizer"].get("files", []))
+    except ShardReadError as error:
+        problems += error.problems
     if problems:
         raise ShardError(problems)
     return source.manifest
@@ -204,7 +218,7 @@ def _shard_problems(source: Source, number: int) -> list[str]:
     shard = source.manifest["shards"][number]
     problems, sidecars = [], {}
     for key in ("index", *(key for key in SIDECARS if key in shard)):
-        sidecars[key] = source.files.read_sidecar(number, key)
+        sidecars[key] = source.files.read_bytes(shard[key])
         actual = hashlib.sha256(sidecars[key]).hexdigest()
         if actual != shard[f"{key}_sha256"]:
             where = source.directory / shard[key]

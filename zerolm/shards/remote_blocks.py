@@ -21,6 +21,7 @@ from zerolm.common.files import write_atomically
 from zerolm.common.store import StoreError
 from zerolm.shards.block_cache import BlockCache, Cache, lock_cache
 from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
+from zerolm.shards.manifest import wrong_id
 from zerolm.shards.range_reader import RangeReader
 
 MAX_CHECKSUM_SHARDS = 4096  # whose checksums stay in memory: 0.13 GB for shards of 256 MiB
@@ -40,7 +41,8 @@ class RemoteBlocks:
     """
 
     def __init__(self, reader: RangeReader, manifest: dict[str, Any], cache: Cache | None):
-        self.reader, self.shards, self.cache = reader, manifest["shards"], cache
+        self.reader, self.manifest, self.cache = reader, manifest, cache
+        self.shards = manifest["shards"]
         sizes = [num_blocks(shard["size_bytes"]) for shard in self.shards]
         self.first_keys = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
         self.counts: Counter[str] = Counter()
@@ -104,9 +106,18 @@ class RemoteBlocks:
         content = self._cached.get(key, self._offset(number, block + 1) - block * BLOCK_BYTES)
         if content is None or block_checksum(content) != int(self.checksums(number)[block]):
             return None
+        self._require_ids(number, block, content)
         if self._unverified:
             self._unverified[key] = 0
         return content
+
+    def _require_ids(self, number: int, first: int, content: bytes) -> None:
+        """Check the ids of blocks, which checksums that were written with them cannot."""
+        for at in range(0, len(content), BLOCK_BYTES):
+            problem = wrong_id(memoryview(content)[at : at + BLOCK_BYTES], self.manifest)
+            if problem:
+                url = self.reader.url / self.shards[number]["file"]
+                raise ShardReadError(f"{url}: block {first + at // BLOCK_BYTES} {problem}")
 
     def _offset(self, number: int, block: int) -> int:
         """Return the byte offset of a block in its shard, at most the size of the shard."""
@@ -134,6 +145,7 @@ class RemoteBlocks:
 
         name, start = self.shards[number]["file"], first * BLOCK_BYTES
         content = self.read(name, start, self._offset(number, end), find_damage, started_at)
+        self._require_ids(number, first, content)
         self.counts["fetched"] += num_blocks(len(content))
         if self._cached is not None:
             for at in range(0, len(content), BLOCK_BYTES):

@@ -5,11 +5,13 @@ Imports the tokenizer libraries lazily.
 
 import base64
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zerolm.common.custom_code import tokenizer_problem
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file
 
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 
@@ -42,6 +44,33 @@ def load_auto_tokenizer(name: str, local: bool) -> Any:
             f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
             f"tokenizer.json, a hub id, or tiktoken:<encoding>."
         ) from error
+
+
+def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]:
+    """Compare a copy of a tokenizer with the files that its manifest lists; a line a difference.
+
+    Args:
+        files: `file` and `sha256` of each; empty if the manifest does not list them.
+    """
+    problems = []
+    for entry in files:
+        path = directory / entry["file"]
+        if not path.is_file():
+            problems.append(f"{path}: the manifest lists it, but it is missing. Restore it.")
+        elif (actual := sha256_file(path)) != entry["sha256"]:
+            problems.append(
+                f"{path}: SHA-256 {actual}, the manifest says {entry['sha256']}. The file is "
+                f"damaged: restore it, or tokenize again."
+            )
+    listed = {entry["file"] for entry in files}
+    found = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
+    for name in found if listed else ():
+        if name.as_posix() not in listed and not name.name.startswith("."):
+            problems.append(
+                f"{directory / name}: is not in the manifest, so the ids were made without it. "
+                f"Remove it."
+            )
+    return problems
 
 
 def read_tiktoken(directory: Path) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.tokenize.pack import efficiency, pack
 from tests.launching import write_shards
+from tests.texts import write_tokenizer
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.config.settings import BEST_FIT, Settings
 from zerolm.data.packing import index_file, open_packing, verify_packings
@@ -190,3 +191,39 @@ def test_invalid_arguments_are_reported_together(shards, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "--seq_len 0" in said and "absent" in said
     assert not list(shards.glob("packing-*"))
+
+
+@pytest.mark.parametrize("words", [["pack", "--seq_len", str(SEQ_LEN)], ["stats"],
+                                   ["inspect", "--document", "150"]])  # fmt: skip
+def test_commands_refuse_damaged_document_ends(shards, words, capsys):
+    write_tokenizer(shards / "tokenizer")
+    flip_a_bit(shards / "shard-00001.idx")
+    assert main([words[0], str(shards), *words[1:]]) != 0
+    assert "shard-00001.idx: its SHA-256 differs" in capsys.readouterr().err
+    assert not index_file(shards, SEQ_LEN).exists()
+
+
+def test_a_run_with_best_fit_refuses_damaged_document_ends(shards):
+    source = open_source(shards)
+    pack(source, SEQ_LEN)
+    assert source_problems(Sources([source], [1.0], []), SETTINGS, None, SEQ_LEN) == []
+    flip_a_bit(shards / "shard-00001.idx")
+    (line,) = source_problems(Sources([source], [1.0], []), SETTINGS, None, SEQ_LEN)
+    assert "shard-00001.idx: its SHA-256 differs" in line and "data_prep pack` again" in line
+
+
+def test_an_index_whose_document_ends_were_not_verified_is_written_again(shards):
+    """As older releases did, which packed whatever the file said."""
+    source = open_source(shards)
+    expected = pack(source, SEQ_LEN)
+    path = index_file(shards, SEQ_LEN)
+    older = {key: value for key, value in expected.items() if key != "document_ends"}
+    path.write_text(json.dumps({**older, "num_padding": 0}))
+    assert open_packing(source, SEQ_LEN).num_rows == expected["num_rows"]
+    assert pack(source, SEQ_LEN) == expected == json.loads(path.read_text())
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[8] ^= 1
+    path.write_bytes(content)

@@ -55,6 +55,9 @@ elif action == "crash":
     log_event("rank_lost", ended="SIGKILL", ranks=[rank])
     print("RuntimeError: out of something")
     sys.exit(1)
+elif action == "sigbus":  # as the launcher does after a rank has died of it
+    print("[ERROR] [launch.py:341:sigkill_handler] Process 9 exits with return code = -7")
+    sys.exit(249)
 elif action == "advance":  # a crash, but after a newer checkpoint
     publish_checkpoint(10 * (number + 1))
     sys.exit(1)

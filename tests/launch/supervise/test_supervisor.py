@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, write_json, write_shards
 from zerolm.common import processes
 from zerolm.tracking import report_process
 
@@ -77,6 +77,17 @@ def fake_run(tmp_path):
 def test_the_exit_code_is_that_of_the_run(fake_run, plan, code, num_starts, message) -> None:
     actual, output = fake_run.supervise(plan)
     assert actual == code and fake_run.num_starts() == num_starts and message in output, output
+
+
+def test_a_shard_whose_truncation_killed_a_rank_is_named(fake_run) -> None:
+    shards = write_shards(fake_run.directory / "shards", 20)
+    fake_run.run_dir.mkdir()
+    record = {"settings": {"data": [f"{shards}=1.0"], "val_data": []}}
+    write_json(fake_run.run_dir / "run.json", record)
+    os.truncate(shards / "shard-00000.bin", 100)
+    code, output = fake_run.supervise("sigbus done")
+    assert code == 0 and "a rank ended with SIGBUS" in output
+    assert f"{shards / 'shard-00000.bin'}: 100 bytes, the manifest says " in output
 
 
 def test_three_failures_of_one_step_end_in_a_diagnosis(fake_run) -> None:

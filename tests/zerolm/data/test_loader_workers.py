@@ -1,7 +1,9 @@
 """Loader workers do not change batches, survive signals, and do not outlive their parent."""
 
 import multiprocessing
+import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 from tests.zerolm.data.token_streams import SEQ_LEN, ledger, stream, validation, write_sources
-from zerolm.data.loader import make_loader, prefetch_to_device
+from zerolm.common.errors import ShardReadError
+from zerolm.data.loader import make_loader, prefetch_to_device, require_complete_files
 from zerolm.optim.schedule import BatchSchedule
+from zerolm.shards.reader import open_source
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,23 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     assert killed.returncode == -signal.SIGKILL
     assert len(killed.stdout.split()) == 2
+
+
+def test_a_worker_killed_by_a_truncated_shard_names_it(sources, tmp_path):
+    copy = open_source(shutil.copytree(sources[0].directory, tmp_path / "copy"))
+    endless = stream([copy], weights=[1.0], end_position=1 << 60)
+    batches = iter(make_loader(endless, 1, pin_memory=False))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.truncate(copy.directory / "shard-00000.bin", 100)
+    os.kill(worker.pid, signal.SIGBUS)
+    with pytest.raises(RuntimeError, match="Bus error") as caught:
+        for _ in batches:
+            pass
+    with pytest.raises(ShardReadError, match=r"shard-00000\.bin: 100 bytes, the manifest says"):
+        require_complete_files(caught.value, [copy])
+    require_complete_files(caught.value, sources)  # a death that the files do not explain
+    require_complete_files(RuntimeError("out of memory"), [copy])
 
 
 def test_validation_goes_through_loader_workers(sources):

@@ -61,22 +61,40 @@ def test_all_damage_is_listed(tmp_path):
     assert len(caught.value.problems) == 2
 
 
-def test_a_damaged_copy_of_the_tokenizer_is_found(tmp_path):
+def with_tokenizer(directory: Path) -> Path:
+    """Write shards with a tokenizer of one file."""
     content = b"{}"
     entry = {
         "file": "tokenizer.json",
         "size_bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    with writer(tmp_path / "s") as open_writer:
+    with writer(directory) as open_writer:
         open_writer.tokenizer = {**TOKENIZER, "files": [entry]}
-        (tmp_path / "s" / "tokenizer").mkdir()
-        (tmp_path / "s" / "tokenizer" / "tokenizer.json").write_bytes(content)
+        (directory / "tokenizer").mkdir()
+        (directory / "tokenizer" / "tokenizer.json").write_bytes(content)
         open_writer.add(np.array([1, EOS]))
-    verify(tmp_path / "s")
-    (tmp_path / "s" / "tokenizer" / "tokenizer.json").write_bytes(b"[]")
-    with pytest.raises(ShardError, match=r"tokenizer\.json: SHA-256"):
+    verify(directory)
+    return directory / "tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda copy: (copy / "tokenizer.json").write_bytes(b"[]"), r"tokenizer\.json: SHA-256"),
+        (lambda copy: (copy / "tokenizer.json").unlink(), r"tokenizer\.json: the manifest lists"),
+        (lambda copy: (copy / "custom.py").touch(), r"custom\.py: is not in the manifest"),
+    ],
+)
+def test_a_changed_copy_of_the_tokenizer_is_found_and_never_loaded(tmp_path, change, named):
+    copy = with_tokenizer(tmp_path / "s")
+    assert open_source(tmp_path / "s").tokenizer_directory() == copy
+    (copy / ".hidden").touch()
+    change(copy)
+    with pytest.raises(ShardError, match=named):
         verify(tmp_path / "s")
+    with pytest.raises(ShardError, match=named):
+        open_source(tmp_path / "s").tokenizer_directory()
 
 
 def test_verify_checks_the_ids_and_not_only_the_checksums(tmp_path):
@@ -170,6 +188,58 @@ def test_a_file_truncated_or_removed_after_the_start_is_named(tmp_path):
         change(tmp_path / "s" / "shard-00000.bin")
         with pytest.raises(ShardReadError, match=r"shard-00000\.bin: can no longer be opened"):
             source.ids(0, 0, 2)
+
+
+def test_a_file_truncated_while_it_is_mapped_is_named(tmp_path):
+    """Before its blocks are verified. Later a read is a SIGBUS, and the next start names it."""
+    source = open_source(write(tmp_path / "s"))
+    source.files._open_shard(0)
+    os.truncate(tmp_path / "s" / "shard-00000.bin", 4)
+    with pytest.raises(ShardReadError, match=r"shard-00000\.bin: 4 bytes, the manifest says 18"):
+        source.ids(0, 0, 2)
+    with pytest.raises(ShardError, match=r"shard-00000\.bin: 4 bytes, the manifest says 18"):
+        open_source(tmp_path / "s")
+
+
+def test_a_mapped_file_that_is_removed_can_still_be_read(tmp_path):
+    source = open_source(write(tmp_path / "s"))
+    source.files._open_shard(0)
+    (tmp_path / "s" / "shard-00000.bin").unlink()
+    assert source.ids(0, 0, 3).tolist() == [1, 2, EOS]
+
+
+@pytest.mark.parametrize("kind", ["local", "without checksums", "store"])
+def test_an_id_beyond_the_vocabulary_is_named_with_its_shard_and_block(tmp_path, kind):
+    """Written by another program: the checksums are right."""
+    directory = write(tmp_path / "s", [[7] * 40_000 + [999, EOS]])
+    values = json.loads((directory / "manifest.json").read_text())
+    values["vocab_size"] = 999
+    if kind == "without checksums":
+        for key in [key for key in values["shards"][0] if key.startswith("sums")]:
+            del values["shards"][0][key]
+    (directory / "manifest.json").write_text(json.dumps(values))
+    named = r"shard-00000\.bin: block 1 .*has token id 999, .*vocabulary size 999 of its manifest"
+    with pytest.raises(ShardError, match=named):
+        source = open_source(f"file://{directory}" if kind == "store" else directory)
+        assert source.ids(0, 0, 5).tolist() == [7] * 5
+        source.ids(0, 39_998, 40_002)
+    with pytest.raises(ShardError, match="token id 999 is not below the vocabulary size"):
+        verify(directory)
+
+
+def test_damaged_document_ends_are_never_used(tmp_path):
+    directory = write(tmp_path / "s")
+    index = directory / "shard-00000.idx"
+    intact = index.read_bytes()
+    for bit in range(8 * len(intact)):
+        content = bytearray(intact)
+        content[bit // 8] ^= 1 << bit % 8
+        index.write_bytes(content)
+        with pytest.raises(ShardReadError, match=r"shard-00000\.idx: its SHA-256 differs"):
+            open_source(directory).document_ends(0)
+    assert len(open_source(directory).index_problems()) == 1
+    index.write_bytes(intact)
+    assert open_source(directory).document_ends(0).tolist() == [3, 5, 9]
 
 
 def test_only_one_process_of_a_node_checks_the_files(tmp_path, monkeypatch):

@@ -55,8 +55,14 @@ def test_the_origin_of_every_document_is_its_line(tmp_path):
         find_origin(source, document)
     assert find_origin(source, 0) == Origin(str(tmp_path / "a.jsonl"), len(lines[0]), "byte")
     verify(tmp_path / "s")
+    origins = tmp_path / "s" / "shard-00000.org"
+    intact = origins.read_bytes()
+    origins.write_bytes(bytes([intact[0] ^ 1]) + intact[1:])
+    with pytest.raises(ShardError, match=r"shard-00000\.org: its SHA-256 differs"):
+        find_origin(open_source(tmp_path / "s"), 0)
+    origins.write_bytes(intact)
     (tmp_path / "s" / "inputs.json").unlink()
     with pytest.raises(ShardError, match=r"inputs\.json"):
-        find_origin(source, 0)
+        find_origin(open_source(tmp_path / "s"), 0)
     with pytest.raises(ShardError, match=r"inputs\.json"):
         verify(tmp_path / "s")
