@@ -30,11 +30,21 @@ def launch(jobs: list[dict], directory: Path, world_size: int = 2, **more: str) 
     return run_workers(world_size, Path(__file__), path, timeout=SECONDS, **more)
 
 
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the value of a frozen parameter, which no optimizer has."""
+    from zerolm.model.init_check import gathered
+
+    with gathered([parameter]):
+        return parameter.detach().clone()
+
+
 def write_weights(engine, path: Path) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    parameters = engine.module.named_parameters()
-    weights = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters}
+    weights = {
+        name: safe_get_full_fp32_param(parameter) if parameter.requires_grad else full(parameter)
+        for name, parameter in engine.module.named_parameters()
+    }
     if int(os.environ["RANK"]) == 0:
         torch.save({name: weight.detach().clone() for name, weight in weights.items()}, path)
 

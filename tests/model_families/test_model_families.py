@@ -1,0 +1,35 @@
+"""Every family of transformers has the outcome that docs/models.md states."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+from tests.launching import environment
+from tests.model_families import table
+
+
+def rows(families, directory, *flags) -> dict[str, table.Cells]:
+    """Return the outcomes of families, by the command: it forks, and pytest may have threads."""
+    argv = [sys.executable, "-m", "tests.model_families", "--only", ",".join(families)]
+    argv += ["--output", str(directory), *flags]
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3000
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {family: table.cells(table.outcomes(directory, family)) for family in families}
+
+
+def test_a_mixture_has_the_losses_of_plain_pytorch_and_a_state_refuses_the_document_mask(tmp_path):
+    found = rows(["mixtral", "mamba"], tmp_path, "--phases", "check,zero3")
+    assert found["mixtral"]["export"] == found["mamba"]["export"] == "equal"
+    assert max(float(row["zero3"]) for row in found.values()) < table.TOLERANCE
+    assert "carries state" in found["mamba"]["mask"]
+
+
+@pytest.mark.soak
+def test_a_family_that_crashes_leaves_the_others(tmp_path):
+    found = rows(["no-family", "llama"], tmp_path)
+    assert "KeyError" in found["no-family"]["zero2"]
+    assert table.verdict(found["llama"]) == table.RIGHT
