@@ -116,7 +116,7 @@ def work(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
     sys.path.insert(0, str(REPOSITORY))
     import torch
 
-    from zerolm.checkpoint.directory import Progress
+    from zerolm.checkpoint.manifest import Progress
     from zerolm.checkpoint.rotation import Retention
     from zerolm.checkpoint.writer import CheckpointWriter
     from zerolm.distributed import collectives, process_group

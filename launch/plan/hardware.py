@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError, did_you_mean
-from zerolm.common.values import read_json
+from zerolm.common.records import read_json
 
 FILE = Path(__file__).with_name("hardware.json")
 

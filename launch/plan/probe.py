@@ -18,9 +18,10 @@ from pathlib import Path
 from launch.plan import hardware
 from zerolm.common import processes
 from zerolm.common.errors import ConfigError
+from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import SCRIPT
-from zerolm.common.values import read_json, shown_bytes
+from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.model.activation_checkpointing import command_line_arguments

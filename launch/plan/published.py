@@ -13,7 +13,7 @@ from launch.plan import hardware
 from launch.plan.planned_run import plan_run
 from launch.plan.search import profile_of
 from launch.plan.step_time import step_time
-from zerolm.common.values import read_json
+from zerolm.common.records import read_json
 from zerolm.config.settings import Settings
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model

@@ -7,7 +7,6 @@ signalled by process name.
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -21,8 +20,10 @@ from typing import Any
 
 from launch.supervise.outcome import Outcome, classify
 from zerolm.common import jsonl, processes
+from zerolm.common.jsonl import EventRow
 from zerolm.common.run_files import RunFiles
 from zerolm.watchdog import progress
+from zerolm.watchdog.progress import Heartbeat
 
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 30.0  # time for processes that a launch left behind to end by themselves
@@ -34,10 +35,6 @@ KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # for ranks to write their stacks
 MAX_OUTPUT_LINES = 400
 PR_SET_PDEATHSIG = 1
-HEARTBEAT_KEYS = {
-    "rank", "host", "machine", "pid", "start_ticks", "launcher_pid", "supervisor", "token", "step",
-    "sequences", "state", "limit_seconds",
-}  # fmt: skip
 
 
 class Attempt:
@@ -57,7 +54,8 @@ class Attempt:
         self.files, self.start_seconds = RunFiles(run_dir), start_seconds
         self.events_start = self.files.events.stat().st_size if self.files.events.exists() else 0
         self.problem: str | None = None  # the last error of the supervisor's own checks
-        self.earlier_tokens = {heartbeat["token"] for heartbeat in self._read_heartbeats()}
+        earlier = progress.read_heartbeats(run_dir).values()
+        self.earlier_tokens = {heartbeat["token"] for heartbeat in earlier}
         self.machine = processes.machine_id()
         self.output: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         self.kill_reason: str | None = None
@@ -98,21 +96,16 @@ class Attempt:
             self.kill()
         return self.process.poll() is None
 
-    def heartbeats(self) -> list[dict[str, Any]]:
+    def heartbeats(self) -> list[Heartbeat]:
         """Return the last heartbeats of the ranks of this launch."""
         mark = self.mark.partition("=")[2]
         return [
             beat
-            for beat in self._read_heartbeats()
+            for beat in progress.read_heartbeats(self.files.run_dir).values()
             # DeepSpeed does not forward the mark to other hosts; ranks there have a new token.
             if beat["supervisor"] == mark
             or (beat["supervisor"] is None and beat["token"] not in {None, *self.earlier_tokens})
         ]
-
-    def _read_heartbeats(self) -> list[dict[str, Any]]:
-        """Return the heartbeats of all ranks, of this launch or an earlier; odd files are left."""
-        found = [progress.read_heartbeat(path) for path in self.files.heartbeats()]
-        return [beat for beat in found if isinstance(beat, dict) and beat.keys() >= HEARTBEAT_KEYS]
 
     def request_stop(self, number: int) -> bool:
         """Forward a signal to the ranks on this host; all ranks then save and stop together.
@@ -125,7 +118,7 @@ class Attempt:
         sent = [processes.signal_marked(beat["pid"], number, self.mark) for beat in local]
         if any(sent):
             return True
-        tokens = {beat["token"] for beat in beats if beat["state"] == "running"} - {None}
+        tokens = {beat["token"] for beat in beats if beat["token"] and beat["state"] == "running"}
         for token in tokens:  # no rank is on this host: rank 0 polls for this file
             path = self.files.stop_request(token)
             with contextlib.suppress(OSError):
@@ -189,7 +182,7 @@ class Attempt:
             return self._with_stacks(silent, "every rank's heartbeat is older than its limit")
         return None
 
-    def _is_silent(self, beat: dict[str, Any], now: float) -> bool:
+    def _is_silent(self, beat: Heartbeat, now: float) -> bool:
         """Return whether a rank's heartbeat has not changed for long; wall clocks may jump."""
         rank = beat["rank"]
         try:
@@ -203,7 +196,7 @@ class Attempt:
         return now - self._written[rank][1] > beat["limit_seconds"] + SILENT_SECONDS
 
     def _with_stacks(
-        self, ranks: Sequence[tuple[dict[str, Any], processes.Process]], reason: str
+        self, ranks: Sequence[tuple[Heartbeat, processes.Process]], reason: str
     ) -> str:
         """Make ranks write their stacks; return the reason with their names and a stack file."""
         for _, process in ranks:
@@ -229,13 +222,7 @@ class Attempt:
 
     def _new_events(self) -> list[dict[str, Any]]:
         """Return the events that the run has logged during this launch."""
-        events = []
-        with contextlib.suppress(OSError), open(self.files.events, "rb") as file:
-            file.seek(self.events_start)
-            for line in file.read().splitlines():
-                with contextlib.suppress(ValueError):
-                    events.append(json.loads(line))
-        return events
+        return list(jsonl.read_rows(self.files.events, EventRow, start_bytes=self.events_start))
 
     def _wait_for_orphans(self) -> list[int]:
         """Wait until no process of this launch is left on this host; kill and return late ones."""

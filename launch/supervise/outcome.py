@@ -9,15 +9,34 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
+from zerolm.common.records import Count, mismatch
+from zerolm.watchdog.progress import Heartbeat
 
 RUNNER_GONE = "deepspeed has ended"  # reason of a stop, as zerolm/watchdog/watchdog.py logs it
 FINAL_EVENTS = {"done": EXIT_DONE, "stopped": EXIT_STOPPED, "gave_up": EXIT_GAVE_UP}
 RETURN_CODE = re.compile(r"exits with return code = (-?\d+)")
 ERROR_LINE = re.compile(r"(Error\b|Exception\b|refused|watchdog:|FAULT |pretrain\.py: |[Kk]illed)")
 MAX_ERROR_LINES = 8
+
+
+class _LostRank(TypedDict):
+    rank: Count
+    host: str
+    pid: Count
+    reason: str
+    step: Count
+    sequences: tuple[Count, Count] | None
+    stacks: str | None
+
+
+class _Lost(TypedDict):
+    """What this module reads of an event `rank_lost` or `hang`."""
+
+    ended: str | None
+    ranks: list[_LostRank]
 
 
 @dataclass
@@ -34,7 +53,7 @@ class Outcome:
 
     exit_code: int
     step: int | None = None
-    sequences: list[int] | None = None
+    sequences: Sequence[int] | None = None
     reasons: list[str] = field(default_factory=list)
     error_lines: list[str] = field(default_factory=list)
 
@@ -47,7 +66,7 @@ class Outcome:
 def classify(
     returncode: int,
     events: Sequence[dict[str, Any]],
-    heartbeats: Sequence[dict[str, Any]],
+    heartbeats: Sequence[Heartbeat],
     output: Iterable[str],
     kill_reason: str | None,
     killed: Sequence[int],
@@ -107,7 +126,9 @@ def _exit_code(returncode: int, events: Sequence[dict[str, Any]]) -> int:
 def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -> None:
     """Add the reasons that an event of the watchdog gives."""
     if event["event"] == "launcher_lost":
-        outcome.reasons.append(f"the node launcher on {event['host']} is gone")
+        outcome.reasons.append(f"the node launcher on {event.get('host')} is gone")
+        return
+    if mismatch(event, _Lost):
         return
     outcome.step = max(outcome.step or 0, event["step"])
     for rank in event["ranks"]:

@@ -15,7 +15,7 @@ import torch
 from tests.end_to_end.recipe import BATCH, STEP_TOKENS, recipe
 from tests.end_to_end.run_digest import newest_checkpoint
 from tests.launching import LLAMA, rows, run_ranks, write_json
-from zerolm.checkpoint.directory import manifest_digest
+from zerolm.checkpoint.manifest import manifest_digest
 from zerolm.train import instrumentation
 
 STEPS = 16

@@ -7,17 +7,16 @@ manifest. Links are never followed: one that has such a name is removed. Must no
 DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py loads them.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerolm.checkpoint.manifest import Progress, manifest_digest, parse_manifest
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sha256_file, sync_directory, write_json
+from zerolm.common.records import read_file, why
 from zerolm.common.run_files import (
     DAMAGED,
     FOREIGN,
@@ -28,40 +27,6 @@ from zerolm.common.run_files import (
     checkpoint_directories,
     traces_of_checkpoints,
 )
-
-FORMAT = "zerolm-checkpoint"
-VERSION = 2
-
-
-@dataclass
-class Progress:
-    """How far a run is. Counts are since the run began, over all restarts.
-
-    Attributes:
-        step: optimizer steps attempted.
-        position: sequences consumed, without those of `skipped_windows`.
-        tokens: tokens of the steps that were applied; the learning rate depends on these.
-        skipped_steps: steps that were not applied: refused for a spike, or skipped by DeepSpeed.
-        spikes: steps that were anomalies, see zerolm/optim/spikes.py.
-        rollbacks: how often the run has rolled back to a checkpoint.
-        skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
-        history: for spike detection, a `zerolm.optim.spikes.History` as JSON.
-        health: for the next metrics, a `zerolm.train.health.HealthState` as JSON.
-        clipping: gradient-norm statistics, `zerolm.optim.adaptive_clip.NormStatistics` as JSON.
-
-    Lists and dicts are replaced, never mutated: a writer thread may hold a shallow copy.
-    """
-
-    step: int = 0
-    position: int = 0
-    tokens: int = 0
-    skipped_steps: int = 0
-    spikes: int = 0
-    rollbacks: int = 0
-    skipped_windows: list[list[int]] = field(default_factory=list)
-    history: dict[str, Any] = field(default_factory=dict)
-    health: dict[str, Any] = field(default_factory=dict)
-    clipping: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,12 +66,6 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     return final
 
 
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the hex SHA-256 of a manifest without its entry `digest`."""
-    content = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def make_way(path: Path) -> None:
     """Free the name of a checkpoint: remove a link, set a directory or a foreign file aside."""
     if path.is_symlink():
@@ -137,31 +96,17 @@ def read(directory: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: there is no manifest, or it is damaged or of another version.
     """
-    directory = Path(directory)
-    path = directory / MANIFEST
-    if not path.is_file():
+    path = Path(directory) / MANIFEST
+    try:
+        content = read_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({why(error)}). It is damaged.") from None
+    if content is None:
         raise CheckpointError(
             f"{directory}: no {MANIFEST}, so this is not a complete checkpoint. Name a directory "
             f"checkpoints/{STEP}... that has one."
         )
-    try:
-        manifest = json.loads(path.read_text())
-        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-        expected, actual = manifest.get("digest"), manifest_digest(manifest)
-        if known:
-            Progress(**manifest["progress"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error!r}. It is damaged.") from error
-    if not known:
-        raise CheckpointError(
-            f"{path}: format {manifest['format']!r} version {manifest['version']!r}, but this "
-            f"release reads {FORMAT!r} version {VERSION}. Use the release that wrote it."
-        )
-    if expected != actual:
-        raise CheckpointError(
-            f"{path}: digest: {expected}, but its content has SHA-256 {actual}. It is damaged."
-        )
-    return Checkpoint(directory, manifest)
+    return Checkpoint(path.parent, parse_manifest(content, path))
 
 
 def verify_files(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> list[str]:

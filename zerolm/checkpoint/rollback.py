@@ -12,24 +12,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from zerolm.checkpoint.directory import (
-    Checkpoint,
-    Progress,
-    published_checkpoints,
-    read,
-    set_aside,
-)
+from zerolm.checkpoint.directory import Checkpoint, published_checkpoints, read, set_aside
+from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import point_to
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import write_json
 from zerolm.common.run_files import ROLLED_BACK, RunFiles, rolled_back_checkpoints
-from zerolm.common.values import read_json
+from zerolm.config.run_records import Rollback, read_rollbacks
 from zerolm.data.skips import merge_ranges, sequence_range
-
-Entry = dict[str, Any]
 
 
 def target(run_dir: Path, first_anomaly: int, margin: int) -> Checkpoint | None:
@@ -58,7 +50,7 @@ def plan(
     first_anomaly: int,
     margin: int,
     reason: str,
-) -> Entry | None:
+) -> Rollback | None:
     """Return the rollback that undoes a spike, None if no checkpoint is old enough.
 
     The run will skip the data from `margin` steps before the first anomaly, or from the checkpoint
@@ -91,21 +83,9 @@ def plan(
     }
 
 
-def entries(run_dir: Path) -> list[Entry]:
-    """Return the rollbacks of a run, oldest first.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    path = RunFiles(run_dir).rollbacks
-    if not path.is_file():
-        return []
-    return read_json(path, "the rollbacks.json of a run")["rollbacks"]
-
-
-def record(run_dir: Path, entry: Entry) -> None:
+def record(run_dir: Path, entry: Rollback) -> None:
     """Append a rollback to `rollbacks.json`. From now on every start of the run applies it."""
-    write_json(RunFiles(run_dir).rollbacks, {"rollbacks": [*entries(run_dir), entry]})
+    write_json(RunFiles(run_dir).rollbacks, {"rollbacks": [*read_rollbacks(run_dir), entry]})
     fault_point("rollback.recorded", entry["from_step"])
 
 
@@ -114,7 +94,7 @@ def apply_recorded(run_dir: Path) -> None:
 
     May be killed and called again at any time.
     """
-    rollbacks = entries(run_dir)
+    rollbacks = read_rollbacks(run_dir)
     if not rollbacks:
         return
     checkpoints = RunFiles(run_dir).checkpoints
@@ -144,7 +124,7 @@ def remove_older(run_dir: Path, number: int) -> None:
             shutil.rmtree(directory, ignore_errors=True)  # the next rollback tries again
 
 
-def with_rollbacks(progress: Progress, rollbacks: list[Entry]) -> Progress:
+def with_rollbacks(progress: Progress, rollbacks: list[Rollback]) -> Progress:
     """Return a checkpoint's progress, updated with the counts and skipped windows of rollbacks.
 
     Args:

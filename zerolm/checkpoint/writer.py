@@ -23,12 +23,8 @@ from typing import Any
 
 import torch
 
-from zerolm.checkpoint.directory import (
-    FORMAT,
-    VERSION,
-    Progress,
-    publish,
-)
+from zerolm.checkpoint.directory import publish
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.checkpoint.rotation import Retention, remove_unfinished, rotate
 from zerolm.checkpoint.snapshot import Cancelled, HostCopy, write_hashed
 from zerolm.common.faults import fault_point

@@ -1,7 +1,6 @@
 """`export`: write a checkpoint as a Hugging Face model directory, with tokenizer and model card."""
 
 import argparse
-import json
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from zerolm.checkpoint.directory import Checkpoint
 from zerolm.cli.verify_checkpoint import CHECKPOINT_HELP, verified_checkpoint
 from zerolm.common.command_line import size_bytes
 from zerolm.common.errors import ConfigError
-from zerolm.common.run_files import RunFiles
+from zerolm.config.run_records import find_run_json
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +68,10 @@ def _tokenizer(run_dir: Path) -> tuple[Path | None, int | None]:
     from zerolm.common.url import is_url
     from zerolm.shards.reader import open_source
 
-    record = RunFiles(run_dir).record
-    if not record.is_file():
+    recorded = (find_run_json(run_dir) or {}).get("settings", {}).get("data")
+    if not recorded:
         return None, None
-    data = json.loads(record.read_text())["settings"]["data"][0].rsplit("=", 1)[0]
+    data = recorded[0].rsplit("=", 1)[0]
     if not is_url(data) and not (Path(data) / "manifest.json").is_file():
         return None, None
     source = open_source(data)

@@ -41,6 +41,10 @@ class ConfigError(ZerolmError):
         super().__init__("\n".join(self.problems))
 
 
+class RecordError(ConfigError):
+    """A file that a program of ours has written is damaged. Its text is one line."""
+
+
 class ShardError(ConfigError):
     """A shard directory is missing, damaged, or does not fit the model."""
 

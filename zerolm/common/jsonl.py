@@ -1,8 +1,9 @@
 """Files with one JSON object per line: reading, appending, and the events of a run.
 
 In a run's metrics and samples `step` never decreases, so that a resume can read and truncate the
-end of a file with a million lines without reading the rest. A killed writer may leave an incomplete
-last line: every reader stops there or skips it. Standard library only.
+end of a file with a million lines without reading the rest. Readers skip lines that are incomplete,
+since a killed writer may leave one, and lines that are not of the file's type. Standard library
+only.
 """
 
 import contextlib
@@ -11,54 +12,123 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypedDict
 
+from zerolm.common.records import Count, mismatch, open_regular, parse_json, why
 from zerolm.common.run_files import RunFiles
 
 BLOCK_BYTES = 1 << 16
 MAX_PENDING_BYTES = 64 << 20  # kept in memory while a disk is full
+MAX_SHOWN_LINES = 5
+NUMBERS = frozenset({int, float, NoneType})
 
 Row = dict[str, Any]
+
+
+class MetricsRow(TypedDict):
+    """A line of metrics.jsonl. Its other keys are metrics, whose values are numbers or null."""
+
+    step: Count
+    tokens: Count
+
+
+class EventRow(TypedDict):
+    """A line of events.jsonl. Its other keys depend on the event, and so do their types."""
+
+    event: str
+    step: int
+
+
+class _Sampled(TypedDict):
+    step: Count
+    tokens: Count
+    prompt: str
+    text: str
+
+
+class SampleRow(_Sampled, total=False):
+    """A line of samples.jsonl; further keys say how the text was sampled."""
+
+    prompt_number: Count
+    seed: int
+    temperature: float | None
 
 
 # ---- Reading
 
 
-def read_all(path: Path) -> list[Row]:
-    """Return all rows before the first incomplete line; none if the file does not exist."""
-    rows: list[Row] = []
-    if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
+def parse_row(line: bytes, kind: Any) -> Row:
+    """Parse a line.
+
+    Args:
+        kind: `MetricsRow`, `EventRow` or `SampleRow`.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON, or not of that type.
+    """
+    row = parse_json(line)
+    if problem := mismatch(row, kind):
+        raise ValueError(problem)
+    if kind is MetricsRow and not NUMBERS.issuperset(map(type, row.values())):
+        raise ValueError("has a value that is not a number")
+    return row
 
 
-def rows_with(path: Path, key: str) -> Iterator[Row]:
-    """Yield the rows that have a key, up to the first incomplete one; parses no other lines."""
-    if not path.is_file():
-        return
-    quoted = json.dumps(key)
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if quoted not in line:
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                return
-            if key in row:
-                yield row
+def read_rows(
+    path: Path,
+    kind: Any,
+    problems: list[str] | None = None,
+    *,
+    key: str = "",
+    start_bytes: int = 0,
+) -> Iterator[Row]:
+    """Yield the readable rows of a file, none if it does not exist.
+
+    Args:
+        kind: as for `parse_row`.
+        key: yield only rows with this key; other lines are not parsed.
+        start_bytes: offset of the first line to read.
+        problems: a line is appended if the file or some of its lines cannot be read. An incomplete
+            last line is no problem: it is being written, or its writer was killed.
+    """
+    bad: list[int] = []
+    quoted = json.dumps(key).encode() if key else b""
+    problems = [] if problems is None else problems
+    try:
+        file = open_regular(path)
+        if file is None:
+            return
+        with file:
+            file.seek(start_bytes)
+            for number, line in enumerate(file, start=1):
+                if not line.strip() or quoted not in line:
+                    continue
+                try:
+                    row = parse_row(line, kind)
+                except (ValueError, RecursionError):
+                    if line.endswith(b"\n"):
+                        bad.append(number)
+                    continue
+                if not key or key in row:
+                    yield row
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({why(error)})")
+    if bad:
+        shown = ", ".join(map(str, bad[:MAX_SHOWN_LINES]))
+        shown += ", ..." if len(bad) > MAX_SHOWN_LINES else ""
+        problems.append(f"{path}: {len(bad)} lines cannot be read: {shown}")
 
 
-def rows_from(path: Path, step: int) -> tuple[list[Row], int]:
+def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
     """Read the rows of `step` and later steps from the end of a file.
+
+    Args:
+        kind: as for `parse_row`.
 
     Returns:
         The rows, oldest first; and the offset in bytes of the first line of a later step. An
-        incomplete line counts as one of a later step and is not returned.
+        unreadable line counts as one of a later step and is not returned.
     """
     rows: list[Row] = []
     if not path.is_file():
@@ -66,16 +136,15 @@ def rows_from(path: Path, step: int) -> tuple[list[Row], int]:
     end = path.stat().st_size
     for start, line in _lines_backwards(path):
         try:
-            row = json.loads(line)
-            later = row["step"] > step
-        except (ValueError, TypeError, KeyError):
-            row, later = None, True
-        if row is not None and row["step"] < step:
-            break
-        if later:
+            row = parse_row(line, kind)
+        except (ValueError, RecursionError):
             end = start
-        if row is not None:
-            rows.append(row)
+            continue
+        if row["step"] < step:
+            break
+        if row["step"] > step:
+            end = start
+        rows.append(row)
     return rows[::-1], end
 
 
@@ -83,8 +152,8 @@ def last_step(path: Path) -> int | None:
     """Return the step of the last complete row, None if there is none."""
     if path.is_file():
         for _, line in _lines_backwards(path):
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                return int(json.loads(line)["step"])
+            with contextlib.suppress(ValueError, RecursionError):
+                return parse_row(line, MetricsRow)["step"]
     return None
 
 

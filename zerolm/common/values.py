@@ -1,4 +1,4 @@
-"""Parse and format values as users write them: numbers with suffixes, byte counts, durations, JSON.
+"""Parse and format values as users write them: numbers with suffixes, byte counts, durations.
 
 Must not know any setting. `parse_number` raises a ValueError whose text is the rule and the fix, to
 which the caller adds the name and the value of the setting.
@@ -6,12 +6,9 @@ which the caller adds the name and the value of the setting.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
-
-from zerolm.common.errors import ConfigError
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -80,36 +77,6 @@ def parse_duration(value: Any) -> float:
         return sum(float(number) * SECONDS[unit] for number, unit in parts)
     except ValueError:
         raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.") from None
-
-
-def read_json(
-    path: str | Path, what: str, loads: Callable[..., Any] = json.loads
-) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Args:
-        what: what the file should be, for messages: "a model config".
-        loads: `json.loads`, or that of a more lenient parser.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, not JSON, no object, or repeats a key.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        repeated = sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1})
-        if repeated:
-            raise ValueError(f"the key {repeated[0]!r} occurs twice in one object")
-        return dict(pairs)
-
-    try:
-        value = loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. Name {what}.") from None
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error}). Correct the file.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: {shown(value)[:40]}, must be a JSON object. Name {what}.")
-    return value
 
 
 def count(number: float) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.records import read_json
 from zerolm.common.values import (
     parse_bytes,
     parse_count,
     parse_duration,
     parse_number,
-    read_json,
     shown,
 )
 from zerolm.config.settings import COMMAND_LINE, FLAGS, GROUPS, RECOMPUTE_NAMES, Settings

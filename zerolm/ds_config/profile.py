@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
-from zerolm.common.values import read_json
 from zerolm.distributed.layout import Layout
 
 AUTO = "auto"

@@ -9,17 +9,30 @@ Must not depend on the evaluations themselves.
 """
 
 import contextlib
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
+from zerolm.common.errors import RecordError
 from zerolm.common.files import write_json
+from zerolm.common.records import Count, read_record
 from zerolm.common.run_files import RunFiles
+from zerolm.distributed.collectives import print_safely
 
 MAX_CRASHES = 2  # at one step
 
-Attempt = dict[str, Any]  # step, tokens, what
+
+class Attempt(TypedDict):
+    """An evaluation that has started; `what` is its name."""
+
+    step: Count
+    tokens: Count
+    what: str
+
+
+class _Record(TypedDict):
+    begun: Attempt | None
+    failed: list[Attempt]
 
 
 class EvaluationAttempts:
@@ -34,13 +47,18 @@ class EvaluationAttempts:
         self.crashed: list[Attempt] = []
 
     def load(self) -> Attempt | None:
-        """Read the record; return the attempt in which the previous launch crashed, if it did."""
+        """Read the record; return the attempt in which the previous launch crashed, if it did.
+
+        Without a readable record nothing is known of earlier crashes, and all is evaluated.
+        """
         try:
-            record = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            record = {}
-        self.crashed = record.get("failed", [])
-        attempt = record.get("begun")
+            record = read_record(self.path, _Record)
+        except RecordError as error:
+            print_safely(f"{error.problems[0]} Earlier crashes in evaluations are forgotten.")
+            record = None
+        if record is None:
+            return None
+        self.crashed, attempt = record["failed"], record["begun"]
         if attempt is not None:
             self.crashed = [*self.crashed, attempt]
             self._write(None)

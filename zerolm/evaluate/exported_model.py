@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.custom_code import model_problems
 from zerolm.common.errors import ConfigError
+from zerolm.config.custom_code import model_problems
 from zerolm.evaluate import hellaswag, lm_eval
 from zerolm.evaluate.likelihood import max_batch_tokens
 from zerolm.evaluate.text_coder import TextCoder, max_length

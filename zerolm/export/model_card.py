@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common import jsonl
+from zerolm.common.jsonl import MetricsRow
 from zerolm.common.run_files import RunFiles
+from zerolm.config.run_records import find_run_json
 
 PICTURE = "loss.png"
 PRIVATE_KEYS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: have paths, names
@@ -44,9 +46,11 @@ def model_card(
         picture: whether `loss.png` is next to the card.
     """
     files = RunFiles(run_dir)
-    run = json.loads(files.record.read_text()) if files.record.is_file() else {}
+    run = find_run_json(run_dir) or {}
     progress = manifest["progress"]
-    rows = [row for row in jsonl.read_all(files.metrics) if row["step"] <= progress["step"]]
+    rows = [
+        row for row in jsonl.read_rows(files.metrics, MetricsRow) if row["step"] <= progress["step"]
+    ]
     newest: dict[str, Any] = {}
     measured_at: dict[str, int] = {}  # metric: step of its newest value
     for row in rows:

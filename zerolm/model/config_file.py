@@ -5,19 +5,24 @@ imported inside the functions, so that `--help` stays fast. Must not depend on D
 settings.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerolm.common.custom_code import kernel_problems
 from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
+from zerolm.config.custom_code import kernel_problems
 from zerolm.model import config_keys
 from zerolm.model.architecture import num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+WHAT = (
+    "a Hugging Face config.json or a directory with one (hub names are not downloaded); "
+    "model_configs/ has some"
+)
 
 # Encoders that transformers lists among the causal language models. Without is_decoder they let
 # every position attend to the token it must predict; xlm and xlnet always do.
@@ -58,7 +63,7 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
     file = find_config(path)
     if file.is_dir():
         file = file / "config.json"
-    values = _read_json_object(file)
+    values = read_json(file, WHAT)
     for key in ("attn_implementation", "_attn_implementation"):
         if str(values.get(key)).startswith("flash_attention_"):
             del values[key]  # --attn_implementation decides; here it could download a kernel
@@ -72,21 +77,6 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
         raise ConfigError(problems)
     assert config is not None
     return config
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(
-            f"{file}: no such file. --model_config takes a Hugging Face config.json or a "
-            f"directory with one; hub names are not downloaded. See model_configs/."
-        )
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON ({error}). Correct it.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: holds {type(values).__name__}, must be a JSON object.")
-    return values
 
 
 def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"]:

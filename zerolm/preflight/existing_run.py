@@ -3,16 +3,19 @@
 Compares the plan with run.json (`run_record`) and with the newest checkpoint (`topology`).
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerolm.checkpoint import directory, rollback
 from zerolm.common import machine
-from zerolm.common.errors import CheckpointError, ConfigError, Findings
+from zerolm.common.errors import CheckpointError, Findings, RecordError
+from zerolm.common.records import open_regular, why
 from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories
-from zerolm.common.values import read_json, shown_bytes
+from zerolm.common.values import shown_bytes
 from zerolm.config.resolved import Resolved
+from zerolm.config.run_records import find_run_json, read_rollbacks
 from zerolm.config.settings import Settings
 from zerolm.data import skips
 from zerolm.data.order import MAX_SEQUENCES
@@ -50,7 +53,26 @@ def check_directory(settings: Settings, found: Findings) -> Path:
         found.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}, {problem}")
     else:
         found.problems += upload_problems(settings)
+        found.problems += _wrong_kinds(Path(settings.run_dir))
     return Path(settings.run_dir)
+
+
+def _wrong_kinds(run_dir: Path) -> list[str]:
+    """Return a line for each entry that the run cannot write, since it is no file or directory."""
+    files = RunFiles(run_dir)
+    written = [*files.record_files(), files.evaluation_begun, files.report, files.lock]
+    problems = []
+    for path in written:
+        try:
+            open_regular(path)
+        except OSError as error:
+            problems.append(f"{path}: cannot be read ({why(error)}). Remove or restore it.")
+    problems += [
+        f"{path}: is not a directory. Remove it."
+        for path in (files.checkpoints, files.ranks)
+        if os.path.lexists(path) and not path.is_dir()
+    ]
+    return problems
 
 
 def compare(plan: Plan, environment: Mapping[str, str], found: Findings) -> ExistingRun:
@@ -69,7 +91,7 @@ def compare(plan: Plan, environment: Mapping[str, str], found: Findings) -> Exis
     where, record = stored or _record_of(run_dir, found)
     if record is None:
         return ExistingRun(resumes, {})
-    differences = run_record.differences(record, plan, _fixed_sequences(settings, run_dir))
+    differences = run_record.differences(record, plan, _fixed_sequences(settings, run_dir, found))
     accepted = settings.accept_changes
     found.problems += run_record.problems(differences, where, accepted=accepted)
     found.notices += [f"changed since {where}: {one}" for one in differences if accepted]
@@ -100,22 +122,23 @@ def _check_disk(plan: Plan, found: Findings) -> None:
 
 def _record_of(run_dir: Path, found: Findings) -> tuple[str, Mapping[str, Any] | None]:
     """Return the path of run.json and its content, None if it is absent or unreadable."""
-    path = RunFiles(run_dir).record
-    if not path.is_file():
-        return str(path), None
+    path = str(RunFiles(run_dir).record)
     try:
-        return str(path), read_json(path, "the --run_dir of a run, or a new one")
-    except ConfigError as error:
+        return path, find_run_json(run_dir)
+    except RecordError as error:
         found.problems += error.problems
-        return str(path), None
+        return path, None
 
 
-def _fixed_sequences(settings: Resolved, run_dir: Path) -> int:
+def _fixed_sequences(settings: Resolved, run_dir: Path, found: Findings) -> int:
     """Return the sequence number below which the data order must not change."""
     try:
+        rollbacks = read_rollbacks(run_dir)
         newest = directory.newest(run_dir)
-        rollbacks = rollback.entries(run_dir)
-    except (CheckpointError, ConfigError):
+    except RecordError as error:
+        found.problems += error.problems
+        return MAX_SEQUENCES
+    except CheckpointError:
         return MAX_SEQUENCES  # reported when the run starts; it may resume from an older one
     if newest is None:  # a store may have checkpoints; if not, only the first mixture is fixed
         return MAX_SEQUENCES if settings.upload_to else 1

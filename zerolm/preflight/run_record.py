@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import Progress
 from zerolm.common.values import shown
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import CONCAT, HIGHEST, split_weight

@@ -3,7 +3,6 @@
 Reads `metrics.jsonl` and `events.jsonl` only; the runs may still be in progress.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,22 +15,11 @@ from matplotlib.ticker import EngFormatter
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.events import level
+from zerolm.common.jsonl import EventRow, MetricsRow, read_rows
 from zerolm.common.run_files import RunFiles
 
 UNMARKED_EVENTS = {"start", "done"}
 SMOOTHING_SHARE = 0.02  # of the points, to either side
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file up to the first unfinished line, which is being written."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -67,10 +55,10 @@ def plot_losses(
         ConfigError: some directories have no `train/loss`; each one is named.
     """
 
-    def until(path: Path) -> list[dict[str, Any]]:
-        return [row for row in read_rows(path) if row["step"] <= last_step]
+    def until(path: Path, kind: Any) -> list[dict[str, Any]]:
+        return [row for row in read_rows(path, kind) if row["step"] <= last_step]
 
-    runs = [(Path(run_dir), until(RunFiles(run_dir).metrics)) for run_dir in run_dirs]
+    runs = [(Path(run_dir), until(RunFiles(run_dir).metrics, MetricsRow)) for run_dir in run_dirs]
     problems = [
         f"{RunFiles(run_dir).metrics}: no train/loss in it. Give the --run_dir of a started run."
         for run_dir, rows in runs
@@ -83,7 +71,7 @@ def plot_losses(
     for number, (run_dir, rows) in enumerate(runs):
         name = "" if len(runs) == 1 else f"{run_dir.name} "
         _draw_run(axes, rows, name, f"C{number}")
-        _draw_events(axes, rows, until(RunFiles(run_dir).events), f"C{number}")
+        _draw_events(axes, rows, until(RunFiles(run_dir).events, EventRow), f"C{number}")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(", ".join(run_dir.resolve().name for run_dir, _ in runs))

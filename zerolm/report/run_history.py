@@ -5,11 +5,9 @@ a starting run needs. Files and lines that cannot be read are listed in `problem
 only, so that `status` answers at once.
 """
 
-import json
-import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,8 +15,10 @@ from typing import Any
 
 from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common import events, processes
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow, read_rows
 from zerolm.common.run_files import RunFiles
+from zerolm.config.run_records import find_run_json
 from zerolm.report.curves import Curves
 from zerolm.watchdog import progress
 
@@ -48,7 +48,7 @@ class RunHistory:
     rolled_back: list[Curves] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
-    heartbeats: dict[int, Row] = field(default_factory=dict)
+    heartbeats: dict[int, progress.Heartbeat] = field(default_factory=dict)
     heartbeat_age: float | None = None
     checkpoints: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -128,23 +128,20 @@ def read_run(run_dir: str | Path) -> RunHistory:
     history = RunHistory(files.run_dir)
     problems = history.problems
     try:
-        record = json.loads(files.record.read_text(encoding="utf-8"))
-        history.record = record if isinstance(record, dict) else {}
-    except (OSError, ValueError) as error:
-        problems.append(f"{files.record.name}: {error}")
+        history.record = find_run_json(run_dir) or {}
+    except RecordError as error:
+        problems += error.problems
     _fill(history.curves, files.metrics, problems)
     for path in files.all_archived_metrics():
         history.rolled_back.append(Curves())
         _fill(history.rolled_back[-1], path, problems)
-    history.events = [
-        {**row, "event": str(row["event"])}
-        for row in _lines(files.events, problems, ("event",), ("step",))
-    ]
-    history.samples = list(_lines(files.samples, problems, ("prompt", "text"), ("step", "tokens")))
-    history.heartbeats = progress.read_heartbeats(files.run_dir)
+    history.events = list(read_rows(files.events, EventRow, problems))
+    history.samples = list(read_rows(files.samples, SampleRow, problems))
+    history.heartbeats = progress.read_heartbeats(files.run_dir, problems)
     ages = [_heartbeat_age(path) for path in files.heartbeats()]
     history.heartbeat_age = min((age for age in ages if age is not None), default=None)
     history.checkpoints = published_checkpoints(files.checkpoints)
+    problems[:] = [problem.removeprefix(f"{run_dir}/") for problem in problems]
     return history
 
 
@@ -166,7 +163,7 @@ def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
 
 
 def _fill(curves: Curves, path: Path, problems: list[str]) -> None:
-    for row in _lines(path, problems, (), ("step", "tokens")):
+    for row in read_rows(path, MetricsRow, problems):
         curves.add(row)
 
 
@@ -178,41 +175,9 @@ def _heartbeat_age(path: Path) -> float | None:
         return None  # removed by a run that is starting
     if age < 0:  # the clock was set back since; on the same machine there is another one
         beat = progress.read_heartbeat(path)
-        if isinstance(beat, dict) and beat.get("machine") == processes.machine_id():
-            age = time.monotonic() - beat.get("monotonic", math.inf)
+        if beat is not None and beat["machine"] == processes.machine_id():
+            age = time.monotonic() - beat["monotonic"]
     return max(0.0, age)
-
-
-def _lines(
-    path: Path, problems: list[str], keys: tuple[str, ...], numbers: tuple[str, ...]
-) -> Iterator[Row]:
-    """Yield the readable lines that have `keys` and integer `numbers`; count the others.
-
-    An unfinished last line is not a problem: it is being written, or its writer was killed.
-    """
-    bad: list[int] = []
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line.decode("utf-8", errors="replace"))
-                    valid = isinstance(row, dict) and all(key in row for key in keys)
-                    valid = valid and all(type(row.get(key)) is int for key in numbers)
-                except ValueError:
-                    valid = False
-                if valid:
-                    yield row
-                elif line.endswith(b"\n"):
-                    bad.append(number)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        problems.append(f"{path.name}: {error}")
-    if bad:
-        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        problems.append(f"{path.name}: {len(bad)} lines cannot be read: {shown}")
 
 
 def seconds_of(stamp: object) -> float | None:

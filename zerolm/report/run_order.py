@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerolm.checkpoint import rollback
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.common.run_files import RunFiles
-from zerolm.common.values import read_json
 from zerolm.config.flags import parse_settings
+from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import BEST_FIT, Settings
 from zerolm.data.mixture import stages_from_record
 from zerolm.data.order import Order
@@ -72,7 +71,7 @@ def open_run(run_dir: Path) -> RunOrder:
         ConfigError: the run or its data does not exist, or the data has changed since it started.
     """
     path = RunFiles(run_dir).record
-    record = read_json(path, "the --run_dir of a run that has started")
+    record = read_run_json(run_dir)
     settings, problems = parse_settings(["--settings", str(path)])
     sources = open_sources(settings, problems)
     if problems:
@@ -128,7 +127,7 @@ def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
     notes = [
         f"step {step} was also taken before rollback {entry['number']}; its events in "
         f"{RunFiles(run.run_dir).events} name the sequences it read then"
-        for entry in rollback.entries(run.run_dir)
+        for entry in read_rollbacks(run.run_dir)
         if entry["to_step"] < step <= entry["from_step"]
     ]
     total = run.settings.total_tokens

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.custom_code import tokenizer_problem
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
+from zerolm.config.custom_code import tokenizer_problem
 
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow, parse_row
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
 from zerolm.common.run_files import RunFiles
 from zerolm.tracking.tracker import Row, Tracker, tracker_class
@@ -38,13 +39,17 @@ CRASHED = "crashed"
 
 
 class Tail:
-    """Reads the lines that are appended to a file of JSON lines."""
+    """Reads the lines that are appended to a file of JSON lines.
 
-    def __init__(self, path: Path):
-        self.path, self._end_bytes = path, 0
+    Args:
+        kind: as for `parse_row`.
+    """
+
+    def __init__(self, path: Path, kind: Any):
+        self.path, self.kind, self._end_bytes = path, kind, 0
 
     def read(self, max_lines: int = sys.maxsize) -> list[Row]:
-        """Return the new complete lines, at most `max_lines`. Lines that are not JSON are skipped.
+        """Return the new complete lines, at most `max_lines`. Unreadable lines are skipped.
 
         A line that is being written is returned by a later call.
         """
@@ -55,8 +60,8 @@ class Tail:
                 if not line.endswith(b"\n") or len(rows) >= max_lines:
                     break
                 self._end_bytes += len(line)
-                with contextlib.suppress(ValueError):
-                    rows.append(json.loads(line))
+                with contextlib.suppress(ValueError, RecursionError):
+                    rows.append(parse_row(line, self.kind))
         return rows
 
 
@@ -75,8 +80,8 @@ class Mirror:
     def __init__(self, run_dir: Path, tracker: Tracker, send: Callable[..., None]):
         self.run_dir, self.tracker, self.send = run_dir, tracker, send
         files = RunFiles(run_dir)
-        self.rows, self.events = Tail(files.metrics), Tail(files.events)
-        self.samples = Tail(files.samples)
+        self.rows, self.events = Tail(files.metrics, MetricsRow), Tail(files.events, EventRow)
+        self.samples = Tail(files.samples, SampleRow)
         self.work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.ending = threading.Event()
         self.num_read = self.num_done = 0  # rows

@@ -4,12 +4,13 @@ The process `python -m zerolm report RUN_DIR`, one at a time, writes the report,
 slow or broken there affects training. A supervisor uses `start_for` after a failed attempt.
 """
 
-import json
 import os
 import time
 from pathlib import Path
 
+from zerolm.common.errors import RecordError
 from zerolm.common.run_files import RunFiles
+from zerolm.config.run_records import find_run_json
 from zerolm.distributed.collectives import print_safely
 from zerolm.watchdog.child import Child
 
@@ -102,11 +103,11 @@ def start_for(run_dir: Path) -> Child | None:
         or the process cannot be started.
     """
     try:
-        record = json.loads(RunFiles(run_dir).record.read_text())
-        if record["settings"]["report_interval"]:
+        record = find_run_json(run_dir)
+        if record and record.get("settings", {}).get("report_interval"):
             child = Child("report", run_dir, log=Path(os.devnull))
             child.start()
             return child
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, RecordError):
         pass
     return None

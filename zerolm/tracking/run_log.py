@@ -14,7 +14,7 @@ from typing import Any
 
 from zerolm.common import jsonl
 from zerolm.common.files import write_atomically
-from zerolm.common.jsonl import LineFile
+from zerolm.common.jsonl import LineFile, MetricsRow, SampleRow
 from zerolm.common.metrics import line_figures
 from zerolm.common.run_files import RunFiles
 from zerolm.common.values import count, duration
@@ -47,7 +47,7 @@ class RunLog:
         if not writes:
             return
         path = self.files.metrics
-        written, end = jsonl.rows_from(path, resumed_step)
+        written, end = jsonl.rows_from(path, resumed_step, MetricsRow)
         jsonl.truncate(path, end)
         for row in written:
             if row["step"] == resumed_step:
@@ -55,7 +55,7 @@ class RunLog:
         self._metrics = LineFile(path, print_safely)
         path = self.files.samples
         if path.is_file():
-            jsonl.truncate(path, jsonl.rows_from(path, resumed_step)[1])
+            jsonl.truncate(path, jsonl.rows_from(path, resumed_step, SampleRow)[1])
         path = self.files.events
         incomplete = path.is_file() and not path.read_bytes().endswith(b"\n")
         self._events = LineFile(path, print_safely)
@@ -78,7 +78,7 @@ class RunLog:
         if not self.writes or not count:
             return []
         if key not in self._values:  # read once: a run may have a million lines
-            rows = jsonl.rows_with(self.files.metrics, key)
+            rows = jsonl.read_rows(self.files.metrics, MetricsRow, key=key)
             self._values[key] = {row["step"]: row[key] for row in rows if row[key] is not None}
         values = self._values[key]
         return sorted(values, key=lambda step: (values[step], step))[:count]
@@ -111,8 +111,10 @@ class RunLog:
 
     def sampled_tokens(self) -> int:
         """Return the token count of the last samples, 0 if there are none. Rank 0 only."""
-        rows = jsonl.read_all(self.files.samples)
-        return rows[-1]["tokens"] if rows else 0
+        tokens = 0
+        for row in jsonl.read_rows(self.files.samples, SampleRow):
+            tokens = row["tokens"]
+        return tokens
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append an event to events.jsonl."""
@@ -180,8 +182,8 @@ def archive(run_dir: Path, number: int, step: int) -> None:
     files = RunFiles(run_dir)
     path = files.archived_metrics(number)
     if not path.exists():
-        rows = [row for row in jsonl.read_all(files.metrics) if row["step"] > step]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        rows = jsonl.read_rows(files.metrics, MetricsRow)
+        text = "".join(json.dumps(row) + "\n" for row in rows if row["step"] > step)
         write_atomically(path, text.encode())
 
 

@@ -6,17 +6,17 @@ ignore the rows that are repeated. The rows that a rollback discarded become a s
 run, in a subdirectory.
 """
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zerolm.common.files import host_name
+from zerolm.common.jsonl import MetricsRow, read_rows
 from zerolm.common.run_files import rollback_name
 from zerolm.tracking.tracker import Row, Tracker
 
@@ -51,9 +51,9 @@ class TensorboardTracker(Tracker):
         for path in self.files.all_archived_metrics():
             discarded = self.directory / rollback_name(path)
             if not discarded.is_dir():
-                write_all(discarded, _rows(path))
+                write_all(discarded, read_rows(path, MetricsRow))
         written, texts = read_back(self.directory)
-        num_same, purge_tokens = _compare(written, _rows(self.files.metrics))
+        num_same, purge_tokens = _compare(written, read_rows(self.files.metrics, MetricsRow))
         if purge_tokens is not None:
             texts = {key for key in texts if key[0] < purge_tokens}
         self._num_to_skip, self._texts = num_same, texts
@@ -156,15 +156,6 @@ def _fingerprint(row: Scalars) -> int:
 
 def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("events.out.tfevents.*"), key=lambda path: path.name)
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of the complete lines of a file."""
-    if path.is_file():
-        with open(path, "rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)
 
 
 class EventFile:

@@ -5,7 +5,6 @@ It reads nothing but the files of the run directory. It may block, and raises wh
 """
 
 import contextlib
-import json
 import os
 import time
 import uuid
@@ -13,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from zerolm.common.errors import RecordError
 from zerolm.common.files import write_json
+from zerolm.common.records import Count, Name, read_record
 from zerolm.common.run_files import MANIFEST, TRACKER_STATE
+from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import Settings
 from zerolm.tracking import alerts, wandb_files
 from zerolm.tracking.tracker import Row, Tracker
@@ -40,6 +42,21 @@ def close() -> None:
     with contextlib.suppress(Exception):
         wandb.teardown()
     os.environ.pop("WANDB_SERVICE", None)  # its address: it may already have a run with this id
+
+
+class _Id(TypedDict):
+    id: Name
+
+
+class TrackerState(_Id, total=False):
+    """The content of `wandb/run.json`: the W&B run that the next start continues."""
+
+    rollbacks: Count
+
+
+class _Manifest(TypedDict):
+    progress: dict[str, Any]
+    digest: str
 
 
 class WandbTracker(Tracker):
@@ -74,11 +91,10 @@ class WandbTracker(Tracker):
     ):
         super().__init__(run_dir, of_process)
         self.directory = self.files.tracker("wandb")
-        self.config: Row = json.loads(self.files.record.read_text())
-        self.settings: Row = self.config["settings"]
+        self.config: Row = read_run_json(run_dir)
+        self.settings: Row = self.config.get("settings", {})
         self.live = separate is None
-        path = self.files.rollbacks
-        rollbacks = json.loads(path.read_text())["rollbacks"] if path.is_file() else []
+        rollbacks = read_rollbacks(run_dir)
         self.num_rollbacks, self._last_rollback = len(rollbacks), 0
         suffix = f"-rollback-{self.num_rollbacks}" if rollbacks else ""
         self.identity = separate or identity(self.run_dir, self.settings, suffix)
@@ -96,9 +112,9 @@ class WandbTracker(Tracker):
 
     def _saved_id(self) -> str:
         """Return the id that earlier starts have used since the last rollback, or a new one."""
-        with contextlib.suppress(OSError, ValueError):
-            state = json.loads((self.directory / TRACKER_STATE).read_text())
-            if state.get("id") and state.get("rollbacks", 0) == self.num_rollbacks:
+        with contextlib.suppress(RecordError):
+            state = read_record(self.directory / TRACKER_STATE, TrackerState)
+            if state is not None and state.get("rollbacks", 0) == self.num_rollbacks:
                 return state["id"]
         return new_id()
 
@@ -273,11 +289,13 @@ class WandbTracker(Tracker):
             return
         path = self.files.checkpoint(name).resolve()
         try:
-            manifest = json.loads((path / MANIFEST).read_text())
-        except (OSError, ValueError):  # removed in the meantime
+            manifest = read_record(path / MANIFEST, _Manifest)
+        except RecordError:
+            return
+        if manifest is None:  # removed in the meantime
             return
         url = f"{event['url'].rstrip('/')}/{name}" if uploaded else path.as_uri()
-        progress = manifest.get("progress", {})
+        progress = manifest["progress"]
         artifact = wandb.Artifact(
             f"checkpoint-{self.run.id}",
             type="checkpoint",

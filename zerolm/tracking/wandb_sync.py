@@ -4,17 +4,19 @@ One W&B run gets metrics.jsonl, references to the checkpoints, and the samples. 
 rollback discarded become a separate W&B run of the same group. The run may still be running.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow
 from zerolm.common.locks import FileLock, LockTaken
+from zerolm.common.records import read_record
 from zerolm.common.run_files import TRACKER_STATE, RunFiles, rollback_name
+from zerolm.config.run_records import read_run_json
 from zerolm.tracking.mirror import Tail
-from zerolm.tracking.wandb import WandbTracker, close, new_id
+from zerolm.tracking.wandb import TrackerState, WandbTracker, close, new_id
 from zerolm.tracking.wandb_identity import Identity, has_key, identity, resolve_mode
 
 
@@ -45,14 +47,12 @@ def wandb_sync(
         ZerolmError: W&B failed.
     """
     files = RunFiles(run_dir)
-    if not files.record.is_file():
-        raise ConfigError(f"{run_dir}: no run.json in it, so this is not a run directory.")
+    settings = read_run_json(run_dir).get("settings", {})
     if mode == "online" and not has_key():
         raise ConfigError(
             "--mode: online, but no key is configured. Run wandb login, set WANDB_API_KEY, or use "
             "--mode offline."
         )
-    settings = json.loads(files.record.read_text())["settings"]
     run_id = _id_in_use(files) if same_id else new_id()
     parts = [("", files.metrics)]
     parts += [(f"-{rollback_name(path)}", path) for path in files.all_archived_metrics()]
@@ -84,9 +84,10 @@ def _id_in_use(files: RunFiles) -> str:
     Raises:
         ConfigError: there is none, or the run is still running.
     """
-    state = files.tracker("wandb") / TRACKER_STATE
-    if not state.is_file():
-        raise ConfigError(f"--same_id: {state} is missing: the run has no W&B run yet.")
+    path = files.tracker("wandb") / TRACKER_STATE
+    state = read_record(path, TrackerState)
+    if state is None:
+        raise ConfigError(f"--same_id: {path} is missing: the run has no W&B run yet.")
     try:
         FileLock(files.tracker_lock("wandb")).release()
     except LockTaken as error:
@@ -94,7 +95,7 @@ def _id_in_use(files: RunFiles) -> str:
             f"--same_id: {files.run_dir} is still running and writes to that W&B run. Wait for its "
             f"end, or leave --same_id out."
         ) from error
-    return json.loads(state.read_text())["id"]
+    return state["id"]
 
 
 def _send(files: RunFiles, metrics: Path, one: Identity, run_id: str, everything: bool) -> str:
@@ -106,14 +107,14 @@ def _send(files: RunFiles, metrics: Path, one: Identity, run_id: str, everything
     os.environ["WANDB_MODE"] = one.mode
     tracker = WandbTracker(files.run_dir, separate=one, separate_id=run_id)
     tracker.open()
-    rows = Tail(metrics).read()
+    rows = Tail(metrics, MetricsRow).read()
     if everything:
-        tracker.samples(Tail(files.samples).read())
+        tracker.samples(Tail(files.samples, SampleRow).read())
     for row in rows:
         if tracker.lacks(row):
             tracker.log(row)
     if everything:
-        for event in Tail(files.events).read():
+        for event in Tail(files.events, EventRow).read():
             tracker.event(event)
     tracker.finish(0)
     return f"{one.name} ({run_id}): {len(rows)} rows of {metrics.name}, {tracker.where}"

@@ -4,13 +4,14 @@ A metric that is not in the table of `zerolm.common.metrics` gets a separate pan
 package wandb-workspaces and, to save the workspace, a W&B account.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from zerolm.common import metrics
 from zerolm.common.errors import ConfigError
+from zerolm.common.jsonl import MetricsRow
 from zerolm.common.run_files import RunFiles
+from zerolm.config.run_records import read_run_json
 from zerolm.tracking.mirror import Tail
 from zerolm.tracking.wandb_identity import has_key, identity
 
@@ -25,9 +26,7 @@ def make(run_dir: Path, project: str | None, entity: str | None, print_only: boo
     """
     run_dir = Path(run_dir)
     files = RunFiles(run_dir)
-    if not files.record.is_file():
-        raise ConfigError(f"{run_dir}: no run.json in it, so this is not a run directory.")
-    name = identity(run_dir, json.loads(files.record.read_text())["settings"])
+    name = identity(run_dir, read_run_json(run_dir).get("settings", {}))
     entity = entity or name.entity
     if not print_only:
         if not has_key():
@@ -39,7 +38,7 @@ def make(run_dir: Path, project: str | None, entity: str | None, print_only: boo
             raise ConfigError(
                 "--entity: not given, and a workspace needs it. Give a W&B user or team."
             )
-    keys = {key for row in Tail(files.metrics).read() for key in row}
+    keys = {key for row in Tail(files.metrics, MetricsRow).read() for key in row}
     keys -= {"step", "tokens"}
     if files.samples.is_file():
         keys.add("samples")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.writer import CheckpointWriter, Outcome
 from zerolm.common.errors import CheckpointWriteError
 from zerolm.common.run_files import checkpoint_name

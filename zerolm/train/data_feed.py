@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerolm.checkpoint import probe
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import Progress
 from zerolm.data import epochs
 from zerolm.data import loader as data
 from zerolm.plan.plan import Plan

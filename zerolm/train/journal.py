@@ -6,9 +6,9 @@ Between `Run`, which reports what has happened, and the `RunLog` with its tracke
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerolm.checkpoint.directory import Progress
 from zerolm.checkpoint.load import DamagedCheckpoint
-from zerolm.checkpoint.rollback import Entry
+from zerolm.checkpoint.manifest import Progress
+from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
 from zerolm.model import compile
 from zerolm.optim.spikes import SpikeGuard
@@ -122,7 +122,7 @@ class Journal:
         self.log.event("cooldown", step, reason=reason, factor=factor, steps=steps)
         self.print_rank0(f"step={step} cooldown: learning rate x {factor:g} for {steps} steps")
 
-    def log_rollback(self, step: int, entry: Entry) -> None:
+    def log_rollback(self, step: int, entry: Rollback) -> None:
         """Log a rollback, and close the log: `open` opens the next one."""
         self.log.event("rollback", step, **entry)
         self.print_rank0(

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerolm.checkpoint import load, probe, reshard, rollback
-from zerolm.checkpoint.directory import Checkpoint, Progress
+from zerolm.checkpoint.directory import Checkpoint
+from zerolm.checkpoint.manifest import Progress
 from zerolm.common.run_files import MANIFEST
+from zerolm.config.run_records import read_rollbacks
 from zerolm.distributed import collectives
 from zerolm.optim import parameter_groups
 from zerolm.plan.plan import Plan
@@ -54,7 +56,7 @@ def load_newest(
         CheckpointError: on every rank: there are checkpoints, but the run can resume from none.
     """
     rank = engine.global_rank
-    rollbacks = collectives.broadcast_object(rollback.entries(run_dir))
+    rollbacks = collectives.broadcast_object(read_rollbacks(run_dir))
     record_progress("load")
     if rank == 0:  # which holds the lock of the run directory
         for entry in rollbacks:

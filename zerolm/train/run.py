@@ -7,11 +7,12 @@ know each other.
 from typing import Any
 
 from zerolm.checkpoint import probe, rollback
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, GaveUp, ZerolmError
 from zerolm.common.faults import fault_point
+from zerolm.config.run_records import Rollback
 from zerolm.distributed import collectives, process_group, ulysses
 from zerolm.ds_config import topology
 from zerolm.evaluate.evaluator import Evaluations
@@ -212,7 +213,7 @@ class Run:
 
     # ---- Anomalies
 
-    def respond_to_anomaly(self) -> rollback.Entry | None:
+    def respond_to_anomaly(self) -> Rollback | None:
         """Cool down, or return the rollback to make, as the spike guard decided on the last step.
 
         Raises:
@@ -235,7 +236,7 @@ class Run:
             self.rank,
         )
 
-    def roll_back(self, batches: Any, entry: rollback.Entry) -> Any:
+    def roll_back(self, batches: Any, entry: Rollback) -> Any:
         """Load a checkpoint from before the spike; return batches that skip the spike's data.
 
         Does the same as a restart, in the same process. Every rank must call.

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.checkpoint import rollback
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import Progress
 from zerolm.common.errors import GaveUp
 from zerolm.config.resolved import Resolved
+from zerolm.config.run_records import Rollback
 from zerolm.data.skips import sequence_range
 from zerolm.distributed.collectives import broadcast_object
 from zerolm.ds_config.profile import Profile
@@ -120,7 +121,7 @@ def plan_rollback(
     run_dir: Path,
     batch_schedule: Callable[[int], int],
     rank: int,
-) -> rollback.Entry | None:
+) -> Rollback | None:
     """Return the rollback to carry out; None if there is no checkpoint to roll back to yet.
 
     Every rank must call; only rank 0 reads the disk.

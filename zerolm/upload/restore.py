@@ -7,26 +7,31 @@ a manifest does not exist. A store that does not answer is an error: the run mus
 step 0.
 """
 
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 from zerolm.checkpoint.directory import Checkpoint, publish, read
+from zerolm.checkpoint.manifest import ListedFile
 from zerolm.checkpoint.rotation import point_to, remove_unfinished
 from zerolm.common import jsonl
-from zerolm.common.errors import CheckpointError
+from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import write_json
+from zerolm.common.records import parse_record
 from zerolm.common.run_files import MANIFEST, TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.store import OFF, Mismatch, Missing, StoreError
 from zerolm.upload.rules import is_lost
 from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
 
 STREAMS = 4
+
+
+class _Listed(TypedDict):
+    files: list[ListedFile]
 
 
 def restore(
@@ -164,8 +169,8 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
     return size
 
 
-def _fetch_files(store: Store, name: str, temporary: Path, entries: list[dict[str, Any]]) -> None:
-    def fetch(entry: dict[str, Any]) -> None:
+def _fetch_files(store: Store, name: str, temporary: Path, entries: list[ListedFile]) -> None:
+    def fetch(entry: ListedFile) -> None:
         target = temporary / entry["file"]
         target.parent.mkdir(parents=True, exist_ok=True)
         store.fetch(f"{name}/{entry['file']}", target, entry["sha256"], entry["size_bytes"])
@@ -192,28 +197,16 @@ def _is_longer(source: Path, target: Path) -> bool:
     return source.stat().st_size > target.stat().st_size
 
 
-def _listed(store: Store, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _listed(store: Store, name: str) -> tuple[dict[str, Any], list[ListedFile]]:
     """Read and check a list of files with sizes and checksums; return (JSON object, its files).
 
     Raises:
         Mismatch: it is missing or damaged, or a path in it leads out of the checkpoint.
     """
     try:
-        content = json.loads(store.read(name))
-        entries: list[dict[str, Any]] = [
-            {
-                "file": str(entry["file"]),
-                "size_bytes": int(entry["size_bytes"]),
-                "sha256": str(entry["sha256"]),
-            }
-            for entry in content["files"]
-        ]
+        content = parse_record(store.read(name), f"{store.url}/{name}", _Listed)
     except Missing as error:
         raise Mismatch(f"{store.url}/{name}: missing") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise Mismatch(f"{store.url}/{name}: cannot be read: {error!r}") from error
-    for entry in entries:
-        path = PurePosixPath(entry["file"])
-        if path.is_absolute() or ".." in path.parts:
-            raise Mismatch(f"{store.url}/{name}: {entry['file']!r} leaves the checkpoint")
-    return content, entries
+    except RecordError as error:
+        raise Mismatch(str(error)) from error
+    return dict(content), content["files"]

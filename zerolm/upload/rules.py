@@ -3,16 +3,16 @@
 Must not change the store or the settings.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zerolm.checkpoint.directory import candidates
-from zerolm.common.errors import CheckpointError
+from zerolm.common.errors import CheckpointError, RecordError
+from zerolm.common.records import parse_record, read_json
 from zerolm.common.store import OFF, Missing, StoreError, call_within
 from zerolm.common.url import url_problem
-from zerolm.common.values import read_json
+from zerolm.config.run_records import RunJson
 from zerolm.config.settings import COMMAND_LINE, Settings
 from zerolm.upload.run_store import RECORD_DIRECTORY, Store
 
@@ -83,7 +83,7 @@ def _newest_record(url: str) -> tuple[str, Mapping[str, Any]] | None:
     for name in reversed(store.complete()):
         where = f"{name}/{RECORD_DIRECTORY}/run.json"
         try:
-            return f"{store.url}/{where}", json.loads(store.read(where))
-        except (Missing, ValueError):  # damaged, and so is its checkpoint
+            return f"{store.url}/{where}", dict(parse_record(store.read(where), where, RunJson))
+        except (Missing, RecordError):  # damaged, and so is its checkpoint
             continue
     return None

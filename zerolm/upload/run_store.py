@@ -8,15 +8,16 @@ store's own library finds them; they are refused in URLs, and removed from messa
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from zerolm.common.errors import RecordError
+from zerolm.common.records import Count, parse_record
 from zerolm.common.run_files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
 from zerolm.common.store import (
     ATTEMPTS,
@@ -39,6 +40,16 @@ RECORD_DIRECTORY = "record"  # run.json and the logs as they were when the check
 CHECKSUMS = f"{RECORD_DIRECTORY}/CHECKSUMS.json"
 LISTING_STREAMS = 16
 UNREADABLE = 1 << 62  # sorts after any number of rollbacks
+
+
+class _Progress(TypedDict, total=False):
+    rollbacks: Count
+
+
+class _Marker(TypedDict):
+    """What this module reads of a checkpoint's manifest."""
+
+    progress: _Progress
 
 
 def record_files(directory: Path) -> list[str]:
@@ -265,8 +276,8 @@ class Store:
 def _num_rollbacks(marker: bytes) -> int:
     """Return the number of rollbacks before a checkpoint; UNREADABLE for a damaged manifest."""
     try:
-        return int(json.loads(marker)["progress"].get("rollbacks", 0))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return parse_record(marker, MANIFEST, _Marker)["progress"].get("rollbacks", 0)
+    except RecordError:
         return UNREADABLE
 
 

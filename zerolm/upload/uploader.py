@@ -19,10 +19,11 @@ from pathlib import Path
 
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common import jsonl
-from zerolm.common.errors import CheckpointError, ConfigError
+from zerolm.common.errors import CheckpointError, ConfigError, RecordError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sha256_file, write_json
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
+from zerolm.common.records import parse_record
 from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories, checkpoint_step
 from zerolm.common.store import Mismatch, StoreError
 from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
@@ -248,10 +249,10 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
 def _read_sent_list(path: Path) -> dict[str, str]:
     """Return {file: SHA-256} of the files that a killed upload has sent; skip incomplete lines."""
     sent: dict[str, str] = {}
-    if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                file, sha256 = json.loads(line)
+    with contextlib.suppress(OSError):  # without the list, all files are sent again
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            with contextlib.suppress(RecordError):
+                file, sha256 = parse_record(line, path, tuple[str, str])
                 sent[file] = sha256
     return sent
 

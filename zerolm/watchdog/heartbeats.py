@@ -89,7 +89,7 @@ class Heartbeats:
             self.state, self.reason = "ended", reason
             self.write()
 
-    def read(self, rank: int) -> dict[str, Any] | None:
+    def read(self, rank: int) -> progress.Heartbeat | None:
         """Return the last heartbeat of another rank of this launch, None if there is none."""
         heartbeat = progress.read_heartbeat(self.files.heartbeat(rank))
         return heartbeat if heartbeat is not None and heartbeat["token"] == self.token else None

@@ -5,12 +5,13 @@ watchdog's thread writes the progress to `ranks/rank-00000.json` in the run dire
 of other hosts and the supervisor read it. Makes no decisions. Standard library only.
 """
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar
 
+from zerolm.common.errors import RecordError
+from zerolm.common.records import Count, Name, read_record
 from zerolm.common.run_files import RunFiles
 
 # Phases of the main thread, and whether reading and writing files counts as progress in them.
@@ -78,16 +79,58 @@ def with_progress(phase: str, items: Iterable[Item]) -> Iterator[Item]:
         yield item
 
 
-def read_heartbeat(path: Path) -> dict[str, Any] | None:
-    """Return the content of a heartbeat file, or None if it cannot be read."""
+class Heartbeat(TypedDict):
+    """The content of a heartbeat file; `Heartbeats.status` writes it.
+
+    Attributes:
+        sequences: (first, count) of the sequence numbers of the step's global batch.
+        limit_seconds: how long the rank may be quiet; 0: for any time.
+        monotonic: `time.monotonic()` when it was written.
+        state: `running` or `ended`.
+        reason: why the rank has ended.
+    """
+
+    rank: Count
+    host: str
+    machine: str
+    pid: Count
+    start_ticks: Count
+    launcher_pid: Count | None
+    supervisor: str | None
+    token: Name | None
+    phase: str
+    step: Count
+    beats: Count
+    sequences: tuple[Count, Count] | None
+    waiting: bool
+    collectives: int | None
+    quiet_seconds: float
+    limit_seconds: float
+    monotonic: float
+    state: str
+    reason: str
+
+
+def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat | None:
+    """Return the content of a heartbeat file, None if there is none, or it is damaged.
+
+    Args:
+        problems: a line is appended if it is damaged.
+    """
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_record(path, Heartbeat)
+    except RecordError as error:
+        if problems is not None:
+            problems += error.problems
         return None
 
 
-def read_heartbeats(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Return {rank: heartbeat} of every readable heartbeat file, of this launch or an earlier."""
+def read_heartbeats(run_dir: Path, problems: list[str] | None = None) -> dict[int, Heartbeat]:
+    """Return {rank: heartbeat} of every readable heartbeat file, of this launch or an earlier.
+
+    Args:
+        problems: a line is appended for each file that is damaged.
+    """
     paths = RunFiles(run_dir).heartbeats()
-    contents = map(read_heartbeat, paths)
+    contents = [read_heartbeat(path, problems) for path in paths]
     return {heartbeat["rank"]: heartbeat for heartbeat in contents if heartbeat is not None}

@@ -10,9 +10,11 @@ import select
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from zerolm.common import jsonl
+from zerolm.common.errors import RecordError
+from zerolm.common.records import Count, read_record
 from zerolm.common.run_files import RunFiles
 
 
@@ -34,6 +36,22 @@ def write_once(path: Path, value: Mapping[str, Any]) -> bool:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return True
+
+
+class _Rank(TypedDict):
+    rank: Count
+
+
+class _Verdict(TypedDict):
+    ranks: list[_Rank]
+
+
+def read_ranks(path: Path) -> list[int]:
+    """Return the ranks that a verdict blames; none if the file is damaged."""
+    with contextlib.suppress(RecordError):
+        if found := read_record(path, _Verdict):
+            return [entry["rank"] for entry in found["ranks"]]
+    return []
 
 
 def publish(

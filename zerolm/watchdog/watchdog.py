@@ -177,7 +177,7 @@ class Watchdog:
         # Rank 0 first, so that thousands of ranks do not all read all heartbeats at once.
         delay = 0.0 if self.rank == 0 else 3 * HEARTBEAT_SECONDS + self.rank % 10
         if quiet > limit + delay:
-            beats = [self.heartbeats.read(rank) for rank in self.peers]
+            beats: list[Any] = [self.heartbeats.read(rank) for rank in self.peers]
             beats.append(self.heartbeats.status())
             running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
             hung = hang_detection.find_hung_ranks(running, complete=None not in beats)
@@ -217,8 +217,7 @@ class Watchdog:
                 self.stop.reason = self.files.stop_request(token).read_text().strip()
         path = self.files.verdict(token)
         if path.exists():
-            found = progress.read_heartbeat(path) or {"ranks": []}
-            self._exit([entry["rank"] for entry in found["ranks"]], first=False)
+            self._exit(verdict.read_ranks(path), first=False)
 
     # ---- The end of the run
 
@@ -282,7 +281,7 @@ class Watchdog:
         entries = []
         for rank, reason in blamed.items():
             own = rank == self.rank
-            heartbeat = self.heartbeats.status() if own else self.heartbeats.read(rank)
+            heartbeat = self.heartbeats.status() if own else dict(self.heartbeats.read(rank) or {})
             heartbeat = heartbeat or self.peers[rank]
             path = self.files.stacks(rank)
             # A killed rank has left no stacks; a hung one is asked for them after this.
@@ -290,7 +289,7 @@ class Watchdog:
             before = before if own else self.peers[rank]["start_bytes"]
             has_stacks = event == "hang" or stacks.size_bytes(path) > before
             names = ("rank", "host", "pid", "step", "phase", "sequences")
-            entry = {name: heartbeat.get(name) for name in names}
+            entry: dict[str, Any] = {name: heartbeat.get(name) for name in names}
             entries.append(entry | {"reason": reason, "stacks": str(path) if has_stacks else None})
         # A heartbeat may be some steps old; ranks are never more than one step apart.
         step = max([progress.CURRENT.step] + [entry["step"] or 0 for entry in entries])

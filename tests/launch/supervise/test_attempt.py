@@ -11,6 +11,7 @@ import pytest
 from launch.supervise import attempt as attempt_module
 from launch.supervise.attempt import Attempt
 from launch.supervise.outcome import classify
+from tests.zerolm.report.run_directories import heartbeat
 from zerolm.common import processes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -28,14 +29,12 @@ def attempt(tmp_path):
 def write_heartbeat(attempt: Attempt, **values: object) -> Path:
     """Write the heartbeat of a rank whose process is that of the launch."""
     process = processes.inspect_process(attempt.process.pid)
-    heartbeat = {
-        "rank": 0, "host": "here", "machine": attempt.machine, "pid": process.pid, "token": "1",
-        "start_ticks": process.start_ticks, "supervisor": attempt.mark.partition("=")[2],
-        "step": 3, "phase": "step", "sequences": None, "state": "running", "launcher_pid": 1,
-        "limit_seconds": 0.2, **values,
-    }  # fmt: skip
+    beat = heartbeat(
+        0, machine=attempt.machine, pid=process.pid, token="1", step=3, limit_seconds=0.2,
+        start_ticks=process.start_ticks, supervisor=attempt.mark.partition("=")[2], **values,
+    )  # fmt: skip
     path = attempt.files.heartbeat(0)
-    path.write_text(json.dumps(heartbeat))
+    path.write_text(json.dumps(beat))
     return path
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, write_json, write_shards
+from tests.zerolm.report.run_directories import heartbeat
 from zerolm.common import processes
 from zerolm.tracking import report_process
 
@@ -155,12 +156,11 @@ def test_a_second_ctrl_c_kills_the_run_at_once(fake_run) -> None:
     process_now = processes.inspect_process(sleeper)
     (fake_run.run_dir / "ranks").mkdir()
     mark = (fake_run.run_dir / "starts").read_text().strip()
-    heartbeat = {
-        "rank": 0, "host": "here", "machine": processes.machine_id(), "pid": sleeper, "token": "1",
-        "start_ticks": process_now.start_ticks, "supervisor": mark, "step": 3, "phase": "step",
-        "sequences": None, "state": "running", "launcher_pid": 1, "limit_seconds": 0,
-    }  # fmt: skip
-    (fake_run.run_dir / "ranks" / "rank-00000.json").write_text(json.dumps(heartbeat))
+    beat = heartbeat(
+        0, machine=processes.machine_id(), pid=sleeper, token="1", step=3, limit_seconds=0,
+        start_ticks=process_now.start_ticks, supervisor=mark,
+    )  # fmt: skip
+    (fake_run.run_dir / "ranks" / "rank-00000.json").write_text(json.dumps(beat))
     process.send_signal(signal.SIGTERM)
     time.sleep(1)
     assert process.poll() is None, "it must wait for the ranks"
@@ -269,7 +269,6 @@ def test_the_supervisor_survives_whatever_it_finds_in_the_run_directory(fake_run
     (ranks / "rank-00000.json").write_text('{"rank": [], "step": "x"}')
     code, output = fake_run.supervise("odd crash done")
     assert (code, fake_run.num_starts()) == (0, 3), output
-    assert "cannot read how the launch ended" in output
     (fake_run.run_dir / "starts").unlink()
     (fake_run.run_dir / "events.jsonl").unlink()
     (fake_run.run_dir / "events.jsonl").mkdir()  # as unwritable as on a failing disk

@@ -9,7 +9,8 @@ import pytest
 from tests.launching import ROOT, environment
 from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint import rollback
-from zerolm.checkpoint.directory import Progress, candidates, publish
+from zerolm.checkpoint.directory import candidates, publish
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.checkpoint.rotation import Retention, remove_unfinished, rotate
 from zerolm.common import run_files
 from zerolm.common.errors import CheckpointError
@@ -34,8 +35,8 @@ def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
         size = path.stat().st_size
         files.append({"file": name, "size_bytes": size, "sha256": sha256_file(path)})
     return temporary, {
-        "format": checkpoint_directory.FORMAT,
-        "version": checkpoint_directory.VERSION,
+        "format": FORMAT,
+        "version": VERSION,
         "world_size": 2,
         "zero_stage": 2,
         "optimizer": topology.optimizer_kind(ADAMW),

@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 
 from zerolm.checkpoint import directory, rollback, rotation
-from zerolm.checkpoint.directory import (
-    FORMAT,
-    VERSION,
-    Progress,
-    manifest_digest,
-    published_checkpoints,
-    read,
-)
+from zerolm.checkpoint.directory import published_checkpoints, read
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.common.errors import ConfigError
+from zerolm.config.run_records import read_rollbacks
 from zerolm.optim.schedule import BatchSchedule
 
 BATCH = BatchSchedule(8)
@@ -107,7 +102,7 @@ def test_rolled_back_checkpoints_are_set_aside_and_never_resumed(run_dir) -> Non
     assert names(run_dir) == AFTER
     assert (run_dir / "checkpoints" / "latest").read_text() == "step-00000020\n"
     found = newest(run_dir)
-    progress = rollback.with_rollbacks(found.progress, rollback.entries(run_dir))
+    progress = rollback.with_rollbacks(found.progress, read_rollbacks(run_dir))
     assert (progress.step, progress.rollbacks, progress.spikes) == (20, 1, 3)
     assert progress.skipped_windows == [[8 * 26, 8 * 33]]
 
@@ -147,7 +142,7 @@ def test_checkpoints_from_after_a_rollback_are_kept(run_dir) -> None:
     assert names(run_dir) == sorted([*AFTER, "step-00000030"])
     found = newest(run_dir)
     assert found.progress.step == 30
-    assert rollback.with_rollbacks(found.progress, rollback.entries(run_dir)) == found.progress
+    assert rollback.with_rollbacks(found.progress, read_rollbacks(run_dir)) == found.progress
 
 
 def test_checkpoints_set_aside_by_an_earlier_rollback_are_removed(run_dir) -> None:

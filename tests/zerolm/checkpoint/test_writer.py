@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolm.checkpoint.directory import Progress, newest, read, verify_files
+from zerolm.checkpoint.directory import newest, read, verify_files
+from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.writer import CheckpointWriter, Outcome
 from zerolm.common import faults

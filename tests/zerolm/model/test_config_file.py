@@ -67,7 +67,7 @@ def test_all_problems_are_reported_at_once(refusal):
     ("content", "complaint"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "holds list, must be a JSON object"),
+        ("[]", "[], must be a JSON object"),
         (
             {"modeltype": "llama"},
             'model_type: missing. Name an architecture, for example "llama"',
@@ -97,7 +97,7 @@ def test_unusable_configs_are_refused(refusal, content, complaint):
 
 
 def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing.json: no such file. --model_config takes"):
+    with pytest.raises(ConfigError, match=r"nothing.json: no such file. Name a Hugging Face"):
         load_model_config(tmp_path / "nothing.json")
 
 

@@ -1,6 +1,6 @@
 """The progress of a run after it resumes with another data order."""
 
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import Progress
 from zerolm.preflight.run_record import carry_over
 
 ORDER = {"seq_len": 512, "seed": 1, "weights": [0.7, 0.3], "data_fingerprint": "a"}

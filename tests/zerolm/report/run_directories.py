@@ -69,10 +69,20 @@ def write_run(
     return run_dir
 
 
+def heartbeat(rank: int, **values: Any) -> dict[str, Any]:
+    """Return the content of a rank's heartbeat file, with some values replaced."""
+    return {
+        "rank": rank, "host": "node-1", "machine": "a", "pid": 100 + rank, "start_ticks": 1,
+        "launcher_pid": None, "supervisor": None, "token": None, "phase": "step", "step": 40,
+        "beats": 5, "sequences": None, "waiting": False, "collectives": None,
+        "quiet_seconds": 0.1, "limit_seconds": 600.0, "monotonic": 1.0, "state": "running",
+        "reason": "", **values,
+    }  # fmt: skip
+
+
 def write_heartbeats(run_dir: Path, num_ranks: int = 2, age: float = 0.0) -> None:
     (run_dir / "ranks").mkdir(exist_ok=True)
     for rank in range(num_ranks):
         path = run_dir / "ranks" / f"rank-{rank:05d}.json"
-        beat = {"rank": rank, "host": "node-1", "phase": "step", "state": "running", "step": 40}
-        path.write_text(json.dumps({**beat, "quiet_seconds": 0.1, "reason": ""}))
+        path.write_text(json.dumps(heartbeat(rank)))
         os.utime(path, (time.time() - age,) * 2)

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.launching import ROOT, environment, write_json
-from zerolm.checkpoint.directory import FORMAT, VERSION, Progress, manifest_digest
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.data.order import Order
 from zerolm.shards.reader import open_source
 
@@ -54,7 +54,11 @@ def run_dir(tmp_path_factory) -> Path:
         "skipped_windows": [[20, 32]],
     }
     write_json(run_dir / "run.json", record)
-    entry = {"number": 1, "to_step": 4, "from_step": 8}
+    entry = {
+        "number": 1, "to_step": 4, "from_step": 8, "checkpoint": "step-00000004", "spikes": 1,
+        "first_anomaly": 6, "skipped_window": [20, 32], "skipped_windows": [[20, 32]],
+        "skipped_steps": 0, "reason": "loss",
+    }  # fmt: skip
     write_json(run_dir / "rollbacks.json", {"rollbacks": [entry]})
     return run_dir
 

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 from zerolm.common.errors import ConfigError
+from zerolm.common.jsonl import MetricsRow, read_rows
 from zerolm.report import plot
 
 
@@ -30,7 +31,8 @@ def write_run(run_dir, num_steps, half_line=False):
 
 
 def test_series_equals_the_values_in_the_file(tmp_path):
-    rows = plot.read_rows(write_run(tmp_path / "run", 30, half_line=True) / "metrics.jsonl")
+    path = write_run(tmp_path / "run", 30, half_line=True) / "metrics.jsonl"
+    rows = list(read_rows(path, MetricsRow))
     tokens, losses = plot.series(rows, "train/loss")
     np.testing.assert_array_equal(tokens, np.arange(1, 31) * 1000)
     np.testing.assert_array_equal(losses, 8 / np.arange(1, 31))

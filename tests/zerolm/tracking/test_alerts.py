@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import Progress
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, LowMfuDetector, RateLimit, of_event

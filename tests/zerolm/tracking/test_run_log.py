@@ -95,13 +95,15 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 def test_samples_of_repeated_steps_are_dropped(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     assert log.sampled_tokens() == 0 and not (tmp_path / "samples.jsonl").exists()
+    texts = {"prompt": "a", "text": "b"}
     for step in (2, 4, 6):
-        log.samples([{"step": step, "tokens": 10 * step, "prompt_number": n} for n in range(3)])
+        row = {"step": step, "tokens": 10 * step, **texts}
+        log.samples([{**row, "prompt_number": n} for n in range(3)])
     log.close()
     with open(tmp_path / "samples.jsonl", "a") as file:
         file.write('{"step": 8, "tok')
     log = RunLog(tmp_path, 4, writes=True)
     assert log.sampled_tokens() == 40
-    log.samples([{"step": 6, "tokens": 60, "prompt_number": 0}])
+    log.samples([{"step": 6, "tokens": 60, "prompt_number": 0, **texts}])
     log.close()
     assert [row["step"] for row in lines(tmp_path / "samples.jsonl")] == [2] * 3 + [4] * 3 + [6]

@@ -140,7 +140,7 @@ def test_a_directory_that_cannot_be_synced_is_refused_in_one_line(
     tmp_path, run_dir, monkeypatch
 ) -> None:
     for arguments, words in (
-        ({"run_dir": tmp_path}, "no run.json"),
+        ({"run_dir": tmp_path}, "run.json: no such file"),
         ({"run_dir": run_dir, "mode": "online"}, "no key is configured"),
         ({"run_dir": run_dir, "same_id": True}, "has no W&B run yet"),
     ):

@@ -127,7 +127,8 @@ def test_a_rollback_starts_another_wandb_run_with_the_complete_curve(run_dir) ->
     log.event("rollback", 3, **entry)
     wait_for_starts(run_dir, 1)
     log.close("rollback")
-    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [entry]}))
+    applied = {**entry, "skipped_windows": [[8, 24]], "skipped_steps": 0, "spikes": 1}
+    (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [applied]}))
     run_log.archive(run_dir, 1, 1)
     for steps in ((2, 3), (4,)):
         log = begin(run_dir, steps[0] - 1, tensorboard=True)

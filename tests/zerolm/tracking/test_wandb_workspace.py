@@ -23,7 +23,7 @@ def test_a_workspace_has_panels_for_the_runs_metrics(tmp_path, monkeypatch) -> N
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with pytest.raises(ConfigError, match="--entity: not given"):
         make(tmp_path, None, None)
-    with pytest.raises(ConfigError, match=r"no run\.json"):
+    with pytest.raises(ConfigError, match=r"run\.json: no such file"):
         make(tmp_path / "other", None, None)
     bank = json.loads(make(tmp_path, None, None, print_only=True))["section"]["panelBankConfig"]
     panels = {

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from zerolm.checkpoint import directory as checkpoint_directory
-from zerolm.checkpoint.directory import Progress
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.common.files import sha256_file
 from zerolm.common.run_files import checkpoint_name
 
@@ -20,8 +20,8 @@ def publish(run_dir: Path, step: int, size: int = 1000, **progress: int) -> Path
         path.write_bytes(random.randbytes(size))
         files.append({"file": name, "size_bytes": size, "sha256": sha256_file(path)})
     manifest = {
-        "format": checkpoint_directory.FORMAT,
-        "version": checkpoint_directory.VERSION,
+        "format": FORMAT,
+        "version": VERSION,
         "world_size": 2,
         "zero_stage": 2,
         "progress": vars(Progress(step=step, position=8 * step, **progress)),

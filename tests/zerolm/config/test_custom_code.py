@@ -10,12 +10,13 @@ from data_prep.tokenizer.load import load_tokenizer
 from tests import malicious
 from tests.launching import LLAMA
 from tests.texts import write_tokenizer
-from zerolm.common.custom_code import kernel_problems, tokenizer_problem
 from zerolm.common.errors import ConfigError
+from zerolm.config.custom_code import kernel_problems, tokenizer_problem
 from zerolm.data.window_text import load_decoder
 from zerolm.evaluate.exported_model import evaluate_export
 from zerolm.evaluate.text_coder import TextCoder
-from zerolm.model.architecture import load_model_config, meta_model
+from zerolm.model.architecture import meta_model
+from zerolm.model.config_file import load_model_config
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,123 @@
+"""`MANIFEST.json` of a checkpoint: its content, checked against its digest and its types.
+
+Must not know the other files of a checkpoint, or where checkpoints are.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from zerolm.common.errors import CheckpointError, RecordError
+from zerolm.common.records import Count, Range, RelativePath, mismatch, parse_record
+
+FORMAT = "zerolm-checkpoint"
+VERSION = 2
+
+
+@dataclass
+class Progress:
+    """How far a run is. Counts are since the run began, over all restarts.
+
+    Attributes:
+        step: optimizer steps attempted.
+        position: sequences consumed, without those of `skipped_windows`.
+        tokens: tokens of the steps that were applied; the learning rate depends on these.
+        skipped_steps: steps that were not applied: refused for a spike, or skipped by DeepSpeed.
+        spikes: steps that were anomalies, see zerolm/optim/spikes.py.
+        rollbacks: how often the run has rolled back to a checkpoint.
+        skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
+        history: for spike detection, a `zerolm.optim.spikes.History` as JSON.
+        health: for the next metrics, a `zerolm.train.health.HealthState` as JSON.
+        clipping: gradient-norm statistics, `zerolm.optim.adaptive_clip.NormStatistics` as JSON.
+
+    Lists and dicts are replaced, never mutated: a writer thread may hold a shallow copy.
+    """
+
+    step: Count = 0
+    position: Count = 0
+    tokens: Count = 0
+    skipped_steps: Count = 0
+    spikes: Count = 0
+    rollbacks: Count = 0
+    skipped_windows: list[Range] = field(default_factory=list)
+    history: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
+    clipping: dict[str, Any] = field(default_factory=dict)
+
+
+class ListedFile(TypedDict):
+    """A file of a checkpoint."""
+
+    file: RelativePath
+    size_bytes: Count
+    sha256: str
+
+
+class _Probe(TypedDict):
+    data: dict[str, Any]
+    made_by: dict[str, Any]
+    loss_hex: str
+
+
+class _Required(TypedDict):
+    format: str
+    version: int
+    digest: str
+    progress: Progress
+    files: list[ListedFile]
+
+
+class Manifest(_Required, total=False):
+    """The content of a manifest. The last keys are absent in checkpoints of early releases."""
+
+    world_size: Count
+    zero_stage: Count
+    optimizer: str
+    data_fingerprint: str
+    precision: str
+    versions: dict[str, str]
+    model_config: dict[str, Any]
+    cut: dict[str, Any]
+    order: dict[str, Any]
+    probe: _Probe | None
+
+
+class _Header(TypedDict):
+    format: str
+    version: int
+
+
+def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
+    """Parse and check the content of a manifest.
+
+    Args:
+        path: of the manifest, for messages.
+
+    Raises:
+        CheckpointError: it is damaged, or of another version. Its text is one line.
+    """
+    try:
+        manifest: dict[str, Any] = dict(parse_record(content, path, _Header, "It is damaged."))
+    except RecordError as error:
+        raise CheckpointError(error.problems) from None
+    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path}: format {manifest['format']!r} version {manifest['version']!r}, but this "
+            f"release reads {FORMAT!r} version {VERSION}. Use the release that wrote it."
+        )
+    if manifest.get("digest") != (actual := manifest_digest(manifest)):
+        raise CheckpointError(
+            f"{path}: digest: {str(manifest.get('digest'))[:64]!r}, but its content has SHA-256 "
+            f"{actual}. It is damaged."
+        )
+    if problem := mismatch(manifest, Manifest):
+        raise CheckpointError(f"{path}: {problem}. It is damaged.")
+    return manifest
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the hex SHA-256 of a manifest without its entry `digest`."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

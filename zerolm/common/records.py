@@ -1,0 +1,332 @@
+"""Read JSON files, and check those that a program of ours has written against a declared type.
+
+A file may be torn by a power failure, edited, of another release, or no file at all. Its reader
+gets a value of the declared type, or one line that names the file, the key and what is wrong. Types
+are `TypedDict` classes (keys they do not name are allowed), dataclasses (their only keys), lists,
+dicts, unions and scalars. Standard library only.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    BinaryIO,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from zerolm.common.errors import ConfigError, RecordError
+
+MAX_DEPTH = 100  # of nested lists and objects; code that walks a value recurses safely
+MAX_DIGITS = 40  # of an integer; it can be converted to a float
+DAMAGED = "The file is damaged: restore it from a copy."
+
+Count = Annotated[int, "not negative"]
+Range = Annotated[list[int], "[start, end)"]  # of counts, not empty
+Name = Annotated[str, "name"]  # of a file, without a directory
+RelativePath = Annotated[str, "relative"]  # cannot leave the directory that it is relative to
+
+_NAME = re.compile(r"\w[\w.-]{0,100}", re.ASCII)
+
+T = TypeVar("T")
+
+
+# ---- Files
+
+
+def open_regular(path: str | Path) -> BinaryIO | None:
+    """Open a file for reading; return None if there is nothing of that name.
+
+    Raises:
+        OSError: it is a directory, a dangling link or a device, or it cannot be opened. Opening
+            never waits, as it would for the writer of a named pipe.
+    """
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except FileNotFoundError:
+        if os.path.islink(path):  # noqa: PTH114 - path may be a str
+            raise OSError("it is a link to a file that does not exist") from None
+        return None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is not a regular file")
+    return file
+
+
+def read_file(path: str | Path) -> bytes | None:
+    """Return the content of a file, None if there is nothing of that name.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    file = open_regular(path)
+    if file is None:
+        return None
+    with file:
+        return file.read()
+
+
+def why(error: Exception) -> str:
+    """Return the reason of an error of reading or parsing, without the path."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, RecursionError):
+        return f"it is nested deeper than {MAX_DEPTH} levels"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 at byte {error.start}"
+    return str(error)
+
+
+def read_json(
+    path: str | Path, what: str, loads: Callable[..., Any] = json.loads
+) -> dict[str, Any]:
+    """Read a JSON object from a file that a user has written.
+
+    Args:
+        what: what the file should be, for messages: "a model config".
+        loads: `json.loads`, or that of a more lenient parser.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not JSON, no object, or repeats a key.
+    """
+    try:
+        content = read_file(path)
+        value = None if content is None else parse_json(content, loads)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read as JSON ({why(error)}). Correct the file."
+        ) from None
+    if content is None:
+        raise ConfigError(f"{path}: no such file. Name {what}.")
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: {_shown(value)}, must be a JSON object. Name {what}.")
+    return value
+
+
+def read_record(path: str | Path, kind: type[T], fix: str = DAMAGED) -> T | None:
+    """Read a JSON file that a program of ours has written.
+
+    Args:
+        kind: type of its content.
+        fix: what the user can do about a damaged file.
+
+    Returns:
+        Its content; None if there is no such file.
+
+    Raises:
+        RecordError: it cannot be read, is not JSON, or of another type. Its text is one line.
+    """
+    try:
+        content = read_file(path)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({why(error)}). {fix}") from None
+    return None if content is None else parse_record(content, path, kind, fix)
+
+
+def parse_record(content: bytes, where: object, kind: type[T], fix: str = DAMAGED) -> T:
+    """Parse the content of a file; `read_record` without reading the file.
+
+    Args:
+        where: the file's path or URL, for messages.
+
+    Raises:
+        RecordError: it is not JSON, or of another type.
+    """
+    try:
+        value = parse_json(content)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: cannot be read as JSON ({why(error)}). {fix}") from None
+    if problem := mismatch(value, kind):
+        raise RecordError(f"{where}: {problem}. {fix}")
+    return value
+
+
+# ---- JSON
+
+
+def parse_json(content: bytes, loads: Callable[..., Any] = json.loads) -> Any:
+    """Parse JSON of which all that follows is safe: to recurse into it, to convert, to print.
+
+    Raises:
+        ValueError: not JSON or not UTF-8; repeats a key, nests deeper than `MAX_DEPTH`, or has an
+            integer of more than `MAX_DIGITS`, or half of a surrogate pair.
+        RecursionError: nests deeper than the parser can read.
+    """
+    text = content.decode("utf-8")
+    value = loads(text, object_pairs_hook=_unique, parse_int=_integer)
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    if b"\\u" in content:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it has half of a surrogate pair") from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {repeated[:40]!r} occurs twice in one object")
+    return unique
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"it has an integer of {len(text)} digits")
+    return int(text)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            part
+            for each in level
+            if isinstance(each, (list, dict))
+            for part in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+# ---- Types
+
+
+def mismatch(value: Any, kind: Any, key: str = "") -> str:
+    """Return why a JSON value is not of a type, with its dotted key; empty if it is.
+
+    Args:
+        kind: the type, which annotations of `TypedDict` and dataclasses may nest.
+        key: of the value; empty for a file's content.
+    """
+    if kind is Any:
+        return ""
+    if scalar := _SCALARS.get(kind):
+        accepts, rule = scalar
+        return "" if accepts(value) else _problem(value, rule, key)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        found = [mismatch(value, option, key) for option in arguments]
+        return "" if "" in found else found[0]
+    if origin is list:
+        if not isinstance(value, list):
+            return _problem(value, "a list", key)
+        parts = ((f"{key}[{number}]", part, arguments[0]) for number, part in enumerate(value))
+    elif origin is tuple:
+        if not isinstance(value, list) or len(value) != len(arguments):
+            return _problem(value, f"a list of {len(arguments)}", key)
+        numbered = enumerate(zip(value, arguments, strict=True))
+        parts = ((f"{key}[{number}]", *pair) for number, pair in numbered)
+    elif not isinstance(value, dict):
+        return _problem(value, "an object", key)
+    elif origin is dict:
+        parts = ((_dotted(key, name), part, arguments[1]) for name, part in value.items())
+    else:
+        return _object_mismatch(value, kind, key)
+    return next(filter(None, (mismatch(part, one, name) for name, part, one in parts)), "")
+
+
+def _object_mismatch(value: Mapping[str, Any], kind: Any, key: str) -> str:
+    kinds, required, closed = _keys(kind)
+    for name in required:
+        if name not in value:
+            return f"{_dotted(key, name)}: missing"
+    for name, part in value.items():
+        if name in kinds:
+            if problem := mismatch(part, kinds[name], _dotted(key, name)):
+                return problem
+        elif closed:
+            return f"{_dotted(key, name)}: no such key"
+    return ""
+
+
+@functools.cache
+def _keys(kind: Any) -> tuple[dict[str, Any], list[str], bool]:
+    """Return ({key: its type}, required keys, whether these are the only ones) of an object."""
+    if is_typeddict(kind):
+        return get_type_hints(kind, include_extras=True), sorted(kind.__required_keys__), False
+    assert dataclasses.is_dataclass(kind), kind
+    required = [
+        one.name
+        for one in dataclasses.fields(kind)
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    ]
+    return get_type_hints(kind, include_extras=True), required, True
+
+
+def _dotted(key: str, name: str) -> str:
+    name = _one_line(name)
+    return f"{key}.{name}" if key else name
+
+
+def _problem(value: Any, rule: str, key: str) -> str:
+    return f"{key}: {_shown(value)}, must be {rule}" if key else f"{_shown(value)}, must be {rule}"
+
+
+def _shown(value: Any) -> str:
+    return _one_line(json.dumps(value))
+
+
+def _one_line(text: str) -> str:
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and value >= 0
+
+
+def _is_range(value: Any) -> bool:
+    return (
+        type(value) is list
+        and len(value) == 2
+        and all(map(_is_count, value))
+        and value[0] < value[1]
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _is_relative(value: Any) -> bool:
+    if type(value) is not str or not value or "\0" in value or "\\" in value:
+        return False
+    path = PurePosixPath(value)
+    return not path.is_absolute() and ".." not in path.parts and str(path) == value
+
+
+_SCALARS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    str: (lambda value: type(value) is str, "text"),
+    bool: (lambda value: type(value) is bool, "true or false"),
+    int: (_is_int, "a whole number"),
+    float: (_is_number, "a finite number"),
+    NoneType: (lambda value: value is None, "null"),
+    Count: (_is_count, "a whole number, not negative"),
+    Range: (_is_range, "a pair [start, end] of whole numbers, the first one smaller"),
+    Name: (lambda value: type(value) is str and bool(_NAME.fullmatch(value)), "a plain name"),
+    RelativePath: (_is_relative, "a path inside the directory"),
+    dict: (lambda value: type(value) is dict, "an object"),
+    list: (lambda value: type(value) is list, "a list"),
+}

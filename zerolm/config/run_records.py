@@ -1,0 +1,102 @@
+"""The types of run.json and rollbacks.json, and the functions that read them.
+
+`zerolm.train.run_directory` and `zerolm.checkpoint.rollback` write them.
+"""
+
+from pathlib import Path
+from typing import Any, TypedDict
+
+from zerolm.common.errors import ConfigError
+from zerolm.common.records import Count, Range, read_record
+from zerolm.common.run_files import RunFiles
+
+FIX = "Restore it from a copy, or choose another --run_dir."
+
+
+class RecordedSettings(TypedDict, total=False):
+    """The settings that are read without the checks of command lines; the others may be any."""
+
+    data: list[str]
+    run_dir: str | None
+    report_interval: float | None
+    upload_to: str | None
+    wandb: str | None
+    wandb_project: str | None
+    wandb_entity: str | None
+    wandb_group: str | None
+    wandb_name: str | None
+    wandb_tags: str | None
+
+
+class _Mixture(TypedDict, total=False):
+    stages: list[tuple[Count, list[float]]]
+
+
+class RunJson(TypedDict, total=False):
+    """The content of run.json. Every key may be absent: early releases wrote fewer."""
+
+    settings: RecordedSettings
+    model_config: dict[str, Any]
+    ds_config: dict[str, Any]
+    data_fingerprint: str
+    mixture: _Mixture
+    world_size: Count
+    zero_stage: Count
+    versions: dict[str, str]
+    git_commit: str | None
+    derived: dict[str, Any]
+
+
+class _Applied(TypedDict):
+    number: Count
+    from_step: Count
+    to_step: Count
+    skipped_windows: list[Range]
+    skipped_steps: Count
+    spikes: Count
+
+
+class Rollback(_Applied, total=False):
+    """One rollback in rollbacks.json. The last keys are for people."""
+
+    checkpoint: str
+    first_anomaly: Count
+    skipped_window: Range
+    reason: str
+
+
+class _Rollbacks(TypedDict):
+    rollbacks: list[Rollback]
+
+
+def find_run_json(run_dir: str | Path) -> dict[str, Any] | None:
+    """Return the content of run.json, None if there is none.
+
+    Raises:
+        RecordError: it is damaged.
+    """
+    record = read_record(RunFiles(run_dir).record, RunJson, FIX)
+    return None if record is None else dict(record)
+
+
+def read_run_json(run_dir: str | Path) -> dict[str, Any]:
+    """Return the content of run.json.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    record = find_run_json(run_dir)
+    if record is None:
+        path = RunFiles(run_dir).record
+        raise ConfigError(f"{path}: no such file. Name the --run_dir of a run that has started.")
+    return record
+
+
+def read_rollbacks(run_dir: str | Path) -> list[Rollback]:
+    """Return the rollbacks of a run, oldest first; none if there is no rollbacks.json.
+
+    Raises:
+        RecordError: it is damaged. Without it the run would read skipped data again.
+    """
+    found = read_record(RunFiles(run_dir).rollbacks, _Rollbacks)
+    return found["rollbacks"] if found is not None else []
