@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm.config.settings import SELECTIVE, Recompute
 from zerolm.model.activation_checkpointing import is_saved
+from zerolm.model.architecture import ConfigKey, meta_model
 
 if TYPE_CHECKING:
     import torch
@@ -104,22 +105,16 @@ def trace(config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bo
         ConfigError: the model cannot be built from this config.
         Exception: of any type, if the class depends on values, which meta tensors do not have.
     """
-    config_class: Any = type(config)
-    return _trace(config.to_json_string(), config_class, seq_len, precision, eager)
+    return _trace(ConfigKey.of(config), seq_len, precision, eager)
 
 
 @lru_cache(maxsize=64)
-def _trace(
-    config_json: str, config_class: Any, seq_len: int, precision: str, eager: bool
-) -> Activations:
-    import json
-
+def _trace(key: ConfigKey, seq_len: int, precision: str, eager: bool) -> Activations:
     import torch
 
-    from zerolm.model.architecture import meta_model
     from zerolm.model.loss import token_losses
 
-    model = meta_model(config_class.from_dict(json.loads(config_json)))
+    model = meta_model(key.config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     _cast(model, dtype)
     model.train()

@@ -8,6 +8,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError
@@ -70,6 +71,33 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
         ConfigError: the model cannot be built from this config.
     """
     return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
+
+
+def layer_configs(config: "PretrainedConfig") -> list["PretrainedConfig"]:
+    """Return the config of each layer: the same one, except with `per_layer_config`.
+
+    A heterogeneous config raises an error where a key that differs by layer is read from itself.
+    """
+    text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # transformers 5.17 has no such configs
+        return list(text.per_layer_config)
+    return [text] * (getattr(text, "num_hidden_layers", 0) or 0)
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A config as a key of a cache: equal if class and values are equal.
+
+    A round trip through JSON would not restore all values (`inf` in `time_step_limit`).
+    """
+
+    config: "PretrainedConfig" = field(compare=False)
+    values: str
+    config_class: Any
+
+    @classmethod
+    def of(cls, config: "PretrainedConfig") -> "ConfigKey":
+        return cls(config, config.to_json_string(), type(config))
 
 
 def num_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolm.model.architecture import causal_lm_class
+from zerolm.model.architecture import causal_lm_class, layer_configs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -79,7 +79,7 @@ def model_problem(config: "PretrainedConfig", implementation: str, major: int) -
         for key in DROPOUT_KEYS:
             if getattr(text, key, 0.0):
                 return f"does not support dropout, the model has {key} {getattr(text, key)}."
-    width = head_dim(text)
+    width = head_dim(config)
     if width is None:
         return None
     if width > MAX_HEAD_DIM:
@@ -95,13 +95,18 @@ def model_problem(config: "PretrainedConfig", implementation: str, major: int) -
     return None
 
 
-def head_dim(text: Any) -> int | None:
-    """Return the dimension of a query head; None if the config does not state it."""
-    nope, rope = (getattr(text, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
+def head_dim(config: "PretrainedConfig") -> int | None:
+    """Return the largest dimension of an attention head of all layers; None without heads."""
+    widths = [_head_dim(layer) for layer in layer_configs(config)]
+    return max((width for width in widths if width), default=None)
+
+
+def _head_dim(layer: Any) -> int | None:
+    nope, rope = (getattr(layer, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
     if nope and rope:  # multi-head latent attention
         return nope + rope
-    heads = getattr(text, "num_attention_heads", None)
-    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+    heads = getattr(layer, "num_attention_heads", None)
+    width = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else None)
     return width if isinstance(width, int) else None
 
 
@@ -124,10 +129,9 @@ def unfused_attention_notice(
     from torch.nn.functional import scaled_dot_product_attention
 
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not heads:
+    width = head_dim(config)
+    if width is None:
         return None
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
     dropout = float(getattr(text, "attention_dropout", 0.0) or getattr(text, "attn_pdrop", 0.0))
     shape = (1, 2, PROBE_TOKENS, width)
     query = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from zerolm.model.architecture import is_routed_expert, routed_fraction
+from zerolm.model.architecture import is_routed_expert, layer_configs, routed_fraction
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,8 +43,8 @@ def flops_per_token(
         multiply_adds += share * math.prod(shape)
     if getattr(config, "tie_word_embeddings", False):
         multiply_adds += text_config.vocab_size * _output_width(text_config, shapes)
-    keys = sum(_attended_keys(text_config, seq_len))
-    return TRAINING_TO_FORWARD * 2 * (multiply_adds + keys * _attention_width(text_config))
+    multiply_adds += _attention_multiply_adds(text_config, seq_len)
+    return TRAINING_TO_FORWARD * 2 * multiply_adds
 
 
 def recomputed_flops_per_token(
@@ -88,34 +88,43 @@ def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ..
     return widths[0] if widths else 0
 
 
-def _attention_width(config: "PretrainedConfig") -> float:
-    """Return the multiply-adds of one query with one key and its value, in all heads."""
-    heads = getattr(config, "num_attention_heads", 0) or 0
+def _attention_multiply_adds(config: "PretrainedConfig", seq_len: int) -> float:
+    """Return the multiply-adds of one query with all keys and values, in all heads and layers."""
+    layer_types = getattr(config, "layer_types", None)
+    layers = layer_configs(config)
+    if not layer_types:
+        layer_types = [None] * len(layers)
+    return sum(
+        _attended_keys(layer, layer_type, seq_len) * _attention_width(layer)
+        for layer, layer_type in zip(layers, layer_types, strict=False)
+    )
+
+
+def _attention_width(layer: "PretrainedConfig") -> float:
+    """Return the multiply-adds of one query with one key and its value, in all heads of a layer."""
+    heads = getattr(layer, "num_attention_heads", 0) or 0
     if not heads:
         return 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention (DeepSeek)
-        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    return heads * 2 * head_dim
+    if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention (DeepSeek)
+        return heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim)
+    return heads * 2 * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
-def _attended_keys(config: "PretrainedConfig", seq_len: int) -> list[int]:
-    """Return the number of keys per query of each layer with attention."""
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
+def _attended_keys(layer: "PretrainedConfig", layer_type: str | None, seq_len: int) -> int:
+    """Return the number of keys per query of a layer; 0 for a layer without attention."""
+    window = getattr(layer, "sliding_window", None)
+    if getattr(layer, "use_sliding_window", True) is False:
         window = None
     windowed = min(seq_len, window) if window else seq_len
-    layer_types = getattr(config, "layer_types", None)
-    if not layer_types:
-        return [windowed] * (getattr(config, "num_hidden_layers", 0) or 0)
-    chunk = getattr(config, "attention_chunk_size", None) or seq_len
+    chunk = getattr(layer, "attention_chunk_size", None) or seq_len
     keys = {
+        None: windowed,
         "full_attention": seq_len,
         "attention": seq_len,
         "sliding_attention": windowed,
         "chunked_attention": min(seq_len, chunk),
     }
-    return [keys[kind] for kind in layer_types if kind in keys]
+    return keys.get(layer_type, 0)
 
 
 # Dense matrix TFLOP/s with 32-bit accumulation, without sparsity, from the vendors' datasheets:

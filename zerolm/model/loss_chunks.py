@@ -1,11 +1,13 @@
 """Decides whether the loss is computed in chunks of tokens, and the size of the chunks.
 
-Used by a run and by `launch plan` before a model exists, so it imports only the standard library at
-the top. Must not depend on ZeRO or devices. `ChunkedHead` computes the loss.
+Used by a run and by `launch plan` before a model exists, so torch and transformers are imported
+only inside functions. Must not depend on ZeRO or devices. `ChunkedHead` computes the loss.
 """
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from zerolm.model.architecture import ConfigKey, meta_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,23 +40,19 @@ def unsupported_reason(config: "PretrainedConfig") -> str | None:
     The model must return the head's output, the same tensor and unchanged, as its logits. A trace
     tests this, so a model that scales or caps logits is detected whatever its config key is.
     """
-    config_class: Any = type(config)
-    return _unsupported_reason(config.to_json_string(), config_class)
+    return _unsupported_reason(ConfigKey.of(config))
 
 
 @lru_cache(maxsize=16)
-def _unsupported_reason(config_json: str, config_class: Any) -> str | None:
-    import json
-
+def _unsupported_reason(key: ConfigKey) -> str | None:
     import torch
     from torch import nn
 
     from zerolm.model import chunked_loss
     from zerolm.model.activation_memory import fused_kernels
-    from zerolm.model.architecture import meta_model
     from zerolm.model.loss import token_losses
 
-    model = meta_model(config_class.from_dict(json.loads(config_json)))
+    model = meta_model(key.config)
     name = type(model).__name__
     if type(model.get_output_embeddings()) is not nn.Linear:
         return f"the output head of {name} is not a linear layer"

@@ -58,6 +58,15 @@ FAMILIES = {
     },
     "phi": {"intermediate_size": 256},
     "gemma2": {"intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 2},
+    # Layers with full attention have another head dimension.
+    "gemma4_unified_text": {
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "pad_token_id": 0,
+    },
 }
 
 

@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from tests.launching import write_json
 from zerolm.config.flags import parse_settings
-from zerolm.model import loss_chunks
+from zerolm.model import activation_memory, loss_chunks
 from zerolm.model.config_file import load_model_config
 from zerolm.preflight.model_rules import model_problems
 
@@ -51,3 +51,14 @@ def test_chunks_are_refused_for_a_model_that_does_not_support_them(tmp_path) -> 
         "command line: --loss_chunk_tokens: 512, but GraniteForCausalLM changes the logits after "
         f"its output head ({file}). Remove the flag."
     )
+
+
+def test_values_that_json_has_not_are_not_lost_on_the_way_to_the_trace() -> None:
+    """The default upper limit of Mamba-2's time step is infinite."""
+    sizes = {"num_heads": 4, "head_dim": 32, "expand": 2, "state_size": 8, "n_groups": 1}
+    config = AutoConfig.for_model("mamba2", **SIZES, **sizes)
+    assert config.time_step_limit[1] == float("inf")
+    assert loss_chunks.unsupported_reason(config) is None
+    limit = loss_chunks.LARGE_LOGIT_BYTES // (4 * 1000)
+    assert loss_chunks.chunk_tokens(config, limit + 1, None) > 0
+    assert activation_memory.trace(config, 64, "bf16", eager=False).layers > 0
