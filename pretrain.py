@@ -25,7 +25,11 @@ from zerolm.common.errors import EXIT_DONE, CheckpointWriteError, ConfigError, G
 from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
 from zerolm.optim import custom
-from zerolm.optim.parameter_groups import fix_lion_zero_updates, parameter_groups
+from zerolm.optim.parameter_groups import (
+    describe_groups,
+    fix_lion_zero_updates,
+    parameter_groups,
+)
 from zerolm.plan.plan import Plan
 from zerolm.preflight import check
 from zerolm.train import malloc, run_directory, stability
@@ -193,11 +197,12 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
 
     # The engine. Parameter groups are for weight decay; Muon also needs its matrices tagged.
     # DeepSpeed builds the optimizer from its JSON, unless the JSON names a class by dotted path.
+    print_rank0(describe_groups(model, settings.weight_decay))
     optimizer = None
     if custom.is_dotted(profile.optimizer.name):
         kind = custom.optimizer_class(profile.optimizer.name)
         optimizer = partial(kind, **profile.optimizer.params)
-    with muon.embeddings_excluded(model) if profile.uses_muon else nullcontext():
+    with muon.only_matrices(model) if profile.uses_muon else nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

@@ -141,30 +141,34 @@ def fill_defaults(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether Muon updates a parameter, by name and shape.
 
-    `embeddings_excluded` asks the model itself; a test holds the two to the same answer.
+    `only_matrices` asks the model itself; a test holds the two to the same answer.
     """
     return len(shape) >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
 
 
 @contextmanager
-def embeddings_excluded(model: Any) -> Iterator[None]:
-    """Exclude embeddings and the head from Muon while `deepspeed.initialize` tags parameters.
+def only_matrices(model: Any) -> Iterator[None]:
+    """Let `deepspeed.initialize` tag matrices for Muon, without embeddings and the head.
 
     DeepSpeed recognizes them by "embed" and "lm_head" in the name, and would give GPT-2's `wte` and
-    `wpe` to Muon. It reads `ds_shape`, so partitioned parameters have their full shape.
+    `wpe` to Muon, and biases of two dimensions. It reads `ds_shape`, so partitioned parameters have
+    their full shape.
     """
     import deepspeed
     from torch import nn
 
+    from zerolm.optim.parameter_groups import decays
+
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables += [model.get_input_embeddings(), model.get_output_embeddings()]
+    others = [table.weight for table in tables if table is not None]
+    others += [each for name, each in model.named_parameters() if not decays(model, name)]
     original = deepspeed.set_optimizer_flags
 
     def tag(config_class: Any, tagged: Any) -> None:
         original(config_class, tagged)
-        for table in tables:
-            if table is not None:
-                setattr(table.weight, "use_muon", False)  # noqa: B010
+        for parameter in others:
+            setattr(parameter, "use_muon", False)  # noqa: B010
 
     deepspeed.set_optimizer_flags = tag
     try:

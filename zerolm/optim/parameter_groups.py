@@ -4,20 +4,26 @@ The optimizer itself is DeepSpeed's, named in the ds config. Checked with DeepSp
 """
 
 import math
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
+# Layers of torch whose parameters decay if they have at least two dimensions.
+MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+# Parameters of other modules, by the last part of their name: biases of any shape (of fused experts
+# (experts, width), of the gates of Griffin (heads, width)); what state-space models exclude (A_log,
+# D, dt_bias: mamba-ssm's `_no_weight_decay`), and the mixing coefficients and decays of RWKV
+# (`time_*`: its own training code decays matrices only).
+NOT_DECAYED = re.compile(r"bias|norm|^(A_log|D|scale)$|^time_")
+SHOWN_KINDS = 12
+
 FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the parameters into those with weight decay (matrices) and without (norms, biases).
-
-    A parameter decays if it has at least two dimensions in the full model. Under ZeRO-3 a
-    partitioned parameter is one-dimensional in this process, so its original shape (`ds_shape`)
-    decides.
+    """Split the trainable parameters into those with weight decay and those without.
 
     Args:
         weight_decay: of the first group; the second has 0.
@@ -27,14 +33,62 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
-    for parameter in model.parameters():  # tied weights appear once
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        (decayed if len(shape) >= 2 else not_decayed).append(parameter)
+    for name, parameter in model.named_parameters():  # tied weights appear once
+        if parameter.requires_grad:
+            (decayed if decays(model, name) else not_decayed).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def decays(model: nn.Module, name: str) -> bool:
+    """Return whether a parameter gets weight decay: matrices and embeddings do.
+
+    Decided by the type of its module: norms of any class are excluded. Parameters that are not the
+    weight of a layer of torch decay if they are matrices, such as those of fused experts, but not
+    biases of more dimensions, and not what the authors of an architecture exclude. Under ZeRO-3 a
+    partitioned parameter is one-dimensional, so its original shape (`ds_shape`) counts.
+
+    Args:
+        name: of a parameter of `model`.
+    """
+    path, _, leaf = name.rpartition(".")
+    module, parameter = model.get_submodule(path), model.get_parameter(name)
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if len(shape) < 2 or getattr(parameter, "_no_weight_decay", False):  # a mark of mamba-ssm
+        return False
+    if isinstance(module, MATRIX_MODULES) or type(module).__name__ == "Conv1D":
+        return True
+    if "norm" in type(module).__name__.lower() or NOT_DECAYED.search(leaf):
+        return False
+    return sum(size > 1 for size in shape) > 1  # a vector of shape (1, 1, N) is no matrix
+
+
+def describe_groups(model: nn.Module, weight_decay: float) -> str:
+    """Return one line: what decays, what does not, and what is frozen, with numbers."""
+    tensors: dict[str, int] = {}
+    values: dict[str, int] = {}
+    kinds: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        group = "decayed" if decays(model, name) else "not decayed"
+        if not parameter.requires_grad:
+            group = "frozen"
+        tensors[group] = tensors.get(group, 0) + 1
+        values[group] = values.get(group, 0) + getattr(parameter, "ds_numel", parameter.numel())
+        if group == "not decayed":
+            parts = [part for part in name.split(".") if not part.isdigit()]
+            kinds[".".join(parts[-2:])] = None
+
+    def count(group: str) -> str:
+        return f"{tensors.get(group, 0)} tensors with {values.get(group, 0):,} values"
+
+    names = ", ".join(list(kinds)[:SHOWN_KINDS])
+    more = f", and {len(kinds) - SHOWN_KINDS} more" if len(kinds) > SHOWN_KINDS else ""
+    line = f"weight decay {weight_decay:g}: {count('decayed')}; none: {count('not decayed')}"
+    line += f" ({names}{more})" if kinds else ""
+    return line + (f"; frozen: {count('frozen')}" if "frozen" in tensors else "")
 
 
 def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:

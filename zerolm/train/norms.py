@@ -155,13 +155,16 @@ def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> floa
 def _masters(engine: Any, blocks: Blocks, layout: Layout) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield (this rank's partition of a master weight, without padding; index of its block).
 
-    Weights that tensor-parallel ranks have in common are yielded on the first of them.
+    Weights that tensor-parallel ranks have in common are yielded on the first of them. Frozen
+    weights have no masters.
 
     Raises:
         _OnNvme: they are on NVMe.
     """
     optimizer, rank = engine.optimizer, torch.distributed.get_rank()
     for parameter, block in blocks.parameters:
+        if not parameter.requires_grad:
+            continue
         if hasattr(parameter, "ds_tensor"):
             group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
             if optimizer._swappable_optimizer_subgroup(group):
