@@ -10,6 +10,7 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate.likelihood import Row, row_problem
+from zerolm.model.model import max_positions
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
 DEFAULT_MAX_LENGTH = 2048  # if neither model nor tokenizer has a limit, as in lm-eval
@@ -130,12 +131,10 @@ def prompt_ids(coder: TextCoder, prompt: str) -> list[int]:
 def max_length(config: Any, tokenizer: Any = None) -> int:
     """Return the maximum number of tokens of a forward pass of a model.
 
-    Source: lm-evaluation-harness 0.4.13, `resolve_max_length`.
+    Source: lm-evaluation-harness 0.4.13, `resolve_max_length`, which does not know `max_seq_len` of
+    MPT and the padding rows of RoBERTa's position tables.
     """
-    config = getattr(config, "text_config", None) or config
-    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
-        value = getattr(config, name, None)
-        if value is not None:
-            return int(value)
+    if positions := max_positions(config):
+        return positions
     known = getattr(tokenizer, "model_max_length", None)
     return int(known) if known is not None and known < 10**9 else DEFAULT_MAX_LENGTH

@@ -7,13 +7,14 @@ functions, so that `--help` stays fast. Must not depend on DeepSpeed, data or se
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -62,6 +63,54 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
             f"model config: a {config.model_type!r} model cannot be built from these values "
             f"({type(error).__name__}: {error}). Correct the config.json."
         ) from error
+
+
+def constructor_values(
+    config: "PretrainedConfig", names: Sequence[str], seed: int
+) -> dict[str, "torch.Tensor"]:
+    """Return the float32 values on the CPU that constructors give to the named parameters.
+
+    The model is constructed again, with tensors up to the size of the largest of them on the CPU.
+    Does not change the state of torch's global generator.
+
+    Raises:
+        ConfigError: a parameter has no value after construction.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from transformers.initialization import no_tie_weights
+
+    if not names:
+        return {}
+    shapes = parameter_shapes(config)
+    largest = max(math.prod(shapes.get(name, ())) for name in names)
+
+    class SmallTensorsOnTheCpu(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            given = kwargs or {}
+            result = function(*args, **given)
+            created = isinstance(result, torch.Tensor) and result.is_meta and "device" in given
+            converted = any(isinstance(value, torch.Tensor) for value in args)
+            if created and not converted and 0 < result.numel() <= largest:
+                return function(*args, **{**given, "device": "cpu"})
+            return result
+
+    with torch.random.fork_rng(devices=[]), SmallTensorsOnTheCpu(), no_tie_weights():
+        torch.default_generator.manual_seed(seed)
+        parameters = dict(meta_model(config).named_parameters())
+    values = {name: parameters[name].detach() for name in names}
+    if lost := [name for name, value in values.items() if value.is_meta or not _is_finite(value)]:
+        raise ConfigError(
+            f"model config: {causal_lm_class(config).__name__} gives no initial value to "
+            f"{', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. Use another model_type."
+        )
+    return values
+
+
+def _is_finite(values: "torch.Tensor") -> bool:
+    return bool(values.isfinite().all())
 
 
 def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zerolm.distributed.collectives import gather_objects
-from zerolm.model.architecture import causal_lm_class, meta_model
+from zerolm.model.architecture import causal_lm_class, constructor_values, meta_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -109,7 +109,7 @@ def check_initialization(model: nn.Module, config: "PretrainedConfig") -> Initia
             if expected is None:
                 expected = reference.statistics(name)
             problems += _differences(name, actual, expected)
-            row = getattr(module, "padding_idx", None)
+            row = getattr(module, "padding_idx", None) if expected.exact else None
             if row is not None and leaf == "weight" and values[row].abs().max() > 0:
                 problems.append(f"{name}: the padding row {row} is not zero")
     problems = _merge_ranks(problems)
@@ -203,11 +203,16 @@ class _ReferenceModel:
         block = model.get_submodule(path)
         block.to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for parameter in block.parameters():
+                parameter.fill_(float("nan"))
             torch.default_generator.manual_seed(0)  # any seed: only the distribution matters
             block.apply(owner._init_weights)
+        values = {f"{path}.{name}": p.detach() for name, p in block.named_parameters()}
+        unwritten = [name for name, value in values.items() if value.isnan().all()]
+        values |= constructor_values(self._config, unwritten, seed=0)
         statistics = {
-            f"{path}.{name}": dataclasses.replace(_statistics(p.detach()), exact=False)
-            for name, p in block.named_parameters()
+            name: dataclasses.replace(_statistics(value), exact=False)
+            for name, value in values.items()
         }
         block.to("meta")
         return statistics

@@ -6,15 +6,17 @@ device or the dtype, to which they are cast last. docs/initialization.md has the
 lines of PyTorch. Must not depend on DeepSpeed: `build_model` copies the values into the model.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolm.common.errors import ConfigError
-from zerolm.model.architecture import meta_model
+from zerolm.model.architecture import constructor_values, meta_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -36,7 +38,7 @@ class InitialWeights:
             tied weight appears only under the name of its source.
 
     Raises:
-        ConfigError: the class does not initialise a parameter.
+        ConfigError: the class gives a parameter no initial value.
     """
 
     def __init__(self, config: "PretrainedConfig", seed: int):
@@ -49,18 +51,17 @@ class InitialWeights:
         self._modules = dict(model.named_modules())
         self._initializers = _initializers(model)
         self._writes = _find_writes(model, self._initializers)
-        names = [name for name, _ in model.named_parameters()]
         written = set().union(*self._writes.values())
-        if unwritten := [name for name in names if name not in written]:
-            raise ConfigError(
-                f"model config: {type(model).__name__} does not initialise "
-                f"{', '.join(unwritten[:3])}{', ...' if len(unwritten) > 3 else ''} in its "
-                f"_init_weights. Use another model_type."
-            )
+        unwritten = [name for name, _ in model.named_parameters() if name not in written]
+        # Constants, such as the slopes of Apertus' activation, and the projections of GPT-1.
+        self._constructed = constructor_values(config, unwritten, module_seed(seed, ""))
         targets = set(model.all_tied_weights_keys)
         groups = _connected(self._writes)
         self._unit_modules = [group for group in groups if self._written_by(group) - targets]
         self.units = [sorted(self._written_by(group) - targets) for group in self._unit_modules]
+        if constructed := [name for name in unwritten if name not in targets]:
+            self._unit_modules.append([])
+            self.units.append(constructed)
 
     def _written_by(self, modules: list[str]) -> set[str]:
         return set().union(*(self._writes[name] for name in modules))
@@ -71,10 +72,10 @@ class InitialWeights:
         Does not change the state of torch's global generator.
         """
         modules = self._unit_modules[unit]
+        if not modules:
+            return {name: self._constructed[name].to(dtype) for name in self.units[unit]}
         slots = {}
-        for name in self._written_by(
-            modules
-        ):  # includes tied targets, which consume random numbers
+        for name in self._written_by(modules):  # also tied targets, which consume random numbers
             path, _, leaf = name.rpartition(".")
             parameters = self._modules[path]._parameters
             placeholder = parameters[leaf]
@@ -116,18 +117,58 @@ def _find_writes(
 ) -> dict[str, list[str]]:
     """Return {module: parameters that its `_init_weights` writes}, children before parents.
 
-    Tensors count writes to them in `_version`, also on the meta device, where writes are free.
+    Runs on the meta device, where writes are free.
     """
     writes = {}
-    with torch.no_grad():
+    with torch.no_grad(), _init_functions_that_write():
         for name, module in reversed(list(model.named_modules())):
             prefix = f"{name}." if name else ""
-            below = [(prefix + key, p, p._version) for key, p in module.named_parameters()]
-            initializers[name](module)
-            written = [key for key, p, version in below if p._version != version]
+            below = {_storage(p): prefix + key for key, p in module.named_parameters()}
+            with _WrittenStorages() as storages:
+                initializers[name](module)
+            now = {_storage(p) for p in module.parameters()}
+            # A parameter whose data were replaced has another storage.
+            written = [key for at, key in below.items() if at in storages.found or at not in now]
             if written:
                 writes[name] = written
     return writes
+
+
+class _WrittenStorages(TorchDispatchMode):
+    """Collects the storages that operations write to, also through views and `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        for position, argument in enumerate(operation._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else given.get(argument.name)
+                tensors = value if isinstance(value, list | tuple) else [value]
+                self.found.update(_storage(t) for t in tensors if isinstance(t, torch.Tensor))
+        return operation(*args, **given)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def _init_functions_that_write() -> Iterator[None]:
+    """Let the functions of `torch.nn.init` write to meta tensors; `trunc_normal_` does not."""
+    from transformers import initialization
+
+    def zero(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.zero_()
+
+    functions = initialization.TORCH_INIT_FUNCTIONS
+    zeros = dict.fromkeys(functions, zero)
+    with mock.patch.dict(functions, zeros), mock.patch.dict(vars(torch.nn.init), zeros):
+        yield
 
 
 def _connected(writes: dict[str, list[str]]) -> list[list[str]]:

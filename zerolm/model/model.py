@@ -3,16 +3,25 @@
 torch and transformers are imported only inside functions. Must not depend on settings or DeepSpeed.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zerolm.model.architecture import num_active_parameters, num_parameters, parameter_shapes
+from zerolm.model.architecture import (
+    causal_lm_class,
+    num_active_parameters,
+    num_parameters,
+    parameter_shapes,
+)
 from zerolm.model.config_file import load_model_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+# The length limit of a model, by the names that families give it besides their attribute maps.
+POSITION_LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
 @dataclass(frozen=True)
@@ -76,5 +85,28 @@ def hidden_size(config: "PretrainedConfig") -> int | None:
 
 
 def max_positions(config: "PretrainedConfig") -> int | None:
-    """Return the maximum number of positions, or None if the model has no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    """Return the maximum length of a sequence, or None if the model has no limit."""
+    limit = position_limit(config)
+    return limit[1] - first_position(config) if limit else None
+
+
+def position_limit(config: "PretrainedConfig") -> tuple[str, int] | None:
+    """Return the key of the number of positions and its value, or None if there is no limit."""
+    text = config.get_text_config()
+    limits = ((name, getattr(text, name, None)) for name in POSITION_LIMITS)
+    return next(((name, value) for name, value in limits if value), None)
+
+
+def first_position(config: "PretrainedConfig") -> int:
+    """Return the row of the position table that the first token uses: not 0 in RoBERTa's families.
+
+    Their position table has a padding row, after which positions begin.
+    """
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    parts = vars(sys.modules[causal_lm_class(config).__module__]).items()
+    has_padding_row = any(
+        name.endswith("Embeddings") and hasattr(part, "create_position_ids_from_input_ids")
+        for name, part in parts
+    )
+    return padding + 1 if has_padding_row and padding is not None else 0

@@ -1,14 +1,15 @@
-"""Check settings against the model: positions, attention, activation checkpointing, compilation.
+"""Check settings against the model: positions, initial values, attention, compilation.
 
 Uses the model's config and class; must not build weights.
 """
 
 from typing import TYPE_CHECKING
 
+from zerolm.common.errors import ConfigError
 from zerolm.config.settings import HIGHEST, SELECTIVE, Settings
 from zerolm.model import compile, document_mask, loss_chunks
 from zerolm.model.architecture import causal_lm_class
-from zerolm.model.model import max_positions
+from zerolm.model.model import max_positions, position_limit
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,13 +57,8 @@ def model_problems(
         device: kind of the ranks' devices, `absent` when they are not on this machine.
     """
     problems = []
-    positions, seq_len = max_positions(config), settings.seq_len
-    if positions and seq_len and seq_len > positions:
-        problems.append(
-            f"{settings.where('seq_len')}: {seq_len}, must not exceed the model's "
-            f"max_position_embeddings {positions} ({settings.model_config}). Use at most "
-            f"{positions}, or raise it in the model config."
-        )
+    problems += _position_problems(settings, config)
+    problems += _initialization_problems(settings, config)
     model_class = causal_lm_class(config)
     if settings.gradient_checkpointing and not model_class.supports_gradient_checkpointing:
         problems.append(
@@ -93,6 +89,32 @@ def model_problems(
             f"flag, or use a model with full or sliding-window attention."
         )
     return problems
+
+
+def _position_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    positions, limit, seq_len = max_positions(config), position_limit(config), settings.seq_len
+    if not (positions and limit and seq_len and seq_len > positions):
+        return []
+    key, value = limit
+    first = value - positions
+    padding = f", of which {first} precede the first token" if first else ""
+    return [
+        f"{settings.where('seq_len')}: {seq_len}, must not exceed the model's {key} "
+        f"{value}{padding} ({settings.model_config}). Use at most {positions}, or raise it in the "
+        f"model config."
+    ]
+
+
+def _initialization_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    from zerolm.model.initialization import InitialWeights  # imports torch
+
+    try:
+        InitialWeights(config, settings.seed)
+    except ConfigError as error:
+        return [
+            line.replace("model config", str(settings.model_config), 1) for line in error.problems
+        ]
+    return []
 
 
 def has_router_loss(config: "PretrainedConfig") -> bool:

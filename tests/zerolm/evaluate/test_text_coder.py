@@ -79,3 +79,4 @@ def test_max_length_equals_that_of_lm_eval(directory) -> None:
     for kind in ("llama", "gpt2", "mamba", "bloom", "mixtral"):
         config = AutoConfig.for_model(kind)
         assert max_length(config, tokenizer) == resolve_max_length(config, tokenizer)
+    assert max_length(AutoConfig.for_model("mpt", max_seq_len=64), tokenizer) == 64

@@ -56,6 +56,16 @@ FAMILIES = {
         "head_dim": 8,
     },
     "mamba": {"model_type": "mamba", "state_size": 4},
+    # `trunc_normal_`, which does not write to meta tensors, in the modules around the matrices.
+    "modernbert-decoder": {
+        "model_type": "modernbert-decoder",
+        "intermediate_size": 48,
+        "local_attention": 16,
+        **dict.fromkeys(("bos_token_id", "cls_token_id", "pad_token_id"), 1),
+        **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    },
+    # The slopes of the activation have no value but that of the constructor.
+    "apertus": {"model_type": "apertus", "intermediate_size": 48, "num_key_value_heads": 2},
 }
 
 

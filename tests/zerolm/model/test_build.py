@@ -285,13 +285,20 @@ def test_unsupported_attention_is_refused(family, requested, complaint):
     assert len(refusal.value.problems) == 1
 
 
-def test_a_class_that_does_not_initialise_all_parameters_is_refused():
-    config = AutoConfig.for_model("openai-gpt", n_layer=1, n_embd=32, n_head=2, vocab_size=64)
-    with pytest.raises(ConfigError, match=r"does not initialise transformer\.h\.0\.attn"):
-        build_alone(config)
+def test_parameters_that_only_the_constructor_draws_depend_on_the_seed_and_pass_the_check():
+    config = AutoConfig.for_model("openai-gpt", n_layer=2, n_embd=64, n_head=2, vocab_size=64)
+    first, again, other = (build_alone(config, seed=seed) for seed in (1, 1, 2))
+    assert build.weights_fingerprint(first) == build.weights_fingerprint(again)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    assert not first.get_parameter(name).equal(other.get_parameter(name))
+    assert first.get_parameter(name).std().item() == pytest.approx(0.02, rel=0.05)
+    assert not build.check_initialization(first, config).problems
+    spoil(first, name, lambda w: w.mul_(1.5))
+    (problem,) = build.check_initialization(first, config).problems
+    assert name in problem
 
 
-@pytest.mark.parametrize("family", ["llama-tied-padded", "gpt2"])
+@pytest.mark.parametrize("family", ["llama-tied-padded", "gpt2", "modernbert-decoder"])
 def test_the_documented_algorithm_gives_the_same_weights(family):
     text = (ROOT / "docs" / "initialization.md").read_text()
     recipe: dict = {}

@@ -1,9 +1,11 @@
-"""Models that support --document_mask, and those that are refused."""
+"""Rules for the settings of a model, compared with forward passes of transformers."""
 
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from zerolm.config.flags import parse_settings
+from zerolm.model.model import max_positions
 from zerolm.preflight.model_rules import model_problems
 
 
@@ -48,3 +50,49 @@ def test_document_masks_with_chunks_and_flash_attention_are_refused():
     (problem,) = model_problems(settings, chunked)
     assert "flash_attention_2 does not support chunked attention" in problem
     assert model_problems(settings, layers("mistral", sliding_window=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "positions"),
+    [
+        (layers("gpt2", n_positions=32), "max_position_embeddings 32", 32),
+        (layers("mpt", max_seq_len=32), "max_seq_len 32", 32),
+        (
+            layers("roberta", max_position_embeddings=34, is_decoder=True),
+            "max_position_embeddings 34, of which 2 precede the first token",
+            32,
+        ),
+        (
+            layers("camembert", max_position_embeddings=34, pad_token_id=3, is_decoder=True),
+            "max_position_embeddings 34, of which 4 precede the first token",
+            30,
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_the_longest_sequence_is_the_longest_that_transformers_computes(config, key, positions):
+    assert max_positions(config) == positions
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.full((1, positions + 1), 7)
+    model(input_ids=ids[:, 1:])
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=ids)
+    accepted, _ = parse_settings(["--seq_len", str(positions)])
+    assert model_problems(accepted, config) == []
+    longer, _ = parse_settings(["--seq_len", str(positions + 1)])
+    (problem,) = model_problems(longer, config)
+    assert f"must not exceed the model's {key} " in problem
+
+
+def test_a_class_that_gives_a_parameter_no_initial_value_is_refused(monkeypatch):
+    from transformers.models.apertus import modeling_apertus
+
+    class Forgetful(torch.nn.SiLU):
+        def __init__(self, **_):
+            super().__init__()
+            self.slope = torch.nn.Parameter(torch.full((1,), float("nan")))
+
+    monkeypatch.setitem(modeling_apertus.ACT2CLS, "xielu", Forgetful)
+    settings, _ = parse_settings(["--seq_len", "32", "--model_config", "apertus.json"])
+    (problem,) = model_problems(settings, layers("apertus"))
+    assert problem.startswith("apertus.json: ApertusForCausalLM gives no initial value to model.")
