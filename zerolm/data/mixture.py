@@ -82,7 +82,10 @@ def redistribute(
         while start < stop:
             weights = tuple(0.0 if n in dropped else w for n, w in enumerate(stage.weights))
             if not any(weights):
-                return Mixture([*result, *stages[number + 1 :]], list(caps), start)
+                # A stage that begins at the supply ends the block before it, so that no source has
+                # more than its cap there. Nothing reads the stage: such a run is refused.
+                after = [Stage(start, stage.weights), *stages[number + 1 :]]
+                return Mixture([*result, *after], list(caps), start)
             shares = exact_shares(weights, allow_zero=True)
             lengths = {n: int(left[n] / shares[n]) for n in left if shares[n]}
             end = min([stop, *(start + length for length in lengths.values())])

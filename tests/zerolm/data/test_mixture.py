@@ -209,6 +209,10 @@ def test_only_stages_that_have_not_started_may_change():
 
 
 @given(mixtures(), st.lists(st.one_of(st.none(), st.integers(10, 60)), min_size=5, max_size=5))
+@example(  # both sources of a stage reach their caps, inside of a block
+    ([10, 1, 17, 1, 1], [Stage(0, (4.6, 0, 4.3, 0, 0)), Stage(109, (0, 0, 0, 0, 0.1))]),
+    [48, None, 27, None, None],
+)
 @settings(max_examples=25, deadline=None)
 def test_a_source_at_its_cap_is_dropped_and_the_others_share_its_place(mixture, tenths):
     sizes, stages = mixture
