@@ -122,20 +122,12 @@ ROLLBACK += ["--cooldown_after", 2, "--checkpoint_interval", 10, "--wandb", "off
 KILLS = ["rollback.recorded:0:32:kill", "rollback.aside:0:30:kill", "step.end:1:36:kill"]
 
 
-@pytest.mark.parametrize(
-    ("stage", "kills"),
-    [
-        pytest.param(3, KILLS[:1], id="3-once"),
-        pytest.param(2, KILLS, id="2", marks=pytest.mark.soak),
-        pytest.param(3, KILLS, id="3", marks=pytest.mark.soak),
-    ],
-)
-def test_a_killed_rollback_equals_an_uninterrupted_one(
-    tmp_path, llama, corpus, stage, kills
-) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_killed_rollback_equals_an_uninterrupted_one(tmp_path, llama, corpus, stage) -> None:
     json_file = profile(tmp_path / "ds.json", stage, bf16=stage == 2)
     digests = {}
-    for name, faults, workers in (("reference", [], 2), ("killed", kills, 0)):
+    for name, faults, workers in (("reference", [], 2), ("killed", KILLS, 0)):
         run_dir, ledger, once = (tmp_path / f"{name}{part}" for part in ("", "-ledger", "-once"))
         ledger.mkdir()
         once.mkdir()
