@@ -40,7 +40,9 @@ SLOW_IMPORTS = (
 )  # fmt: skip
 PYTEST = ["-x", "-p", "no:cacheprovider", "-p", "no:anyio", "-p", "no:unraisableexception"]
 NOT_ONE_TOKEN = re.compile("RemoveDecorator|ZeroIterationForLoop|Variable")
-ROW = re.compile(r"^\| (?P<path>\S+):(?P<line>\d+) \| `(?P<old>.*)` \| `(?P<new>.*)` \| survived")
+ROW = re.compile(
+    r"^\| (?P<path>\S+):(?P<line>\d+) \| `(?P<old>.*)` \| `(?P<new>.*)` \| (?P<outcome>\w+) \|$"
+)
 KILLED, SURVIVED, TOO_LONG = "killed", "survived", "timeout"
 
 
@@ -107,14 +109,15 @@ def draw(paths: list[str], number: int, seed: int) -> list[Mutant]:
 
 def survivors(table: Path) -> Iterator[Mutant]:
     """Yield the survivors of a table where their lines still exist, wherever they are today."""
-    for match in filter(None, map(ROW.match, table.read_text(encoding="utf-8").splitlines())):
-        path, old, new = match["path"], unescaped(match["old"]), unescaped(match["new"])
-        lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
-        same = [number for number, line in enumerate(lines, 1) if line.strip() == old]
-        if not same:
-            print(f"{path}:{match['line']}: this line is gone: {old}", flush=True)
+    for (path, number, old, new), outcome in outcomes_of(table).items():
+        if outcome != SURVIVED:
             continue
-        nearest = min(same, key=lambda number: abs(number - int(match["line"])))
+        lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+        same = [place for place, line in enumerate(lines, 1) if line.strip() == old]
+        if not same:
+            print(f"{path}:{number}: this line is gone: {old}", flush=True)
+            continue
+        nearest = min(same, key=lambda place: abs(place - number))
         line = lines[nearest - 1]
         indent = line[: len(line) - len(line.lstrip())]
         yield Mutant(path, nearest, line, indent + new)
@@ -188,8 +191,16 @@ def escaped(line: str) -> str:
     return line.strip().replace("|", "\\|")
 
 
-def unescaped(cell: str) -> str:
-    return cell.replace("\\|", "|")
+def outcomes_of(table: Path) -> dict[Mutant, str]:
+    """Return the outcomes in a table; the lines in it have no indentation."""
+    matches = map(ROW.match, table.read_text(encoding="utf-8").splitlines())
+    return {
+        Mutant(
+            match["path"], int(match["line"]),
+            match["old"].replace("\\|", "|"), match["new"].replace("\\|", "|"),
+        ): match["outcome"]
+        for match in matches if match
+    }  # fmt: skip
 
 
 def table_of(outcomes: list[tuple[Mutant, str]], command: str) -> str:
@@ -208,7 +219,9 @@ def table_of(outcomes: list[tuple[Mutant, str]], command: str) -> str:
 def main(argv: list[str]) -> int:
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="the table, in Markdown")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the table, in Markdown; what it has is not run"
+    )
     parser.add_argument("--number", type=int, default=config["number"])
     parser.add_argument("--seed", type=int, default=config["seed"])
     parser.add_argument("--only", default="", help="modules whose path begins so")
@@ -227,20 +240,28 @@ def main(argv: list[str]) -> int:
         path: [*tests, *(f"--deselect={name}" for name in config["deselect"])]
         for path, tests in config["tests"].items()
     }
+    known = outcomes_of(output) if output.exists() else {}
     outcomes: list[tuple[Mutant, str]] = []
+    limits: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy = make_copy(Path(folder))
         for path in sorted({mutant.path for mutant in mutants}):
             first = (copy / path).read_text(encoding="utf-8").splitlines()[0]
-            unchanged = Mutant(path, 1, first, first)
-            if outcome_of(copy, unchanged, selections[path], config["timeout_seconds"]) != SURVIVED:
+            start = time.monotonic()
+            outcome = outcome_of(copy, Mutant(path, 1, first, first), selections[path], 900)
+            limits[path] = config["timeout_seconds"] + 2 * (time.monotonic() - start)
+            if outcome != SURVIVED:
                 print(f"{path}: its tests fail without a change", file=sys.stderr)
                 return 1
         # The tests are compiled by now; a changed module must not be, or it could stay.
         sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
         for mutant in mutants:
+            bare = mutant._replace(old=mutant.old.strip(), new=mutant.new.strip())
+            if bare in known:
+                outcomes.append((mutant, known[bare]))
+                continue
             start = time.monotonic()
-            outcome = outcome_of(copy, mutant, selections[mutant.path], config["timeout_seconds"])
+            outcome = outcome_of(copy, mutant, selections[mutant.path], limits[mutant.path])
             outcomes.append((mutant, outcome))
             seconds = time.monotonic() - start
             print(f"{len(outcomes)}/{len(mutants)} {mutant.path}:{mutant.line} {outcome}, "
