@@ -2,11 +2,17 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm.model.architecture import num_parameters, parameter_shapes
-from zerolm.model.flops import flops_per_token, peak_flops_per_second
+from zerolm.model.flops import (
+    flops_per_token,
+    head_flops_per_token,
+    peak_flops_per_second,
+    recomputed_flops_per_token,
+)
 
 COMMON = {
     "vocab_size": 512,
@@ -51,7 +57,7 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "num_key_value_heads": 4,
         "q_lora_rank": 32,
-        "qk_nope_head_dim": 16,
+        "qk_nope_head_dim": 24,
         "qk_rope_head_dim": 8,
         "topk_group": 1,
         "v_head_dim": 24,
@@ -74,7 +80,7 @@ def make_config(family, **changes):
     return AutoConfig.for_model(family.split()[0], **{**COMMON, **FAMILIES[family], **changes})
 
 
-def counted_flops_per_token(config, seq_len):
+def counted_flops_per_token(config, seq_len, checkpointing=False):
     """Return the counted FLOPs per token of one training step.
 
     Uses eager attention and eager experts (a loop over the experts), because the counter of torch
@@ -83,8 +89,11 @@ def counted_flops_per_token(config, seq_len):
     routed = any("experts" in name for name in parameter_shapes(config))
     experts = {"experts_implementation": "eager"} if routed else {}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **experts)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(0, config.vocab_size, (2, seq_len))
-    with FlopCounterMode(display=False) as counter:
+    # With early stop, the last product of a block whose output nobody needs is not recomputed.
+    with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return counter.get_total_flops() / ids.numel()
 
@@ -94,6 +103,36 @@ def test_the_formula_equals_the_flop_counter(family):
     config = make_config(family)
     formula = flops_per_token(config, parameter_shapes(config), seq_len=96)
     assert formula == pytest.approx(counted_flops_per_token(config, 96), rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama tied", "gpt2", "mixtral"])
+def test_gradient_checkpointing_recomputes_everything_but_the_head(family):
+    config = make_config(family)
+    shapes = parameter_shapes(config)
+    recomputed = counted_flops_per_token(config, 96, True) - counted_flops_per_token(config, 96)
+    assert recomputed_flops_per_token(config, shapes, 96) == pytest.approx(recomputed, rel=0.01)
+    assert head_flops_per_token(config, shapes) == 2 * 512 * 128
+
+
+def test_a_model_without_attention_or_head_has_the_flops_of_its_matrices():
+    config = make_config("llama")
+    config.num_attention_heads = 0
+    shapes = {"model.layers.0.mlp.up_proj.weight": (256, 128), "model.norm.weight": (128,)}
+    assert flops_per_token(config, shapes, 96) == 6 * 256 * 128
+    assert head_flops_per_token(config, shapes) == 0
+
+
+def test_layers_of_other_kinds_attend_to_their_own_number_of_keys():
+    """The difference to a model without attention, at 128 values per key and query."""
+    kinds = ["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]
+    config = make_config("mistral", sliding_window=32)
+    config.layer_types, config.attention_chunk_size = kinds, 16
+    for seq_len, keys in ((96, 96 + 32 + 16), (8, 3 * 8)):
+        assert flops_per_token(config, {}, seq_len) == 6 * 2 * 128 * keys
+    config.use_sliding_window = False
+    assert flops_per_token(config, {}, 96) == 6 * 2 * 128 * (96 + 96 + 16)
+    config.layer_types, config.use_sliding_window = None, True
+    assert flops_per_token(config, {}, 96) == 6 * 2 * 128 * 3 * 32
 
 
 def test_a_window_limits_the_counted_attention():
@@ -111,35 +150,64 @@ def test_the_formula_approaches_six_flops_per_parameter():
     assert flops_per_token(config, shapes, 1) == pytest.approx(6 * num_parameters(shapes), rel=0.03)
 
 
+# bf16, fp16 and fp32, from the vendors' datasheets.
+DATASHEETS = {
+    "NVIDIA GB200": (2500, 2500, 80),
+    "NVIDIA B200": (2250, 2250, 75),
+    "NVIDIA H200 NVL": (835.5, 835.5, 60),
+    "NVIDIA H200": (989.4, 989.4, 67),
+    "NVIDIA H100 NVL": (835.5, 835.5, 60),
+    "NVIDIA H100 PCIe": (756, 756, 51),
+    "NVIDIA H100 80GB HBM3": (989.4, 989.4, 67),
+    "NVIDIA A100-SXM4-80GB": (312, 312, 19.5),
+    "NVIDIA A30": (165, 165, 10.3),
+    "NVIDIA A40": (149.7, 149.7, 37.4),
+    "NVIDIA A10G": (70, 70, 35),
+    "NVIDIA A10": (125, 125, 31.2),
+    "NVIDIA L40S": (362, 362, 91.6),
+    "NVIDIA L40": (181, 181, 90.5),
+    "NVIDIA L4": (121, 121, 30.3),
+    "Tesla V100-PCIE-32GB": (None, 112, 14),
+    "Tesla V100-SXM2-16GB": (None, 125, 15.7),
+    "Tesla T4": (None, 65, 8.1),
+    "NVIDIA GeForce RTX 5090": (209.5, 209.5, 104.8),
+    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6),
+    "NVIDIA GeForce RTX 3090": (71, 71, 35.6),
+    "NVIDIA RTX A6000": (154.8, 154.8, 38.7),
+    "AMD Instinct MI355X": (2516.6, 2516.6, 157.3),
+    "AMD Instinct MI300X": (1307.4, 1307.4, 163.4),
+    "AMD Instinct MI250X": (191.5, 191.5, 47.9),
+}
+
+
+@pytest.mark.parametrize("device", DATASHEETS)
+def test_each_device_has_the_peaks_of_its_datasheet(device):
+    found = [peak_flops_per_second(device, name) for name in ("bf16", "fp16", "fp32")]
+    wanted = [None if each is None else pytest.approx(each * 1e12) for each in DATASHEETS[device]]
+    assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "teraflops"),
     [
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("NVIDIA A100-SXM4-80GB", "float32", 19.5),
+        ("Tesla V100-SXM2-16GB", "float16", 125),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156),
         ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
         ("AMD Instinct MI250X", "tf32", None),
         ("Tesla T4", "tf32", None),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H100 NVL", "bf16", 835.5),
-        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H800", "bf16", 989.4),
+        ("NVIDIA A800-SXM4-80GB", "bf16", 312),
         ("NVIDIA GH200 480GB", "bf16", 989.4),
-        ("NVIDIA B200", "bf16", 2250),
-        ("NVIDIA A10G", "bf16", 70),
-        ("NVIDIA A10", "bf16", 125),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362),
-        ("Tesla V100-SXM2-16GB", "float16", 125),
-        ("Tesla V100-SXM2-16GB", "bfloat16", None),
-        ("Tesla T4", "fp16", 65),
-        ("AMD Instinct MI300X", "bf16", 1307.4),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("AMD Instinct MI325X", "bf16", 1307.4),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
         ("AMD EPYC", "bf16", None),
     ],
 )
-def test_peaks_equal_those_of_the_datasheets(device, dtype, teraflops):
+def test_names_of_variants_and_precisions_have_the_right_peak(device, dtype, teraflops):
     peak = peak_flops_per_second(device, dtype)
     assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.launching import ROOT
+from tests import tracked
 from zerolm.model.architecture import meta_model
 from zerolm.model.config_file import load_model_config
 from zerolm.optim.parameter_groups import decays, describe_groups, parameter_groups
 
-SHIPPED = sorted((ROOT / "model_configs").glob("*.json"))
+SHIPPED = tracked("model_configs/*.json")
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48,

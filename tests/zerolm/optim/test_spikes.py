@@ -11,6 +11,7 @@ from zerolm.optim.spikes import (
     MAX_CONSECUTIVE_OVERFLOWS,
     NORM_FLOOR,
     ROLL_BACK,
+    SKIP_WINDOW_STEPS,
     History,
     Policy,
     SpikeGuard,
@@ -122,11 +123,69 @@ def test_the_learning_rate_is_restored_after_cooldown_steps_accepted_steps() -> 
         (Policy(window=8, cooldown_after=0, rollback_after=3), [None, None, ROLL_BACK]),
         (Policy(window=8, cooldown_after=0, rollback_after=0, max_skips=3), [None, None, GIVE_UP]),
         (Policy(window=8, cooldown_after=0, rollback_after=0, max_skips=0), [None] * 3),
+        (Policy(window=8, cooldown_after=1, rollback_after=2), [COOL_DOWN, ROLL_BACK, ROLL_BACK]),
+        (Policy(window=8, rollback_after=1), [ROLL_BACK] * 3),
+        (Policy(window=8, cooldown_after=0, rollback_after=0, max_skips=1), [GIVE_UP] * 3),
     ],
 )
 def test_each_response_can_be_turned_off(policy, responses) -> None:
     guard = warmed_up(policy)
     assert [take(guard, step, 30.0)[1] for step in range(9, 12)] == responses
+
+
+@pytest.mark.parametrize(
+    ("policy", "apart", "response"),
+    [
+        (Policy(window=8, cooldown_after=0, rollback_after=2), 8, ROLL_BACK),
+        (Policy(window=8, rollback_after=0, cooldown_after=2), 8, COOL_DOWN),
+        (Policy(window=8, rollback_after=0, cooldown_after=0, max_skips=2), SKIP_WINDOW_STEPS,
+         GIVE_UP),
+        # The window of anomalies may be longer than that of `max_skips`.
+        (Policy(window=1500, rollback_after=2, max_skips=0), 1500, ROLL_BACK),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("start", [9, 5000])
+def test_anomalies_count_for_exactly_their_window(policy, apart, response, start) -> None:
+    """Two anomalies, one step less than the window apart, and a window apart."""
+    for distance, expected in ((apart - 1, response), (apart, None)):
+        guard = SpikeGuard(policy, History())
+        assert take(guard, start, math.nan) == (False, None)
+        assert take(guard, start + distance, math.nan) == (False, expected), distance
+
+
+def test_the_history_keeps_anomalies_for_as_long_as_they_count() -> None:
+    guard = SpikeGuard(Policy(window=8, rollback_after=0, max_skips=0), History())
+    for step in (100, 200, 1099, 1199, 1200):
+        take(guard, step, math.nan)
+    assert guard.history.anomalies == [1099, 1199, 1200]
+
+
+def test_overflows_are_counted_anew_after_an_applied_step() -> None:
+    guard = warmed_up(Policy(window=8, overflows_are_normal=True))
+    for step in range(9, 8 + MAX_CONSECUTIVE_OVERFLOWS):
+        guard.check_loss(3.0)
+        guard.end_step(step, 3.0, math.inf, applied=False)
+    assert guard.history.overflows == MAX_CONSECUTIVE_OVERFLOWS - 1
+    assert take(guard, 100, 3.0) == (True, None) and guard.history.overflows == 0
+    guard.check_loss(3.0)
+    assert guard.end_step(101, 3.0, math.inf, applied=False) is None
+
+
+def test_only_the_last_window_of_accepted_figures_is_kept() -> None:
+    guard = SpikeGuard(SMALL, History())
+    for step in range(1, 21):
+        take(guard, step, 3.0 + step / 1000, norm=1.0 + step / 1000)
+    assert guard.history.losses == [3.0 + step / 1000 for step in range(13, 21)]
+    assert guard.history.grad_norms == [1.0 + step / 1000 for step in range(13, 21)]
+
+
+def test_detection_starts_with_half_a_window_and_above_the_threshold() -> None:
+    for accepted, seen in ((3, False), (4, True)):
+        assert take(warmed_up(SMALL, accepted), 50, 30.0)[0] is not seen
+    # A flat window at 3.0 has the deviation 0.02 * 3.0: six of them are the threshold.
+    for loss, seen in ((3.35, False), (3.37, True)):
+        guard = SpikeGuard(SMALL, History(losses=[3.0] * 8, grad_norms=[1.0] * 8))
+        assert guard.check_loss(loss) is seen
 
 
 def test_steps_with_a_spike_can_be_taken_all_the_same() -> None:
