@@ -28,7 +28,8 @@ KEYS = {
         hidden_size d_model n_embd dim hidden_size_global embedding_size word_embed_proj_dim
         lru_width backbone_hidden_size input_embedding_size output_embedding_size emb_dim
         embedding_dim max_position_embeddings n_positions n_ctx max_seq_len context_length
-        max_target_positions model_max_length max_source_positions
+        max_target_positions model_max_length max_source_positions adapter_in_dim adapter_out_dim
+        adapter_input_size
     """,
     32: """
         moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size
@@ -47,7 +48,7 @@ KEYS = {
     """,
     8: """
         qk_rope_head_dim rotary_dim index_topk sliding_window sliding_window_size window_size
-        local_attention attention_chunk_size attention_window_size keep_window_size state_size
+        local_attention attention_chunk_size attention_window_size state_size
         mamba_d_state ssm_state_size d_state chunk_size mamba_chunk_size
     """,
     4: """
@@ -85,7 +86,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
     },
-    "dots3_note": {"adapter_in_dim": 64},
     "dots3_note_text": {
         "num_hidden_layers": 2, "layer_types": ["indexed_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse"], "head_dim": 24, "swa_num_attention_heads": 4,
@@ -93,6 +93,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
     },
     "falcon_h1": {"mamba_d_ssm": 128},
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [128] * 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -103,6 +104,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16,
         "per_layer_config": {"1": {"head_dim": 32}},
     },
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 0}},
     "gpt_neo": {
         "attention_types": [[["global", "local"], 1]],
         "attention_layers": ["global", "local"],
@@ -142,8 +147,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
 SPECIAL |= {
-    f"{name}{suffix}": {"text_config": SPECIAL[f"{name}_text"]}
-    for name, suffix in (("gemma3n", ""), ("gemma4", ""), ("qwen4_exp", ""))
+    name: {"text_config": SPECIAL[f"{name}_text"]}
+    for name in ("dots3_note", "gemma3n", "gemma4", "qwen4_exp")
+}
+
+
+# What a config class needs besides its defaults
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    }
 }
 
 
@@ -156,7 +169,7 @@ def toy_config(model_type: str) -> dict[str, Any]:
 
 def _small(config_class: Any, special: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of a config class that make a small model."""
-    default = config_class()
+    default = config_class(**NEEDED.get(config_class.model_type, {}))
     known = default.to_dict()
     latent = "kv_lora_rank" in known
     values: dict[str, Any] = {}

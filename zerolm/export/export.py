@@ -54,7 +54,7 @@ def export(
         CheckpointError: the logits of the written model differ from the training engine's.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from zerolm.checkpoint.zero_files import Weights
     from zerolm.export.weights import write_weights
@@ -71,14 +71,17 @@ def export(
             config, dtype=torch.float32, trust_remote_code=False
         )
     skeleton.tie_weights()
-    skeleton.config.dtype = dtype
-    skeleton.config.architectures = [type(skeleton).__name__]
+    # The text part of a config that has more; `AutoModelForCausalLM` may know only all of it.
+    known = type(skeleton.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    saved = skeleton.config if known else config
+    saved.dtype = dtype
+    saved.architectures = [type(skeleton).__name__]
     check_room(output, skeleton.num_parameters() * dtype.itemsize)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
-        skeleton.config.save_pretrained(temporary)
+        saved.save_pretrained(temporary)
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(temporary)
         weights = Weights(checkpoint_dir, manifest)

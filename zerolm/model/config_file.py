@@ -63,7 +63,7 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
     file = find_config(path)
     if file.is_dir():
         file = file / "config.json"
-    values = read_json(file, WHAT)
+    values = _special_floats(read_json(file, WHAT))
     for key in ("attn_implementation", "_attn_implementation"):
         if str(values.get(key)).startswith("flash_attention_"):
             del values[key]  # --attn_implementation decides; here it could download a kernel
@@ -77,6 +77,18 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
         raise ConfigError(problems)
     assert config is not None
     return config
+
+
+def _special_floats(value: Any) -> Any:
+    """Replace the objects that transformers writes for such numbers: {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_special_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("__float__") if len(value) == 1 else None
+    if name in ("Infinity", "-Infinity", "NaN"):
+        return float(name)
+    return {key: _special_floats(each) for key, each in value.items()}
 
 
 def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"]:
