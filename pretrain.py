@@ -22,6 +22,7 @@ import torch
 
 from zerolm.checkpoint.directory import candidates
 from zerolm.common.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
+from zerolm.common.secrets import mask_tracebacks
 from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
 from zerolm.optim import custom
@@ -43,6 +44,7 @@ from zerolm.watchdog import watchdog
 
 def main(argv: list[str]) -> int:
     """Check the command line, train, and return the exit code."""
+    mask_tracebacks()
     rank, local_rank, _ = process_group.environment_rank()
     try:
         plan = check.check(argv)

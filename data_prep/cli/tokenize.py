@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.tokenize.run import TokenizeOptions, run_tokenization
     from data_prep.tokenizer import load
     from zerolm.common.provenance import versions
+    from zerolm.common.secrets import masked_values
     from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
     problems = Problems()
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
             shard_tokens=shard_tokens,
         ),
         LocalExecutor(workers),
-        {"command": _command_line(), "zerolm_version": versions().get("zerolm")},
+        {"command": masked_values(_command_line()), "zerolm_version": versions().get("zerolm")},
     )
     print_summary(outputs, summary, workers)
 

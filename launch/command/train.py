@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerolm.common.errors import EXIT_DONE, ConfigError
+from zerolm.common.secrets import has_credentials
 from zerolm.common.shipped import SCRIPT
 from zerolm.config.flags import help_text, parse_settings
 from zerolm.config.settings import FLAGS, GROUPS
@@ -87,7 +88,7 @@ def run(argv: Sequence[str]) -> int:
         }
         print(help_text(USAGE, {"DeepSpeed's launcher": rows}))
         return EXIT_DONE
-    launcher, flags = split_flags(argv)
+    launcher, flags = split_flags(_without_credentials(argv))
     settings, problems = parse_settings(flags, LAUNCHER_FLAGS)
     if settings.check and settings.world_size is None:
         flags += _world_size(launcher, problems)
@@ -105,12 +106,33 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
 
 
 def run_command(arguments: argparse.Namespace) -> list[str]:
-    """Return what follows `--` in a command line, with `zerolm train ...` as `deepspeed ...`."""
-    command = arguments.run_command or []
+    """Return what follows `--` in a command line, with `zerolm train ...` as `deepspeed ...`.
+
+    Raises:
+        ConfigError: a URL in it contains credentials.
+    """
+    command = _without_credentials(arguments.run_command or [])
     for place in (1, 3):  # zerolm train, python -m zerolm train
         if command[place : place + 1] == ["train"] and Path(command[place - 1]).name in PROGRAMS:
             return deepspeed_command(command[place + 1 :])
     return command
+
+
+def _without_credentials(argv: Sequence[str]) -> list[str]:
+    """Return a command, unless DeepSpeed's launcher would print credentials in it.
+
+    Raises:
+        ConfigError: a URL in it contains credentials.
+    """
+    if problems := [
+        f"command line: {word}: contains credentials, which the launcher, job files and process "
+        f"listings would show. Put them into the environment or the configuration of the store's "
+        f"library."
+        for word in argv
+        if has_credentials(word)
+    ]:
+        raise ConfigError(problems)
+    return list(argv)
 
 
 def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:

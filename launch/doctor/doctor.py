@@ -25,6 +25,7 @@ from launch.supervise.hosts import Host, read_hostfile
 from zerolm.common.command_line import count, duration
 from zerolm.common.errors import EXIT_REFUSED, ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
+from zerolm.common.secrets import masked
 from zerolm.common.values import shown_bytes
 from zerolm.config.flags import parse_settings
 
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         collector.serve(sys.stdin, answers)
         return 0
     findings = Doctor(arguments, command).findings()
-    print(table(findings, color=sys.stdout.isatty()))
+    print(masked(table(findings, color=sys.stdout.isatty())))
     red = sum(finding.state == RED for finding in findings)
     print(f"{red} problem(s) to fix before the run starts" if red else "all hosts are ready")
     return EXIT_REFUSED if red else 0

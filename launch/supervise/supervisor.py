@@ -35,6 +35,7 @@ from zerolm.common.errors import (
 )
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.run_files import RunFiles
+from zerolm.common.secrets import masked
 from zerolm.tracking import report_process
 from zerolm.watchdog.child import Child
 
@@ -230,7 +231,7 @@ class Supervisor:
 
     def log(self, message: str) -> None:
         with contextlib.suppress(OSError):  # a closed terminal or a full disk
-            print(f"supervise: {message}", file=sys.stderr, flush=True)
+            print(masked(f"supervise: {message}"), file=sys.stderr, flush=True)
 
     def _guarded(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a part of the bookkeeping; log an exception of it and return None.

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
+from zerolm.common.secrets import mask_tracebacks, masked
 from zerolm.common.values import parse_bytes, parse_count, parse_duration, parse_number
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -93,6 +94,7 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
         _complete(group, program)
     if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
+    mask_tracebacks()
     try:
         code = _run(group, argv, program)
     except KeyboardInterrupt:
@@ -237,6 +239,10 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error("\n".join(unknown))
         return self.parse_args(arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Print a usage line and a message without secrets, and exit."""
+        super().error(masked(message))
 
 
 def _with_underscores(flag: str) -> str:

@@ -8,6 +8,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from zerolm.common.secrets import masked
+
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_REFUSED = 2  # nothing was written
@@ -25,6 +27,9 @@ class ZerolmError(Exception):
     exit_code = EXIT_BUG
     on_all_ranks = True
 
+    def __init__(self, message: str = ""):
+        super().__init__(masked(message))
+
 
 class CheckpointWriteError(ZerolmError):
     """A checkpoint could not be written. Earlier checkpoints are complete."""
@@ -36,7 +41,8 @@ class ConfigError(ZerolmError):
     exit_code = EXIT_REFUSED
 
     def __init__(self, problems: str | Iterable[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        given = [problems] if isinstance(problems, str) else problems
+        self.problems = [masked(problem) for problem in given]
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
 

@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 
 from zerolm.common.records import Count, mismatch, open_regular, parse_json, why
 from zerolm.common.run_files import RunFiles
+from zerolm.common.secrets import masked_values
 
 BLOCK_BYTES = 1 << 16
 MAX_PENDING_BYTES = 64 << 20  # kept in memory while a disk is full
@@ -265,9 +266,10 @@ class LineFile:
 
 
 def event_line(event: str, step: int, **details: Any) -> str:
-    """Return an event as a line of events.jsonl, without the newline."""
+    """Return an event as a line of events.jsonl, without the newline and without secrets."""
     timestamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return json.dumps({"event": event, "step": step, "time": timestamp, **details})
+    shown = masked_values(details)
+    return json.dumps({"event": event, "step": step, "time": timestamp, **shown})
 
 
 def append_event(run_dir: str | Path, event: str, step: int, **details: Any) -> None:

@@ -4,10 +4,11 @@ fsspec is imported where it is needed.
 """
 
 import os
-import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from zerolm.common.secrets import masked
 
 # Parts of a multipart upload: S3 accepts 10,000 of at least 5 MiB. A few of them are in memory for
 # each file that is being sent.
@@ -18,12 +19,14 @@ ATTEMPTS = 3
 MAX_PAUSE_SECONDS = 30.0
 CONNECT_SECONDS, READ_SECONDS = 10, 30
 OFF = "off"
-SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|API_KEY|ACCESS_KEY|ACCOUNT_KEY|SAS")
 T = TypeVar("T")
 
 
 class StoreError(Exception):
     """An operation failed after all attempts. The message is one line without secrets."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(masked(message))
 
 
 class Missing(StoreError):
@@ -38,12 +41,9 @@ def describe_error(error: BaseException, environment: Mapping[str, str] = os.env
     """Return an error as one line of at most 300 characters.
 
     Args:
-        environment: values of variables that `SECRET_NAMES` matches are replaced by ***.
+        environment: values of its secret variables are hidden.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    for name, value in environment.items():
-        if len(value) >= 8 and SECRET_NAMES.search(name.upper()):
-            text = text.replace(value, "***")
+    text = masked(" ".join(f"{type(error).__name__}: {error}".split()), environment)
     return text if len(text) <= 300 else text[:297] + "..."
 
 

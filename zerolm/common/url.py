@@ -4,6 +4,8 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from zerolm.common.secrets import has_credentials
+
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "s3", "https": "s3"}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -37,7 +39,7 @@ def url_problem(url: str) -> str | None:
     scheme, separator, rest = url.partition("://")
     if not separator or not rest.strip("/"):
         return "is not a URL. Write s3://bucket/first, gs://bucket/first or file:///backup/first."
-    if "@" in rest.split("/")[0] or "?" in rest:
+    if has_credentials(url) or "?" in rest:
         return (
             "contains credentials or a query, which would be visible in run.json and in process "
             "listings. Put them into the environment or the configuration of the store's library."

@@ -8,12 +8,16 @@ import socket
 from typing import Any
 
 from zerolm.common.errors import ConfigError
+from zerolm.common.secrets import masked
 
 
 def print_safely(*values: object) -> None:
-    """Print, and ignore output errors: a closed terminal or a full disk must not end a run."""
+    """Print without secrets, and ignore output errors.
+
+    A closed terminal or a full disk must not end a run.
+    """
     with contextlib.suppress(OSError):
-        print(*values, flush=True)
+        print(masked(" ".join(map(str, values))), flush=True)
 
 
 def print_rank0(rank: int, *values: object) -> None:

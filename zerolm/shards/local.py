@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.common.errors import ShardReadError
+from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
 from zerolm.shards.disk import file_sizes, map_file, require_digest
 from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, wrong_id
@@ -174,12 +174,12 @@ class LocalFiles:
         """Return the directory of the tokenizer's copy, verified; it may not exist.
 
         Raises:
-            ShardReadError: its files are not those of the manifest.
+            ShardError: its files are not those of the manifest.
         """
         directory = self.directory / TOKENIZER_DIRECTORY
         files = self.manifest["tokenizer"].get("files", [])
         if directory.is_dir() and (problems := copy_problems(directory, files)):
-            raise ShardReadError(problems)
+            raise ShardError(problems)
         return directory
 
     # ---- Open shards

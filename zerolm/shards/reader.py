@@ -146,8 +146,7 @@ class Source:
         """Return the local directory of the tokenizer's copy; it may not exist.
 
         Raises:
-            ShardReadError: its files are not those of the manifest, or a store does not deliver
-                them.
+            ShardError: its files are not those of the manifest, or a store does not deliver them.
         """
         return self.files.tokenizer_directory()
 
@@ -196,7 +195,7 @@ def verify(directory: str | PurePath) -> dict[str, Any]:
         tokenizer = source.tokenizer_directory()
         if not tokenizer.is_dir():
             problems += copy_problems(tokenizer, source.manifest["tokenizer"].get("files", []))
-    except ShardReadError as error:
+    except ShardError as error:
         problems += error.problems
     if problems:
         raise ShardError(problems)

@@ -20,6 +20,7 @@ from typing import Any
 from zerolm.common import processes
 from zerolm.common.errors import EXIT_BUG
 from zerolm.common.run_files import RunFiles
+from zerolm.common.secrets import masked
 from zerolm.distributed import collectives
 from zerolm.watchdog import hang_detection, liveness, progress, stacks, verdict
 from zerolm.watchdog.heartbeats import Heartbeats
@@ -92,7 +93,7 @@ class Watchdog:
         reason = "; ".join(line.rstrip(". ") for line in lines)
         with self._lock:
             if self.stacks is not None:
-                self.stacks.write("its error", "".join(traceback.format_exception(error)))
+                self.stacks.write("its error", masked("".join(traceback.format_exception(error))))
             self._publish({self.rank: f"ended: {reason}"}, "rank_lost", reason)
             self.heartbeats.mark_ended(reason)
 

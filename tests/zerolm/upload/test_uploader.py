@@ -282,7 +282,7 @@ def test_urls_are_checked_without_a_network(url, problem) -> None:
 def test_secrets_of_the_environment_are_not_shown() -> None:
     environment = {"AWS_SECRET_ACCESS_KEY": "abcdefghij", "HOME": "/somewhere", "X_TOKEN": "short"}
     error = OSError("denied for\nabcdefghij in /somewhere, short")
-    assert describe_error(error, environment) == "OSError: denied for *** in /somewhere, short"
+    assert describe_error(error, environment) == "OSError: denied for (hidden) in /somewhere, short"
 
 
 def test_a_call_that_hangs_is_abandoned() -> None:
