@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from data_prep.read.documents import Chunk, InputRules, Problem, too_long_problem
 from data_prep.read.parquet import RowGroupRefused, json_values, parquet_errors, read_row_group
+from data_prep.read.stage_files import check_stage_file
 from data_prep.read.streams import Failure, Stream, read_line_blocks
 from zerolm.common.errors import ConfigError, ZerolmError
 
@@ -127,6 +128,8 @@ def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[t
 def _read_lines(
     source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
+    if source.of_stage and not part.start:
+        check_stage_file(Path(source.name))
     stream = Stream(source.name, source.suffix, max(0, part.start - 1), rules.max_expansion)
     limit = rules.max_document_bytes
     is_compressed = source.suffix.endswith((".gz", ".zst"))

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,29 @@ def read_stage(directory: str | Path) -> Stage:
     return Stage(directory, manifest, [directory / entry["file"] for entry in manifest["files"]])
 
 
+def check_stage_file(path: Path) -> None:
+    """Compare a file of a published stage with its checksum; other files are not checked.
+
+    Raises:
+        ConfigError: it is damaged. Most changed bits decompress to another text without an error.
+    """
+    manifest = path.parent / STAGE_MANIFEST
+    if not manifest.is_file():
+        return
+    expected = _checksums(manifest, manifest.stat().st_mtime_ns).get(path.name)
+    if expected is not None and sha256_file(path) != expected:
+        raise ConfigError(
+            f"{path}: its SHA-256 differs from {STAGE_MANIFEST}. It is truncated or damaged: run "
+            f"the stage again."
+        )
+
+
+@lru_cache(maxsize=8)
+def _checksums(manifest: Path, modified_ns: int) -> dict[str, str]:
+    files = json.loads(manifest.read_bytes())["files"]
+    return {entry["file"]: entry["sha256"] for entry in files}
+
+
 def read_stage_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a stage's file, without their newlines.
 
@@ -178,6 +202,7 @@ def read_stage_lines(path: Path) -> Iterator[bytes]:
     import pyarrow as pa
 
     try:
+        check_stage_file(path)
         with open(path, "rb") as raw:
             stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
             rest = b""

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.readers import InputRange, read_input
 from data_prep.read.stage_files import (
     StageWriter,
     is_stage,
@@ -88,6 +91,22 @@ def test_a_truncated_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=r"00000\.jsonl\.zst"):
         list(read_records(path))
+
+
+@pytest.mark.parametrize("reads", ["a stage", "tokenize"])
+def test_a_changed_bit_in_a_published_file_is_found(tmp_path, reads):
+    """The zstd frames have no checksum: most changed bits decompress to another text."""
+    publish(tmp_path)
+    path = tmp_path / "00000.jsonl.zst"
+    content = bytearray(path.read_bytes())
+    content[-12] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"00000\.jsonl\.zst: its SHA-256 differs from stage"):
+        if reads == "a stage":
+            list(read_records(path))
+        else:
+            (source, *_), _ = find_inputs([str(tmp_path)], "text")
+            list(read_input(source, InputRange(0), InputRules(), 1 << 20))
 
 
 def test_provenance_is_everything_but_the_files(tmp_path):
