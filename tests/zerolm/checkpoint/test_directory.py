@@ -170,6 +170,22 @@ def test_each_kind_of_damage_is_reported(tmp_path) -> None:
     assert "optimizer.pt: missing" in "\n".join(checkpoint_directory.verify_files(found))
 
 
+def test_every_other_content_of_a_file_is_reported_to_the_rank_that_reads_it(tmp_path) -> None:
+    """Whether its SHA-256 is below or above the one in the manifest."""
+    directory = write(tmp_path, 5)
+    found = checkpoint_directory.read(directory)
+    assert [checkpoint_directory.verify_files(found, rank, 2) for rank in (0, 1)] == [[], []]
+    (path, *_) = [directory / entry["file"] for entry in found.manifest["files"]]
+    content = path.read_bytes()
+    for bit in range(16):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        (problem,) = checkpoint_directory.verify_files(found, 0, 2)
+        assert f"{path}: SHA-256" in problem
+        assert checkpoint_directory.verify_files(found, 1, 2) == []
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", json.dumps({"format": "other", "version": 1, "progress": {}})]
 )

@@ -158,3 +158,21 @@ def test_error_names_a_damaged_rollbacks_file(run_dir) -> None:
     (run_dir / "rollbacks.json").write_text("[")
     with pytest.raises(ConfigError, match=r"rollbacks\.json"):
         rollback.apply_recorded(run_dir)
+
+
+def test_progress_takes_over_each_later_rollback_and_keeps_the_rest(run_dir) -> None:
+    def entry(number: int, windows: list[list[int]]) -> dict:
+        return {"number": number, "skipped_steps": 10 * number, "spikes": 100 * number,
+                "skipped_windows": windows}  # fmt: skip
+
+    history = {"losses": [2.0, 1.0], "anomalies": [7, 8], "cooldown_left": 3}
+    progress = Progress(
+        step=10, position=80, tokens=2560, rollbacks=1, skipped_windows=[[0, 8]], history=history
+    )
+    entries = [entry(1, [[500, 508]]), entry(2, [[0, 8], [100, 108]]), entry(3, [[104, 116]])]
+    found = rollback.with_rollbacks(progress, entries)
+    assert (found.rollbacks, found.skipped_steps, found.spikes) == (3, 30, 300)
+    assert found.skipped_windows == [[0, 8], [100, 116]], "the first is in the checkpoint already"
+    assert found.history == {**history, "anomalies": []}
+    assert (found.step, found.position, found.tokens) == (10, 80, 2560)
+    assert rollback.with_rollbacks(progress, entries[:1]) == progress

@@ -1,6 +1,7 @@
 """The mixture from the settings: stages and caps by name, or all problems at once."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -86,6 +87,17 @@ def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
     assert resolved.supply is None  # web may be read for ever
     lines = table(resolved, resolved.order(SIZES, 0), NAMES, 2000, 100)
     assert [line.split()[0] for line in lines] == ["source", *NAMES]
+    order = resolved.order(SIZES, 0)
+    edges = [0, *(stage.start for stage in resolved.stages[1:]), 2000]
+    for number, line in enumerate(lines[1:]):
+        cells = line.split()
+        for stage, (start, end) in enumerate(pairwise(edges)):
+            weights = resolved.stages[stage].weights
+            share, epochs = cells[2 + 2 * stage : 4 + 2 * stage]
+            part = f"{weights[number] / sum(weights):.3%}" if weights[number] else "-"
+            taken = (order.counts(end) - order.counts(start))[number]
+            assert share == part and float(epochs) == float(f"{taken / SIZES[number]:.3g}")
+        assert cells[-3] == f"{order.counts(2000)[number] * 100:,}"
     assert lines[2].endswith("1") and lines[3].endswith("2") and lines[1].endswith("-")
     settings, resolved, _ = mixture((6, 3, 1), max_epochs=("1",), over_max_epochs="redistribute")
     supply = resolved.supply

@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerolm.data.order import Order
-from zerolm.data.skips import merge_ranges, sequence_ids, sequence_range, source_counts
+from zerolm.data.skips import (
+    merge_ranges,
+    sequence_ids,
+    sequence_range,
+    source_counts,
+    used_sequences_end,
+)
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 200), st.integers(1, 40)).map(lambda pair: (pair[0], sum(pair))),
@@ -47,3 +53,10 @@ def test_a_range_after_a_position_does_not_change_it() -> None:
     assert sequence_ids(np.arange(8), [[8, 16]]).tolist() == list(range(8))
     assert sequence_range(0, 8, [[8, 16]]) == (0, 8)
     assert sequence_range(0, 9, [[8, 16]]) == (0, 17)
+
+
+@given(RANGES, st.integers(0, 300))
+@settings(deadline=None)
+def test_the_used_sequences_end_behind_what_was_consumed_or_skipped(ranges, position) -> None:
+    used = plainly(ranges, 600)[:position] + [end - 1 for _, end in ranges]
+    assert used_sequences_end(position, merge_ranges(ranges)) == max(used, default=-1) + 1

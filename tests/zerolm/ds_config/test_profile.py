@@ -89,3 +89,35 @@ def test_a_batch_that_contradicts_itself_is_refused():
     }
     _, problems = implied_settings(Profile.parse(config), seq_len=1, replicas=2)
     assert len(problems) == 1 and "32" in problems[0] and "= 16" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "accumulation", "found"),
+    [  # on three ranks
+        (24, None, None, (24, None)),
+        (24, 2, None, (24, 2)),
+        (24, None, 4, (24, 2)),
+        (24, 2, 4, (24, 2)),
+        (None, 2, 4, (24, 2)),
+        (None, 2, None, (None, 2)),
+        (None, None, 4, (None, None)),
+        (24, 2, 5, "per_gpu 2 x gradient_accumulation_steps 5 x world size 3"),
+        (24, 1, 4, "= 12"),
+        (24, None, 5, "must be a multiple of gradient_accumulation_steps 5 x world size 3"),
+    ],
+)  # fmt: skip
+def test_any_two_of_the_three_batch_sizes_give_the_third(batch, micro, accumulation, found):
+    given = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    config = {key: value for key, value in given.items() if value is not None}
+    implied, problems = implied_settings(Profile.parse(config), seq_len=10, replicas=3)
+    if isinstance(found, str):
+        (problem,) = problems
+        assert found in problem and f"train_batch_size: {batch}" in problem
+        return
+    sizes = [implied[name].value if name in implied else None
+             for name in ("batch_tokens", "micro_batch_size")]  # fmt: skip
+    assert problems == [] and sizes == [found[0] and 10 * found[0], found[1]]

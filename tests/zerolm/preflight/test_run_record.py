@@ -1,7 +1,7 @@
 """The progress of a run after it resumes with another data order."""
 
 from zerolm.checkpoint.manifest import Progress
-from zerolm.preflight.run_record import carry_over
+from zerolm.preflight.run_record import _same, _weights, carry_over
 
 ORDER = {"seq_len": 512, "seed": 1, "weights": [0.7, 0.3], "data_fingerprint": "a"}
 PROGRESS = Progress(
@@ -42,3 +42,21 @@ def test_stage_that_has_not_started_may_change() -> None:
     assert (
         carry_over(PROGRESS, old, {**ORDER, "stages": [[660, [0.1, 0.9]]]}).history == {}
     )  # cuts a block
+
+
+def test_values_are_compared_as_json_has_them() -> None:
+    pairs = [((1, 2), [1, 2]), (1, 1.0), ({1: [0.5]}, {"1": [0.5]}), (None, None)]
+    for new, old in pairs:
+        assert _same(old, new)
+        assert _same({"a": {"b": old}}, {"a": {"b": new}})
+    for old, new in (
+        (None, {"a": 1}), ({"a": 1}, None), ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1, "b": 2}), ([1, 2], (1, 3)), ({}, []), ({"a": {"b": 1}}, {"a": {}}),
+    ):  # fmt: skip
+        assert not _same(old, new) and not _same({"x": old}, {"x": new}), (old, new)
+
+
+def test_weights_of_sources_are_compared_as_shares_where_all_have_one() -> None:
+    assert _weights(["a=7", "b=3"]) == _weights(["a=0.7", "b=0.3"]) == [0.7, 0.3]
+    assert _weights(["a", "b"]) == [None, None], "they follow the sizes"
+    assert _weights(["a=x", "b=3"]) == [None, None]

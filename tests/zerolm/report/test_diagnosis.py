@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerolm.report.diagnosis import findings
+from zerolm.report.diagnosis import PLATEAU_BLOCKS, _trend, findings
+from zerolm.report.findings import Point
 
 TOKENS = 1000  # of a step
 
@@ -85,6 +86,36 @@ def test_a_flat_curve_at_the_full_rate_is_a_plateau(noise, seed, level):
         assert [finding.kind for finding in found] == ["plateau"]
         assert found[0].tokens == 1000 * 10 * TOKENS, "the last half is the span"
         assert "learning rate" in found[0].text
+
+
+@pytest.mark.parametrize("slope", [-0.3, 0.0, 0.2])
+def test_the_trend_is_the_line_of_least_squares_through_the_medians(slope):
+    """Compared with numpy's fit and its covariance."""
+    noise = np.random.default_rng(1).standard_normal(PLATEAU_BLOCKS)
+    tokens = np.geomspace(1e6, 4e6, PLATEAU_BLOCKS)
+    for scale in (0.0, 0.05):
+        values = 3.0 + slope * np.log(tokens) + scale * noise
+        points = [Point(n, int(t), v) for n, (t, v) in enumerate(zip(tokens, values, strict=True))]
+        change, error = _trend(points)
+        (fitted, _), covariance = np.polyfit(np.log(tokens), values, 1, cov=True)
+        assert change == pytest.approx(fitted * math.log(4), abs=1e-6)
+        assert error == pytest.approx(math.sqrt(covariance[0, 0]) * math.log(4), abs=1e-6)
+
+
+def test_a_plateau_names_its_level_its_start_and_the_rate():
+    losses = power_law(2000)
+    losses[600:] = 2.5
+    (found,) = findings(rows(losses))
+    assert found.text.startswith(
+        "The loss has been at 2.500 since step 10000, at a learning rate of 1.0e-03."
+    )
+
+
+def test_a_divergence_names_its_start_the_loss_now_and_the_best():
+    losses = np.concatenate([np.linspace(4.0, 2.0, 400), np.full(100, 3.0)])
+    found = findings(rows(losses))[0]
+    assert found.kind == "divergence" and 4010 <= found.step <= 4010 + 10 * 17
+    assert f"above its minimum since step {found.step}: now 3.000, 2.0" in found.text
 
 
 def test_a_flat_curve_at_a_low_rate_is_not_a_plateau():

@@ -174,6 +174,26 @@ def test_entries_of_other_files_are_checked(tmp_path, keys, named):
         open_source(directory)
 
 
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("size_bytes", "size_bytes .* is not 9 tokens of uint16"),
+        ("index_size_bytes", "index_size_bytes .* is not . documents of 8 bytes"),
+        ("sums_size_bytes", "sums_size_bytes .* is not "),
+        ("num_tokens", "num_tokens is .*, but its shards have .* together"),
+        ("num_documents", "num_documents is .*, but its shards have .* together"),
+    ],
+)
+def test_a_number_of_a_manifest_that_contradicts_another_is_named(tmp_path, key, named, by):
+    directory = write(tmp_path / "s")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["shards"][0][key] += by
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match=named):
+        open_source(directory)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "null"])
 def test_a_manifest_that_is_not_json_is_refused(tmp_path, content):
     directory = write(tmp_path / "s")
