@@ -24,7 +24,6 @@ from zerolm.common.command_line import count, count_from_zero
 from zerolm.common.errors import EXIT_BUG, EXIT_STOPPED, ConfigError
 from zerolm.common.shipped import SCRIPT
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # The node's rank, as set by Slurm, by an indexed Kubernetes Job, and by SkyPilot.
 RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
 
@@ -107,7 +106,7 @@ def node_rank(given: int | None, nodes: int, environment: Mapping[str, str]) -> 
 
 def _run_ranks(command: Sequence[str], run_dir: Path) -> int:
     signals: list[int] = []
-    for number in SIGNALS:
+    for number in processes.stop_signals():
         signal.signal(number, lambda number, frame: signals.append(number))
     attempt, num_forwarded = Attempt(command, secrets.token_hex(8), run_dir), 0
     while attempt.running():

@@ -14,9 +14,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Start a run and restart it after failures until it is done. A failure is reported with "
         "its rank, host, signal, step and stacks; then the same command starts again and the run "
-        "resumes from its newest checkpoint. SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C are forwarded "
-        "to the ranks, which save and stop. Exit codes are those of pretrain.py: 0 done, 1 keeps "
-        "failing, 2 refused, 75 stopped on request, 76 gave up."
+        "resumes from its newest checkpoint. SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C are "
+        "forwarded to the ranks, which save and stop. Exit codes are those of pretrain.py: 0 done, "
+        "1 keeps failing, 2 refused, 75 stopped on request, 76 gave up."
     )
     add = parser.add_argument
     add(

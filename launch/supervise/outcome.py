@@ -114,8 +114,10 @@ def classify(
 def _exit_code(returncode: int, events: Sequence[dict[str, Any]]) -> int:
     if any(event.get("reason") == RUNNER_GONE for event in events):
         # The ranks saved and stopped because `deepspeed` ended: on request, or was it killed?
-        requested = returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        return EXIT_STOPPED if requested else EXIT_BUG
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if returncode in (-number, 128 + number):
+                return EXIT_STOPPED
+        return EXIT_BUG
     logged = {event["event"] for event in events}
     for name, code in FINAL_EVENTS.items():
         if name in logged:

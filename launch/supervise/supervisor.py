@@ -23,7 +23,7 @@ from launch.supervise.attempt import POLL_SECONDS, Attempt
 from launch.supervise.hosts import without_failing_hosts
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
-from zerolm.common import jsonl
+from zerolm.common import jsonl, processes
 from zerolm.common.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -39,7 +39,6 @@ from zerolm.common.secrets import masked
 from zerolm.tracking import report_process
 from zerolm.watchdog.child import Child
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 IN_USE = "another run is writing to it now"  # part of the refusal of zerolm/train/run_directory.py
 SLURM_SECONDS = 60
 FINAL = {
@@ -80,7 +79,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise the run to its end; return its exit code."""
-        for number in STOP_SIGNALS:
+        for number in processes.stop_signals():
             signal.signal(number, lambda number, frame: self.signals.append(number))
         code = EXIT_BUG
         try:

@@ -145,6 +145,8 @@ _KINDS: tuple[EventKind, ...] = (
         "the run resumes from `checkpoint`: `world_size`, `zero_stage`; `resharded`: what has "
         "changed in its topology, `old -> new` each", _resumed,
         AlertRule("INFO", "restarted", "checkpoint"), RUNNING),
+    EventKind("rows_lost", "notable",
+        "the run resumes, but `metrics.jsonl` lacks rows before its checkpoint: `problem`"),
     EventKind("changed", "notable",
         "`changes`: old and new value of each setting that affects the loss curve and was accepted "
         "by `--accept_changes`", _changes),

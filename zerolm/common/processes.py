@@ -13,6 +13,16 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SUPERVISOR = "ZEROLM_SUPERVISOR"  # variable with the supervisor's mark, in all processes of its run
+# Each asks a run to save and stop. A terminal that is closed sends SIGHUP.
+STOP_SIGNALS = (
+    signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP,
+)  # fmt: skip
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the `STOP_SIGNALS` to handle: not SIGHUP if it is ignored, as under `nohup`."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
 
 
 @dataclass(frozen=True)

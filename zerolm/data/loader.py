@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from zerolm.common import processes
 from zerolm.common.errors import ShardReadError, ZerolmError
 from zerolm.common.values import split_evenly
 from zerolm.config.settings import CONCAT
@@ -281,8 +282,9 @@ def _obey_parent_only(worker: int) -> None:
     from the parent counts, with which multiprocessing stops a worker. If the parent is killed, a
     worker would block forever while sending a message; torch's own watchdog misses that.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in processes.STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_follow_parent, args=[os.getppid()], daemon=True).start()
 

@@ -67,10 +67,26 @@ def detect(
     problem = machine.launcher_problem(argv, environment)
     if problem:
         found.problems.append(problem)
+    if not settings.check:
+        found.problems += slurm_problems(environment)
     _check_build_locks(environment, found)
     _check_shared_resources(environment, found)
     _check_trackers(settings, environment, found)
     return Host(int(environment.get("WORLD_SIZE", 1)), device)
+
+
+def slurm_problems(environment: Mapping[str, str]) -> list[str]:
+    """Return the problem if srun has started several processes that are not the ranks of a run."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
+    if not tasks.isdigit() or int(tasks) < 2 or "RANK" in environment:
+        return []
+    return [
+        f"environment: SLURM_NTASKS: {tasks}, but RANK and WORLD_SIZE are not set: each of the "
+        f"{tasks} tasks would train alone, in the same --run_dir. Start one task per node, which "
+        f"starts its ranks: `srun --ntasks-per-node=1 python -m launch node --nodes N "
+        f"--devices_per_node D --master_addr HOST -- pretrain.py ...`, as in the job file that "
+        f"`python -m launch render slurm` writes. For a run of one process, use srun --ntasks=1."
+    ]
 
 
 def _check_build_locks(environment: Mapping[str, str], found: Findings) -> None:

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerolm.common import processes
 from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow, parse_row
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
 from zerolm.common.run_files import RunFiles
 from zerolm.tracking.tracker import Row, Tracker, tracker_class
-from zerolm.watchdog.child import RUN_SIGNALS
 
 POLL_SECONDS = 0.5
 MAX_WAITING_ROWS = 1000  # in memory, for a slow tracker; further rows are read from the file later
@@ -86,6 +86,7 @@ class Mirror:
         self.ending = threading.Event()
         self.num_read = self.num_done = 0  # rows
         self.connected = self.complete = False
+        self.error = ""  # why it is not connected, or no longer
         self.errors: set[str] = set()
         self.feeder = threading.Thread(target=self._feed, daemon=True)
 
@@ -129,7 +130,10 @@ class Mirror:
         if not self.complete:
             missing = self.num_read - self.num_done
             rows = f"{missing} of {self.num_read} rows" if missing else "the last of its data"
-            self.send(failed=f"lacks {rows}; {self.tracker.repair(self.run_dir)}")
+            reason = f"did not take them within {END_SECONDS:.0f} s"
+            if self.error or not self.connected:
+                reason = self.error or f"not connected within {CONNECT_SECONDS:.0f} s"
+            self.send(failed=f"lacks {rows} ({reason}); {self.tracker.repair(self.run_dir)}")
 
     # ---- The thread that feeds the tracker
 
@@ -146,7 +150,8 @@ class Mirror:
                     self._hand_over(kind, content)
         except Exception as error:
             traceback.print_exc()
-            self.send(failed=one_line(error))
+            self.error = one_line(error)
+            self.send(failed=self.error)
 
     def _hand_over(self, kind: str, content: Any) -> None:
         if kind == "end":
@@ -174,17 +179,17 @@ class Mirror:
 
     def _connect(self) -> None:
         """Open the tracker, however long it takes. The same error in a row is reported once."""
-        pause, reported = FIRST_PAUSE_SECONDS, ""
+        pause = FIRST_PAUSE_SECONDS
         while True:
             try:
                 self.tracker.open()
-                self.connected = True
+                self.connected, self.error = True, ""
                 return
             except Exception as error:
                 traceback.print_exc()
-                if (text := one_line(error)) != reported:
+                if (text := one_line(error)) != self.error:
                     self.send(failed=text)
-                reported = text
+                self.error = text
             self.ending.wait(pause)
             pause = min(MAX_PAUSE_SECONDS, 2 * pause)
             if self.ending.is_set():  # retry without a growing pause: this process ends soon
@@ -206,7 +211,7 @@ def mirror(run_dir: Path, name: str, of_process: int) -> None:
         name: name of the tracker.
         of_process: process ID of the run's first rank.
     """
-    for number in (*RUN_SIGNALS, signal.SIGHUP):
+    for number in processes.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the run handles them, and sends how it ended
     with contextlib.suppress(OSError):
         os.nice(19)

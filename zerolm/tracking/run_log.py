@@ -44,6 +44,7 @@ class RunLog:
         self._events: LineFile | None = None
         self._values: dict[str, dict[int, float]] = {}  # {key given to best_steps: {step: value}}
         self._newest: tuple[int, set[str]] = (-1, set())  # the last step, and its keys
+        self.lacks_rows: str | None = None  # what is missing before the step of a resume
         if not writes:
             return
         path = self.files.metrics
@@ -52,6 +53,10 @@ class RunLog:
         for row in written:
             if row["step"] == resumed_step:
                 self._set_newest(row)
+        if resumed_step and self._newest[0] != resumed_step:  # every save has written a row
+            last = jsonl.last_step(path)
+            has = "has no rows" if last is None else f"ends at step {last}"
+            self.lacks_rows = f"{path} {has}: the rows up to step {resumed_step} are missing"
         self._metrics = LineFile(path, print_safely)
         path = self.files.samples
         if path.is_file():

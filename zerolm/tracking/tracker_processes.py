@@ -187,7 +187,7 @@ class TrackerProcess:
 
     def _fail(self, error: str) -> None:
         self.note("tracker_failed", tracker=self.name, error=error)
-        print_safely(f"{self.name}: {error}; training continues")
+        print_safely(f"{self.name}: {error}" + ("" if self._end_sent else "; training continues"))
 
     def _close(self) -> None:
         if self.channel is not None:

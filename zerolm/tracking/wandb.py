@@ -309,9 +309,14 @@ class WandbTracker(Tracker):
             },
         )
         try:
-            artifact.add_reference(url, name=name, checksum=False)
-        except Exception:  # W&B lacks the library for this kind of store; the metadata has the URL
-            artifact.add_reference(path.as_uri(), name=name, checksum=False)
+            try:
+                artifact.add_reference(url, name=name, checksum=False)
+            except Exception:  # W&B lacks the library for this store; the metadata has the URL
+                artifact.add_reference(path.as_uri(), name=name, checksum=False)
+        except Exception:
+            if not (path / MANIFEST).exists():
+                return  # removed in the meantime
+            raise
         self.run.log_artifact(artifact, aliases=["latest", name])
 
 

@@ -85,6 +85,9 @@ class Journal:
             zero_stage=self.plan.profile.zero_stage,
             resharded=resharded,
         )
+        if self.log.lacks_rows is not None:
+            self.log.event("rows_lost", step, problem=self.log.lacks_rows)
+            self.print_rank0(f"note: {self.log.lacks_rows}; the run itself is complete")
         if self.changed:
             self.log.event("changed", step, changes=self.changed)
             self.changed = {}  # log it once: a rollback starts the run again

@@ -13,6 +13,7 @@ from typing import Any
 
 from zerolm.checkpoint import rollback
 from zerolm.checkpoint.manifest import Progress
+from zerolm.common import processes
 from zerolm.common.errors import GaveUp
 from zerolm.config.resolved import Resolved
 from zerolm.config.run_records import Rollback
@@ -29,7 +30,6 @@ from zerolm.optim.spikes import (
 )
 
 SAVE_MARGIN = 1.5  # factor on the longest save so far, to estimate the last one
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 class StopRequest:
@@ -48,7 +48,7 @@ class StopRequest:
         self._deadline = None if stop_after is None else time.monotonic() + stop_after
         self._polled_at: float | None = None
         self._save_seconds = 0.0
-        for number in STOP_SIGNALS:
+        for number in processes.stop_signals():
             signal.signal(number, self._request)
 
     def _request(self, number: int, frame: Any) -> None:

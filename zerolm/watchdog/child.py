@@ -21,7 +21,6 @@ from zerolm.watchdog import progress
 
 MAX_PAUSE_SECONDS = 600.0
 WAIT_SECONDS = 0.05
-RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Child:
@@ -151,7 +150,7 @@ def serve(pid: int) -> None:
         import psutil
 
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-    for number in RUN_SIGNALS:
+    for number in processes.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
     def watch() -> None:

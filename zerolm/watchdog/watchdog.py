@@ -31,6 +31,7 @@ SILENT_SECONDS = 60.0  # without a heartbeat, while this rank is stuck too: a ra
 STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for so long is lost
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
 EXIT_DELAY_SECONDS = 3.0  # lets the launcher, which polls every second, see the dead rank first
+ORPHAN_SECONDS = 2.0  # for the main thread to handle the signal that has ended the launcher
 DIAGNOSIS_SECONDS = 8.0  # an error of a collective waits for the thread to find its cause
 TEARDOWN_SECONDS = 30.0  # for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
@@ -60,6 +61,7 @@ class Watchdog:
         self.stacks = stacks.StackFile(self.files.stacks(rank)) if rank == 0 else None
         self._seen: dict[int, tuple[int, float]] = {}  # heartbeat files: (mtime, when it changed)
         self._stopped_since: dict[int, float] = {}
+        self._orphan_since: float | None = None
         self._lock = threading.Lock()  # either the thread or the main thread's error ends the run
         self._quit = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -133,7 +135,7 @@ class Watchdog:
     def _check_processes(self) -> None:
         """Check the launcher and the ranks of this machine."""
         if self.launcher not in (None, os.getppid()):
-            self._exit_alone("its launcher is gone", "launcher_lost")
+            self._outlive_launcher()
         if self.runner is not None and not processes.alive(self.runner) and not self.stop.reason:
             verdict.mute_broken_output()
             self.stop.reason = RUNNER_GONE
@@ -153,6 +155,18 @@ class Watchdog:
                     self._end_run({rank: "is stopped (SIGSTOP)"}, "hang")
             else:
                 self._stopped_since.pop(rank, None)
+
+    def _outlive_launcher(self) -> None:
+        """Exit without the launcher, unless this rank was asked to stop: then let it save.
+
+        A closed terminal signals the launcher and the ranks at the same time.
+        """
+        now = time.monotonic()
+        self._orphan_since = self._orphan_since or now
+        if self.stop.reason is not None:
+            verdict.mute_broken_output()
+        elif now - self._orphan_since > ORPHAN_SECONDS:
+            self._exit_alone("its launcher is gone", "launcher_lost")
 
     def _handle_exit(self, rank: int, how: str | None) -> None:
         """End the run if a rank's process has exited, unless the rank had finished."""

@@ -33,6 +33,17 @@ def test_a_resume_drops_the_lines_of_repeated_steps(tmp_path) -> None:
     assert rows[2]["train/loss"] == 1 / 9, "floats survive to the last bit"
 
 
+def test_a_resume_says_if_rows_before_its_checkpoint_are_missing(tmp_path) -> None:
+    assert RunLog(tmp_path, 0, writes=True).lacks_rows is None
+    assert "has no rows: the rows up to step 3" in str(RunLog(tmp_path, 3, writes=True).lacks_rows)
+    log = RunLog(tmp_path, 0, writes=True)
+    write_steps(log, 1, 2, 3)
+    log.close()
+    assert RunLog(tmp_path, 3, writes=True).lacks_rows is None
+    lost = RunLog(tmp_path, 9, writes=True).lacks_rows
+    assert lost == f"{tmp_path}/metrics.jsonl ends at step 3: the rows up to step 9 are missing"
+
+
 def test_infinities_and_nan_are_logged_as_null(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     log.metrics({"step": 1, "tokens": 10, "train/grad_norm": float("inf")})

@@ -3,20 +3,24 @@
 import errno
 import fcntl
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb as wandb_package
 
 from tests.launching import free_port
 from tests.wandb_reader import own_rows
-from tests.zerolm.tracking.tracked_runs import begin, end, unused_run, write_steps
+from tests.zerolm.tracking.tracked_runs import begin, end, publish, unused_run, write_steps
 from zerolm.common import locks
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.config.settings import Settings
+from zerolm.tracking import mirror as mirror_module
 from zerolm.tracking import tracker_processes, wandb, wandb_identity
 from zerolm.tracking import wandb_sync as wandb_sync_module
 from zerolm.tracking.mirror import Mirror
@@ -41,7 +45,10 @@ def test_a_failing_tracker_is_an_event_and_does_not_end_the_run(run_dir, capsys)
     assert [(one["event"], one["tracker"]) for one in found] == [("tracker_failed", "wandb")] * 2
     assert "cannot start" in found[0]["error"]
     assert f"python -m zerolm wandb-sync {run_dir}" in found[1]["error"]
-    assert len(own_rows(run_dir)) == 1 and "training continues" in capsys.readouterr().out
+    assert len(own_rows(run_dir)) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("; training continues")
+    assert "may lack rows" in last and "training continues" not in last, "the run has ended"
 
 
 class Broken(Tracker):
@@ -76,6 +83,60 @@ def test_an_event_that_fails_is_reported_once_and_the_others_are_sent(run_dir) -
     assert tracker.got == [2, 1, 1, "end"] and mirror.complete
     (failure,) = [what["failed"] for what in told if "failed" in what]
     assert "skipped event: TypeError" in failure
+
+
+class Refused(Broken):
+    """A tracker whose server refuses."""
+
+    refuses = True
+
+    def open(self) -> None:
+        if self.refuses:
+            raise ConnectionError("401 Unauthorized")
+
+
+class Slow(Broken):
+    """A tracker that never takes a row."""
+
+    def log(self, row: dict[str, object]) -> None:
+        time.sleep(4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Refused, "ConnectionError('401 Unauthorized')"), (Slow, "did not take them within 2 s")],
+)
+def test_the_last_line_says_why_rows_are_lacking(run_dir, monkeypatch, kind, reason) -> None:
+    monkeypatch.setattr(mirror_module, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(mirror_module, "END_SECONDS", 2.0)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    told: list[dict[str, object]] = []
+    tracker = kind(run_dir)
+    mirror = Mirror(run_dir, tracker, lambda **message: told.append(message))
+    mirror.feeder.start()
+    mirror.end("done")
+    tracker.refuses = False  # so that its thread ends
+    assert f"lacks 2 of 2 rows ({reason})" in str(told[-1]["failed"])
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_referenced_is_no_failure(
+    run_dir, monkeypatch
+) -> None:
+    """The tracker of a short run follows after its end, when checkpoints have been rotated."""
+    log = RunLog(run_dir, 0, writes=True)
+    publish(run_dir, log, 2)
+    tracker, logged = wandb.WandbTracker(run_dir), []
+    tracker.run = SimpleNamespace(id="x", log_artifact=lambda *a, **more: logged.append(a))
+    add_reference = wandb_package.Artifact.add_reference
+
+    def rotate(self, *arguments, **more):
+        shutil.rmtree(run_dir / "checkpoints" / "step-00000002")
+        monkeypatch.setattr(wandb_package.Artifact, "add_reference", add_reference)
+        return add_reference(self, *arguments, **more)
+
+    monkeypatch.setattr(wandb_package.Artifact, "add_reference", rotate)
+    tracker.event({"event": "checkpoint", "step": 2, "checkpoint": "step-00000002"})
+    assert logged == []
 
 
 def test_a_tracker_process_that_keeps_dying_is_given_up_and_the_repair_is_logged(

@@ -1,6 +1,7 @@
 """Requests to stop, the check of the weights, and the policy made from settings."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,9 +35,17 @@ def run_stop_request(act: str, after: str = "None") -> str:
     ).stdout.strip()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"])
 def test_a_signal_requests_a_stop(name: str) -> None:
     assert run_stop_request(f"os.kill(os.getpid(), signal.{name})") == f"True {name}"
+
+
+def test_a_closed_terminal_does_not_stop_a_run_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a new process keeps this
+    try:
+        assert run_stop_request("os.kill(os.getpid(), signal.SIGHUP)") == "False None"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_deadline_requests_a_stop() -> None:

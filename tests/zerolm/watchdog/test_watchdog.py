@@ -255,6 +255,33 @@ time.sleep(60)
     assert event["event"] == "launcher_lost"
 
 
+def test_a_rank_saves_when_its_terminal_is_closed_and_the_launcher_is_gone(tmp_path) -> None:
+    """The kernel sends SIGHUP to the launcher and to the ranks at once."""
+    act = """
+import signal
+signal.signal(signal.SIGHUP, lambda number, frame: setattr(stop, "reason", "SIGHUP"))
+(run_dir / "handles").touch()
+while stop.reason is None: time.sleep(0.05)
+time.sleep(4)
+(run_dir / "saved").touch()
+"""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {RANK!r}, {str(tmp_path)!r}, "1", "600", {act!r}])
+time.sleep(60)
+"""], env=environment(RANK="0"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + SECONDS
+    while not (tmp_path / "handles").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(launcher.pid, signal.SIGHUP)
+    output = launcher.communicate(timeout=SECONDS)[0]  # ends when the rank has ended too
+    assert launcher.returncode == -signal.SIGHUP
+    assert (tmp_path / "saved").exists() and "reason SIGHUP" in output, output
+
+
 def test_a_signal_reaches_only_the_intended_process() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"],
