@@ -16,8 +16,13 @@ BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def shown(value: Any) -> str:
-    """Format a value as it is written in a file or on a command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """Format a value as JSON, so that a string differs from the number that it looks like."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def shown_setting(where: str, value: Any) -> str:
+    """Format a value as it was given: as typed on the command line, as JSON in a file."""
+    return value if isinstance(value, str) and where.startswith("command line") else shown(value)
 
 
 def shown_bytes(count: float) -> str:

@@ -19,6 +19,7 @@ from zerolm.common.values import (
     parse_duration,
     parse_number,
     shown,
+    shown_setting,
 )
 from zerolm.config.settings import COMMAND_LINE, FLAGS, GROUPS, RECOMPUTE_NAMES, Settings
 
@@ -77,7 +78,7 @@ def _accept(
     try:
         given[name] = convert(name, value)
     except ValueError as error:
-        problems.append(f"{where}: {shown(value)}, {error}")
+        problems.append(f"{where}: {shown_setting(where, value)}, {error}")
         return
     origins[name] = where
     if given[name] is None:  # "auto": as if not given

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from zerolm.common.values import shown
+from zerolm.common.values import shown, shown_setting
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile, is_number
 
@@ -161,9 +161,9 @@ def contradictions(
         if is_number(given) and is_number(value):
             same = math.isclose(given, value, rel_tol=1e-9)
         if not same:
-            text = written or shown(value)
+            text, where = written or shown(value), settings.where(setting)
             problems.append(
-                f"{profile.name}: {key}: {text}, contradicts {settings.where(setting)} "
-                f'{shown(given)}. Remove one of them, or write "auto" in the JSON.'
+                f"{profile.name}: {key}: {text}, contradicts {where} "
+                f'{shown_setting(where, given)}. Remove one of them, or write "auto" in the JSON.'
             )
     return problems

@@ -100,11 +100,13 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
         else:
             usual.append(point.value)
     tokens = {row["step"]: row["tokens"] for row in rows}
+    reasons: dict[int, str] = {}  # of spikes that are not a high, finite loss
     for event in events:
         if event.get("event") == "spike":
-            step = event["step"]
-            loss = event.get("loss")
-            value = loss if isinstance(loss, int | float) else math.inf
+            step, loss, reason = event["step"], event.get("loss"), str(event.get("reason") or "")
+            value = float(loss) if isinstance(loss, int | float) else math.nan
+            if not math.isfinite(value) or not reason.startswith("train/loss"):
+                reasons[step], value = reason or "the step was an anomaly", math.inf
             before = [tokens[each] for each in tokens if each <= step]
             seen[step] = Point(step, max(before, default=0), value)
     groups: list[list[Point]] = []
@@ -120,14 +122,15 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
     worst = [max(group, key=lambda point: point.value) for group in groups]
     if len(worst) > MAX_SPIKE_FINDINGS:
         steps = ", ".join(str(point.step) for point in worst[-8:])
-        text = f"{len(worst)} loss spikes, the latest at steps {steps}. {try_this}"
+        text = f"{len(worst)} spikes, the latest at steps {steps}. {try_this}"
         return [finding_at("spike", worst[-1], text)]
-    return [
-        finding_at(
-            "spike", point, f"The loss jumped to {point.value:.3f} at step {point.step}. {try_this}"
-        )
-        for point in worst
-    ]
+    found = []
+    for point in worst:
+        text = f"The loss jumped to {point.value:.3f} at step {point.step}."
+        if point.step in reasons:
+            text = f"Step {point.step}: {reasons[point.step]}."
+        found.append(finding_at("spike", point, text, try_this))
+    return found
 
 
 def _plateau(rows: Sequence[Row]) -> list[Finding]:
@@ -279,9 +282,10 @@ def _repeated_data(rows: Sequence[Row]) -> list[Finding]:
         at = next(point for point in points if point.value > MAX_EPOCHS)
         text = (
             f"Source {name} has been read {epochs:.1f} times; beyond {MAX_EPOCHS:.0f} epochs "
-            f"repetition helps little. Lower its weight, or add data."
+            f"repetition helps little."
         )
-        found.append(finding_at("repeated_data", at, text))
+        advice = "Lower the weight of sources that are read too often, or add data."
+        found.append(finding_at("repeated_data", at, text, advice))
     return found
 
 

@@ -24,12 +24,14 @@ class Finding:
             "checkpoint_stalls".
         step, tokens: its position in the run.
         text: one or two sentences: what the metrics show, and what to try.
+        advice: what to try, where several findings share it; shown once.
     """
 
     kind: str
     step: int
     tokens: int
     text: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,6 @@ def noise_of(points: Sequence[Point]) -> float:
     return MAD_TO_DEVIATION * statistics.median(steps) / math.sqrt(2) if steps else 0.0
 
 
-def finding_at(kind: str, at: Point, text: str) -> Finding:
+def finding_at(kind: str, at: Point, text: str, advice: str = "") -> Finding:
     """Return a finding at the position of a point."""
-    return Finding(kind, at.step, at.tokens, text)
+    return Finding(kind, at.step, at.tokens, text, advice)

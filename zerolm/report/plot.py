@@ -4,14 +4,18 @@ Reads `metrics.jsonl` and `events.jsonl` only; the runs may still be in progress
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter
+from matplotlib.transforms import Bbox
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.events import level
@@ -20,6 +24,8 @@ from zerolm.common.run_files import RunFiles
 
 UNMARKED_EVENTS = {"start", "done"}
 SMOOTHING_SHARE = 0.02  # of the points, to either side
+GROUPED_SHARE = 0.025  # of the tokens: events closer than this have one label
+LABEL_CHARACTERS, LABEL_GAP = 40, 4.0  # in a line; pixels between two labels
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +60,15 @@ def plot_losses(
     Raises:
         ConfigError: some directories have no `train/loss`; each one is named.
     """
+    figure = draw_losses(run_dirs, last_step)
+    output_png = Path(output_png)
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output_png)
+    return output_png
+
+
+def draw_losses(run_dirs: Sequence[str | Path], last_step: float = math.inf) -> Figure:
+    """Return the figure of `plot_losses`."""
 
     def until(path: Path, kind: Any) -> list[dict[str, Any]]:
         return [row for row in read_rows(path, kind) if row["step"] <= last_step]
@@ -67,21 +82,20 @@ def plot_losses(
     if problems:
         raise ConfigError(problems)
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
+    axes, labels = figure.add_subplot(), []
     for number, (run_dir, rows) in enumerate(runs):
         name = "" if len(runs) == 1 else f"{run_dir.name} "
         _draw_run(axes, rows, name, f"C{number}")
-        _draw_events(axes, rows, until(RunFiles(run_dir).events, EventRow), f"C{number}")
+        labels += _draw_events(axes, rows, until(RunFiles(run_dir).events, EventRow), f"C{number}")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(", ".join(run_dir.resolve().name for run_dir, _ in runs))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25)
-    axes.legend(loc="upper right")
-    output_png = Path(output_png)
-    output_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output_png)
-    return output_png
+    legend = axes.legend(loc="upper right")
+    FigureCanvasAgg(figure).draw()  # decides where everything is, in pixels
+    _separate(axes, labels, legend.get_window_extent())
+    return figure
 
 
 def _draw_run(axes: Axes, rows: Sequence[dict[str, Any]], name: str, colour: str) -> None:
@@ -103,23 +117,66 @@ def _draw_run(axes: Axes, rows: Sequence[dict[str, Any]], name: str, colour: str
 
 def _draw_events(
     axes: Axes, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], colour: str
-) -> None:
-    """Mark the events at the tokens of their steps; those without a step at the left."""
+) -> list[Text]:
+    """Mark the events at the tokens of their steps; those without a step at the left.
+
+    Returns:
+        A label for each group of events that are close to each other.
+    """
     tokens_of_step = {row["step"]: row["tokens"] for row in rows}
     steps = sorted(tokens_of_step)
     tokens = [tokens_of_step[step] for step in steps]
     x_tokens_y_share = axes.get_xaxis_transform()  # y is a share of the height
-    remarkable: dict[float, list[str]] = {}
+    remarkable: list[tuple[float, str]] = []
     for event in events:
         kind, step = event["event"], event["step"]
         where = float(np.interp(step, steps, tokens)) if step >= 0 else tokens[0]
         if kind == "checkpoint":
             axes.plot(where, 0.01, "^", color=colour, markersize=4, transform=x_tokens_y_share)
         elif level(kind) != "quiet" and kind not in UNMARKED_EVENTS:
-            remarkable.setdefault(where, []).append(kind)
-    for where, kinds in remarkable.items():
+            remarkable.append((where, kind))
+    groups: list[tuple[float, list[str]]] = []
+    for where, kind in sorted(remarkable, key=lambda each: each[0]):
+        if not groups or where - groups[-1][0] > GROUPED_SHARE * tokens[-1]:
+            groups.append((where, []))
+        groups[-1][1].append(kind)
+    for where in {where for where, _ in remarkable}:
         axes.axvline(where, color=colour, linestyle=":", linewidth=1)
+    return [
         axes.text(
-            where, 0.98, ", ".join(kinds) + " ", rotation=90, fontsize=8, color=colour,
-            ha="right", va="top", transform=x_tokens_y_share,
-        )  # fmt: skip
+            where, 0.98, textwrap.fill(_counted(kinds), LABEL_CHARACTERS), rotation=90, fontsize=8,
+            color=colour, ha="right", va="top", transform=x_tokens_y_share,
+        )
+        for where, kinds in groups
+    ]  # fmt: skip
+
+
+def _counted(kinds: Sequence[str]) -> str:
+    """Return `2 x spike, resume`: each kind once, in the order of its first event."""
+    numbers = {kind: kinds.count(kind) for kind in kinds}
+    return ", ".join(
+        f"{number} x {kind}" if number > 1 else kind for kind, number in numbers.items()
+    )
+
+
+def _separate(axes: Axes, labels: Sequence[Text], legend: Bbox) -> None:
+    """Move labels so that none covers another or the legend: down, else to the side."""
+    area, placed = axes.get_window_extent(), [legend]
+    for label in sorted(labels, key=lambda each: each.get_position()[0]):
+        box = label.get_window_extent()
+        tops = [
+            area.y1 - LABEL_GAP,
+            *sorted((each.y0 - LABEL_GAP for each in placed), reverse=True),
+        ]
+        lefts = [box.x0 + side * (box.width + LABEL_GAP) for side in (0, -1, 1, -2, 2, -3, 3)]
+        places = [
+            Bbox.from_bounds(left, top - box.height, box.width, box.height)
+            for left in lefts
+            for top in tops
+            if top - box.height > area.y0 and area.x0 < left < area.x1 - box.width
+        ]
+        free = (each for each in places if not any(each.overlaps(other) for other in placed))
+        chosen = next(free, box)
+        x, y = axes.get_xaxis_transform().inverted().transform((chosen.x1, chosen.y1))
+        label.set_position((x, y))
+        placed.append(chosen.padded(LABEL_GAP / 2))

@@ -222,8 +222,19 @@ def plain_lines(status: Row) -> list[str]:
     rows = [f"{status['run']}: {status['state']}{why}"]
     rows += [f"  {name:<12}{text}" for name, text in lines(status)]
     rows += [f"  {'event':<12}{_event_line(event)}" for event in status["events"]]
-    rows += [f"  {'finding':<12}{finding['text']}" for finding in status["findings"]]
+    rows += [f"  {'finding':<12}{text}" for text in _finding_texts(status["findings"])]
     return rows + [f"  {'unreadable':<12}{problem}" for problem in status["problems"]]
+
+
+def _finding_texts(found: Sequence[Row]) -> list[str]:
+    """Return the texts of findings; advice that several share follows the first of them."""
+    texts: list[str] = []
+    advised = {""}
+    for finding in found:
+        new = finding["advice"] not in advised
+        texts.append(f"{finding['text']} {finding['advice']}" if new else finding["text"])
+        advised.add(finding["advice"])
+    return texts
 
 
 def _event_line(event: Row) -> str:
@@ -253,8 +264,8 @@ def panel(status: Row) -> Any:
             table.add_row("", bar)
     for event in status["events"]:
         table.add_row("event", Text(_event_line(event), style=COLOURS[event["level"]]))
-    for finding in status["findings"]:
-        table.add_row("finding", Text(finding["text"], style="yellow"))
+    for text in _finding_texts(status["findings"]):
+        table.add_row("finding", Text(text, style="yellow"))
     for problem in status["problems"]:
         table.add_row("unreadable", Text(problem, style="red"))
     title = Text.assemble((status["run"], "bold"), "  ", (status["state"], colour))

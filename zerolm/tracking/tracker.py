@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.run_files import RunFiles
-from zerolm.common.values import shown
+from zerolm.common.values import shown_setting
 from zerolm.config.settings import TRACKERS, Settings
 
 Row = dict[str, Any]
@@ -60,8 +60,9 @@ class Tracker:
         """Return why an enabled tracker cannot work on this machine; called before a run starts."""
         if not cls.package or importlib.util.find_spec(cls.package):
             return []
+        where = settings.where(name)
         return [
-            f"{settings.where(name)}: {shown(getattr(settings, name))}, needs the package "
+            f"{where}: {shown_setting(where, getattr(settings, name))}, needs the package "
             f"{cls.package}. Install it with pip install 'zerolm[{cls.package}]', or leave the "
             f"flag out."
         ]

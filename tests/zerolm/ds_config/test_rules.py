@@ -23,7 +23,7 @@ BAD = {
         "optimizer.param",
         '"params"',
     ),
-    "a wrong type": ({"gradient_clipping": "one"}, "gradient_clipping: one", "number"),
+    "a wrong type": ({"gradient_clipping": "one"}, 'gradient_clipping: "one"', "number"),
     "a wrong stage": (zero(4), "zero_optimization.stage: 4", "1, 2 or 3"),
     "stage 0": (zero(0), "zero_optimization.stage: 0", "Use 1"),
     "delayed updates": (zero(2, zenflow={}), "zero_optimization.zenflow", "Remove the block"),
@@ -44,7 +44,7 @@ BAD = {
     ),
     "autocast to float16": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-        "torch_autocast.dtype: float16",
+        'torch_autocast.dtype: "float16"',
         '"bfloat16"',
     ),
     "autocast to torch's choice": (
@@ -63,7 +63,7 @@ BAD = {
     ),
     "a wrong device": (
         zero(2, offload_optimizer={"device": "gpu"}),
-        "zero_optimization.offload_optimizer.device: gpu",
+        'zero_optimization.offload_optimizer.device: "gpu"',
         "cpu",
     ),
     "8 bits": ({"fp8": {"enabled": True}}, "fp8", "use bf16"),

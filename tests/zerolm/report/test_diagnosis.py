@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.zerolm.report.run_directories import write_run
 from zerolm.report.diagnosis import PLATEAU_BLOCKS, _trend, findings
 from zerolm.report.findings import Point
+from zerolm.report.run_history import read_run
+from zerolm.report.status import plain_lines, status_of
 
 TOKENS = 1000  # of a step
 
@@ -141,11 +144,40 @@ def test_spikes_between_two_rows_are_found_from_the_events():
     assert found[1].tokens == 4320 * TOKENS and "9.5" in found[1].text
 
 
+@pytest.mark.parametrize(
+    ("loss", "reason", "expected"),
+    [
+        (6.248, "the gradients are not finite", "Step 4321: the gradients are not finite."),
+        (6.248, "train/grad_norm 88 is 40.1 deviations above the usual 1.2", "train/grad_norm 88"),
+        (float("nan"), "train/loss is nan", "Step 4321: train/loss is nan."),
+        (float("inf"), "train/loss is inf", "Step 4321: train/loss is inf."),
+        (9.5, "train/loss 9.5 is 9.1 deviations above the usual 2.2", "The loss jumped to 9.500"),
+        (None, None, "Step 4321: the step was an anomaly."),
+    ],
+)
+def test_a_spike_says_which_figure_was_not_usual(loss, reason, expected):
+    event = {"event": "spike", "step": 4321, "loss": loss, "reason": reason}
+    (found,) = findings(rows(power_law(1000)), [event])
+    assert expected in found.text and ("jumped" in found.text) == ("jumped" in expected)
+    assert "inf" not in found.text or "inf" in expected
+
+
+def test_advice_that_findings_share_is_printed_once(tmp_path):
+    run_dir = write_run(tmp_path / "run", ended="done")
+    with open(run_dir / "events.jsonl", "a") as file:
+        for step in (2, 20):
+            event = {"event": "spike", "step": step, "reason": "the gradients are not finite"}
+            file.write(json.dumps({**event, "loss": "2.0"}) + "\n")
+    text = "\n".join(plain_lines(status_of(read_run(run_dir))))
+    assert text.count("the gradients are not finite") >= 2
+    assert text.count("try a lower --learning_rate") == 1
+
+
 def test_many_spikes_are_one_finding():
     losses = power_law(1000)
     losses[200::100] += 5
     found = findings(rows(losses))
-    assert [finding.kind for finding in found] == ["spike"] and "8 loss spikes" in found[0].text
+    assert [finding.kind for finding in found] == ["spike"] and "8 spikes" in found[0].text
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

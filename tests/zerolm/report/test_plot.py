@@ -62,6 +62,26 @@ def test_the_plot_shows_each_run_in_its_colour(tmp_path):
     assert blue.sum() > 500, "the curve of the first run is not in the picture"
 
 
+def test_labels_of_events_cover_neither_each_other_nor_the_legend(tmp_path):
+    runs = [write_run(tmp_path / name, 400) for name in ("one", "two")]
+    crowd = ["spike", "step_skipped", "spike", "cooldown", "rank_lost", "attempt_failed", "resume"]
+    events = [{"event": kind, "step": 150 + at} for at, kind in enumerate(crowd)]
+    events += [{"event": kind, "step": step} for kind, step in (
+        ("stopped", 1), ("stage", 165), ("damaged", 171), ("stopped", 399), ("rollback", -1),
+    )]  # fmt: skip
+    for run_dir in runs:
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (run_dir / "events.jsonl").write_text(text)
+    (axes,) = plot.draw_losses(runs).axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) >= 8 and "2 x spike" in " ".join(text.get_text() for text in axes.texts)
+    boxes.append(axes.get_legend().get_window_extent())
+    pairs = [(one, two) for at, one in enumerate(boxes) for two in boxes[:at]]
+    assert not [pair for pair in pairs if pair[0].overlaps(pair[1])]
+    area = axes.get_window_extent()
+    assert all(area.x0 <= box.x0 and box.x1 <= area.x1 and area.y0 <= box.y0 for box in boxes)
+
+
 def test_every_run_without_a_loss_is_named(tmp_path):
     whole, empty = write_run(tmp_path / "whole", 3), tmp_path / "empty"
     with pytest.raises(ConfigError) as refusal:

@@ -51,13 +51,24 @@ class Chart {
         else this.hidden.add(label);
         this.draw();
       });
-      const key = document.createElement('i');
-      key.className = one.marks ? 'key round' : 'key';
-      if (!one.marks) key.style.borderTopStyle = one.dash ? 'dashed' : 'solid';
-      key.style.color = one.legendColour || one.colour;
-      chip.prepend(key);
+      chip.prepend(this.legendKey(one));
       host.append(chip);
     }
+  }
+
+  // A short piece of the curve, with its dashes and its mark.
+  legendKey(one) {
+    const key = this.element('svg', { class: 'sample', viewBox: '0 0 26 10', width: 26, height: 10 }, document.createElement('i'));
+    key.style.stroke = one.legendColour || one.colour;
+    const line = this.element('path', { class: 'curve', d: 'M0 5H26' }, key);
+    if (one.dash) line.setAttribute('stroke-dasharray', one.dash);
+    if (one.marks) this.mark(one, 13, 5, key);
+    return key;
+  }
+
+  mark(one, x, y, layer) {
+    const paths = ['M-3.5 0A3.5 3.5 0 1 0 3.5 0A3.5 3.5 0 1 0 -3.5 0Z', 'M-3.2 -3.2H3.2V3.2H-3.2Z', 'M0 -4.6L4.6 0L0 4.6L-4.6 0Z', 'M0 -4.4L4.2 3.2H-4.2Z', 'M0 4.4L4.2 -3.2H-4.2Z'];
+    return this.element('path', { class: 'mark', d: paths[one.shape % paths.length], transform: `translate(${x} ${y})` }, layer);
   }
 
   // [low, high, clipped]: the range of the values in view, without a few outliers unless "full range" is on.
@@ -136,10 +147,13 @@ class Chart {
       return element;
     };
     if (one.marks) {
-      if (last - first > 1) colour(this.element('path', { class: 'curve thin', d: this.path(places, one.y, first, last) }, layer));
+      if (last - first > 1) {
+        const line = colour(this.element('path', { class: 'curve thin', d: this.path(places, one.y, first, last) }, layer));
+        if (one.dash) line.setAttribute('stroke-dasharray', one.dash);
+      }
       if (last - first < 400) {
         for (let index = first; index < last; index++) {
-          if (one.y[index] !== null) colour(this.element('circle', { class: 'mark', r: 3.5, cx: this.x(places[index]), cy: this.y(one.y[index]) }, layer));
+          if (one.y[index] !== null) colour(this.mark(one, this.x(places[index]), this.y(one.y[index]), layer));
         }
       }
       return;

@@ -21,6 +21,7 @@ function seriesOf(data, panel) {
       const shown = compared ? run.colour : panel.ordered ? shade(index, panel.keys.length) : colour(index);
       const shared = {
         label, name: label, run: run.number, colour: shown, legendColour: compared ? 'var(--ink)' : shown,
+        shape: compared ? index : 0,
         dash: DASHES[((compared ? index : Math.floor(index / NUM_COLOURS)) + Math.floor(run.number / NUM_COLOURS)) % DASHES.length],
         width: compared && data.runs.length <= MAX_WIDENED ? 1.7 + 2 * (data.runs.length - 1 - run.number) : 0,
         marks: panel.points || key.startsWith('eval/'), full: compared ? (panel.keys.length > 1 ? `${run.name}, ${label}` : run.name) : label,

@@ -74,8 +74,10 @@ function findings(data) {
   const problems = data.runs.flatMap((run) => run.problems.map((problem) => ({ problem, run })));
   if (!found.length && !problems.length) return null;
   const name = (run) => (data.runs.length > 1 ? `${run.name}: ` : '');
+  const advised = new Set();  // each piece of advice is shown once
+  const advice = (one) => { const first = !advised.has(one.advice); advised.add(one.advice); return first ? ` ${one.advice}` : ''; };
   return section('Findings', h('ul', { class: 'findings' },
-    ...found.map((one) => h('li', { class: one.kind }, h('b', {}, name(one.run) + capitalize(one.kind.replaceAll('_', ' '))), h('button', { type: 'button', class: 'link', 'data-step': one.step, 'data-run': one.run.number }, `step ${one.step.toLocaleString('en')}`), ' ', one.text)),
+    ...found.map((one) => h('li', { class: one.kind }, h('b', {}, name(one.run) + capitalize(one.kind.replaceAll('_', ' '))), h('button', { type: 'button', class: 'link', 'data-step': one.step, 'data-run': one.run.number }, `step ${one.step.toLocaleString('en')}`), ' ', one.text, advice(one))),
     ...problems.map((one) => h('li', { class: 'unread' }, h('b', {}, `${name(one.run)}Could not be read`), ' ', one.problem))));
 }
 
