@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+EXPERTS_PER_TOKEN_KEYS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
 ROUTED_EXPERT = re.compile(r"\bexperts\b")
 
 
@@ -162,7 +169,8 @@ def is_routed_expert(name: str) -> bool:
 def num_experts(config: "PretrainedConfig") -> tuple[int | None, int | None]:
     """Return the number of routed experts, and how many serve one token; None for a dense model."""
     text = config.get_text_config()
-    return _first_value(text, EXPERT_COUNT_KEYS), _first_value(text, EXPERTS_PER_TOKEN_KEYS)
+    parts = [text, *(getattr(text, name, None) for name in type(text).sub_configs)]
+    return _first_value(parts, EXPERT_COUNT_KEYS), _first_value(parts, EXPERTS_PER_TOKEN_KEYS)
 
 
 def routed_fraction(config: "PretrainedConfig") -> float:
@@ -178,6 +186,8 @@ def num_active_parameters(config: "PretrainedConfig", shapes: Mapping[str, tuple
     return total - routed + round(routed * routed_fraction(config))
 
 
-def _first_value(config: "PretrainedConfig", keys: tuple[str, ...]) -> int | None:
-    values = (getattr(config, key, None) for key in keys)
-    return next((value for value in values if value), None)
+def _first_value(parts: Sequence[Any], keys: tuple[str, ...]) -> int | None:
+    """Return the first value that is not 0, the largest one if it differs by layer."""
+    values = (getattr(part, key, None) for part in parts for key in keys)
+    value = next((value for value in values if value), None)
+    return max(value) if isinstance(value, list) else value

@@ -5,6 +5,7 @@ imported inside the functions, so that `--help` stays fast. Must not depend on D
 settings.
 """
 
+import copy
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,18 +125,28 @@ def _construct(
     """Return the config without the values that its class refuses, and the problems found."""
     problems: list[str] = []
     ignored = {"model_type", *config_keys.OF_THE_CHECKPOINT}
-    accepted = {key: value for key, value in values.items() if key not in ignored}
+    accepted = copy.deepcopy({key: values[key] for key in values if key not in ignored})
     while True:
         try:
             return config_class(**accepted), problems
         except Exception as error:  # strict dataclass errors, and ValueErrors of the classes
             reason = " ".join(str(error.__cause__ or error).split())
             field = re.search(r"Validation error for field '(\w+)'", str(error))
+            if field and "expected float, got int" in reason and _make_float(accepted, field[1]):
+                continue  # in JSON 1 is as good as 1.0
             if field and field[1] in accepted:
                 problems.append(f"{file}: {field[1]}: {reason}")
                 del accepted[field[1]]
                 continue
             return None, [*problems, f"{file}: {reason}"]
+
+
+def _make_float(values: dict[str, Any], key: str) -> bool:
+    """Make the integer at a key, also in parts of the config, a float; return whether it exists."""
+    if type(values.get(key)) is int:
+        values[key] = float(values[key])
+        return True
+    return any(_make_float(part, key) for part in values.values() if isinstance(part, dict))
 
 
 def _check_keys(
@@ -175,13 +186,15 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
             f"{file}: is_decoder: false, so every position would attend to the token it must "
             f"predict. Set it to true."
         )
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
         value = getattr(text_config, key, None)
         if isinstance(value, int) and value < 1:
             problems.append(f"{file}: {key}: {value}, must be at least 1.")
     layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
     for heads, groups in dict.fromkeys(map(_heads, layers)):
-        if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        if isinstance(heads, int) and heads < 1:
+            problems.append(f"{file}: num_attention_heads: {heads}, must be at least 1.")
+        elif isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
             problems.append(
                 f"{file}: num_key_value_heads: {groups}, must divide num_attention_heads, {heads}."
             )

@@ -89,6 +89,7 @@ def test_all_problems_are_reported_at_once(refusal):
             {"model_type": "orion", "auto_map": {"AutoModel": "model.Model"}},
             "'orion' is unknown to the installed transformers. The code that auto_map names is",
         ),
+        ({"model_type": "gpt2", "n_head": 0}, "num_attention_heads: 0, must be at least 1"),
         ({"model_type": "musicgen"}, "'musicgen' holds several text models"),
         ({**LLAMA, "hidden_size": 65}, "not a multiple of the number of attention heads"),
         ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads, 4"),
@@ -175,6 +176,26 @@ def test_typing_errors_of_keys_that_count_are_refused(refusal, key, meant):
     assert f'{key}: LlamaConfig has no such key, and nothing reads it. Did you mean "{meant}"?' in (
         problem
     )
+
+
+def test_infinity_as_transformers_writes_it_is_read(tmp_path):
+    written = json.loads(AutoConfig.for_model("mamba2").to_json_string())
+    assert written["time_step_limit"][1] == {"__float__": "Infinity"}
+    config, _ = load(tmp_path, written)
+    assert config.to_dict() == AutoConfig.for_model("mamba2").to_dict()
+
+
+def test_a_whole_number_is_accepted_for_a_float(tmp_path, refusal):
+    config, _ = load(tmp_path, {"model_type": "dbrx", "ffn_config": {"moe_jitter_eps": 0}})
+    assert config.ffn_config.moe_jitter_eps == 0.0
+    assert "moe_top_k" in refusal({"model_type": "dbrx", "ffn_config": {"moe_top_k": 1.5}})[0]
+
+
+@pytest.mark.parametrize("model_type", ["dots3_note_text", "gemma4_text", "phimoe"])
+def test_what_transformers_writes_is_read_back(tmp_path, model_type):
+    config = AutoConfig.for_model(model_type)
+    read, notices = load(tmp_path, json.loads(config.to_json_string()))
+    assert read.to_dict() == config.to_dict() and notices == []
 
 
 def test_keys_about_the_published_weights_do_not_reach_the_config(tmp_path):
