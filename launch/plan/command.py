@@ -24,6 +24,7 @@ SETTINGS = {
     "total_tokens": ("TOKENS", "tokens to train on (default: 20 per parameter)"),
     "batch_tokens": ("TOKENS", "tokens per optimizer step (default: depends on the compute)"),
     "seq_len": ("TOKENS", "tokens per sequence (default: 2048, or the model's maximum if less)"),
+    "precision": ("bf16|fp16|fp32", 'of the weights, where the JSON has "auto" or nothing'),
     "micro_batch_size": ("SEQUENCES|auto", "sequences per micro-batch (default: auto)"),
     "loss_chunk_tokens": ("N", "tokens per chunk of the loss (default: by the size of the logits)"),
     "attn_implementation": (
@@ -184,6 +185,7 @@ def _print_notices(arguments: argparse.Namespace) -> None:
 
 def _planned_run(arguments: argparse.Namespace) -> Any:
     from launch.plan.planned_run import plan_run
+    from zerolm.ds_config.precision import with_precision
     from zerolm.ds_config.profile import Profile
     from zerolm.ds_config.schema import schema_problems
     from zerolm.model.model import Model
@@ -191,6 +193,9 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
     settings = settings_of(arguments)
     profile = Profile.read(settings.deepspeed_config or DEFAULT_DS_CONFIG)
     problems = schema_problems(profile)
+    profile, notices = with_precision(profile, settings, problems)
+    for notice in [] if arguments.json else notices:
+        print(f"note: {notice}")
     if problems:
         raise ConfigError(problems)
     model, hardware = Model.load(arguments.model_config), hardware_of(arguments)

@@ -19,6 +19,7 @@ ATTENTION_IMPLEMENTATIONS = (
     *("auto", "eager", "sdpa", "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
+PRECISIONS = ("bf16", "fp16", "fp32")  # --precision
 HIGHEST, HIGH = "highest", "high"  # --float32_matmul, as torch names them
 SELECTIVE = "selective"
 # Of --gradient_checkpointing. False: keep all activations; True: recompute each block;
@@ -232,6 +233,13 @@ class Settings:
         shows="KERNEL",
         default="auto",
         choices=ATTENTION_IMPLEMENTATIONS,
+    )
+    precision: str | None = _flag(
+        "model",
+        "text",
+        'precision of the weights, where the DeepSpeed JSON has "auto" or nothing (default: bf16 '
+        "for auto; fp32 if it enables neither bf16 nor fp16)",
+        choices=PRECISIONS,
     )
     float32_matmul: str = _flag(
         "model",

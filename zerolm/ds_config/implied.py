@@ -17,7 +17,8 @@ DEEPSPEED_SCHEDULES = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-_STEP_KEYS = {"warmup_tokens": "warmup_num_steps", "total_tokens": "total_num_steps"}
+WARMUP_STEPS = "warmup_num_steps"
+_STEP_KEYS = {"warmup_tokens": WARMUP_STEPS, "total_tokens": "total_num_steps"}
 
 
 class Implied(NamedTuple):
@@ -59,7 +60,20 @@ def implied_settings(
     if isinstance(betas, (list, tuple)) and len(betas) == 2 and all(map(is_number, betas)):
         implied["beta1"] = Implied(float(betas[0]), "optimizer.params.betas")
         implied["beta2"] = Implied(float(betas[1]), "optimizer.params.betas")
-    return implied | _implied_schedule(profile), problems
+    return implied | _implied_schedule(profile) | _implied_trackers(profile), problems
+
+
+def _implied_trackers(profile: Profile) -> dict[str, Implied]:
+    """Find the trackers that DeepSpeed's monitors ask for; `rules` has notices about them."""
+    implied = {}
+    wandb = profile.block("wandb")
+    if wandb.get("enabled") is True:
+        for name, key in (("project", "project"), ("group", "group"), ("entity", "team")):
+            if value := wandb.get(key):
+                implied[f"wandb_{name}"] = Implied(value, f"wandb.{key}")
+    if profile.block("tensorboard").get("enabled") is True:
+        implied["tensorboard"] = Implied(True, "tensorboard.enabled")
+    return implied
 
 
 def _implied_schedule(profile: Profile) -> dict[str, Implied]:
@@ -137,7 +151,7 @@ def implied_token_counts(
             continue
         tokens, given = tokens_after(int(steps)), getattr(settings, name)
         # DeepSpeed's shortest warm-up is one step, so one step may also mean no warm-up.
-        lower = -1 if steps == 1 else tokens_after(int(steps) - 1)
+        lower = -1 if steps <= 1 else tokens_after(int(steps) - 1)
         if name in settings.explicit and not lower < given <= tokens:
             problems.append(
                 f"scheduler.params.{key}: {shown(steps)} steps are {tokens} tokens, contradicts "

@@ -28,14 +28,13 @@ EMBEDDING_NAMES = ("embed", "lm_head", "wte", "wpe")
 def problems(profile: Profile) -> list[str]:
     """Find options that DeepSpeed's Muon does not support or would silently ignore."""
     found = _param_problems(profile)
-    clipping = profile.json.get("gradient_clipping")
+    clipping = profile.json.get("gradient_clipping", AUTO)
     if clipping != AUTO and clipping != 0:
-        value = "missing, which means 1.0" if clipping is None else shown(clipping)
         found.append(
-            f"gradient_clipping: {value}, would shrink Muon's orthogonalized update "
+            f"gradient_clipping: {shown(clipping)}, would shrink Muon's orthogonalized update "
             f"(DeepSpeed#8439). Set it to 0."
         )
-    if profile.zero_stage == 3 and profile.zero.get("reduce_scatter", True) is not False:
+    if profile.zero_stage == 3 and profile.zero.get("reduce_scatter") not in (None, False):
         found.append(
             "zero_optimization.reduce_scatter: true, must be false for Muon at stage 3. Set it to "
             "false."
@@ -108,15 +107,28 @@ def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> l
 
 
 def notices(profile: Profile) -> list[str]:
-    """List options of the JSON that DeepSpeed's Muon does not follow."""
+    """List options of the JSON that DeepSpeed's Muon does not follow, and values chosen for it."""
+    if not profile.uses_muon:
+        return []
+    found = []
+    if profile.json.get("gradient_clipping") is None:
+        found.append(
+            "gradient_clipping is missing: using 0 with Muon, since DeepSpeed's default of 1.0 "
+            "would shrink its orthogonalized update (DeepSpeed#8439)"
+        )
+    if profile.zero_stage == 3 and profile.zero.get("reduce_scatter") is None:
+        found.append(
+            "zero_optimization.reduce_scatter is missing: using false, which Muon needs at stage 3"
+        )
     stage_2 = profile.zero_stage == 2 and profile.optimizer_offload == "none"
     fp32_sums = profile.precision == "bf16" and profile.grad_accum_dtype == "fp32"
-    if not (profile.uses_muon and stage_2 and fp32_sums):
-        return []
+    if not (stage_2 and fp32_sums):
+        return found
     return [
+        *found,
         "Muon at stage 2 accumulates the gradients of its matrices over micro-batches in bf16, and "
         "keeps its momentum in bf16, whatever data_types.grad_accum_dtype is; stages 1 and 3 use "
-        "fp32"
+        "fp32",
     ]
 
 

@@ -10,7 +10,7 @@ from zerolm.common.errors import did_you_mean
 from zerolm.common.values import shown
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
-from zerolm.ds_config.profile import AUTO, Profile
+from zerolm.ds_config.profile import AUTO, Profile, is_number
 
 # DeepSpeed matches these case-insensitively (deepspeed/runtime/config.py, DEEPSPEED_OPTIMIZERS) and
 # looks up every other name in torch.optim.
@@ -257,9 +257,9 @@ def scheduler_problems(profile: Profile) -> list[str]:
             f'scheduler.params.total_num_steps: missing, {kind} needs it. Write "auto".'
         )
     steps = params.get("warmup_num_steps", 1)
-    if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+    if steps != AUTO and not (is_number(steps) and steps >= 0 and steps == int(steps)):
         problems.append(
-            f"scheduler.params.warmup_num_steps: {shown(steps)}, must be a positive whole number. "
-            f"Write 1 for no warm-up."
+            f"scheduler.params.warmup_num_steps: {shown(steps)}, must be a whole number, at least "
+            f"0. Correct it."
         )
     return problems

@@ -1,8 +1,8 @@
 """`Profile`: a DeepSpeed JSON file, parsed once; the rest of the project reads the profile.
 
-Only this subpackage reads the raw JSON: `schema` checks its keys, `rules` their combinations,
-`implied` finds the settings it fixes, and `resolve` replaces "auto" and missing values. Must not
-import DeepSpeed.
+Only this subpackage reads the raw JSON: `coercion` reads its values as DeepSpeed does, `schema`
+checks its keys, `rules` their combinations, `implied` finds the settings it fixes, and `resolve`
+replaces "auto" and missing values. Imports DeepSpeed only through `coercion`.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
 from zerolm.distributed.layout import Layout
+from zerolm.ds_config.coercion import AUTO, coerced, without_comments
 
-AUTO = "auto"
 MAX_NUMBER = 1e30  # no count, size or rate of a run exceeds it
 # DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
 REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
@@ -65,10 +65,11 @@ class Profile:
 
     Attributes:
         name: of the file, for messages.
-        json: the object as written, or as resolved for `deepspeed.initialize`.
+        written: the object as written, without comments, for `schema`.
+        json: its values as DeepSpeed reads them, or as resolved for `deepspeed.initialize`.
         zero: the `zero_optimization` block.
-        zero_stage: 1 if missing (see `resolve`), 0 if the value is not a stage.
-        precision: of the weights, `fp32`, `bf16` or `fp16`; "auto" is bf16.
+        zero_stage: 1 if missing or 0 (see `resolve`); 0 if the value is not a stage.
+        precision: of the weights, `fp32`, `bf16` or `fp16` (see `weight_precision`).
         compute_precision: of matmuls, which differs under `torch_autocast`.
         grad_accum_dtype: of accumulated gradients; None means `precision`.
         communication_dtype: in which gradients are reduced; None means `precision`.
@@ -84,6 +85,7 @@ class Profile:
     """
 
     name: str
+    written: dict[str, Any]
     json: dict[str, Any]
     zero: Mapping[str, Any]
     zero_stage: int
@@ -118,18 +120,22 @@ class Profile:
     @classmethod
     def parse(cls, value: Mapping[str, Any], name: str = "DeepSpeed JSON") -> "Profile":
         """Parse a JSON object; `schema` and `rules` report invalid values."""
-        zero, precision = block(value, "zero_optimization"), _precision(value)
+        written = without_comments(value)
+        value = coerced(written)
+        zero = block(value, "zero_optimization")
+        weights, _ = weight_precision(value)
         autocast = block(value, "torch_autocast").get("enabled") is True
         stage, clipping = zero.get("stage", 1), value.get("gradient_clipping")
         optimizer, scheduler = block(value, "optimizer"), block(value, "scheduler")
         overlap = zero.get("overlap_comm")
         return cls(
             name=name,
-            json=dict(value),
+            written=written,
+            json=value,
             zero=zero,
-            zero_stage=stage if isinstance(stage, int) and stage in (0, 1, 2, 3) else 0,
-            precision=precision,
-            compute_precision="bf16" if autocast else precision,  # `rules` refuses other autocasts
+            zero_stage=max(1, stage) if stage in (0, 1, 2, 3) else 0,
+            precision=weights,
+            compute_precision="bf16" if autocast else weights,  # `rules` refuses other autocasts
             grad_accum_dtype=block(value, "data_types").get("grad_accum_dtype"),
             communication_dtype=value.get("communication_data_type"),
             optimizer_offload=_offload(zero, "cpu_offload", "offload_optimizer"),
@@ -185,6 +191,22 @@ class Profile:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def master_bytes(self) -> int:
+        """Bytes of one master weight: 4, or 2 with `bf16_master_weights_and_grads`."""
+        keys = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+        low = any(
+            self.block(key).get(f"{name}_master_weights_and_grads") is True
+            for key, name in keys.items()
+        )
+        return 2 if low else 4
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of one value of the optimizer's states: 4, or 2 with `bf16_optimizer_states`."""
+        bf16 = self.block("bf16") or self.block("bfloat16")
+        return 2 if bf16.get("bf16_optimizer_states") is True else 4
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of one accumulated gradient value."""
         return 4 if (self.grad_accum_dtype or self.precision) == "fp32" else 2
@@ -223,12 +245,25 @@ def _count(value: Any) -> int | None:
     return int(value) if is_number(value) and value >= 1 and value == int(value) else None
 
 
-def _precision(value: Mapping[str, Any]) -> str:
+def weight_precision(value: Mapping[str, Any], default: str | None = None) -> tuple[str, str]:
+    """Return the precision of the weights, and the dotted key or the rule that decides it.
+
+    Args:
+        default: `--precision`, which decides where the JSON has "auto" or nothing.
+    """
+    bf16_key = "bfloat16" if "bfloat16" in value and "bf16" not in value else "bf16"
+    bf16 = block(value, bf16_key).get("enabled")
     fp16 = block(value, "fp16").get("enabled")
-    bf16 = (block(value, "bf16") or block(value, "bfloat16")).get("enabled")
-    if bf16 is True or (bf16 == AUTO and fp16 is not True):
-        return "bf16"
-    return "fp16" if fp16 is True else "fp32"
+    for name, key, enabled in (("bf16", bf16_key, bf16), ("fp16", "fp16", fp16)):
+        if enabled is True:
+            return name, f"{key}.enabled: true"
+    if default is not None:
+        return default, ""
+    if AUTO in (bf16, fp16):
+        if bf16 is False:
+            return "fp16", f'fp16.enabled is "auto" and {bf16_key}.enabled is false'
+        return "bf16", f'{bf16_key if bf16 == AUTO else "fp16"}.enabled is "auto"'
+    return "fp32", "the file enables neither bf16 nor fp16"
 
 
 def _offload(zero: Mapping[str, Any], old_key: str, key: str) -> str:

@@ -55,8 +55,12 @@ def resolve_profile(
         resolved["gradient_clipping"] = 0.0 if profile.uses_muon else DEFAULT_CLIPPING
     if "writer" in block(resolved, "checkpoint"):
         del resolved["checkpoint"]["writer"]  # `implied` turns it into --async_checkpoint
+    for monitor in ("wandb", "tensorboard", "csv_monitor", "comet"):
+        resolved.pop(monitor, None)  # `implied` and `rules` map them to our trackers
+    if block(resolved, "comms_logger").get("enabled") is not True:
+        resolved.pop("comms_logger", None)  # DeepSpeed collects if there is a block at all
     _resolve_precision(resolved, profile.precision)
-    _resolve_zero(resolved, profile.zero_stage, hidden_size)
+    _resolve_zero(resolved, profile, hidden_size)
     _resolve_optimizer(resolved, profile, settings, on_gpu)
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
@@ -71,10 +75,11 @@ def _resolve_precision(resolved: dict[str, Any], precision: str) -> None:
             resolved[key]["enabled"] = precision == key
 
 
-def _resolve_zero(resolved: dict[str, Any], stage: int, hidden_size: int | None) -> None:
-    zero = resolved.setdefault("zero_optimization", {})
-    # DeepSpeed's default is stage 0, which `rules` refuses.
-    zero.setdefault("stage", stage)
+def _resolve_zero(resolved: dict[str, Any], profile: Profile, hidden_size: int | None) -> None:
+    zero, stage = resolved.setdefault("zero_optimization", {}), profile.zero_stage
+    zero["stage"] = stage  # DeepSpeed's default is stage 0
+    if profile.uses_muon and stage == 3:
+        zero.setdefault("reduce_scatter", False)
     if hidden_size is None:
         return
     sizes = {

@@ -14,9 +14,9 @@ from zerolm.common.values import shown
 from zerolm.ds_config import muon
 from zerolm.ds_config.optimizers import optimizer_problems, scheduler_problems
 from zerolm.ds_config.parallel_rules import ds_problems as parallel_problems
+from zerolm.ds_config.precision import precision_problems
 from zerolm.ds_config.profile import Profile, block
 
-BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")  # as deepspeed.runtime.config.DtypeEnum
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")
 WRITER_KEYS = frozenset(
     {"data_parallel", "io_buffer_size", "io_buffer_double", "io_multiplier", "show_statistics"}
@@ -28,7 +28,6 @@ _UNSUPPORTED: dict[str, str] = {
     "block.",
     "data_efficiency": "it works only through DeepSpeed's own data loader, and the data order here "
     "depends only on --data and the seed. Remove the block.",
-    "datastates_ckpt": "pretrain.py writes its own checkpoints. Remove the block.",
     "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5.23, and its checkpoints "
     "cannot be read here (docs/parallelism.md). Remove the block, use ZeRO 3.",
     "fp8": "8-bit matmuls are not supported, see docs/speed.md. Remove the block, use bf16.",
@@ -48,7 +47,7 @@ def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[st
         world_size: number of ranks.
     """
     problems = _zero_problems(profile, on_gpu, world_size)
-    problems += _precision_problems(profile, on_gpu)
+    problems += precision_problems(profile, on_gpu)
     problems += optimizer_problems(profile, on_gpu)
     problems += scheduler_problems(profile)
     problems += _unsupported_problems(profile)
@@ -59,17 +58,14 @@ def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[st
 
 def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]:
     zero, stage = profile.zero, profile.zero_stage
-    written = zero.get("stage", 1)
-    if isinstance(written, bool) or written not in (0, 1, 2, 3):
-        return [f"zero_optimization.stage: {shown(written)}, must be 1, 2 or 3. Correct it."]
-    if written == 0:
-        # engine.py scales the loss for a ZeROOptimizer only, so fp16 gradients would be 2^16 too
-        # small; in fp32 there is no gradient norm; no code here reads stage 0 checkpoints.
-        return [
-            "zero_optimization.stage: 0, has no loss scaling, gradient norm or export. Use 1: the "
-            "same results, with sharded optimizer states."
-        ]
+    if stage == 0:
+        written = shown(zero.get("stage"))
+        return [f"zero_optimization.stage: {written}, must be 1, 2 or 3. Correct it."]
     problems = _zero_option_problems(zero)
+    if block(zero, "offload_optimizer").get("super_offload") is True and not on_gpu:
+        problems.append(
+            "zero_optimization.offload_optimizer.super_offload: true, needs a GPU. Remove the key."
+        )
     if profile.param_offload != "none" and stage != 3:
         problems.append(
             f"zero_optimization.offload_param: needs stage 3, got {stage}. Use "
@@ -84,6 +80,8 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
                 problems.append(
                     f"{key}.nvme_path: missing, device nvme needs it. Name a directory."
                 )
+    if profile.block("aio").get("use_gds") is True and not on_gpu:
+        problems.append("aio.use_gds: true, needs a GPU. Remove the key.")
     for key in QUANTIZED_KEYS:
         if zero.get(key) is True and not on_gpu:
             problems.append(f"zero_optimization.{key}: true, needs a GPU. Remove the key.")
@@ -117,63 +115,6 @@ def _zero_option_problems(zero: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
-    problems = []
-    fp16 = profile.block("fp16").get("enabled")
-    bf16_key = "bfloat16" if "bfloat16" in profile.json and "bf16" not in profile.json else "bf16"
-    if fp16 is True and profile.block(bf16_key).get("enabled") is True:
-        problems.append(
-            f"fp16.enabled: true, but {bf16_key}.enabled is true too. Only one may be: remove fp16."
-        )
-    elif fp16 is True and not on_gpu and not cpu_has_fp16():
-        problems.append("fp16.enabled: true, is not supported by this CPU. Use bf16 instead.")
-    if profile.grad_accum_dtype not in (None, "fp32", "fp16", "bf16"):
-        problems.append(
-            f"data_types.grad_accum_dtype: {shown(profile.grad_accum_dtype)}, must be fp32, fp16 "
-            f"or bf16. Correct it."
-        )
-    if profile.block(bf16_key).get("check_grad_overflow") is False:
-        problems.append(
-            f"{bf16_key}.check_grad_overflow: false, would step on non-finite gradients and report "
-            f"their norm as -1. Remove the key."
-        )
-    return problems + _autocast_problems(profile)
-
-
-def cpu_has_fp16() -> bool:
-    """Return whether this CPU supports fp16 matmuls; DeepSpeed asks oneDNN in the same way."""
-    import torch
-
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
-    return torch.backends.mkldnn.is_available() and supported is not None and bool(supported())
-
-
-def _autocast_problems(profile: Profile) -> list[str]:
-    autocast = profile.block("torch_autocast")
-    if autocast.get("enabled") is not True:
-        return []
-    problems = []
-    dtype = autocast.get("dtype")
-    if dtype not in BF16_NAMES:
-        # Without a dtype torch chooses float16 on a GPU, without a loss scale. With float16 a
-        # GradScaler skips steps that engine.was_step_applied() reports as taken.
-        problems.append(
-            f"torch_autocast.dtype: {'missing' if dtype is None else shown(dtype)}, must be "
-            f"bfloat16, since DeepSpeed does not report steps that float16 autocast skips. Write "
-            f'"dtype": "bfloat16".'
-        )
-    if profile.precision == "fp16":
-        problems.append(
-            "torch_autocast.enabled: true, but fp16.enabled is true too. Only one may be: remove "
-            "fp16."
-        )
-    if profile.zero.get("zero_quantized_weights") is True:
-        problems.append(
-            "torch_autocast.enabled: true, does not work with zero_quantized_weights. Remove one."
-        )
-    return problems
-
-
 def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
     """List options that are allowed, but change the loss curve or are easily misread.
 
@@ -181,11 +122,15 @@ def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str
         on_gpu, world_size: as for `rule_problems`.
     """
     notices = []
-    if "stage" not in profile.zero:
+    if profile.zero.get("stage", 0) == 0:
+        # engine.py scales the loss for a ZeROOptimizer only, so at stage 0 fp16 gradients would be
+        # 2^16 too small; in fp32 there is no gradient norm; nothing here reads its checkpoints.
+        is_what = "is missing" if "stage" not in profile.zero else "is 0"
         notices.append(
-            "zero_optimization.stage is missing: using stage 1, which has the results of stage 0 "
-            "with sharded optimizer states"
+            f"zero_optimization.stage {is_what}: using stage 1, which has the results of stage 0 "
+            f"with sharded optimizer states"
         )
+    notices += _without_effect(profile) + _other_trackers(profile)
     if profile.block("checkpoint").get("writer") is not None:
         notices.append(
             "checkpoint.writer: pretrain.py uses its own writer, which follows `decoupled`; "
@@ -212,6 +157,42 @@ def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str
     return [f"{profile.name}: {notice}" for notice in notices]
 
 
+def _without_effect(profile: Profile) -> list[str]:
+    """List options that DeepSpeed reads, but that nothing on the path of a run uses."""
+    found = []
+    if used := [key for key, on in profile.block("activation_checkpointing").items() if on]:
+        found.append(
+            f"activation_checkpointing.{used[0]}: has no effect, since Hugging Face models do not "
+            f"call DeepSpeed's checkpointing; use --gradient_checkpointing"
+        )
+    if used := [key for key, on in profile.block("compile").items() if on]:
+        found.append(
+            f"compile.{used[0]}: has no effect without deepcompile, which is not supported; use "
+            f"--compile"
+        )
+    if profile.block("comms_logger").get("enabled") is True:
+        found.append("comms_logger: its table is printed at the end of the run")
+    return found
+
+
+def _other_trackers(profile: Profile) -> list[str]:
+    """List the blocks of DeepSpeed's monitors, of which `implied` takes what it can."""
+    instead = {
+        "wandb": "pretrain.py logs to W&B itself, with the block's project, group and team; see "
+        "--wandb",
+        "tensorboard": "pretrain.py writes TensorBoard files itself, to tensorboard/ of the run "
+        "directory; the block's paths are not used",
+        "csv_monitor": "pretrain.py writes no CSV files; metrics.jsonl in the run directory has "
+        "every metric",
+        "comet": "pretrain.py does not log to Comet; use --wandb or --tensorboard",
+    }
+    return [
+        f"{key}.enabled: DeepSpeed's own monitor is not used: {what}"
+        for key, what in instead.items()
+        if profile.block(key).get("enabled") is True
+    ]
+
+
 def _reduction(profile: Profile) -> tuple[str, str]:
     """Return the precision in which gradients are summed over ranks, and how to get fp32."""
     if profile.block("torch_autocast").get("enabled") is True:
@@ -231,6 +212,12 @@ def _unsupported_problems(profile: Profile) -> list[str]:
             enabled = value is True or value not in (None, False, 1)
         if enabled:
             problems.append(f"{key}: {shown(value)[:60]}, is not supported: {why}")
+    # On by its presence, whatever it contains (deepspeed/datastates/config.py).
+    if profile.json.get("datastates_ckpt", False) is not False:
+        problems.append(
+            "datastates_ckpt: is not supported: pretrain.py writes its own checkpoints. Remove the "
+            "block."
+        )
     if profile.json.get("gradient_allreduce_op", "mean") != "mean":
         problems.append(
             "gradient_allreduce_op: sum, would scale gradients by the world size. Use mean."
@@ -242,8 +229,6 @@ def _unsupported_problems(profile: Profile) -> list[str]:
             "compile.deepcompile: true, is not supported: its loss curve has not been compared "
             "with plain PyTorch's (docs/settings.md). Use --compile instead."
         )
-    if profile.block("wandb").get("enabled") is True:
-        problems.append("wandb.enabled: true, would start a second W&B run. Use --wandb instead.")
     return [*problems, *_secrets(profile.json)]
 
 
@@ -273,12 +258,6 @@ def _checkpoint_problems(profile: Profile) -> list[str]:
             f"Correct or remove it."
             for key in unknown
         ]
-        decoupled = block(checkpoint, "writer").get("decoupled", False)
-        if decoupled is not True and decoupled is not False:
-            problems.append(
-                f"checkpoint.writer.decoupled: {shown(decoupled)}, must be true (write in the "
-                f"background) or false (training waits). Correct it."
-            )
     if checkpoint.get("load_universal"):
         problems.append(
             "checkpoint.load_universal: true, is not supported: it makes saves incomplete "

@@ -6,13 +6,14 @@ listed here, and a test compares the list with DeepSpeed's source. `rules` check
 together. DeepSpeed is imported only inside functions.
 """
 
-import inspect
+import copy
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from zerolm.common.errors import did_you_mean
 from zerolm.common.values import shown
-from zerolm.ds_config.profile import AUTO, MAX_NUMBER, Profile
+from zerolm.ds_config.coercion import SWITCHES, inner_model, model_fields, pydantic_models, truth
+from zerolm.ds_config.profile import AUTO, MAX_NUMBER, Profile, block
 
 _COUNT, _NUMBER, _BOOL = "a positive whole number", "a number, at least 0", "true or false"
 _DTYPE = ("fp32", "fp16", "bf16", None)
@@ -40,6 +41,7 @@ SCALARS: dict[str, str | tuple[Any, ...]] = {
     "dataloader_drop_last": _BOOL,
     "use_data_before_expert_parallelism": _BOOL,
     "vocabulary_size": _COUNT,
+    "allgather_size": _COUNT,
     "log_level": ("debug", "info", "warning", "error", "critical", None),
 }
 # The Hugging Face Trainer resolves "auto" for these; elsewhere DeepSpeed crashes or ignores it.
@@ -83,38 +85,18 @@ CHECKED_BY_RULES = (
 )
 
 
-def _pydantic_models() -> dict[str, Any]:
-    """Return {block: DeepSpeed's pydantic model of it}."""
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "bf16": DeepSpeedBF16Config,
-        "bfloat16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-        "tensorboard": TensorBoardConfig,
-        "wandb": WandbConfig,
-        "csv_monitor": CSVConfig,
-        "comet": CometConfig,
-        "comms_logger": CommsLoggerConfig,
-        "compile": CompileConfig,
-    }
-
-
 def known_keys() -> frozenset[str]:
     """Return every top-level key that DeepSpeed reads."""
-    return frozenset().union(SCALARS, BLOCKS, CHECKED_BY_RULES, _pydantic_models())
+    return frozenset().union(SCALARS, BLOCKS, CHECKED_BY_RULES, pydantic_models())
 
 
 def schema_problems(profile: Profile) -> list[str]:
     """Find unknown keys and values of a wrong type, at every level of the JSON as written."""
-    models, removed, name = _pydantic_models(), _removed_keys(), profile.name
+    models, removed, name = pydantic_models(), _removed_keys(), profile.name
     problems = []
-    for key, value in profile.json.items():
+    for key, value in profile.written.items():
+        if key == "zero_optimization" and isinstance(value, bool):
+            continue  # the form of DeepSpeed's first releases, which `coercion` reads
         if key in removed:
             problems.append(
                 f"{name}: {key}: DeepSpeed has removed this key: {removed[key]} Remove the key."
@@ -127,7 +109,38 @@ def schema_problems(profile: Profile) -> list[str]:
             problems += _block_problems(key, value, BLOCKS[key], name)
         elif key not in CHECKED_BY_RULES:
             problems.append(f"{name}: {key}: {_unknown(key, known_keys())}")
-    return problems
+    return problems + _switch_problems(profile)
+
+
+def deepspeed_problems(profile: Profile) -> list[str]:
+    """Return why DeepSpeed's own config object refuses a profile, as the engine would find later.
+
+    Args:
+        profile: resolved, and without problems that `schema_problems` and `rules` find.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = copy.deepcopy(profile.json)
+    config.pop("train_batch_size", None)  # it would be compared with a world size of 1
+    config.pop("aio", None)  # `rules` checks it; DeepSpeed asks for the GPU of this machine
+    try:
+        DeepSpeedConfig(config)
+    except Exception as error:  # it raises assertions, ValueErrors and its own
+        text = " ".join(str(error).split())
+        return [f"{profile.name}: refused by DeepSpeed: {text}. Correct the file."]
+    return []
+
+
+def _switch_problems(profile: Profile) -> list[str]:
+    """Find switches in blocks without a model that are neither true nor false."""
+    return [
+        f"{profile.name}: {path}.{key}: {shown(value)}, DeepSpeed would take it for true. Write "
+        f"true or false."
+        for path, switches in SWITCHES.items()
+        if path
+        for key, value in block(profile.json, *path.split(".")).items()
+        if key in switches and not isinstance(value, bool) and value not in (None, AUTO)
+    ]
 
 
 def _unknown(key: str, choices: Iterable[str]) -> str:
@@ -153,7 +166,7 @@ def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
         valid = (value.lower() if isinstance(value, str) else value) in rule
         rule = "one of " + ", ".join(shown(choice) for choice in rule)
     elif rule == _BOOL:
-        valid = isinstance(value, bool)
+        valid = isinstance(truth(value), bool)
     elif rule == _COUNT:
         valid = number and value > 0 and value == int(value)
     else:
@@ -198,17 +211,12 @@ def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:
 
 
 def _known_keys_only(
-    model: Any, block: Mapping[str, Any], name: str, path: str, problems: list[str]
+    model: Any, given: Mapping[str, Any], name: str, path: str, problems: list[str]
 ) -> dict[str, Any]:
     """Return the block without "auto" values and unknown keys; append those to `problems`."""
     removed = _removed_zero_keys() if path == "zero_optimization" else {}
-    fields = {}
-    for field_name, field in model.model_fields.items():
-        fields[field_name] = field
-        if field.alias:
-            fields[field.alias] = field
-    known = {}
-    for key, value in block.items():
+    fields, known = model_fields(model), {}
+    for key, value in given.items():
         if key in removed:
             problems.append(
                 f"{name}: {path}.{key}: DeepSpeed has removed this key: {removed[key]} Remove it."
@@ -217,7 +225,7 @@ def _known_keys_only(
             hint = did_you_mean(key, fields) or " Correct or remove it."
             problems.append(f"{name}: {path}.{key}: unknown key.{hint}")
         elif value != AUTO:
-            inner = _inner_model(fields[key].annotation)
+            inner = inner_model(fields[key].annotation)
             if inner is not None and isinstance(value, Mapping):
                 value = _known_keys_only(inner, value, name, f"{path}.{key}", problems)
             known[key] = value
@@ -228,11 +236,3 @@ def _removed_zero_keys() -> dict[str, str]:
     from deepspeed.runtime import config
 
     return dict(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", {}))
-
-
-def _inner_model(annotation: Any) -> Any:
-    """Return the pydantic model in `Model` or `Optional[Model]`, else None."""
-    for candidate in (annotation, *get_args(annotation)):
-        if inspect.isclass(candidate) and hasattr(candidate, "model_fields"):
-            return candidate
-    return None

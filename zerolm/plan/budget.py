@@ -12,7 +12,7 @@ from typing import Any
 from zerolm.config import defaults
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
-from zerolm.ds_config.implied import Implied
+from zerolm.ds_config.implied import WARMUP_STEPS, Implied
 from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS, BatchSchedule, LearningRate
 
 
@@ -219,10 +219,7 @@ def schedule_problems(settings: Settings) -> list[str]:
     total, warmup, decay = settings.total_tokens, settings.warmup_tokens, settings.decay_tokens
     peak, low, kind = settings.learning_rate, settings.min_learning_rate, settings.schedule
     if total and warmup and warmup > total:
-        problems.append(
-            f"{settings.where('warmup_tokens')}: {warmup}, must not exceed --total_tokens {total}. "
-            f"Use for example {max(1, total // 100)}."
-        )
+        problems.append(_long_warmup(settings, warmup, total))
     if decay and kind is not None and not SCHEDULES[kind].uses_decay_tokens:
         problems.append(
             f"{settings.where('decay_tokens')}: {decay}, needs --schedule {WITH_DECAY_TOKENS}, got "
@@ -245,6 +242,22 @@ def schedule_problems(settings: Settings) -> list[str]:
             f"{total}. Use for example {max(1, total // 10)}."
         )
     return problems + _evaluation_problems(settings)
+
+
+def _long_warmup(settings: Settings, warmup: int, total: int) -> str:
+    """Refuse a warm-up beyond the end of the run, in the unit in which it was given."""
+    where = settings.where("warmup_tokens")
+    if not where.endswith(WARMUP_STEPS) or not settings.seq_len or not settings.batch_tokens:
+        return (
+            f"{where}: {warmup}, must not exceed --total_tokens {total}. Use for example "
+            f"{max(1, total // 100)}."
+        )
+    schedule = batch_schedule(settings)
+    steps, last = (num_steps(schedule, settings.seq_len, tokens) for tokens in (warmup, total))
+    return (
+        f"{where}: {steps} steps, must not exceed the {last} steps of the run (--total_tokens "
+        f'{total}). Use for example {max(1, last // 100)}, or "auto".'
+    )
 
 
 def _evaluation_problems(settings: Settings) -> list[str]:

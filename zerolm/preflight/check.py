@@ -20,6 +20,7 @@ from zerolm.data.mixture import Mixture, resolve_mixture
 from zerolm.data.packing import data_fingerprint, num_rows
 from zerolm.data.sources import Sources, find_source, source_names, source_problems
 from zerolm.ds_config import muon, parallel_rules
+from zerolm.ds_config.schema import deepspeed_problems
 from zerolm.evaluate import rules as evaluation_rules
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.flops import flops_per_token
@@ -59,6 +60,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     host = hosts.detect(settings, argv, environment, found)
     given = inputs.read(settings, host, refused, found)
     settings = _resolve(settings, given, host, refused, found)
+    hosts.check_trackers(settings, environment, found)
     mixture = _check_sources(settings, given, host, found)
     settings = _check_model(settings, given, host, found)
     found.problems += evaluation_rules.problems(settings)
@@ -66,6 +68,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     if not found.problems and given.model is not None and mixture is not None:
         resolved = Resolved.of(settings)
         plan = _plan(resolved, run_dir, given.model, given, host, mixture)
+        found.problems += deepspeed_problems(plan.profile)
         existing = existing_run.compare(plan, environment, found)
     else:
         existing, plan = existing_run.NO_RUN, None

@@ -71,7 +71,6 @@ def detect(
         found.problems += slurm_problems(environment)
     _check_build_locks(environment, found)
     _check_shared_resources(environment, found)
-    _check_trackers(settings, environment, found)
     return Host(int(environment.get("WORLD_SIZE", 1)), device)
 
 
@@ -118,8 +117,14 @@ def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> 
         found.problems += [f"environment: MASTER_PORT: {problem}"] if problem else []
 
 
-def _check_trackers(settings: Settings, environment: Mapping[str, str], found: Findings) -> None:
-    """Check that the accounts and packages of the run's trackers are available."""
+def check_trackers(settings: Settings, environment: Mapping[str, str], found: Findings) -> None:
+    """Check that the accounts and packages of the run's trackers are available.
+
+    Args:
+        settings: resolved, since the DeepSpeed JSON may ask for a tracker.
+    """
+    if settings.check and settings.world_size:  # the run will not be on this machine
+        return
     for name in enabled_trackers(settings):
         found.problems += tracker_class(name).problems(name, settings, environment)
 

@@ -10,6 +10,7 @@ from zerolm.common.shipped import shipped_notice
 from zerolm.config.settings import Settings
 from zerolm.data.sources import Sources, open_sources
 from zerolm.ds_config import host as ds_host
+from zerolm.ds_config.precision import with_precision
 from zerolm.ds_config.profile import AUTO, Profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
 from zerolm.ds_config.schema import schema_problems
@@ -79,17 +80,19 @@ def _read_profile(settings: Settings, host: Host, model: Model | None, found: Fi
     except ConfigError as error:
         found.problems += error.problems
         return Profile.parse({}, path)
+    found.problems += schema_problems(profile)
     profile = ds_host.with_nvme_path(profile, settings, found.problems)
+    profile, notices = with_precision(profile, settings, found.problems)
+    found.notices += notices
     if host.device.kind != "absent":
         found.problems += ds_host.nvme_problems(profile)
         found.problems += ds_host.kernel_problems(profile)
     on_gpu, world_size = host.device.is_gpu, host.world_size
-    found.problems += schema_problems(profile)
     found.problems += rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
     if profile.compute_precision == "bf16" and not host.device.supports_bf16:
         found.problems.append(
             f"{path}: bf16: enabled, but this {host.device.kind} device does not support it. Use "
-            f"fp16, or a newer device."
+            f"fp16 (--precision fp16 if the file says auto), or a newer device."
         )
     found.notices += rule_notices(profile, on_gpu=on_gpu, world_size=world_size)
     auto = [key for key in BUCKET_KEYS if profile.zero.get(key) == AUTO]

@@ -88,7 +88,8 @@ def test_all_problems_of_a_muon_config_are_reported_together():
     params = {"lr": "auto", "momentun": 0.9, "momentum": 1.0, "ns_method": "gramm", "muon_lr": -1}
     config = {
         "optimizer": {"type": "Muon", "params": params},
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, "reduce_scatter": True},
+        "gradient_clipping": 1.0,
         "scheduler": {"type": "WarmupLR"},
     }
     found = "\n".join(muon.problems(Profile.parse(config)))
@@ -98,7 +99,7 @@ def test_all_problems_of_a_muon_config_are_reported_together():
         'params.ns_method: "gramm", must be one of gram, standard',
         "params.muon_lr: -1, must be a number of at least 0.",
         "params.muon_lr: -1, but DeepSpeed's schedulers set one learning rate",
-        "gradient_clipping: missing, which means 1.0",
+        "gradient_clipping: 1.0, would shrink Muon's orthogonalized update",
         "zero_optimization.reduce_scatter: true, must be false for Muon at stage 3",
     ):
         assert part in found, found
@@ -147,6 +148,7 @@ def test_stacked_experts_are_refused_where_muon_supports_only_2d_tensors():
     shapes = {"experts.down_proj": (4, 8, 8), "gate.weight": (4, 8), "embed.weight": (9, 8)}
     config = {
         "optimizer": {"type": "Muon"},
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},

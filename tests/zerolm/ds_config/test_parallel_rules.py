@@ -58,7 +58,7 @@ def test_tensor_parallel_checkpoints_are_not_resharded():
 
 BAD_DS = {
     "no object": ({"tensor_parallel": 2}, "must be an object"),
-    "no number": ({"tensor_parallel": {"autotp_size": "2"}}, "positive whole number"),
+    "no number": ({"tensor_parallel": {"autotp_size": "two"}}, "positive whole number"),
     "true": ({"sequence_parallel_size": True}, "positive whole number"),
     "does not divide": ({"sequence_parallel_size": 3}, "must divide the world size 4"),
     "both": ({**TENSOR, **SEQUENCE}, "only one set of groups"),

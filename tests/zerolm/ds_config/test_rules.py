@@ -6,7 +6,7 @@ import pytest
 
 from tests.zerolm.ds_config.ds_cases import USER, found, notices, resolved, zero
 from zerolm.config.settings import Settings
-from zerolm.ds_config import rules
+from zerolm.ds_config import precision
 from zerolm.ds_config.implied import implied_settings, implied_token_counts
 from zerolm.ds_config.profile import Profile, block
 
@@ -25,7 +25,6 @@ BAD = {
     ),
     "a wrong type": ({"gradient_clipping": "one"}, 'gradient_clipping: "one"', "number"),
     "a wrong stage": (zero(4), "zero_optimization.stage: 4", "1, 2 or 3"),
-    "stage 0": (zero(0), "zero_optimization.stage: 0", "Use 1"),
     "delayed updates": (zero(2, zenflow={}), "zero_optimization.zenflow", "Remove the block"),
     "an inexact resume": (
         zero(2, load_from_fp32_weights=False),
@@ -119,7 +118,11 @@ BAD = {
         "Remove",
     ),
     "Muon at stage 3": (
-        {**zero(3), "optimizer": {"type": "Muon"}, "gradient_clipping": 0},
+        {
+            **zero(3, reduce_scatter=True),
+            "optimizer": {"type": "Muon"},
+            "gradient_clipping": 0,
+        },
         "zero_optimization.reduce_scatter",
         "false",
     ),
@@ -139,9 +142,9 @@ BAD = {
         'Did you mean "decoupled"?',
     ),
     "a writer that is neither": (
-        {"checkpoint": {"writer": {"decoupled": "yes"}}},
-        "checkpoint.writer.decoupled",
-        "must be true",
+        {"checkpoint": {"writer": {"decoupled": "maybe"}}},
+        "checkpoint.writer.decoupled: maybe",
+        "Write true or false",
     ),
     "a universal checkpoint": (
         {"checkpoint": {"load_universal": True}},
@@ -149,6 +152,38 @@ BAD = {
         "Remove the key",
     ),
     "pipelines": ({"pipeline": {"stages": 2}}, "pipeline", "not supported"),
+    "a switch that is text": (
+        {"torch_autocast": {"enabled": "false"}},
+        "torch_autocast.enabled: false, DeepSpeed would take it for true",
+        "Write true or false",
+    ),
+    "no master weights for 16-bit states": (
+        {**zero(2), "bf16": {"enabled": True, "bf16_optimizer_states": True}},
+        "bf16.bf16_optimizer_states: true, needs bf16.bf16_master_weights_and_grads",
+        "remove the key",
+    ),
+    "16-bit master weights without offload": (
+        {**zero(2), "bf16": {"enabled": True, "bf16_master_weights_and_grads": 1}},
+        "bf16.bf16_master_weights_and_grads: true, needs zero_optimization.offload_optimizer",
+        "or bf16_optimizer_states",
+    ),
+    "16-bit master weights of other weights": (
+        {**zero(2), "bf16": {"enabled": False, "bf16_master_weights_and_grads": True}},
+        "bf16.bf16_master_weights_and_grads: true, needs bf16, but the weights are fp32",
+        "Remove the key",
+    ),
+    "weights of another precision": (
+        {"bf16": {"enabled": True}, "data_types": {"param_dtype": "half"}},
+        "data_types.param_dtype: fp16, but the weights are bf16",
+        "Remove the key",
+    ),
+    "checkpoints of DataStates": ({"datastates_ckpt": {}}, "datastates_ckpt", "Remove the block"),
+    "SuperOffload on a CPU": (
+        zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
+        "offload_optimizer.super_offload: true, needs a GPU",
+        "Remove the key",
+    ),
+    "storage without a GPU": ({"aio": {"use_gds": 1}}, "aio.use_gds: true, needs a GPU", "Remove"),
     "data efficiency": ({"data_efficiency": {"enabled": True}}, "data_efficiency", "--data"),
     "a secret": ({"comet": {"api_key": "abc"}}, "comet.api_key: a secret", "COMET_API_KEY"),
     "sums of gradients": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: sum", "mean"),
@@ -162,18 +197,99 @@ BAD = {
 
 @pytest.mark.parametrize(("config", "key", "fix"), BAD.values(), ids=list(BAD))
 def test_a_refusal_is_one_line_with_file_key_and_fix(monkeypatch, config, key, fix):
-    monkeypatch.setattr(rules, "cpu_has_fp16", lambda: False)
+    monkeypatch.setattr(precision, "cpu_has_fp16", lambda: False)
     on_gpu = block(config, "fp16").get("enabled") and "torch_autocast" in config
     problems = found(config, on_gpu=bool(on_gpu))
     assert len(problems) == 1 and "\n" not in problems[0]
     assert problems[0].startswith("ds.json: ") and key in problems[0] and fix in problems[0]
 
 
-@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"overlap_comm": True}}])
-def test_a_file_without_a_stage_runs_at_stage_1(config):
+NO_STAGE = [{}, {"zero_optimization": {"overlap_comm": True}}, zero(0), zero("0"), zero(False)]
+NO_STAGE += [{"zero_optimization": False}]
+
+
+@pytest.mark.parametrize("config", NO_STAGE, ids=str)
+def test_a_file_without_a_stage_or_with_stage_0_runs_at_stage_1(config):
     assert found(config) == [] and Profile.parse(config).zero_stage == 1
     assert resolved(config)["zero_optimization"]["stage"] == 1
     assert any("stage 1" in notice for notice in notices(config))
+
+
+MUON_EXAMPLE = {  # of DeepSpeed's documentation, docs/_pages/config-json.md
+    "optimizer": {
+        "type": "Muon",
+        "params": {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "muon_lr": 0.001,
+                   "ns_method": "gram"},
+    },
+    "zero_optimization": {"stage": 3, "save_muon_momentum_buffer_in_memory": True},
+}  # fmt: skip
+
+
+def test_deepspeeds_own_muon_example_is_accepted_with_notices_of_what_is_filled_in():
+    assert found(MUON_EXAMPLE) == [] and found(MUON_EXAMPLE, on_gpu=True) == []
+    told = "\n".join(notices(MUON_EXAMPLE))
+    assert "gradient_clipping is missing: using 0" in told
+    assert "zero_optimization.reduce_scatter is missing: using false" in told
+    result = resolved(MUON_EXAMPLE)
+    assert result["gradient_clipping"] == 0
+    assert result["zero_optimization"]["reduce_scatter"] is False
+
+
+def test_options_that_nothing_reads_are_notices_and_defaults_are_not():
+    quiet = {
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+        "compile": {"deepcompile": False, "offload_parameters": 0},
+        "comms_logger": {"enabled": False},
+        "csv_monitor": {"enabled": False},
+    }
+    assert notices({**zero(1), **quiet}) == []
+    assert "comms_logger" not in resolved(quiet), "DeepSpeed would collect without being enabled"
+    loud = {
+        "activation_checkpointing": {"cpu_checkpointing": 1},
+        "compile": {"offload_parameters": "true"},
+        "comms_logger": {"enabled": "yes"},
+    }
+    told = notices({**zero(1), **loud})
+    assert [line.split()[1].rstrip(":") for line in told] == [
+        "activation_checkpointing.cpu_checkpointing", "compile.offload_parameters", "comms_logger"
+    ]  # fmt: skip
+
+
+def test_a_warmup_of_zero_steps_is_no_warmup():
+    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}
+    assert found(config) == []
+    implied, problems = implied_token_counts(
+        Profile.parse(config), Settings(), lambda steps: steps * 100
+    )
+    assert problems == [] and implied["warmup_tokens"].value == 0
+
+
+MONITORS = {
+    "wandb": {"enabled": 1, "project": "ours", "team": "us", "group": "g"},
+    "tensorboard": {"enabled": True, "output_path": "logs"},
+    "csv_monitor": {"enabled": True},
+    "comet": {"enabled": True},
+}
+
+
+def test_deepspeeds_monitors_become_our_trackers():
+    assert found(MONITORS) == []
+    implied, problems = implied_settings(Profile.parse(MONITORS), seq_len=8, replicas=2)
+    assert problems == []
+    assert {name: one.value for name, one in implied.items()} == {
+        "wandb_project": "ours", "wandb_entity": "us", "wandb_group": "g", "tensorboard": True
+    }  # fmt: skip
+    assert not MONITORS.keys() & resolved(MONITORS).keys(), "DeepSpeed starts none of its own"
+    told = "\n".join(notices(MONITORS))
+    for key, instead in (
+        ("wandb", "--wandb"),
+        ("tensorboard", "tensorboard/"),
+        ("csv_monitor", "metrics.jsonl"),
+        ("comet", "--wandb or --tensorboard"),
+    ):
+        assert any(key in line and instead in line for line in told.splitlines())
+    off = {key: {**block, "enabled": False} for key, block in MONITORS.items()}
+    assert implied_settings(Profile.parse(off), seq_len=8, replicas=2) == ({}, [])
 
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -55,6 +55,11 @@ def write_inputs(base: Path) -> Path:
         "gradient_accumulation_steps": 4})  # fmt: skip
     write_json(base / "ds_scheduler.json", {"scheduler": {"type": "WarmupDecayLR", "params": {
         "total_num_steps": 50, "warmup_num_steps": 5, "warmup_max_lr": 0.001}}})  # fmt: skip
+    write_json(base / "ds_long_warmup.json", {"scheduler": {"type": "WarmupLR", "params": {
+        "warmup_num_steps": 500, "warmup_max_lr": 0.001}}})  # fmt: skip
+    write_json(base / "ds_trackers.json", {"fp16": {"enabled": "auto"}, "zero_optimization": {
+        "stage": 0}, "_comment": "x", "tensorboard": {"enabled": 1}, "wandb": {"enabled": "true",
+        "project": "theirs"}})  # fmt: skip
     write_json(base / "fp32.json", {"gradient_clipping": 0.5})
     write_json(base / "adagrad.json", {"optimizer": {"type": "Adagrad"}})
     write_json(base / "lion.json", {"optimizer": {"type": "Lion"}, "zero_optimization": {

@@ -63,6 +63,18 @@ BAD = {
     "ramp without start": ("--batch_ramp_tokens 512", ["--batch_ramp_tokens", "_ramp_start"]),
     "ramp that does not divide": ("--batch_ramp_start 96", ["--batch_ramp_start: 96", "512"]),
     "warm-up beyond the end": ("--warmup_tokens 60k", ["--warmup_tokens: 60000", "51200"]),
+    "warm-up steps beyond the end": (
+        "--deepspeed_config ds_long_warmup.json",
+        ["warmup_num_steps: 500 steps, must not exceed the 100 steps of the run", "example 1, or"],
+    ),
+    "a precision against the file": (
+        "--precision fp32",
+        ["zero2.json: bf16.enabled: true, contradicts command line: --precision fp32"],
+    ),
+    "a tracker against the file": (
+        "--deepspeed_config ds_trackers.json --no-tensorboard",
+        ["ds_trackers.json: tensorboard.enabled: true", "contradicts command line: --tensorboard"],
+    ),
     "decay without wsd": ("--decay_tokens 1k", ["--decay_tokens: 1000", "wsd"]),
     "decay beyond the end": (
         "--schedule wsd --decay_tokens 51k --warmup_tokens 512",
@@ -121,6 +133,19 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(inputs, change,
     assert len(problems) == 1, problems
     for part in parts:
         assert part in problems[0]
+
+
+def test_the_file_of_another_project_runs_with_notices_of_what_was_decided(inputs):
+    plan = check.check(command(inputs, "--deepspeed_config ds_trackers.json"), {})
+    assert plan.settings.tensorboard and plan.settings.wandb_project == "theirs"
+    assert not {"_comment", "tensorboard", "wandb"} & plan.profile.json.keys()
+    assert (plan.profile.precision, plan.profile.zero_stage) == ("bf16", 1)
+    assert plan.derived["profile"].startswith("ZeRO-1, bf16")
+    told = "\n".join(plan.notices)
+    for part in ('training in bf16, since fp16.enabled is "auto"', "stage is 0: using stage 1"):
+        assert part in told
+    plan = check.check(command(inputs, "--deepspeed_config ds_trackers.json --precision fp32"), {})
+    assert plan.profile.precision == "fp32" and plan.settings.to_json()["precision"] == "fp32"
 
 
 def test_unwritable_run_directory_is_refused(inputs):
