@@ -35,7 +35,7 @@ class ModelStates:
         weights: in the model's precision; under ZeRO-3 the rank's shard and small parameters.
         gradients: the accumulated ones, and the shard that the rank updates.
         optimizer: moments.
-        master: float32 weights of the rank's shard.
+        master: weights of the rank's shard that the optimizer updates.
         host_...: the same on the host, with offload.
     """
 
@@ -64,9 +64,9 @@ class ModelStates:
 def model_states(shapes: Shapes, profile: Profile, world_size: int) -> ModelStates:
     """Return the bytes of weights, gradients, moments and master weights of one rank.
 
-    Per parameter: the weight in its precision, a master weight in fp32, the optimizer's moments in
-    fp32 and a gradient. ZeRO-1 shards master weights and moments, ZeRO-2 also gradients, ZeRO-3
-    also weights.
+    Per parameter: the weight in its precision, a master weight and the optimizer's moments, both in
+    fp32 unless the profile says bf16, and a gradient. ZeRO-1 shards master weights and moments,
+    ZeRO-2 also gradients, ZeRO-3 also weights.
 
     Args:
         shapes: of every parameter, tied ones once.
@@ -82,17 +82,15 @@ def model_states(shapes: Shapes, profile: Profile, world_size: int) -> ModelStat
     if stage == 3:  # partitions each parameter by itself
         shard = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
     weight_bytes, gradient_bytes = profile.weight_bytes, profile.gradient_bytes
-    updated = shard if stage else total  # values that this rank's optimizer updates
     separate = _has_separate_accumulator(profile)
     device = {
         "weights": weight_bytes * (shard if stage == 3 else total),
-        "gradients": gradient_bytes
-        * (updated if stage >= 2 or (stage and not separate) else total),
-        "optimizer": 4 * _num_moments(profile) * updated,
-        "master": 0 if stage == 0 and weight_bytes == 4 else 4 * updated,
+        "gradients": gradient_bytes * (shard if stage >= 2 or not separate else total),
+        "optimizer": profile.moment_bytes * _num_moments(profile) * shard,
+        "master": profile.master_bytes * shard,
     }
     if profile.uses_muon:
-        device["optimizer"] = muon_memory.state_bytes(shapes, profile, world_size if stage else 1)
+        device["optimizer"] = muon_memory.state_bytes(shapes, profile, world_size)
         if stage == 2:
             device["gradients"] = muon_memory.gradient_bytes(shapes, profile, world_size)
     if stage == 1 and profile.optimizer_offload == "none" and gradient_bytes != weight_bytes:
@@ -102,12 +100,13 @@ def model_states(shapes: Shapes, profile: Profile, world_size: int) -> ModelStat
     if profile.optimizer_offload == "none":
         return ModelStates(**device)
     host = {"host_" + name: device.pop(name) for name in ("optimizer", "master")}
-    # The optimizer on the host reads fp32 gradients there, and stages 1 and 2 copy weights back
-    # through a buffer as large as the shard.
-    host["host_gradients"] = 4 * shard
+    # The optimizer on the host reads gradients in the precision of the master weights there, and
+    # stages 1 and 2 copy weights back through a buffer as large as the shard.
+    host["host_gradients"] = profile.master_bytes * shard
     if stage < 3:
         host["host_weights"] = weight_bytes * shard
-    if stage == 3 or (stage == 2 and separate):
+    # With 16-bit master weights stage 2 accumulates in the optimizer's own buffer.
+    if stage == 3 or (stage == 2 and separate and profile.master_bytes == 4):
         host["host_gradients"] += device["gradients"]
     if stage >= 2 or not separate:
         device["gradients"] = 0
@@ -166,16 +165,16 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
 def checkpoint_bytes(shapes: Shapes, profile: Profile) -> int:
     """Return the bytes of a checkpoint of all ranks: weights, master weights, moments.
 
-    Below stage 3 the weights are saved in addition to the fp32 master weights.
+    Below stage 3 the weights are saved in addition to the master weights.
     """
-    value = 4 + (profile.weight_bytes if profile.zero_stage < 3 else 0)
+    value = profile.master_bytes + (profile.weight_bytes if profile.zero_stage < 3 else 0)
     degree = profile.tensor_parallel
     shapes, _ = shapes_of_rank(shapes, Layout(degree, tensor=degree))
     total = sum(map(math.prod, shapes.values()))
     if profile.uses_muon:
         states = muon_memory.state_bytes(shapes, profile)
     else:
-        states = 4 * _num_moments(profile) * total
+        states = profile.moment_bytes * _num_moments(profile) * total
     return degree * (total * value + states)
 
 

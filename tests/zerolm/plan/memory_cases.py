@@ -27,14 +27,18 @@ PROFILES = (
     (2, "optimizer", "bf16+fp32", 2),
     (3, "none", "bf16+fp32", 2),
     (3, "both", "bf16+fp32", 2),
-    (0, "none", "bf16", 2),
-    (0, "none", "fp32", 1),
     (1, "none", "bf16", 2),
     (1, "optimizer", "bf16+fp32", 2),
     (2, "none", "fp32", 1),
     (2, "optimizer", "bf16", 1),
     (3, "optimizer", "bf16", 1),
     (3, "none", "fp32", 2),
+    (2, "none", "bf16 states", 2),
+    (3, "none", "bf16 states", 2),
+    (2, "optimizer", "bf16 states", 2),
+    (3, "optimizer", "bf16 states", 1),
+    (2, "optimizer", "bf16 masters", 2),
+    (3, "both", "bf16 masters", 2),
 )
 SHIPPED = 5
 # Optimizers with other states than AdamW, and the same.
@@ -88,6 +92,9 @@ def config(
     }
     if precision.startswith("bf16"):
         ds["bf16"] = {"enabled": True}
+    if precision in ("bf16 masters", "bf16 states"):
+        ds["bf16"]["bf16_master_weights_and_grads"] = True
+        ds["bf16"]["bf16_optimizer_states"] = precision == "bf16 states"
     if precision == "bf16+fp32":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
         ds["communication_data_type"] = "fp32"
