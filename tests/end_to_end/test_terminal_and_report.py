@@ -8,7 +8,15 @@ import subprocess
 import sys
 
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
-from tests.launching import LAUNCH_SECONDS, ROOT, command, environment, kill_session, rows
+from tests.launching import (
+    LAUNCH_SECONDS,
+    ROOT,
+    command,
+    environment,
+    kill_session,
+    rows,
+    write_json,
+)
 
 STEPS = 30
 
@@ -17,6 +25,7 @@ def test_a_run_in_a_terminal_has_a_progress_bar_and_a_report(
     tmp_path, llama, corpus, held_out
 ) -> None:
     run, json_file = tmp_path / "run", profile(tmp_path / "ds.json", 2, bf16=False)
+    write_json(json_file, {**json.loads(json_file.read_text()), "comms_logger": {"enabled": 1}})
     flags = recipe(llama, corpus, run, json_file, STEPS, 2)
     flags += ["--val_data", held_out, "--eval_interval", 15, "--wandb", "off"]
     flags += ["--checkpoint_interval", 10, "--report_interval", "1s"]
@@ -48,6 +57,8 @@ def test_a_run_in_a_terminal_has_a_progress_bar_and_a_report(
         line = next(line for line in re.split(r"[\r\n]+", text) if message in line)
         assert "█" not in line, "complete lines, above the bar"
     assert "tok/s=" not in text, "no plain log lines with the bar"
+    assert "comms_logger: its table is printed at the end of the run" in text
+    assert "all_reduce" in text.partition("Comm. Op")[2], "the table of comms_logger"
 
     losses = rows(run, "train/loss")
     embedded = re.search(r'id="data">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)

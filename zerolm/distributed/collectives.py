@@ -33,6 +33,13 @@ def barrier() -> None:
     torch.distributed.barrier()
 
 
+def print_communication_table() -> None:
+    """Print what DeepSpeed's `comms_logger` has collected, on rank 0. Every rank must call."""
+    import deepspeed.comm
+
+    deepspeed.comm.log_summary()
+
+
 def require_on_all_ranks(condition: bool, problem: str) -> None:
     """Raise the same ConfigError on every rank unless `condition` holds on all of them.
 

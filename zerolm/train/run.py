@@ -322,6 +322,8 @@ class Run:
         """Log how the run ended, close everything, and return the exit code."""
         record_progress("end")
         step, log = self.progress.step, self.journal.log
+        if self.plan.profile.block("comms_logger"):
+            collectives.print_communication_table()
         if self.finished:
             log.event("done", step, tokens=self.progress.tokens)
             self.print_rank0(f"done: {step} steps, {self.progress.tokens} tokens, {self.run_dir}")
