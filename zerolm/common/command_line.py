@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
 from zerolm.common.secrets import mask_tracebacks, masked
-from zerolm.common.values import parse_bytes, parse_count, parse_duration, parse_number
+from zerolm.common.values import parse_bytes, parse_count, parse_duration, parse_number, parse_path
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
@@ -235,7 +235,7 @@ class Parser(argparse.ArgumentParser):
                 if (flag := spellings.get(name)) is None:
                     unknown.append(f"{written}: no such flag.{did_you_mean(name, spellings)}")
                 else:
-                    arguments[place] = flag + equals + value
+                    arguments[place] = flag + equals + parse_path(value)
         if unknown:
             self.error("\n".join(unknown))
         return self.parse_args(arguments)

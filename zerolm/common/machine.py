@@ -101,8 +101,11 @@ def write_problem(run_dir: str | Path) -> str | None:
     Writes an anonymous file in the nearest existing directory; nothing remains.
     """
     path = Path(run_dir).absolute()
-    while not path.exists() and not path.is_symlink():
-        path = path.parent
+    try:
+        while not path.exists() and not path.is_symlink():
+            path = path.parent
+    except OSError as error:  # a name of over 255 bytes
+        return f"cannot be a directory ({error.strerror}). Choose another one."
     if not path.is_dir():
         return f"{path} is not a directory. Remove it, or choose another directory."
     try:

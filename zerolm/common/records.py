@@ -105,6 +105,8 @@ def read_json(
     """
     try:
         content = read_file(path)
+        if content is not None and not content.strip():  # a lenient parser reads it as {}
+            raise ValueError("it is empty")
         value = None if content is None else parse_json(content, loads)
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(

@@ -5,6 +5,7 @@ which the caller adds the name and the value of the setting.
 """
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -12,17 +13,21 @@ from typing import Any
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+MAX_COUNT = 10**18  # fits into 64 bits with room for sums
 BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def shown(value: Any) -> str:
     """Format a value as JSON, so that a string differs from the number that it looks like."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if text.isprintable() else json.dumps(value, default=str)
 
 
 def shown_setting(where: str, value: Any) -> str:
     """Format a value as it was given: as typed on the command line, as JSON in a file."""
-    return value if isinstance(value, str) and where.startswith("command line") else shown(value)
+    if isinstance(value, str) and value.isprintable() and where.startswith("command line"):
+        return value
+    return shown(value)
 
 
 def shown_bytes(count: float) -> str:
@@ -57,7 +62,14 @@ def parse_count(value: Any) -> int:
     number = parse_number(value)
     if isinstance(number, float):
         raise ValueError("must be a whole number. Round it.")
+    if abs(number) > MAX_COUNT:
+        raise ValueError("must be at most 10^18. Give a smaller number.")
     return number
+
+
+def parse_path(text: str) -> str:
+    """Expand a leading `~`, which the shell leaves as it is in `--flag=~/path` and in files."""
+    return os.path.expanduser(text)  # noqa: PTH111 (Path drops a trailing slash)
 
 
 def parse_bytes(value: Any) -> int:

@@ -7,6 +7,7 @@ is instant. Not argparse, which stops at the first problem and accepts abbreviat
 
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerolm.common.values import (
     parse_count,
     parse_duration,
     parse_number,
+    parse_path,
     shown,
     shown_setting,
 )
@@ -96,6 +98,9 @@ def convert(name: str, value: Any) -> Any:
     if name == "micro_batch_size" and value == "auto":
         return None
     converted = CONVERTERS[kind](value)
+    if about["shows"].startswith("PATH"):
+        several = isinstance(converted, tuple)
+        converted = tuple(map(parse_path, converted)) if several else parse_path(converted)
     if about["choices"] and converted not in about["choices"]:
         choices = about["choices"]
         raise ValueError(f"not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
@@ -210,6 +215,8 @@ def help_text(usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None =
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("must be text. Write it in quotes, not empty.")
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value):
+        raise ValueError("has a control character or invalid UTF-8. Write printable text.")
     return value
 
 

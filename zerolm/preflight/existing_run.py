@@ -42,13 +42,19 @@ class ExistingRun(NamedTuple):
 
 
 NO_RUN = ExistingRun(False, {})
+# Files that a run directory does not have, and the kind of directory that has them.
+NOT_A_RUN = {
+    "manifest.json": "directory of token shards",
+    "config.json": "model directory",
+    "tokenizer.json": "tokenizer directory",
+}
 
 
 def check_directory(settings: Settings, found: Findings) -> Path:
     """Check that the run directory is writable and the store's URL is valid; return its path."""
     if settings.run_dir is None:  # already reported as missing
         return Path()
-    problem = machine.write_problem(settings.run_dir)
+    problem = machine.write_problem(settings.run_dir) or _occupied(Path(settings.run_dir))
     if problem:
         found.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}, {problem}")
     else:
@@ -73,6 +79,14 @@ def _wrong_kinds(run_dir: Path) -> list[str]:
         if os.path.lexists(path) and not path.is_dir()
     ]
     return problems
+
+
+def _occupied(run_dir: Path) -> str | None:
+    """Return why a directory is that of something else than a run, None if it is not."""
+    for name, what in NOT_A_RUN.items():
+        if (run_dir / name).is_file() and not RunFiles(run_dir).record.exists():
+            return f"is a {what}: it has {name}. Choose another directory, for example runs/first."
+    return None
 
 
 def compare(plan: Plan, environment: Mapping[str, str], found: Findings) -> ExistingRun:

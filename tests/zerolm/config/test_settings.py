@@ -91,6 +91,23 @@ def test_a_mistake_is_one_line_with_key_value_and_fix(words, parts):
         assert part in problems[0]
 
 
+def test_a_home_directory_is_expanded_where_the_shell_leaves_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"data": ["~/web=0.5", "code=0.5"], "seed": 3}))
+    settings, problems = parse_settings(["--run_dir=~/runs/first", "--settings", str(file)])
+    assert not problems
+    assert settings.run_dir == f"{tmp_path}/runs/first"
+    assert settings.data == (f"{tmp_path}/web=0.5", "code=0.5")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\udcff", "a\x1b[2Jb", "a\0b"])
+def test_names_that_no_file_of_the_run_could_hold_are_refused(name):
+    _, problems = parse_settings(["--run_dir", name])
+    assert len(problems) == 1 and "printable" in problems[0]
+    problems[0].encode()  # can be printed
+
+
 def test_every_mistake_is_found_at_once():
     words = "--sed 1 --beta1 2 --wandb maybe --batch_tokens many"
     _, problems = parse_settings(words.split())

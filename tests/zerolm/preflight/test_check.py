@@ -122,6 +122,13 @@ BAD = {
         ["--attn_implementation: flash_attention_2", "GPU", "auto"],
     ),
     "a file as run directory": ("--run_dir a_file", ["--run_dir", "a_file", "not a directory"]),
+    "a run directory with an impossible name": (
+        f"--run_dir {'x' * 300}",
+        ["--run_dir", "File name too long"],
+    ),
+    "shards as run directory": ("--run_dir web", ["--run_dir", "token shards", "manifest.json"]),
+    "an empty profile": ("--deepspeed_config a_file", ["a_file", "empty"]),
+    "more tokens than 64 bits": ("--total_tokens 1e30", ["--total_tokens", "10^18"]),
     "a file above the run directory": ("--run_dir a_file/x/y", ["--run_dir", "a_file"]),
     "online without a key": ("--wandb online", ["--wandb: online", "wandb login", "offline"]),
 }
