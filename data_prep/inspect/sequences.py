@@ -14,7 +14,7 @@ import numpy as np
 from zerolm.common.errors import ConfigError
 from zerolm.config.settings import BEST_FIT
 from zerolm.data.order import Order
-from zerolm.data.packing import num_rows, open_packing
+from zerolm.data.packing import num_rows, open_intact_packing
 from zerolm.data.window_text import (
     DocumentSpan,
     read_document,
@@ -81,7 +81,7 @@ def window_excerpt(
     if seed is not None:
         labels = {"sequence": sequence, "seed": seed, "epoch": epoch, **labels}
     if packing == BEST_FIT:
-        parts = read_row(source, open_packing(source, seq_len), window)
+        parts = read_row(source, open_intact_packing(source, seq_len), window)
     else:
         start = window * seq_len
         labels["tokens"] = [start, start + seq_len + 1]

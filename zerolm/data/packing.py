@@ -168,6 +168,18 @@ def open_packing(source: Source, seq_len: int) -> Packing:
     return Packing(source.directory, manifest, source.num_tokens, {})
 
 
+def open_intact_packing(source: Source, seq_len: int) -> Packing:
+    """Open the packing index of a source, and compare the checksums of its files.
+
+    Raises:
+        ShardError: see `open_packing`; or a file is damaged.
+    """
+    packing = open_packing(source, seq_len)
+    if damage := packing.damage():
+        raise ShardError(damage)
+    return packing
+
+
 def verify_packings(source: Source) -> list[str]:
     """Verify the checksums of all packing indices beside a source.
 

@@ -6,6 +6,7 @@ the token shards (docs/data_order.md). Must not depend on tokenizers or torch.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import BEST_FIT, Settings
 from zerolm.data.mixture import stages_from_record
 from zerolm.data.order import Order
-from zerolm.data.packing import data_fingerprint, num_rows, open_packing
+from zerolm.data.packing import Packing, data_fingerprint, num_rows, open_intact_packing
 from zerolm.data.skips import SkippedRanges, sequence_ids
 from zerolm.data.sources import open_sources, source_names
 from zerolm.data.window_text import DocumentSpan, read_row, read_window
@@ -56,10 +57,15 @@ class RunOrder:
         for number, place, window, epoch in zip(sequence_ids.tolist(), *placed, strict=True):
             source = self.sources[place]
             if self.settings.packing == BEST_FIT:
-                parts = read_row(source, open_packing(source, seq_len), int(window))
+                parts = read_row(source, self._packings[place], int(window))
             else:
                 parts = read_window(source, int(window), seq_len)
             yield Row(number, int(place), int(epoch), int(window), parts)
+
+    @cached_property
+    def _packings(self) -> list[Packing]:
+        assert self.settings.seq_len is not None
+        return [open_intact_packing(source, self.settings.seq_len) for source in self.sources]
 
 
 def open_run(run_dir: Path) -> RunOrder:

@@ -223,6 +223,17 @@ def test_an_index_whose_document_ends_were_not_verified_is_written_again(shards)
     assert pack(source, SEQ_LEN) == expected == json.loads(path.read_text())
 
 
+@pytest.mark.parametrize("part", ["rows", "pieces"])
+def test_rows_of_a_damaged_index_are_not_shown(shards, part, capsys):
+    pack(open_source(shards), SEQ_LEN)
+    write_tokenizer(shards / "tokenizer")
+    words = ["inspect", str(shards), "--sequence", "7", "--seq_len", str(SEQ_LEN)]
+    assert main([*words, "--packing", BEST_FIT]) == 0
+    flip_a_bit(index_file(shards, SEQ_LEN, part))
+    assert main([*words, "--packing", BEST_FIT]) == 2
+    assert f"packing-{SEQ_LEN}.{part}: is damaged: its SHA-256" in capsys.readouterr().err
+
+
 def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[8] ^= 1
