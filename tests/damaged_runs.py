@@ -100,7 +100,7 @@ def make_run(base: Path) -> Path:
     write_record(files.tracker("wandb") / "run.json", {"id": "a1b2c3d4", "rollbacks": 1})
     files.uploads.mkdir()
     sent = json.dumps(["model.pt", "0" * 64]) + "\n"
-    write_atomically(files.uploads / "step-00000010.sent.jsonl", sent.encode())
+    write_atomically(files.uploads / "step-00000010.sent", sent.encode())
     files.hostfile.write_text("localhost slots=1\n")
     return run_dir
 

@@ -1,7 +1,6 @@
 """`clean`: filter documents into a stage."""
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from data_prep.cli.input_flags import (
 )
 from data_prep.cli.problems import Problems
 from zerolm.common.errors import ConfigError
+from zerolm.common.records import parse_json, why
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,9 +84,9 @@ def _read_filters(path: Path) -> Any:
     from data_prep.filters.parameters import filter_problems, resolve_model_paths
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--filters {path}: cannot be read as JSON ({error}).") from error
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--filters {path}: cannot be read as JSON ({why(error)}).") from error
     if isinstance(content, dict):
         content = content.get("clean", {})
         content = content.get("filters", []) if isinstance(content, dict) else content

@@ -1,14 +1,17 @@
 """`progress`: print the progress of a pipeline's tasks, from the files they have written."""
 
 import argparse
-import json
+import contextlib
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from zerolm.common.errors import ConfigError
+from data_prep.tasks.phases import FailedNote, RunningNote, TaskRecord
+from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.records import read_record
 
+T = TypeVar("T")
 STRAGGLER_FACTOR = 3  # times the median duration of the tasks that are done
 
 
@@ -29,9 +32,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_phase(phase: Path, name: Path) -> None:
-    done = {path.stem: _read(path) for path in sorted(phase.glob("[0-9]*.json"))}
-    running = {path.stem: _read(path) for path in sorted(phase.glob("*.running"))}
-    running = {task: note for task, note in running.items() if task not in done and note}
+    done = {path.stem: _read(path, TaskRecord) for path in sorted(phase.glob("[0-9]*.json"))}
+    notes = {path.stem: _read(path, RunningNote) for path in sorted(phase.glob("*.running"))}
+    running = {task: note for task, note in notes.items() if task not in done and note}
     failed = [path.stem for path in sorted(phase.glob("*.failed")) if path.stem not in done]
     records = [record for record in done.values() if record]
     parts = [f"{len(done):,} done", f"{len(running):,} running", f"{len(failed):,} failed"]
@@ -49,17 +52,20 @@ def _print_phase(phase: Path, name: Path) -> None:
         age = max(0.0, time.time() - note["started"])
         slow = ", more than three times the median" if age > limit else ""
         read = ""
-        if note.get("total_bytes"):
-            read = f", {note['input_bytes'] / note['total_bytes']:.0%} read"
+        if total := note.get("total_bytes"):
+            read = f", {note.get('input_bytes', 0) / total:.0%} read"
         print(f"    task {task} on {note['host']} (pid {note['pid']}) for {age:,.0f} s{read}{slow}")
     for task in failed:
-        note = _read(phase / f"{task}.failed") or {}
-        lines = note.get("refused") or note.get("traceback", "unknown").strip().splitlines()[-1:]
-        print(f"    task {task} failed on {note.get('host')}: {lines[0]}")
+        failure = _read(phase / f"{task}.failed", FailedNote)
+        if failure is None:
+            print(f"    task {task} failed; its note cannot be read")
+            continue
+        lines = failure["refused"] or failure["traceback"].strip().splitlines()[-1:] or ["unknown"]
+        print(f"    task {task} failed on {failure['host']}: {lines[0]}")
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+def _read(path: Path, kind: type[T]) -> T | None:
+    """Return a record or note; None if it is damaged, or has been removed."""
+    with contextlib.suppress(RecordError):
+        return read_record(path, kind)
+    return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from data_prep.filters.build import Filters, build_filters, filters_identity
 from data_prep.read.bad_input import Tally, check_bad_fraction
@@ -36,8 +36,9 @@ from data_prep.stages.counts import merge_counts
 from data_prep.stages.stage_output import StageOutput
 from data_prep.tasks.phases import Executor, Phase, fingerprint, run_phase
 from data_prep.tasks.progress import TaskProgress
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, RecordError
 from zerolm.common.files import write_json
+from zerolm.common.records import Count, read_record
 
 ID = "id"
 RECORDS = "records/clean"
@@ -47,6 +48,14 @@ FILE_RECORDS = f"{RECORDS}/pieces"  # of files whose task has not ended
 PIECE_BYTES = 1 << 27
 
 Json = dict[str, Any]
+
+
+class _FileRecord(TypedDict):
+    inputs: str
+    files: dict[str, Count]
+    next: list[int] | None
+    reading: dict[str, Any]
+    entry: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -133,15 +142,15 @@ class CleanTask:
         done: list[Json] = []
         while True:
             try:
-                record = json.loads(self._file_record_path(task, len(done)).read_bytes())
-                if record["inputs"] != self.key:
+                record = read_record(self._file_record_path(task, len(done)), _FileRecord)
+                if record is None or record["inputs"] != self.key:
                     return done
                 for name, size in record["files"].items():
                     if (self.output / name).stat().st_size != size:
                         return done
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, RecordError):
                 return done
-            done.append(record)
+            done.append(dict(record))
 
     def _filter(self, filters: Filters, document: Document, file: StageOutput) -> None:
         """Keep or drop one document."""

@@ -7,7 +7,6 @@ that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,7 @@ from data_prep.stages.output_rules import overlap_problems
 from data_prep.tokenizer.bpe import BpeOptions
 from data_prep.tokenizer.load import Tokenizer, load_tokenizer
 from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.records import read_json
 
 # Keys whose values become a dataclass of options.
 OPTION_KEYS: dict[str, type] = {
@@ -113,7 +113,7 @@ def read_recipe(path: Path) -> Recipe:
     Raises:
         ConfigError: every problem.
     """
-    content = _load(path)
+    content = read_json(path, "a recipe; data_prep/recipes/ has examples")
     problems = [
         f"{path}: {key!r} is not a key of a recipe.{did_you_mean(key, KEYS)} "
         f"Known: {', '.join(KEYS)}."
@@ -158,22 +158,6 @@ def _tokenizer_name(base: Path, name: str) -> str:
     if os.path.lexists(base / name) or os.path.lexists(name):
         return str(base / name)
     return name
-
-
-def _load(path: Path) -> Json:
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> Json:
-        for key, _ in pairs:
-            if sum(key == other for other, _ in pairs) > 1:
-                raise ValueError(f"the key {key!r} occurs twice")
-        return dict(pairs)
-
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: is not a JSON object. data_prep/recipes/ has examples.")
-    return content
 
 
 def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:

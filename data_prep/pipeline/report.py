@@ -5,14 +5,17 @@ Reports documents and bytes into and out of each stage, reasons for dropping doc
 examples, lengths before and after, the time of each task, and the provenance of the data.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data_prep.pipeline.html_report import render
+from data_prep.read.stage_files import read_stage
+from data_prep.tasks.phases import TaskRecord
 from zerolm.common.files import write_atomically, write_json
-from zerolm.data.packing import index_file
+from zerolm.common.records import read_record
+from zerolm.data.packing import PackingManifest, index_file
+from zerolm.shards.manifest import read_manifest
 
 STAGES = ("clean", "dedup", "decontaminate")
 REPORT_JSON, REPORT_HTML = "report.json", "report.html"
@@ -31,7 +34,7 @@ def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
         report["sources"][directory.name] = _source(directory, recipe.get("content", {}))
     trained = output / "tokenizer" / "report.json"
     if trained.is_file() and "train_tokenizer" in recipe.get("content", {}):
-        report["tokenizer"] = json.loads(trained.read_text(encoding="utf-8"))
+        report["tokenizer"] = read_record(trained, dict)
     write_json(output / REPORT_JSON, report)
     page = render(report)
     write_atomically(output / REPORT_HTML, page.encode("utf-8", "replace"))
@@ -45,7 +48,7 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
         path = directory / stage / "stage.json"
         if not path.is_file() or (stage != "clean" and stage not in recipe):
             continue
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_stage(path.parent).manifest
         kept = {key: value for key, value in manifest.items() if key not in ("files", "before")}
         source["stages"].append({**kept, "tasks": _tasks(directory / stage)})
         if stage == "clean":
@@ -53,7 +56,7 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
     for name in ("shards", "shards-validation"):
         path = directory / name / "manifest.json"
         if path.is_file() and "tokenize" in recipe:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = read_manifest(path.parent)
             keys = ("num_documents", "num_tokens", "text_bytes", "dtype", "vocab_size")
             source["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}
             if (packed := _packing(path.parent, recipe)) is not None:
@@ -67,10 +70,10 @@ def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
     if "pack" not in recipe:
         return None
     path = index_file(directory, int(recipe["pack"]["seq_len"]))
-    if not path.is_file():
+    found = read_record(path, PackingManifest)
+    if found is None:
         return None
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    return {key: manifest[key] for key in ("seq_len", "num_rows", "efficiency")}
+    return {key: found[key] for key in ("seq_len", "num_rows", "efficiency")}
 
 
 def _estimate_tokens(source: Json) -> None:
@@ -93,7 +96,8 @@ def _tasks(directory: Path) -> list[Json]:
     """Return a row for each phase with its tasks, their seconds, and the slowest tasks."""
     rows = []
     for phase in sorted((directory / "records").glob("*")):
-        records = [json.loads(path.read_bytes()) for path in sorted(phase.glob("[0-9]*.json"))]
+        found = [read_record(path, TaskRecord) for path in sorted(phase.glob("[0-9]*.json"))]
+        records = [record for record in found if record is not None]
         if not records:
             continue
         slowest = sorted(records, key=lambda each: -each["seconds"])[:MAX_SLOW_TASKS]

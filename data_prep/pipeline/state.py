@@ -1,22 +1,24 @@
 """State of a pipeline on disk: the stages started so far, and a lock against a second run."""
 
-import json
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.files import write_json
 from zerolm.common.locks import FileLock, LockTaken
+from zerolm.common.records import read_record
 
 STATE_FILE = "pipeline.json"  # of a source, or of the pipeline: a fingerprint per started stage
 LOCK_FILE = ".lock"
 
 
 def read_state(directory: Path) -> dict[str, str]:
-    """Return the fingerprint with which each stage was started, by stage."""
-    try:
-        return json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+    """Return the fingerprint with which each stage was started, by stage.
+
+    Raises:
+        RecordError: the file is damaged.
+    """
+    fix = "Restore it, or remove it to run all stages of this directory again."
+    return read_record(directory / STATE_FILE, dict[str, str], fix) or {}
 
 
 def write_state(directory: Path, started: dict[str, str]) -> None:

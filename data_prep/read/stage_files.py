@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, RecordError
 from zerolm.common.files import sha256_file, sync_directory, sync_file, temporary_path, write_json
+from zerolm.common.records import Count, Name, mismatch, read_record
 
 STAGE_MANIFEST = "stage.json"
 FORMAT, VERSION = "zerolm-stage", 1
@@ -109,6 +110,21 @@ class StageWriter:
         self.abort()
 
 
+class _StageFile(TypedDict):
+    file: Name
+    size_bytes: Count
+    sha256: str
+
+
+class StageManifest(TypedDict):
+    """What every `stage.json` has; the counts and options depend on the stage."""
+
+    stage: str
+    inputs: str
+    text_field: str
+    files: list[_StageFile]
+
+
 @dataclass(frozen=True)
 class Stage:
     """A published stage."""
@@ -144,17 +160,17 @@ def read_stage(directory: str | Path) -> Stage:
     """
     directory = Path(directory)
     path = directory / STAGE_MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}). The stage is unfinished: run it again."
-        ) from error
+    fix = "The stage is unfinished: run it again."
+    manifest = read_record(path, dict, fix)
+    if manifest is None:
+        raise ConfigError(f"{path}: cannot be read (no such file). {fix}")
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise ConfigError(
             f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, not "
             f"{FORMAT!r} version {VERSION}. Write it again with this release."
         )
+    if problem := mismatch(manifest, StageManifest):
+        raise RecordError(f"{path}: {problem}. It is damaged: run the stage again.")
     problems = []
     for entry in manifest["files"]:
         file = directory / entry["file"]

@@ -18,20 +18,59 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from data_prep.tasks.workers import ordered_map
-from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, RecordError, ZerolmError
 from zerolm.common.files import write_atomically, write_json
+from zerolm.common.records import Count, read_record
 
 RECORDS = "records"
 MAX_SHOWN_PROBLEMS = 20
 
 Record = dict[str, Any]
+
+
+class _Record(TypedDict):
+    task: Count
+    inputs: str
+    seconds: float
+    started: float
+    host: str
+    pid: Count
+
+
+class TaskRecord(_Record, total=False):
+    """What all records of tasks have in common; `files` are names and sizes of outputs."""
+
+    files: dict[str, Count]
+
+
+class _Running(TypedDict):
+    host: str
+    pid: Count
+    started: float
+
+
+class RunningNote(_Running, total=False):
+    """The note of a task that is running. `TaskProgress` adds what it has processed."""
+
+    input_bytes: Count
+    total_bytes: Count
+    documents: Count
+    tokens: Count
+
+
+class FailedNote(TypedDict):
+    """The note of a task that has failed."""
+
+    host: str
+    refused: list[str] | None
+    traceback: str
 
 
 @dataclass(frozen=True)
@@ -117,15 +156,15 @@ def valid_records(phase: Phase) -> list[Record | None]:
 def valid_record(phase: Phase, task: int) -> Record | None:
     """Return the record of a task if it has the phase's inputs and its outputs exist."""
     try:
-        record = json.loads(phase.path(task).read_bytes())
-        if record["inputs"] != phase.inputs or record["task"] != task:
+        record = read_record(phase.path(task), TaskRecord)
+        if record is None or record["inputs"] != phase.inputs or record["task"] != task:
             return None
         for name, size_bytes in record.get("files", {}).items():
             if (phase.directory / name).stat().st_size != size_bytes:
                 return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecordError):  # damaged: the task runs again
         return None
-    return record
+    return dict(record)
 
 
 def run_task(phase: Phase, task: int) -> Record:
@@ -223,10 +262,11 @@ def _raise_failure(phase: Phase, unfinished: Sequence[int]) -> None:
     )
 
 
-def _failed_notes(phase: Phase, tasks: Sequence[int]) -> list[Mapping[str, Any]]:
+def _failed_notes(phase: Phase, tasks: Sequence[int]) -> list[FailedNote]:
     """Return the `.failed` notes of those tasks that have one."""
     notes = []
     for task in tasks:
-        with contextlib.suppress(OSError, ValueError):
-            notes.append(json.loads(phase.path(task, ".failed").read_text(encoding="utf-8")))
+        with contextlib.suppress(RecordError):
+            if note := read_record(phase.path(task, ".failed"), FailedNote):
+                notes.append(note)
     return notes

@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
+from data_prep.tasks.phases import RunningNote
+from zerolm.common.errors import RecordError
 from zerolm.common.files import write_atomically
+from zerolm.common.records import Count, read_record
 
 LINE_SECONDS = 10
 BAR_SECONDS = 0.5
@@ -107,8 +110,8 @@ class TaskProgress:
         self.input_bytes = self.num_documents = self.num_tokens = 0
         self.written = time.monotonic()
         self.note: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            self.note = json.loads(path.read_bytes())
+        with contextlib.suppress(RecordError):
+            self.note = dict(read_record(path, RunningNote) or {})
 
     def add(self, input_bytes: int, num_documents: int, num_tokens: int) -> None:
         """Add to the counts, and write them if the interval has passed."""
@@ -128,6 +131,23 @@ class TaskProgress:
                 write_atomically(self.path, content, many_writers=True, durable=False)
 
 
+class _Split(TypedDict):
+    num_tokens: Count
+
+
+class _Tally(TypedDict):
+    input_bytes: Count
+
+
+class _Encoded(TypedDict):
+    """What is shown of the record of an encoding task."""
+
+    splits: list[_Split]
+    tally: _Tally
+    documents_out: Count
+    seconds: float
+
+
 class _TaskState(NamedTuple):
     """The progress of one task."""
 
@@ -137,17 +157,21 @@ class _TaskState(NamedTuple):
     seconds: float
 
     @classmethod
-    def of_record(cls, path: Path) -> "_TaskState":
-        """Read the record of a task that is done."""
-        record = json.loads(path.read_bytes())
+    def of_record(cls, path: Path) -> "_TaskState | None":
+        """Read the record of a task that is done, None if it has been removed."""
+        record = read_record(path, _Encoded)
+        if record is None:
+            return None
         tokens = sum(split["num_tokens"] for split in record["splits"])
         input_bytes = record["tally"]["input_bytes"]
         return cls(input_bytes, record["documents_out"], tokens, record["seconds"])
 
     @classmethod
-    def of_note(cls, path: Path) -> "_TaskState":
-        """Read the note of a task that is running."""
-        note = json.loads(path.read_bytes())
+    def of_note(cls, path: Path) -> "_TaskState | None":
+        """Read the note of a task that is running, None if it has ended."""
+        note = read_record(path, RunningNote)
+        if note is None:
+            return None
         input_bytes, documents = note.get("input_bytes", 0), note.get("documents", 0)
         seconds = max(0.0, time.time() - note["started"])
         return cls(input_bytes, documents, note.get("tokens", 0), seconds)
@@ -198,11 +222,12 @@ class ProgressWatcher:
         running: dict[int, _TaskState] = {}
         paths = [] if not self.records.is_dir() else list(self.records.iterdir())
         for path in paths:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(RecordError, ValueError):  # also of foreign files
                 if path.suffix == ".json" and int(path.stem) not in self._done:
-                    self._done[int(path.stem)] = _TaskState.of_record(path)
-                elif path.suffix == ".running":
-                    running[int(path.stem)] = _TaskState.of_note(path)
+                    if state := _TaskState.of_record(path):
+                        self._done[int(path.stem)] = state
+                elif path.suffix == ".running" and (state := _TaskState.of_note(path)):
+                    running[int(path.stem)] = state
         running = {task: state for task, state in running.items() if task not in self._done}
         states = [*self._done.values(), *running.values()]
         self.progress.set(

@@ -17,12 +17,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 import xxhash
 
+from zerolm.common.errors import RecordError
 from zerolm.common.files import host_name, write_atomically
+from zerolm.common.records import Count, Name, read_record
 
 READ_BYTES = 1 << 22
 DOCUMENT_DTYPE = np.dtype([("tokens", "<u8"), ("origin", "<u8")])
@@ -147,9 +149,10 @@ def is_intact(directory: Path, record: dict[str, Any]) -> bool:
 
 def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
     """Return whether the `files` of a unit's record match its `checksums`; reads all of them."""
-    return all(
+    files, checksums = record["files"], record.get("checksums", [])
+    return len(files) == len(checksums) and all(
         _checksum(directory / name, size) == checksum
-        for (name, size), checksum in zip(record["files"].items(), record["checksums"], strict=True)
+        for (name, size), checksum in zip(files.items(), checksums, strict=True)
     )
 
 
@@ -172,6 +175,29 @@ def part_name(number: int, writer: str) -> str:
     return f"{number:05d}-{writer}"
 
 
+class _Split(TypedDict):
+    num_tokens: Count
+    num_documents: Count
+    text_bytes: Count
+    ids_bytes: Count
+    ids_xxh3: str
+    docs_xxh3: str
+
+
+class _Part(TypedDict):
+    name: Name
+    previous: Name | None
+    fingerprint: str
+    splits: list[_Split]
+
+
+class PartRecord(_Part, total=False):
+    """The record of a part; the keys of its `tally` are those of `Tally`."""
+
+    last: bool
+    tally: dict[str, Any]
+
+
 def read_parts(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
     """Return the records of a unit's consecutive intact parts, starting with the first.
 
@@ -183,13 +209,12 @@ def read_parts(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     unusable: set[str] = set()
     for path in directory.glob("*.json"):
-        try:
-            record = json.loads(path.read_bytes())
-            if record["fingerprint"] == fingerprint:
-                records[record["name"]] = record
-            else:
-                unusable.add(path.stem)
-        except (OSError, ValueError, KeyError, TypeError):
+        record = None
+        with contextlib.suppress(RecordError):
+            record = read_record(path, PartRecord)
+        if record is not None and record["fingerprint"] == fingerprint:
+            records[record["name"]] = dict(record)
+        else:
             unusable.add(path.stem)
     chain = _longest_chain(directory, records)
     kept = {record["name"] for record in chain}
@@ -209,7 +234,7 @@ def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[
     for name in sorted(records, reverse=True):  # the last part first
         chain: list[dict[str, Any]] = []
         at: str | None = name
-        while at is not None and at in records:
+        while at is not None and at in records and len(chain) < len(records):
             if at not in intact:
                 intact[at] = is_intact(directory, records[at])
             if not intact[at]:

@@ -1,6 +1,5 @@
 """Decides which files of an interrupted tokenization can be reused, and removes the others."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +11,9 @@ from data_prep.read.documents import InputRules
 from data_prep.read.readers import Input
 from data_prep.read.work_units import WorkUnit
 from data_prep.tasks.phases import Phase, Record, fingerprint, valid_records
+from zerolm.common.errors import RecordError
 from zerolm.common.files import write_json
+from zerolm.common.records import read_record
 from zerolm.shards.directory import PARTS, ShardDirectory
 
 STATE_FILE = "state.json"  # in the directory of the parts
@@ -60,10 +61,10 @@ def resume_or_clear(
     output = directories[0].directory
     path = output / PARTS / STATE_FILE
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [key for key in state if before.get(key) != state[key]]
-    except (OSError, ValueError, AttributeError):
-        before, changed = None, []
+        before = read_record(path, dict)
+    except RecordError:
+        before = None
+    changed = [] if before is None else [key for key in state if before.get(key) != state[key]]
     if before is not None and not changed:
         log(f"{output}: resuming the interrupted run of this command.")
         return

@@ -6,7 +6,6 @@ seconds (`data_prep.tokenizer.equivalence`), so results are cached in the user's
 
 import dataclasses
 import hashlib
-import json
 import os
 import platform
 import unicodedata
@@ -27,8 +26,9 @@ from data_prep.tokenizer.backends import (
 )
 from data_prep.tokenizer.equivalence import CHECK_VERSION, EquivalenceResult, check_equivalence
 from data_prep.tokenizer.vocabulary import added_tokens, token_texts
-from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, RecordError, did_you_mean
 from zerolm.common.files import write_json
+from zerolm.common.records import read_record
 
 # For smaller inputs, encoding with `tokenizers` takes less time than the check. The check takes 4.3
 # CPU seconds, in which `tokenizers` encodes 10 MB (vocabulary of 32,000, 2 cores of an Intel Xeon,
@@ -133,11 +133,13 @@ def _equivalence(
 
 def _read_cached(path: Path) -> EquivalenceResult | None:
     try:
-        content = json.loads(path.read_bytes())
-        proven = tuple((int(start), int(stop)) for start, stop in content.pop("proven"))
-        return EquivalenceResult(proven=proven, **content)
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or written by another version
+        content: Any = read_record(path, EquivalenceResult)
+    except RecordError:  # damaged, or written by another version: the check is repeated
         return None
+    if content is None:
+        return None
+    proven = tuple((start, stop) for start, stop in content.pop("proven", ()))
+    return EquivalenceResult(proven=proven, **content)
 
 
 def _cache_key(directory: Path, name: str, reference: str) -> str:

@@ -31,11 +31,13 @@ from zerolm.common.errors import (
     EXIT_REFUSED,
     EXIT_STOPPED,
     ConfigError,
+    RecordError,
     ShardError,
 )
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
+from zerolm.config.run_records import find_run_json
 from zerolm.tracking import report_process
 from zerolm.watchdog.child import Child
 
@@ -266,9 +268,10 @@ def shortened_files(run_dir: Path) -> list[str]:
 
     lines: list[str] = []
     try:
-        settings = json.loads(RunFiles(run_dir).record.read_bytes())["settings"]
-        paths = [split_weight(spec)[0] for spec in settings["data"]] + settings["val_data"]
-    except (OSError, ValueError, LookupError, TypeError):
+        settings = (find_run_json(run_dir) or {}).get("settings", {})
+        paths = [split_weight(spec)[0] for spec in settings.get("data", [])]
+        paths += settings.get("val_data", [])
+    except (RecordError, ValueError):
         return lines  # the next start reports that
     for path in paths:
         try:

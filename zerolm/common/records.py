@@ -227,11 +227,11 @@ def mismatch(value: Any, kind: Any, key: str = "") -> str:
     if origin in (Union, UnionType):
         found = [mismatch(value, option, key) for option in arguments]
         return "" if "" in found else found[0]
-    if origin is list:
+    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
         if not isinstance(value, list):
             return _problem(value, "a list", key)
         parts = ((f"{key}[{number}]", part, arguments[0]) for number, part in enumerate(value))
-    elif origin is tuple:
+    elif origin is tuple and arguments[-1] is not Ellipsis:
         if not isinstance(value, list) or len(value) != len(arguments):
             return _problem(value, f"a list of {len(arguments)}", key)
         numbered = enumerate(zip(value, arguments, strict=True))

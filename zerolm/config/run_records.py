@@ -17,6 +17,7 @@ class RecordedSettings(TypedDict, total=False):
     """The settings that are read without the checks of command lines; the others may be any."""
 
     data: list[str]
+    val_data: list[str]
     run_dir: str | None
     report_interval: float | None
     upload_to: str | None

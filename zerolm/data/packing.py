@@ -12,16 +12,16 @@ Independent of torch.
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
-from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.common.errors import RecordError, ShardError, ShardReadError
 from zerolm.common.files import sha256_file
+from zerolm.common.records import Count, read_record
 from zerolm.config.settings import BEST_FIT
 from zerolm.data.order import num_windows
 from zerolm.shards.reader import Source
@@ -30,6 +30,24 @@ FORMAT, VERSION = "zerolm-packing", 1
 PIECE = np.dtype([("start", "<u8"), ("length", "<u4")])
 ROW_END = np.dtype("<u8")
 PARTS = ("rows", "pieces")
+
+
+class _IndexFile(TypedDict):
+    size_bytes: Count
+    sha256: str
+
+
+class PackingManifest(TypedDict):
+    """The content of `packing-*.json`."""
+
+    format: str
+    version: int
+    seq_len: Count
+    num_rows: Count
+    efficiency: list[dict[str, Any]]
+    source_fingerprint: str
+    rows: _IndexFile
+    pieces: _IndexFile
 
 
 def index_file(directory: Path, seq_len: int, part: str = "json") -> Path:
@@ -131,26 +149,25 @@ def open_packing(source: Source, seq_len: int) -> Packing:
         )
     path = index_file(source.directory, seq_len)
     command = f"Run: python -m data_prep pack {source.directory} --seq_len {seq_len}"
-    if not path.is_file():
+    try:
+        found = read_record(path, PackingManifest, command)
+    except RecordError as error:
+        raise ShardError(error.problems) from None
+    if found is None:
         raise ShardError(
             f"{path}: no such file, and --packing {BEST_FIT} with --seq_len {seq_len} needs it. "
             f"{command}"
         )
-    try:
-        manifest = json.loads(path.read_bytes())
-        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-        valid = known and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0
-        sizes = {part: int(manifest[part]["size_bytes"]) for part in PARTS}
-        valid = valid and sizes["rows"] == manifest["num_rows"] * ROW_END.itemsize
-        valid = valid and all(isinstance(manifest[part]["sha256"], str) for part in PARTS)
-        made_from = manifest["source_fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        valid = False
-    if not valid:
+    manifest: dict[str, Any] = dict(found)
+    sizes = {part: manifest[part]["size_bytes"] for part in PARTS}
+    valid = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
+    valid = valid and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0
+    if not valid or sizes["rows"] != manifest["num_rows"] * ROW_END.itemsize:
         raise ShardError(
             f"{path}: is not a {FORMAT} index of version {VERSION} for --seq_len {seq_len}. "
             f"{command}"
         )
+    made_from = manifest["source_fingerprint"]
     if made_from != source.fingerprint:
         raise ShardError(
             f"{path}: source_fingerprint: {made_from[:16]}, but the tokens here are "

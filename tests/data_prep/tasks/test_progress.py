@@ -69,7 +69,7 @@ def test_the_watcher_sums_tasks_and_names_the_slowest(tmp_path, monkeypatch, cap
         }
         (tmp_path / f"{task:05d}.json").write_text(json.dumps(record))
     running = tmp_path / "00002.running"
-    running.write_text(json.dumps({"started": time.time() - 100, "host": "here"}))
+    running.write_text(json.dumps({"started": time.time() - 100, "host": "here", "pid": 1}))
     monkeypatch.setattr(progress, "NOTE_SECONDS", 0)
     TaskProgress(running, 3_000_000).add(500_000, 3, 20)
     assert json.loads(running.read_text())["host"] == "here"
