@@ -22,15 +22,18 @@ from zerolm.common.errors import CheckpointError
 MASTER = "float32 master"  # besides the optimizer's own names, such as exp_avg
 
 
-def model_file(directory: Path, manifest: Mapping[str, Any], tensor_rank: int = 0) -> Path:
+def model_file(
+    directory: Path, manifest: Mapping[str, Any], tensor_rank: int = 0, rank: int = 0
+) -> Path:
     """Return the file with the parameters' order and shapes, the buffers and the counters.
 
     Args:
         tensor_rank: rank within a tensor-parallel group.
+        rank: at stage 3, where the files differ in the parts of frozen parameters only.
     """
     name = f"mp_rank_{tensor_rank:02d}"
     if manifest["zero_stage"] == 3:
-        name = f"zero_pp_rank_0_{name}"
+        name = f"zero_pp_rank_{rank}_{name}"
     return directory / f"{name}_model_states.pt"
 
 
@@ -159,6 +162,11 @@ class Weights:
         self.tied: dict[str, str] = dict(self._model_state["shared_params"])
         self.buffers: list[str] = list(self._model_state["buffer_names"])
         self._layout = partitions(groups, world_size, stage)
+        self._frozen = self._model_state.get("frozen_param_shapes") or {}
+        self._model_files = [
+            model_file(directory, manifest, tensor_rank, rank)
+            for rank in range(world_size if stage == 3 else 1)
+        ]
         self._files = optimizer_files(directory, world_size, tensor_rank)
         self._open: dict[Path, dict[str, Any]] = {}
         others = range(1, degree) if tensor_rank == 0 else ()
@@ -167,11 +175,20 @@ class Weights:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer by any of its names, without loading any other."""
         name = self.tied.get(name, name)
+        if name in self._frozen:
+            return self._frozen_parameter(name)
         if name not in self.shapes:
             return self._model_state["module"][name]
         own = self._part(name)
         dim = self._sharded_dim(name) if self._others else None
         return own if dim is None else torch.cat([own, *(o._part(name) for o in self._others)], dim)
+
+    def _frozen_parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter that is not trained: stage 3 saves a part of it for each rank."""
+        states = [read_data(path, mapped=True) for path in self._model_files]
+        parts = [state["frozen_param_fragments"][name].flatten() for state in states]
+        shape = self._frozen[name]
+        return torch.cat(parts)[: shape.numel()].view(shape)
 
     def _sharded_dim(self, name: str) -> int | None:
         """Return the dimension along which tensor parallelism shards a parameter, None if none."""
