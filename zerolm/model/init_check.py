@@ -206,7 +206,7 @@ class _ReferenceModel:
             for parameter in block.parameters():
                 parameter.fill_(float("nan"))
             torch.default_generator.manual_seed(0)  # any seed: only the distribution matters
-            block.apply(owner._init_weights)
+            _initialize(block, owner)
         values = {f"{path}.{name}": p.detach() for name, p in block.named_parameters()}
         unwritten = [name for name, value in values.items() if value.isnan().all()]
         values |= constructor_values(self._config, unwritten, seed=0)
@@ -216,6 +216,15 @@ class _ReferenceModel:
         }
         block.to("meta")
         return statistics
+
+
+def _initialize(module: nn.Module, owner: Any) -> None:
+    """Initialise children first, each module by the innermost model that contains it."""
+    from transformers import PreTrainedModel
+
+    for child in module.children():
+        _initialize(child, child if isinstance(child, PreTrainedModel) else owner)
+    owner._init_weights(module)
 
 
 def _block_around(model: nn.Module, name: str) -> str:

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import ROOT
+from tests.launching import write_json
+from tests.model_families.toy_configs import toy_config
 from tests.zerolm.model.initialization_families import (
     FAMILIES,
     SEED,
@@ -258,6 +260,14 @@ def test_the_check_accepts_weights_drawn_by_transformers():
             plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
             report = build.check_initialization(plain, config)
             assert not report.problems, (family, report.problems)
+
+
+def test_the_check_knows_that_an_encoder_inside_the_model_initialises_itself(tmp_path):
+    write_json(tmp_path / "config.json", toy_config("phi4_multimodal"))
+    config = AutoConfig.from_pretrained(tmp_path)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert not build.check_initialization(plain, config).problems
 
 
 def test_auto_attention_is_the_best_that_class_and_device_support():
