@@ -68,7 +68,7 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
     except Exception as error:  # of any type: the classes do not validate all values
         raise ConfigError(
             f"model config: a {config.model_type!r} model cannot be built from these values "
-            f"({type(error).__name__}: {error}). Correct the config.json."
+            f"({type(error).__name__}: {' '.join(str(error).split())}). Correct the config.json."
         ) from error
 
 

@@ -26,7 +26,7 @@ WHAT = (
 )
 
 # Encoders that transformers lists among the causal language models. Without is_decoder they let
-# every position attend to the token it must predict; xlm and xlnet always do.
+# every position attend to the token it must predict.
 ENCODERS = frozenset(
     {
         "bert",
@@ -47,7 +47,13 @@ ENCODERS = frozenset(
         "xmod",
     }
 )
-NEVER_CAUSAL = frozenset({"xlm", "xlnet"})
+# Of the causal language models of transformers, those that cannot be trained on text alone.
+UNSUITABLE = {
+    "gemma4_assistant": "drafts tokens from the states of another model. Use gemma4_text",
+    "gemma4_unified_assistant": "drafts tokens from the states of another model. Use gemma4_text",
+    "xlm": "lets every position attend to the token it must predict. Use another model_type",
+    "xlnet": "lets every position attend to the token it must predict. Use another model_type",
+}
 
 
 def load_model_config(path: str | Path, notices: list[str] | None = None) -> "PretrainedConfig":
@@ -110,7 +116,9 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
             f"transformers.{code_line}{near}"
         )
     config_class = CONFIG_MAPPING[model_type]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING or model_type in NEVER_CAUSAL:
+    if model_type in UNSUITABLE:
+        raise ConfigError(f"{file}: model_type: {model_type!r} {UNSUITABLE[model_type]}.")
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         near = did_you_mean(model_type, [known.model_type for known in MODEL_FOR_CAUSAL_LM_MAPPING])
         raise ConfigError(
             f"{file}: model_type: {model_type!r} has no causal language model, and nothing "

@@ -84,7 +84,7 @@ def test_all_problems_are_reported_at_once(refusal):
         ),
         ({"model_type": "t5"}, "has no causal language model"),
         ({"model_type": "bert"}, "is_decoder: false"),
-        ({"model_type": "xlnet"}, "has no causal language model"),
+        ({"model_type": "xlnet"}, "every position attend"),
         (
             {"model_type": "orion", "auto_map": {"AutoModel": "model.Model"}},
             "'orion' is unknown to the installed transformers. The code that auto_map names is",
