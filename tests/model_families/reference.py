@@ -23,6 +23,8 @@ from zerolm.data.order import Order
 from zerolm.model.loss import IGNORED
 from zerolm.optim.parameter_groups import parameter_groups
 
+RANKS = 2
+
 
 @dataclass
 class Recipe:
@@ -107,16 +109,16 @@ def documents(text: np.ndarray, eos_id: int) -> Iterator[tuple[np.ndarray, np.nd
 
 def summed_loss(
     model: Any, rows: np.ndarray, recipe: Recipe, apart: bool
-) -> tuple[torch.Tensor, int, torch.Tensor | None]:
-    """Return the sum of the losses of a micro-batch, the number of targets, the router loss."""
-    total, count, routers = torch.zeros(()), 0, Routers(model)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the sum of the losses of a micro-batch, and the router loss."""
+    total, routers = torch.zeros(()), Routers(model)
     if not apart:
         batch = torch.from_numpy(rows)
         outputs = model(input_ids=batch[:, :-1], use_cache=False)
         losses = torch.nn.functional.cross_entropy(
             outputs.logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
         )
-        return losses, batch[:, 1:].numel(), getattr(outputs, "aux_loss", None)
+        return losses, getattr(outputs, "aux_loss", None)
     with routers.collecting():
         for row in rows:
             for inputs, targets in documents(row, recipe.eos_id):
@@ -124,8 +126,7 @@ def summed_loss(
                 total = total + torch.nn.functional.cross_entropy(
                     outputs.logits[0].float(), torch.from_numpy(targets), reduction="sum"
                 )
-                count += int((targets != IGNORED).sum())
-    return total, count, routers.loss()
+    return total, routers.loss()
 
 
 def coefficient(config: Any) -> float:
@@ -158,14 +159,17 @@ def train(directory: Path, recipe: Recipe, apart: bool = False) -> list[float]:
         text = np.stack([tokens[w * seq_len : w * seq_len + seq_len + 1] for w in windows])
         counted = int((text[:, :-1] != recipe.eos_id).sum()) if apart else text[:, 1:].size
         loss = 0.0
-        for rows in np.split(text, batch // recipe.micro_batch):
-            summed, _, router_loss = summed_loss(model, rows, recipe, apart)
-            objective = summed / counted
-            if router_loss is not None:
-                share = recipe.micro_batch / batch
-                objective = objective + coefficient(model.config) * router_loss * share
-            objective.backward()
-            loss += float(summed.detach().double()) / counted
+        for rank in range(RANKS):  # dropout and random routing: seeded as docs/data_order.md says
+            digest = hashlib.sha256(f"{recipe.seed}/step/{step * batch}/{rank}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            for rows in np.split(text, batch // recipe.micro_batch)[rank::RANKS]:
+                summed, router_loss = summed_loss(model, rows, recipe, apart)
+                objective = summed / counted
+                if router_loss is not None:
+                    share = recipe.micro_batch / batch
+                    objective = objective + coefficient(model.config) * router_loss * share
+                objective.backward()
+                loss += float(summed.detach().double()) / counted
         torch.nn.utils.clip_grad_norm_(trained, recipe.clipping)
         done, total = (step + 1) * batch * seq_len, recipe.steps * batch * seq_len
         for group in optimizer.param_groups:

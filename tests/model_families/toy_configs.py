@@ -118,6 +118,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"head_dim": 32},
     "moshi": {"audio_vocab_size": 32, "ffn_dim": 128},
     "qwen4_exp_text": {
