@@ -10,7 +10,7 @@ from tests.launching import ROOT, environment
 from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint import rollback
 from zerolm.checkpoint.directory import candidates, publish
-from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.checkpoint.rotation import Retention, remove_unfinished, rotate
 from zerolm.common import run_files
 from zerolm.common.errors import CheckpointError
@@ -194,6 +194,18 @@ def test_error_names_a_damaged_manifest(tmp_path, text) -> None:
     (directory / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"step-00000005/MANIFEST\.json"):
         checkpoint_directory.newest(tmp_path)
+
+
+def test_a_manifest_with_progress_that_is_not_ours_is_refused_in_spite_of_its_digest(
+    tmp_path,
+) -> None:
+    directory = write(tmp_path, 5)
+    content = json.loads((directory / MANIFEST).read_text())
+    content["progress"]["other"] = 1
+    content["digest"] = manifest_digest(content)
+    (directory / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"step-00000005/MANIFEST\.json"):
+        checkpoint_directory.read(directory)
 
 
 def test_copies_of_checkpoints_are_ignored_by_everything(tmp_path) -> None:

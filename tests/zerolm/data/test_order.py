@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zerolm.common.errors import ConfigError
-from zerolm.data.order import MAX_SEQUENCES, Order, num_windows
+from zerolm.data.order import MAX_SEQUENCES, Order, exact_shares, num_windows
 
 M64 = (1 << 64) - 1
 
@@ -234,3 +234,9 @@ def test_windows_cover_every_target_once():
             ]
             assert targets == list(range(1, len(targets) + 1))
             assert max(0, num_tokens - 1) - len(targets) in range(seq_len)
+
+
+def test_the_smallest_share_of_a_source_is_two_to_the_minus_twenty():
+    assert exact_shares([1, (1 << 20) - 1])[0] == Fraction(1, 1 << 20)
+    with pytest.raises(ConfigError, match=r"the minimum is 2\^-20"):
+        exact_shares([1, 1 << 20])

@@ -90,6 +90,22 @@ def test_refusing_a_ds_config_takes_one_line(config, part):
     assert problem.startswith("ds.json: ") and part in problem and "\n" not in problem
 
 
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulation"),
+    [(2, "bf16", "fp32"), (1, "bf16", "bf16"), (1, "fp32", "fp32")],
+)
+def test_sequence_parallelism_is_refused_for_deepspeeds_bf16_optimizer_only(
+    stage, precision, accumulation
+):
+    config = {
+        **SEQUENCE, "zero_optimization": {"stage": stage}, precision: {"enabled": True},
+        "data_types": {"grad_accum_dtype": accumulation},
+    }  # fmt: skip
+    config.pop("fp32", None)
+    found = rule_problems(Profile.parse(config, "ds.json"), on_gpu=False, world_size=4)
+    assert not any("sequence_parallel_size" in problem for problem in found)
+
+
 def test_all_unsupported_combinations_are_reported_together():
     config = {
         **SEQUENCE, "optimizer": {"type": "Lion"}, "scheduler": {"type": "WarmupLR"},

@@ -81,6 +81,18 @@ def test_step_counts_of_a_scheduler_are_compared_with_tokens():
         assert implied["warmup_tokens"].value == 500
 
 
+@pytest.mark.parametrize(
+    ("steps", "tokens", "fits"),
+    [(5, 500, True), (5, 401, True), (5, 400, False), (5, 501, False), (5, 0, False),
+     (1, 0, True), (1, 100, True), (1, 101, False), (2, 100, False)],
+)  # fmt: skip
+def test_a_warm_up_in_tokens_must_end_within_the_last_of_its_steps(steps, tokens, fits):
+    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": steps}}}
+    settings, _ = parse_settings(["--warmup_tokens", str(tokens)])
+    _, problems = implied_token_counts(Profile.parse(config), settings, lambda step: step * 100)
+    assert (problems == []) is fits
+
+
 def test_a_batch_that_contradicts_itself_is_refused():
     config = {
         "train_batch_size": 32,

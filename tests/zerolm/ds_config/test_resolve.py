@@ -1,6 +1,7 @@
 """Resolving a DeepSpeed JSON: "auto" as in the Hugging Face Trainer, and the shipped profiles."""
 
 import copy
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,3 +131,21 @@ def test_resolving_does_not_change_the_input():
     before = copy.deepcopy(USER)
     resolved(USER, on_gpu=False)
     assert before == USER
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("WarmupLR", {"warmup_num_steps", "warmup_min_lr", "warmup_max_lr"}),
+        (
+            "WarmupDecayLR",
+            {"warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr"},
+        ),
+        ("WarmupCosineLR", {"warmup_num_steps", "total_num_steps", "cos_min_ratio"}),
+    ],
+)
+def test_a_scheduler_gets_the_parameters_that_deepspeeds_class_takes(kind, keys):
+    from deepspeed.runtime import lr_schedules
+
+    assert set(resolved({"scheduler": {"type": kind}})["scheduler"]["params"]) == keys
+    assert keys <= set(inspect.signature(getattr(lr_schedules, kind)).parameters)

@@ -5,7 +5,7 @@ import pytest
 from tests.launching import LLAMA, write_json
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_record
 from zerolm.optim.schedule import SCHEDULES
-from zerolm.preflight import check
+from zerolm.preflight import check, run_record
 
 
 def test_with_a_router_loss_micro_batch_and_world_size_cannot_change(inputs, tmp_path):
@@ -111,3 +111,11 @@ def test_settings_from_run_json_give_the_same_plan(inputs, a_run, tmp_path_facto
     assert again.profile == first.profile
     old, new = first.settings.to_json(), again.settings.to_json()
     assert {key for key in old if old[key] != new[key]} == {"run_dir"}
+
+
+def test_a_checkpoint_records_the_order_of_the_data_and_later_stages_if_there_are_any(inputs):
+    plan = check.check(command(inputs, "--seed 7"), {})
+    assert run_record.data_order(plan) == {
+        "seq_len": plan.settings.seq_len, "packing": plan.settings.packing, "seed": 7,
+        "weights": [20_000.0], "data_fingerprint": plan.data_fingerprint,
+    }  # fmt: skip

@@ -250,6 +250,16 @@ def test_each_fault_is_found_and_its_absence_is_not(kind, sick, healthy):
     assert kinds(rows(losses, **healthy)) == []
 
 
+def test_each_source_that_is_read_too_often_is_named_at_the_step_where_it_was():
+    epochs = {f"data/{name}/epochs": np.linspace(0, most, 200)
+              for name, most in (("a", 3.9), ("b", 8.0), ("c", 4.0), ("d", 16.0))}  # fmt: skip
+    found = findings(rows(power_law(200), **epochs))
+    assert [(each.kind, each.text.split()[1]) for each in found] == [
+        ("repeated_data", "b"), ("repeated_data", "d"),
+    ]  # fmt: skip
+    assert [each.step for each in found] == [1010, 510]
+
+
 def test_clipping_in_the_first_steps_only_is_not_a_finding():
     share = np.where(np.arange(400) < 100, 1.0, 0.1)
     assert kinds(rows(power_law(400), **{"train/clipped_share": share})) == []

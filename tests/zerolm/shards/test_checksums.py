@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from tests.zerolm.shards.small_shards import EOS, write
 from zerolm.shards.checksums import BLOCK_BYTES, BlockChecksums, num_blocks
+from zerolm.shards.reader import open_source
 
 SIZES = (1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 77)
 
@@ -38,3 +40,22 @@ def test_checksums_are_those_of_xxhash_of_each_block(tmp_path, size):
 def test_the_checksum_is_the_published_one():
     """XXH3 of nothing with seed 0, from the test vectors of xxHash 0.8."""
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
+
+
+def test_unverified_ids_are_prefetched_by_whole_blocks_and_verified_ones_as_they_are(
+    tmp_path, monkeypatch
+):
+    per_block = BLOCK_BYTES // 2
+    data = np.arange(3 * per_block + 5) % 900
+    source = open_source(write(tmp_path / "s", [[*data.tolist(), EOS]]))
+    asked = []
+    shard = source.files._open_shard(0)
+    monkeypatch.setattr(type(shard), "prefetch", lambda self, *ends: asked.append(ends))
+    source.files.prefetch([(0, per_block + 1, 2 * per_block + 1)])
+    assert asked == [(BLOCK_BYTES, 3 * BLOCK_BYTES)]
+    assert (
+        source.ids(0, per_block, 2 * per_block).tolist() == data[per_block : 2 * per_block].tolist()
+    )
+    asked.clear()
+    source.files.prefetch([(0, per_block + 1, 2 * per_block)])
+    assert asked in ([], [(BLOCK_BYTES + 2, 2 * BLOCK_BYTES)])

@@ -53,6 +53,12 @@ def test_the_deadline_requests_a_stop() -> None:
     assert run_stop_request("pass", after="1000") == "False None"
 
 
+@pytest.mark.parametrize(("save", "stops"), [(0, False), (600, False), (700, True)])
+def test_half_as_much_again_as_the_longest_save_is_left_before_the_deadline(save, stops) -> None:
+    act = f"stop.record_save({save}); stop.record_save(1)"
+    assert run_stop_request(act, after="1000").startswith(str(stops))
+
+
 def test_a_second_ctrl_c_ends_the_process_at_once() -> None:
     twice = "\n".join(2 * ["os.kill(os.getpid(), signal.SIGINT)"])
     assert run_stop_request(twice) == ""
