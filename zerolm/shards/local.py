@@ -4,7 +4,6 @@
 sources, windows or documents.
 """
 
-import contextlib
 import mmap
 import os
 import resource
@@ -214,9 +213,9 @@ class LocalFiles:
         entry = self.manifest["shards"][number]
         if shard.checksums is None and "sums" in entry:
             shard.checksums = self._checksums(number)
-        self._require_size(entry)
+        self._require_size(shard.mapped, entry)
         shard.prefetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
-        content = memoryview(shard.mapped)
+        content, ids = memoryview(shard.mapped), BLOCK_BYTES // self.dtype.itemsize
         for block in range(first, end):
             if not shard.unverified[block]:
                 continue
@@ -227,18 +226,18 @@ class LocalFiles:
                     f"file (and check its disk), or tokenize again. To find all damage, run: "
                     f"python -m data_prep verify {self.directory}"
                 )
-            if problem := wrong_id(part, self.manifest):
+            largest = int(shard.tokens[block * ids : (block + 1) * ids].max())
+            if largest >= self.manifest["vocab_size"]:
+                problem = wrong_id(part, self.manifest)
                 raise ShardReadError(f"{self._place(entry, block)} {problem}")
             shard.unverified[block] = 0
             self._num_verified += 1
 
-    def _require_size(self, entry: dict[str, Any]) -> None:
+    def _require_size(self, mapped: mmap.mmap, entry: dict[str, Any]) -> None:
         """Check that a file has not been truncated: its map would kill this process (SIGBUS)."""
-        with contextlib.suppress(FileNotFoundError):  # a removed file stays readable in its map
-            size = (self.directory / entry["file"]).stat().st_size
-            if size < entry["size_bytes"]:
-                name = entry["file"]
-                raise ShardReadError(self._size_problem(name, entry["size_bytes"], {name: size}))
+        name, size = entry["file"], mapped.size()  # of the file, now
+        if size < entry["size_bytes"]:
+            raise ShardReadError(self._size_problem(name, entry["size_bytes"], {name: size}))
 
     def _place(self, entry: dict[str, Any], block: int) -> str:
         """Return where a block is, for messages."""
