@@ -8,6 +8,7 @@ as a user would load it, and its logits are compared with the training engine's.
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def export(
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config.use_cache = True
     if eos_id is not None:
-        config.eos_token_id, config.bos_token_id, config.pad_token_id = eos_id, None, None
+        set_special_ids(config, eos_id)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
@@ -99,6 +100,20 @@ def export(
         raise
     sync_directory(output.absolute().parent)
     return f"{precision}, {shown_bytes(size_bytes)} of weights; {comparison}"
+
+
+def set_special_ids(config: Any, eos_id: int) -> None:
+    """Set the id that ends generation, and remove the id that begins it, in place.
+
+    A default `bos_token_id` of the class is an ordinary token of the run's tokenizer. Some classes
+    accept no other value than a number, and keep it. `pad_token_id` is a part of the model: the
+    embedding of that id is zero, and the positions of RoBERTa begin after it.
+    """
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
+    config.eos_token_id = eos_id
+    with suppress(StrictDataclassFieldValidationError):  # cwm, modernbert-decoder
+        config.bos_token_id = None
 
 
 def check_room(output: Path, needed_bytes: int) -> None:
