@@ -7,6 +7,7 @@ functions, so that `--help` stays fast. Must not depend on DeepSpeed, data or se
 import copy
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,24 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
         ConfigError: the model cannot be built from this config.
     """
     return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
+
+
+def router_loss_coefficient(config: "PretrainedConfig") -> float | None:
+    """Return the weight of the routers' auxiliary loss; None if the model computes none.
+
+    Many config classes have the key `output_router_logits`, but not all of their models read it:
+    those of transformers that do compute the loss by a function of one name.
+    """
+    text, model_class = config.get_text_config(), causal_lm_class(config)
+    module = sys.modules[model_class.__module__]
+    if getattr(text, "output_router_logits", False) is not True:
+        return None
+    if not hasattr(module, "load_balancing_loss_func"):
+        return None
+    for key in ("router_aux_loss_coef", "aux_loss_coef"):  # the latter in JetMoE
+        if hasattr(text, key):
+            return float(getattr(text, key) or 0.0)
+    return float(text.ffn_config.moe_loss_weight)  # DBRX
 
 
 def layer_configs(config: "PretrainedConfig") -> list["PretrainedConfig"]:

@@ -2,9 +2,12 @@
 
 The inputs depend on the attention implementation of the model:
 
-    eager, sdpa        if all layers have full attention: a causal mask made here
-    eager, sdpa,       otherwise: positions that restart with each document and no mask;
-    flex_attention     transformers makes the mask of each kind of layer from them
+    eager, sdpa        if all layers have full attention and the model has no router loss, which
+                       takes only padding masks: a causal mask made here
+    eager, sdpa        otherwise: positions that restart with each document and no mask;
+                       transformers makes the mask of each kind of layer, which `isolating_masks`
+                       limits to documents
+    flex_attention     the same positions, from which transformers makes the masks
                        (masking_utils.py, `find_packed_sequence_indices`)
     flash_attention_*  the same positions, and the document boundaries for the varlen kernel, which
                        transformers derives from the positions only for a single row
@@ -15,8 +18,12 @@ A padding mask is never passed: even one of ones silently disables the separatio
 result on the engine.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
+
+from zerolm.model.architecture import layer_configs, router_loss_coefficient
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +31,13 @@ if TYPE_CHECKING:
 
 FULL_ATTENTION = "full_attention"
 WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+# Models whose attention to a document depends on the rest of its row, whatever the mask.
+NEVER_ISOLATED = {
+    "blt": "forms patches of bytes that may belong to two documents",
+    "doge": "selects the keys of a query among those of the whole row",
+    "openai-gpt": "takes no mask that differs by query",
+    "reformer": "hashes the tokens of the whole row",
+}
 ANY_MASK = frozenset({"eager", "sdpa"})  # implementations that accept any mask
 
 
@@ -34,15 +48,73 @@ def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, 
         batch: with `document_ids` and `position_ids`, (B, T) int64.
         model: a causal LM.
     """
-    kernel = model.config._attn_implementation
-    ids_BT = batch["document_ids"]
-    inputs: dict[str, Any] = {"position_ids": batch["position_ids"]}
-    if kernel.startswith("flash"):
+    inputs: dict[str, Any] = {"position_ids": model_positions(batch, model)}
+    if model.config._attn_implementation.startswith("flash"):
         return inputs | varlen_arguments(batch["position_ids"])
     # On the meta device transformers cannot read the positions.
-    if ids_BT.is_meta or (kernel in ANY_MASK and layer_types(model.config) <= {FULL_ATTENTION}):
-        inputs["attention_mask"] = document_mask(ids_BT, model)
+    if batch["document_ids"].is_meta or _takes_own_mask(model.config):
+        inputs["attention_mask"] = document_mask(batch["document_ids"], model)
     return inputs
+
+
+def _takes_own_mask(config: "PretrainedConfig") -> bool:
+    """Return whether the model gets a mask made here."""
+    full = layer_types(config) <= {FULL_ATTENTION}
+    plain = router_loss_coefficient(config) is None
+    return config._attn_implementation in ANY_MASK and full and plain
+
+
+@contextmanager
+def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[None]:
+    """Limit the masks that transformers makes inside the context to documents.
+
+    Most models make them from the positions, but not all: gpt_oss and afmoe do not pass these on.
+
+    Args:
+        batch: any micro-batch; without `document_ids` nothing is changed.
+    """
+    kernel = model.config._attn_implementation
+    if "document_ids" not in batch or kernel not in ANY_MASK or _takes_own_mask(model.config):
+        yield
+        return
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        and_masks,
+        causal_mask_function,
+        packed_sequence_mask_function,
+    )
+
+    original = ALL_MASK_ATTENTION_FUNCTIONS[kernel]
+    same_document = packed_sequence_mask_function(batch["document_ids"])
+
+    def mask(*arguments: Any, mask_function: Any = causal_mask_function, **more: Any) -> Any:
+        more["allow_is_causal_skip"] = False
+        return original(*arguments, mask_function=and_masks(mask_function, same_document), **more)
+
+    ALL_MASK_ATTENTION_FUNCTIONS[kernel] = mask
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[kernel]
+
+
+def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tensor":
+    """Return the positions that a model would give each document alone, (B, T) int64.
+
+    They count from 0, except in the families of RoBERTa: there from the padding id + 1, and padding
+    ids in a document have the padding id as position and are not counted.
+    """
+    embeddings: Any = getattr(model.base_model, "embeddings", None)
+    if not hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return batch["position_ids"]
+    import torch
+
+    places, padding = batch["position_ids"], embeddings.padding_idx
+    counted = (batch["input_ids"] != padding).long()
+    counts = counted.cumsum(1)
+    starts = torch.arange(places.shape[1], device=places.device) - places
+    before = (counts - counted).gather(1, starts)  # the document
+    return (counts - before) * counted + padding
 
 
 def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
@@ -90,8 +162,14 @@ def layer_types(config: "PretrainedConfig") -> set[str]:
     text = config.get_text_config()
     types = getattr(text, "layer_types", None)
     if types is None:  # all layers are alike
-        types = [name for name, key in WINDOW_KEYS.items() if getattr(text, key, None)]
+        types = [name for name, key in WINDOW_KEYS.items() if _window(config, key)]
     return set(types or [FULL_ATTENTION])
+
+
+def _window(config: "PretrainedConfig", key: str) -> int | None:
+    """Return the largest window of all layers, None if none has one."""
+    found = [getattr(layer, key, None) for layer in layer_configs(config)]
+    return max((width for width in found if isinstance(width, int)), default=None)
 
 
 def chunks_restart_at_documents() -> bool:
@@ -115,10 +193,12 @@ def unsupported_reason(
         return f"{name} carries state from one document to the next"
     if "position_ids" not in parameters or getattr(text, "alibi", False) is True:
         return f"{name} takes no positions that restart with each document"
+    if config.model_type in NEVER_ISOLATED:
+        return f"{name} {NEVER_ISOLATED[config.model_type]}"
     types = layer_types(config)
     for layer_type in sorted(types - {FULL_ATTENTION}):
         key = WINDOW_KEYS.get(layer_type)
-        if key is None or not isinstance(getattr(text, key, None), int):
+        if key is None or not _window(config, key):
             return f"the model has {layer_type} layers, to which no document mask applies"
     if "chunked_attention" in types and not chunks_restart_at_documents():
         return (

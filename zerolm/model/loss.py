@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from zerolm.model.architecture import router_loss_coefficient
 from zerolm.model.chunked_loss import find_chunked_head
-from zerolm.model.document_mask import isolating_inputs
+from zerolm.model.document_mask import isolating_inputs, isolating_masks
 
 IGNORED = -100  # target of a position without loss; the convention of torch and Hugging Face
 
@@ -40,11 +41,12 @@ def token_losses(
     elif "position_ids" in batch:  # slices of sequences
         inputs["position_ids"] = batch["position_ids"]
     if head := find_chunked_head(inner):  # never holds all logits of the micro-batch
-        with head.computing_losses(batch["targets"], IGNORED):
+        with isolating_masks(batch, inner), head.computing_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)
         losses = outputs.logits.squeeze(-1)
     else:
-        outputs = model(**inputs)
+        with isolating_masks(batch, inner):
+            outputs = model(**inputs)
         losses = functional.cross_entropy(
             outputs.logits.float().flatten(0, 1),
             batch["targets"].flatten(),
@@ -55,15 +57,8 @@ def token_losses(
         observe(outputs)
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
-        auxiliary = auxiliary * router_coefficient(inner.config)
+        auxiliary = auxiliary * (router_loss_coefficient(inner.config) or 0.0)
     return losses, auxiliary
-
-
-def router_coefficient(config: Any) -> float:
-    """Return the weight of the routers' auxiliary loss; DBRX has it in a nested config."""
-    if hasattr(config, "router_aux_loss_coef"):
-        return config.router_aux_loss_coef
-    return config.ffn_config.moe_loss_weight
 
 
 def sums_by_source(

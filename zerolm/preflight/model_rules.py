@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from zerolm.common.errors import ConfigError
 from zerolm.config.settings import HIGHEST, SELECTIVE, Settings
 from zerolm.model import compile, document_mask, loss_chunks
-from zerolm.model.architecture import causal_lm_class
+from zerolm.model.architecture import causal_lm_class, router_loss_coefficient
 from zerolm.model.model import max_positions, position_limit
 
 if TYPE_CHECKING:
@@ -117,16 +117,9 @@ def _initialization_problems(settings: Settings, config: "PretrainedConfig") -> 
     return []
 
 
-def has_router_loss(config: "PretrainedConfig") -> bool:
-    """Return whether a mixture of experts adds its router loss to the loss of the tokens."""
-    text = config.get_text_config()
-    coefficient = getattr(text, "router_aux_loss_coef", None)
-    return getattr(text, "output_router_logits", False) is True and coefficient != 0
-
-
 def router_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
     """Report that the router loss, a product of means over a micro-batch, depends on its size."""
-    if not has_router_loss(config):
+    if not router_loss_coefficient(config):
         return []
     return [
         f"{settings.model_config}: output_router_logits is true: the router loss averages over "

@@ -18,9 +18,9 @@ from zerolm.data.mixture import describe_stages, same_order_until, stages_from_r
 from zerolm.data.order import Stage
 from zerolm.data.skips import used_sequences_end
 from zerolm.ds_config.profile import Profile, block
+from zerolm.model.architecture import router_loss_coefficient
 from zerolm.optim.schedule import EXTENDABLE, SCHEDULES
 from zerolm.plan.plan import Plan
-from zerolm.preflight.model_rules import has_router_loss
 
 CURVE_SETTINGS = (
     "seed",
@@ -188,7 +188,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
     old_print = record.get("data_fingerprint")
     where = "--data has other tokens"
     pairs.append(("data_fingerprint", old_print, plan.data_fingerprint, where))
-    if has_router_loss(plan.model.config):
+    if router_loss_coefficient(plan.model.config):
         old, new = old_settings.get("micro_batch_size"), settings.micro_batch_size
         pairs.append(("settings.micro_batch_size", old, new, "output_router_logits"))
         pairs.append(

@@ -5,6 +5,7 @@ flash attention, which need a GPU, are replaced in transformers' code path by pl
 the documents whose boundaries they get.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,11 @@ from transformers.integrations import flash_attention
 
 from zerolm.common.errors import ConfigError
 from zerolm.data.window_stream import number_documents
+from zerolm.model.architecture import causal_lm_class
 from zerolm.model.document_mask import (
     chunks_restart_at_documents,
     isolating_inputs,
+    isolating_masks,
     layer_types,
     unsupported_reason,
 )
@@ -30,6 +33,11 @@ SIZES = {
 }  # fmt: skip
 SMALL = {"num_key_value_heads": 2, "intermediate_size": 48}
 EXPERTS = {"num_key_value_heads": 2, "intermediate_size": 24}
+ROUTED = {"output_router_logits": True, "sliding_window": None}
+ROBERTA = {
+    "intermediate_size": 48, "is_decoder": True, "pad_token_id": 3, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 MODELS = {
     "llama": ("llama", SMALL),
     "qwen3": ("qwen3", SMALL | {"head_dim": 8}),
@@ -48,7 +56,37 @@ MODELS = {
     "gpt_neox": ("gpt_neox", {"intermediate_size": 48}),
     "mixtral": ("mixtral", EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
     "olmoe": ("olmoe", EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2}),
+    # Their router loss takes no mask of four dimensions.
+    "mixtral-router": ("mixtral", EXPERTS | ROUTED | {"num_local_experts": 4}),
+    "olmoe-router": ("olmoe", EXPERTS | ROUTED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe-router": ("qwen3_moe", EXPERTS | ROUTED | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
+    }),
+    "jetmoe-router": ("jetmoe", ROUTED | {
+        "intermediate_size": 24, "num_key_value_heads": 2, "kv_channels": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    }),
+    # They do not pass positions to the masks.
+    "gpt_oss": ("gpt_oss", EXPERTS | {
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "afmoe": ("afmoe", EXPERTS | {
+        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "num_dense_layers": 1, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    # Their positions begin at the padding id + 1.
+    **{family: (family, ROBERTA) for family in (
+        "roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm",
+        "data2vec-text",
+    )},
+    "xmod": ("xmod", ROBERTA | {"default_language": "en_XX", "languages": ["en_XX"]}),
 }  # fmt: skip
+# Without a kernel of flash attention, or with one of transformers' choice.
+NOT_FLASH = ("llama4-chunked", "gpt_oss", "jetmoe-router")
+MASKED = [(name, kernel) for name in MODELS for kernel in ("eager", "sdpa")]
+MASKED.remove(("gpt_oss", "sdpa"))  # has no sdpa
 CUT = [[7, 1, 12, 4], [3, 9, 12], [24]]  # lengths of the documents of each row
 EOS = 60
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -81,6 +119,7 @@ def packed():
             rows[-1].append(ids)
             documents.append((number, start, ids))
             start += length
+    rows[0][0][2] = 3  # RoBERTa's padding id, here an ordinary token
     input_ids = torch.stack([torch.cat(row) for row in rows])
     places, numbers = number_documents((input_ids == EOS).numpy())
     batch = {
@@ -93,7 +132,8 @@ def packed():
 
 def logits_of(model, batch):
     inputs = isolating_inputs(batch, model)
-    return model(input_ids=batch["input_ids"], use_cache=False, **inputs).logits
+    with isolating_masks(batch, model):
+        return model(input_ids=batch["input_ids"], use_cache=False, **inputs).logits
 
 
 def gradients(model, loss):
@@ -127,8 +167,7 @@ def compare(name, kernel, training=True):
             torch.testing.assert_close(ours[each], value, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kernel"), MASKED)
 def test_a_document_gives_the_same_results_alone_and_packed(name, kernel):
     if name == "llama4-chunked" and not chunks_restart_at_documents():  # transformers 5.17
         model = build(name, kernel)
@@ -191,7 +230,7 @@ def flash(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama4-chunked"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_FLASH])
 def test_flash_attention_gets_the_document_boundaries(name, flash):
     compare(name, "flash_attention_2")
     assert flash == {"varlen": SIZES["num_hidden_layers"], "dense": 0}
@@ -213,8 +252,7 @@ def test_positions_alone_do_not_isolate_rows_in_flash_attention(flash):
     assert "attention_mask" not in isolating_inputs(batch, model)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kernel"), MASKED)
 def test_without_the_mask_results_differ(name, kernel, monkeypatch):
     """Negative control: positions restart, but tokens attend to all earlier ones."""
 
@@ -223,6 +261,7 @@ def test_without_the_mask_results_differ(name, kernel, monkeypatch):
         return {"position_ids": batch["position_ids"], "attention_mask": ones}
 
     monkeypatch.setitem(globals(), "isolating_inputs", open_inputs)
+    monkeypatch.setitem(globals(), "isolating_masks", lambda batch, model: nullcontext())
     with pytest.raises(AssertionError, match="not close"):
         compare(name, kernel, training=False)
 
@@ -250,7 +289,9 @@ class ItsPlan:
         self.settings = SimpleNamespace(seq_len=24, micro_batch_size=2)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral-sliding", "mixtral", "mixtral-router", "gpt2", "roberta", "afmoe"]
+)
 def test_the_mask_check_passes_where_documents_are_separated(name):
     model = build(name, "sdpa")
     said = mask_check.check(model, ItsPlan(model), "cpu")
@@ -272,6 +313,26 @@ def test_the_mask_check_refuses_a_kernel_that_ignores_documents(monkeypatch, pre
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
     with pytest.raises(ConfigError, match=r"--document_mask: with eager .* are not kept apart"):
         mask_check.check(model, ItsPlan(model, precision), "cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_mask_check_refuses_positions_that_begin_elsewhere(monkeypatch, precision):
+    model = build("roberta", "sdpa")
+    if precision == "bf16":
+        model.bfloat16()
+    mask_check.check(model, ItsPlan(model, precision), "cpu")
+    monkeypatch.setattr(
+        "zerolm.model.document_mask.model_positions", lambda batch, model: batch["position_ids"]
+    )
+    with pytest.raises(ConfigError, match="differ from those of the same document alone by"):
+        mask_check.check(model, ItsPlan(model, precision), "cpu")
+
+
+@pytest.mark.parametrize("family", ["blt", "doge", "openai-gpt"])
+def test_models_that_no_mask_isolates_are_refused(family):
+    config = CONFIG_MAPPING[family]()
+    reason = unsupported_reason(config, causal_lm_class(config), "eager")
+    assert reason.startswith(causal_lm_class(config).__name__)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

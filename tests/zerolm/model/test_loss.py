@@ -37,19 +37,53 @@ def test_tokens_of_other_documents_do_not_change_losses(model) -> None:
     assert torch.equal(together[:, 9:], changed[:, 9:])
 
 
-def test_the_routers_auxiliary_loss_equals_hugging_faces() -> None:
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.02},
+    "jetmoe": {"num_local_experts": 4, "kv_channels": 16, "aux_loss_coef": 0.03},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0,
+    },
+}  # fmt: skip
+
+
+def mixture_of(family):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "mixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=64,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
-        output_router_logits=True, router_aux_loss_coef=0.02,
+        family, hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=64,
+        num_attention_heads=2, num_key_value_heads=2, output_router_logits=True,
+        **MIXTURES[family],
     )  # fmt: skip
-    mixture = AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_routers_auxiliary_loss_equals_hugging_faces(family) -> None:
+    mixture = mixture_of(family)
     ids = torch.randint(0, 64, (2, 9))
     batch = {"input_ids": ids, "targets": torch.cat([ids[:, 1:], ids[:, :1]], 1)}
     losses, auxiliary = token_losses(mixture, batch)
+    assert auxiliary > 0
     ours = losses[:, :-1].mean() + auxiliary
     torch.testing.assert_close(ours, mixture(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_routers_auxiliary_loss_covers_all_documents_of_a_row(family) -> None:
+    """In a model without attention to other tokens it does not depend on the documents."""
+    mixture = mixture_of(family)
+    for name, parameter in mixture.named_parameters():
+        if "attn" in name or "attention" in name:
+            torch.nn.init.zeros_(parameter)
+    ids = torch.randint(0, 64, (2, 16))
+    batch = {"input_ids": ids, "targets": ids}
+    _, whole = token_losses(mixture, batch)
+    documents = {
+        "document_ids": torch.tensor([[0] * 9 + [1] * 7] * 2),
+        "position_ids": torch.cat([torch.arange(9), torch.arange(7)])[None].repeat(2, 1),
+    }
+    _, apart = token_losses(mixture, batch | documents)
+    torch.testing.assert_close(apart, whole)
 
 
 def test_sums_by_source_exclude_ignored_targets() -> None:

@@ -5,8 +5,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from zerolm.config.flags import parse_settings
+from zerolm.config.settings import Settings
 from zerolm.model.model import max_positions
-from zerolm.preflight.model_rules import model_problems
+from zerolm.preflight.model_rules import model_problems, router_notices
 
 
 def layers(model_type, **more):
@@ -96,3 +97,19 @@ def test_a_class_that_gives_a_parameter_no_initial_value_is_refused(monkeypatch)
     settings, _ = parse_settings(["--seq_len", "32", "--model_config", "apertus.json"])
     (problem,) = model_problems(settings, layers("apertus"))
     assert problem.startswith("apertus.json: ApertusForCausalLM gives no initial value to model.")
+
+
+@pytest.mark.parametrize(
+    ("family", "noticed"),
+    [
+        ("mixtral", True), ("olmoe", True), ("qwen3_moe", True), ("jetmoe", True), ("dbrx", True),
+        ("deepseek_v3", False), ("glm4_moe", False), ("llama4_text", False), ("afmoe", False),
+        ("llama", False),
+    ],
+)  # fmt: skip
+def test_a_router_loss_is_noticed_only_where_the_model_computes_one(family, noticed):
+    """deepseek_v3 and others have the config key, but no code that reads it."""
+    config = CONFIG_MAPPING[family]()
+    assert router_notices(Settings(), config) == []
+    config.output_router_logits = True
+    assert bool(router_notices(Settings(), config)) == noticed
