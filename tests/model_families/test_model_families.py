@@ -9,6 +9,8 @@ from tests import ROOT
 from tests.launching import environment
 from tests.model_families import table
 
+PARTS = 12
+
 
 def rows(families, directory, *flags) -> dict[str, table.Cells]:
     """Return the outcomes of families, by the command: it forks, and pytest may have threads."""
@@ -34,3 +36,17 @@ def test_a_family_that_crashes_leaves_the_others(tmp_path):
     found = rows(["no-family", "llama"], tmp_path)
     assert "KeyError" in found["no-family"]["zero2"]
     assert table.verdict(found["llama"]) == table.RIGHT
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_families_have_the_documented_outcome(part, tmp_path):
+    documented = table.documented()
+    found = rows(sorted(documented)[part::PARTS], tmp_path)
+    wrong = {
+        family: row
+        for family, row in found.items()
+        if table.verdict(row) != table.verdict(documented[family])
+    }
+    assert not wrong

@@ -36,7 +36,6 @@ NEVER_ISOLATED = {
     "blt": "forms patches of bytes that may belong to two documents",
     "doge": "selects the keys of a query among those of the whole row",
     "openai-gpt": "takes no mask that differs by query",
-    "reformer": "takes no mask that differs by query",
     "reformer": "hashes the tokens of the whole row",
 }
 ANY_MASK = frozenset({"eager", "sdpa"})  # implementations that accept any mask
