@@ -62,10 +62,6 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
         written = shown(zero.get("stage"))
         return [f"zero_optimization.stage: {written}, must be 1, 2 or 3. Correct it."]
     problems = _zero_option_problems(zero)
-    if block(zero, "offload_optimizer").get("super_offload") is True and not on_gpu:
-        problems.append(
-            "zero_optimization.offload_optimizer.super_offload: true, needs a GPU. Remove the key."
-        )
     if profile.param_offload != "none" and stage != 3:
         problems.append(
             f"zero_optimization.offload_param: needs stage 3, got {stage}. Use "
@@ -103,6 +99,11 @@ def _zero_option_problems(zero: Mapping[str, Any]) -> list[str]:
     if zero.get("load_from_fp32_weights") is False:
         found["load_from_fp32_weights"] = (
             "false, would resume from weights rounded to 16 bits and change the loss curve"
+        )
+    if block(zero, "offload_optimizer").get("super_offload") is True:
+        found["offload_optimizer.super_offload"] = (
+            "needs CUDA, updates weights before a step can be refused, and its moments are in no "
+            "checkpoint (docs/settings.md)"
         )
     if zero.get("zenflow") is not None:
         found["zenflow"] = (

@@ -178,9 +178,9 @@ BAD = {
         "Remove the key",
     ),
     "checkpoints of DataStates": ({"datastates_ckpt": {}}, "datastates_ckpt", "Remove the block"),
-    "SuperOffload on a CPU": (
+    "SuperOffload": (
         zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
-        "offload_optimizer.super_offload: true, needs a GPU",
+        "offload_optimizer.super_offload: needs CUDA",
         "Remove the key",
     ),
     "storage without a GPU": ({"aio": {"use_gds": 1}}, "aio.use_gds: true, needs a GPU", "Remove"),
