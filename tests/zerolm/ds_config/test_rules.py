@@ -143,7 +143,7 @@ BAD = {
     ),
     "a writer that is neither": (
         {"checkpoint": {"writer": {"decoupled": "maybe"}}},
-        "checkpoint.writer.decoupled: maybe",
+        'checkpoint.writer.decoupled: "maybe"',
         "Write true or false",
     ),
     "a universal checkpoint": (
@@ -154,7 +154,7 @@ BAD = {
     "pipelines": ({"pipeline": {"stages": 2}}, "pipeline", "not supported"),
     "a switch that is text": (
         {"torch_autocast": {"enabled": "false"}},
-        "torch_autocast.enabled: false, DeepSpeed would take it for true",
+        'torch_autocast.enabled: "false", DeepSpeed would take it for true',
         "Write true or false",
     ),
     "no master weights for 16-bit states": (
@@ -174,7 +174,7 @@ BAD = {
     ),
     "weights of another precision": (
         {"bf16": {"enabled": True}, "data_types": {"param_dtype": "half"}},
-        "data_types.param_dtype: fp16, but the weights are bf16",
+        'data_types.param_dtype: "fp16", but the weights are bf16',
         "Remove the key",
     ),
     "checkpoints of DataStates": ({"datastates_ckpt": {}}, "datastates_ckpt", "Remove the block"),
