@@ -97,7 +97,10 @@ class Difference:
         return next((why for start, why in UNCHANGEABLE.items() if self.key.startswith(start)), "")
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
+        old, new = (
+            value if isinstance(value, str) else shown(value) for value in (self.old, self.new)
+        )
+        return f"{self.key}: {old} -> {new}"
 
 
 def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[str]:

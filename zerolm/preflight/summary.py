@@ -1,5 +1,6 @@
 """The derived figures that a run prints when it starts and records in run.json."""
 
+from zerolm.common import machine
 from zerolm.common.values import shown_bytes
 from zerolm.evaluate import rules
 from zerolm.model.flops import TF32
@@ -25,9 +26,7 @@ def figures(plan: Plan) -> dict[str, str]:
         "model": f"{model.config.model_type}, {model.num_parameters:,} parameters",
         "profile": f"ZeRO-{profile.zero_stage}, {_precision(plan)}, optimizer offload "
         f"{profile.optimizer_offload}",
-        "devices": ", ".join(
-            filter(None, (f"{plan.world_size} x {plan.device}", plan.layout.describe()))
-        ),
+        "devices": ", ".join(filter(None, (_devices(plan), plan.layout.describe()))),
         "batch": f"{settings.batch_tokens:,} tokens = {plan.batch_schedule.batch_sequences:,} "
         f"sequences of {settings.seq_len:,}",
         "accumulation": f"{profile.accumulation} x micro-batch {settings.micro_batch_size} x "
@@ -67,6 +66,13 @@ def _precision(plan: Plan) -> str:
     if plan.matmul_precision == TF32:
         return f"{weights}, matrix products in TF32"
     return weights if products == weights else f"{weights} weights, {products} arithmetic"
+
+
+def _devices(plan: Plan) -> str:
+    if plan.device != "absent":
+        return f"{plan.world_size} x {plan.device}"
+    gibibytes = machine.ASSUMED_DEVICE_BYTES >> 30
+    return f"{plan.world_size}, not on this machine, {gibibytes} GiB each assumed"
 
 
 def _learning_rate_line(plan: Plan) -> str:

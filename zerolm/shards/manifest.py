@@ -59,6 +59,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         ShardError: no manifest, another format or version, or invalid keys; all are listed.
     """
     path = directory / MANIFEST
+    if directory.is_file():
+        shards = directory.with_name(directory.name.partition(".")[0] + "-shards")
+        raise ShardError(
+            f"{directory}: is a file, not a token shard directory. Tokenize it, and give {shards}: "
+            f"python -m data_prep tokenize --input {directory} --tokenizer DIR --output {shards}"
+        )
     if not path.is_file():
         raise ShardError(
             f"{directory}: no {MANIFEST}, so this is not a token shard directory (or its "

@@ -156,4 +156,11 @@ def test_compared_runs_have_different_colours(browser, tmp_path) -> None:
         "[...new Set([...document.querySelectorAll('.panel .curve')].map(e => e.style.stroke))]"
     )
     assert sorted(browser.evaluate(colours)) == ["var(--c0)", "var(--c1)"]
+    dashes = (
+        "[...document.querySelectorAll('.panel .curve.thin')]"
+        ".map(e => e.getAttribute('stroke-dasharray'))"
+    )
+    assert "6 3" in browser.evaluate(dashes), "an evaluation differs from what it is drawn with"
+    keys = "document.querySelectorAll('.legend .sample path[stroke-dasharray]').length"
+    assert browser.evaluate(keys) > 0, "and the legend shows how"
     assert browser.messages == []

@@ -60,7 +60,7 @@ class Chart {
   legendKey(one) {
     const key = this.element('svg', { class: 'sample', viewBox: '0 0 26 10', width: 26, height: 10 }, document.createElement('i'));
     key.style.stroke = one.legendColour || one.colour;
-    const line = this.element('path', { class: 'curve', d: 'M0 5H26' }, key);
+    const line = this.element('path', { d: 'M0 5H26', fill: 'none', 'stroke-width': 1.7 }, key);
     if (one.dash) line.setAttribute('stroke-dasharray', one.dash);
     if (one.marks) this.mark(one, 13, 5, key);
     return key;
