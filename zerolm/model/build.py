@@ -153,6 +153,10 @@ def build_model(
         torch.nn.Module.to(model, device)
     _fill(model, weights, dtype)
     model.config.use_cache = False
+    if getattr(model.config, "rescale_every", 0):
+        # RWKV would halve weights in place before each forward pass in evaluation mode, against an
+        # overflow of fp16; under ZeRO-3 in copies that are dropped, and the next step crashes.
+        model.config.rescale_every = 0
     if gradient_checkpointing:
         # transformers renamed this method between 5.17 and 5.23.
         old_method = model.gradient_checkpointing_enable

@@ -316,3 +316,25 @@ def test_the_documented_algorithm_gives_the_same_weights(family):
     documented = recipe["initial_model"](family_config(family), SEED, torch.bfloat16)
     built = build_alone(family_config(family), torch.bfloat16)
     assert build.weights_fingerprint(documented) == build.weights_fingerprint(built)
+
+
+def test_an_evaluation_does_not_change_the_weights_of_rwkv():
+    """Its class halves weights of later layers in evaluation mode; losses are as in training."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "attention_hidden_size": 32}
+    config = AutoConfig.for_model("rwkv", num_hidden_layers=4, rescale_every=2, **sizes)
+    model = build.build_model(
+        config,
+        seed=SEED,
+        dtype=torch.float32,
+        zero3_config=None,
+        attn_implementation="eager",
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ids = torch.arange(16)[None]
+    trained = model(input_ids=ids).logits
+    evaluated = model.eval()(input_ids=ids).logits
+    assert torch.equal(trained, evaluated) and config.rescale_every == 2
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
