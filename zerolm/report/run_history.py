@@ -128,7 +128,9 @@ def read_run(run_dir: str | Path) -> RunHistory:
     history = RunHistory(files.run_dir)
     problems = history.problems
     try:
-        history.record = find_run_json(run_dir) or {}
+        record = find_run_json(run_dir)
+        history.record = record or {}
+        problems += [f"{files.record}: no such file"] if record is None else []
     except RecordError as error:
         problems += error.problems
     _fill(history.curves, files.metrics, problems)

@@ -225,7 +225,8 @@ def test_the_report_process_ends_with_its_run(tmp_path) -> None:
         "print(child.pid, flush=True)\n"
         "time.sleep(2)"
     )
-    os.mkfifo(run / "metrics-rolled-back-0001.jsonl")  # which it reads forever
+    line = '{"step": 1, "tokens": 1}\n'  # so many that reading them takes many seconds
+    (run / "metrics-rolled-back-0001.jsonl").write_text(line * 2_000_000)
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=True,

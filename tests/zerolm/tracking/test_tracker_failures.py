@@ -74,7 +74,7 @@ def test_an_event_that_fails_is_reported_once_and_the_others_are_sent(run_dir) -
     with open(run_dir / "events.jsonl", "w") as file:
         for bad in (False, True, True, False):
             file.write(json.dumps({"event": "spike", "step": 1, "bad": bad}) + "\n")
-    (run_dir / "metrics.jsonl").write_text('{"step": 2}\n')
+    (run_dir / "metrics.jsonl").write_text('{"step": 2, "tokens": 2}\n')
     told: list[dict[str, object]] = []
     tracker = Broken(run_dir)
     mirror = Mirror(run_dir, tracker, lambda **message: told.append(message))
@@ -109,7 +109,7 @@ class Slow(Broken):
 def test_the_last_line_says_why_rows_are_lacking(run_dir, monkeypatch, kind, reason) -> None:
     monkeypatch.setattr(mirror_module, "CONNECT_SECONDS", 1.0)
     monkeypatch.setattr(mirror_module, "END_SECONDS", 2.0)
-    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "tokens": 1}\n{"step": 2, "tokens": 2}\n')
     told: list[dict[str, object]] = []
     tracker = kind(run_dir)
     mirror = Mirror(run_dir, tracker, lambda **message: told.append(message))
