@@ -208,6 +208,11 @@ def test_a_manifest_with_progress_that_is_not_ours_is_refused_in_spite_of_its_di
         checkpoint_directory.read(directory)
 
 
+def test_the_digest_of_a_manifest_does_not_depend_on_the_order_of_its_keys(tmp_path) -> None:
+    manifest = json.loads((write(tmp_path, 5) / MANIFEST).read_text())
+    assert manifest_digest(dict(reversed(manifest.items()))) == manifest["digest"]
+
+
 def test_copies_of_checkpoints_are_ignored_by_everything(tmp_path) -> None:
     directory = write(tmp_path, 5)
     checkpoints = directory.parent

@@ -230,3 +230,11 @@ def test_sources_too_short_for_one_sequence_are_refused(sources, tmp_path):
         assert len(refusal.value.problems) == 2
         assert str(tmp_path / "one") in refusal.value.problems[0]
     assert num_windows(write_source(tmp_path / "three", 17, seed=0).num_tokens, SEQ_LEN) == 1
+
+
+def test_as_many_micro_batches_are_read_at_once_as_fit_and_one_at_least(sources):
+    reading = stream(sources)
+    micro_batch_bytes = 4 * (SEQ_LEN + 1) * reading.reader.dtype.itemsize
+    for size, number in ((0, 1), (micro_batch_bytes, 1), (10 * micro_batch_bytes - 1, 9),
+                         (10 * micro_batch_bytes, 10)):  # fmt: skip
+        assert reading.num_micro_batches_within(size) == number

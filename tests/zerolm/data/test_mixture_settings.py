@@ -108,6 +108,12 @@ def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
     assert f"leaves {supply * 100:,} tokens for a run of {supply * 100 + 100:,}" in problem
 
 
+def test_the_table_of_one_stage_has_one_share_and_no_tokens_of_its_start():
+    _, resolved, _ = mixture((7, 3, 1))
+    head, *_ = table(resolved, resolved.order(SIZES, 0), NAMES, 100, 100)
+    assert head.split() == ["source", "tokens", "share", "taken", "epochs", "at", "most"]
+
+
 def test_making_up_for_a_rollback_may_exceed_a_cap_and_is_noted():
     """After the supply nothing caps a source any more; counted here sequence by sequence."""
     sizes, names = [600, 300, 100], ["web", "code", "math"]

@@ -122,6 +122,11 @@ def test_a_model_without_attention_or_head_has_the_flops_of_its_matrices():
     assert head_flops_per_token(config, shapes) == 0
 
 
+def test_the_head_is_the_matrix_with_a_row_for_each_token_id():
+    shapes = {"model.layers.0.mlp.up_proj.weight": (2048, 128), "lm_head.weight": (512, 128)}
+    assert head_flops_per_token(make_config("llama"), shapes) == 2 * 512 * 128
+
+
 def test_layers_of_other_kinds_attend_to_their_own_number_of_keys():
     """The difference to a model without attention, at 128 values per key and query."""
     kinds = ["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]

@@ -279,6 +279,7 @@ def test_a_widening_validation_gap_is_overfitting_when_data_is_repeated():
     found = findings(merged)
     assert [finding.kind for finding in found] == ["overfitting"]
     assert found[0].step == 2000 and "web 3.0 times" in found[0].text
+    assert "from 3.500 at step 2000 to 4.300" in found[0].text
     fresh = [{**row, "data/web/epochs": 0.5} for row in merged]
     assert kinds(fresh) == ["validation"]
 

@@ -194,6 +194,18 @@ def test_a_number_of_a_manifest_that_contradicts_another_is_named(tmp_path, key,
         open_source(directory)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_sidecar_of_one_shard_alone_is_checked_like_those_of_all(tmp_path, monkeypatch, number):
+    directory = many_shards(tmp_path / "s", 2, monkeypatch)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["shards"][number] |= {
+        "origins": "../up", "origins_size_bytes": 8, "origins_sha256": "0",
+    }  # fmt: skip
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match=r"origins is '\.\./up', not a plain file name"):
+        open_source(directory)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "null"])
 def test_a_manifest_that_is_not_json_is_refused(tmp_path, content):
     directory = write(tmp_path / "s")
