@@ -115,7 +115,8 @@ def write(rows: Mapping[str, Cells]) -> None:
 
 def documented() -> dict[str, Cells]:
     """Return the rows of the document."""
-    return dict(_rows(DOCUMENT.read_text(encoding="utf-8")))
+    part = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    return dict(_rows(part))
 
 
 def _rows(text: str) -> Iterator[tuple[str, Cells]]:
