@@ -10,7 +10,7 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
 from zerolm.ds_config.optimizers import ADAM, takes_betas
-from zerolm.ds_config.profile import AUTO, Profile, block
+from zerolm.ds_config.profile import AUTO, Profile, block, is_number
 
 ADAM_EPSILON = 1e-8
 DEFAULT_CLIPPING = 1.0
@@ -127,6 +127,8 @@ def _resolve_scheduler(
 ) -> None:
     kind = resolved["scheduler"]["type"]
     params = resolved["scheduler"].setdefault("params", {})
+    if is_number(steps := params.get("warmup_num_steps")):
+        params["warmup_num_steps"] = max(1, int(steps))  # DeepSpeed's shortest, and an int
     if kind not in DEEPSPEED_SCHEDULES:
         return
     values: dict[str, Any] = {"warmup_num_steps": max(1, warmup_steps)}

@@ -262,6 +262,8 @@ def test_a_warmup_of_zero_steps_is_no_warmup():
         Profile.parse(config), Settings(), lambda steps: steps * 100
     )
     assert problems == [] and implied["warmup_tokens"].value == 0
+    # DeepSpeed's scheduler refuses 0.
+    assert resolved(config)["scheduler"]["params"]["warmup_num_steps"] == 1
 
 
 MONITORS = {
