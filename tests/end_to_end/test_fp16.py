@@ -8,7 +8,7 @@ import pytest
 
 from tests.end_to_end.recipe import STEP_TOKENS, recipe
 from tests.launching import rows, run_ranks, write_json
-from zerolm.ds_config.rules import cpu_has_fp16
+from zerolm.ds_config.precision import cpu_has_fp16
 
 STEPS, SAVED = 16, 12
 
