@@ -9,10 +9,16 @@ with DeepSpeed's own config object. Imports DeepSpeed only inside functions. Ver
 import enum
 import functools
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any, get_args
 
 AUTO = "auto"
+# DeepSpeed logs to stdout on import, where the output of `plan` or `doctor` belongs; they name the
+# devices themselves.
+logging.getLogger("DeepSpeed").addFilter(
+    lambda record: "Setting accelerator to CPU" not in record.getMessage()
+)
 # Switches that DeepSpeed, or torch for an optimizer's parameters, tests for truth as written.
 SWITCHES: dict[str, frozenset[str]] = {
     block: frozenset(keys.split())

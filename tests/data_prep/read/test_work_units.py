@@ -265,7 +265,8 @@ def test_only_the_files_of_a_stage_are_read_from_its_directory(tmp_path):
     writer.write({"text": "in", "id": "1"}, 2)
     entry = writer.close()
     (tmp_path / "duplicates.jsonl.zst").write_bytes(Path(tmp_path / "00000.jsonl.zst").read_bytes())
-    stage = {"format": "zerolm-stage", "version": 1, "text_field": "text", "files": [entry]}
+    stage = {"stage": "dedup", "inputs": "a" * 64, "text_field": "text", "files": [entry]}
+    stage |= {"format": "zerolm-stage", "version": 1}
     (tmp_path / STAGE_MANIFEST).write_text(json.dumps(stage))
     inputs, _ = find_inputs([str(tmp_path)], "text")
     assert [Path(each.name).name for each in inputs] == ["00000.jsonl.zst"]
