@@ -102,9 +102,9 @@ def classify(
     if rank_exit is not None and not outcome.reasons:
         outcome.reasons.append(f"a rank ended with {rank_exit}")
     if outcome.exit_code == EXIT_BUG and not outcome.reasons:
-        outcome.reasons.append(
-            f"the launcher ended with {shown_code(returncode)}, but the run logged no `done` event"
-        )
+        saved = any(event.get("reason") == RUNNER_GONE for event in events)
+        but = "the ranks still trained; they saved" if saved else "the run logged no `done` event"
+        outcome.reasons.append(f"the launcher ended with {shown_code(returncode)}, but {but}")
     if killed:
         outcome.reasons.append(f"killed {len(killed)} orphaned process(es): {list(killed)}")
     outcome.error_lines = [line for line in output if ERROR_LINE.search(line)][-MAX_ERROR_LINES:]

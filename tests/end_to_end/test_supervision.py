@@ -18,7 +18,8 @@ from zerolm.common import processes
 
 STEPS, SAVE = 60, 6
 REPORT_SECONDS = 30
-SLOW = "step.begin:*:*:sleep=0.05"  # so that a signal does not arrive after the end
+# So that a signal does not arrive after the end, nor the end before a lost launcher is noticed.
+SLOW = "step.begin:*:*:sleep=0.15"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_killed_ranks_and_launchers_are_reported_and_the_run_resumes_exactly(
     run_dir, arguments, variables = setup
     victim = random.randrange(2)
     # The save of step 12 waits for that of step 6, from which the run can then resume.
-    step = random.randrange(2 * SAVE + 1, STEPS - 25)
+    step = random.randrange(2 * SAVE + 1, STEPS - 40)
     variables |= {"FAULT": SLOW, "FAULT_ONCE": ""}
     with Supervised(run_dir, arguments, **variables) as run:
         run.wait_for_step(step)
@@ -88,7 +89,9 @@ def test_killed_ranks_and_launchers_are_reported_and_the_run_resumes_exactly(
     assert lost["ranks"][0]["rank"] == victim and abs(lost["step"] - step) <= 6, (step, lost)
     line = next(line for line in output.splitlines() if line.startswith("supervise:   rank"))
     assert report in line and "SIGKILL" in line and f"in step {lost['step']}" in line
-    assert "the node launcher on" in output and names_of(run.events()).count("attempt_failed") == 2
+    # Either the ranks notice first that their own launcher is gone, or that `deepspeed` is.
+    assert "the node launcher on" in output or "the ranks still trained; they saved" in output
+    assert names_of(run.events()).count("attempt_failed") == 2
     assert differences(run_dir, uninterrupted) == [], f"rank {victim} killed at step {step}"
 
 
