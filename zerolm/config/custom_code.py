@@ -90,7 +90,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return {}  # whoever loads it reports that
+        return {}  # the code that loads the file reports it
     return values if isinstance(values, dict) else {}
 
 
