@@ -1,7 +1,8 @@
-"""The environment of all tests: no network, no account, and no stale locks of operator builds."""
+"""The environment of all tests: no network or account, signals as in a terminal, no stale locks."""
 
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -12,6 +13,13 @@ for name, value in {
     "WANDB_MODE": "offline",
 }.items():
     os.environ.setdefault(name, value)
+# A suite that nohup or a script started in the background ignores these, and so would every run.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 extensions = Path(__file__).parent.parent / ".cache" / "torch_extensions"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
 # A rank that is killed while it builds an operator leaves a lock, for which the next run would wait

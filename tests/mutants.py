@@ -43,6 +43,7 @@ NOT_ONE_TOKEN = re.compile("RemoveDecorator|ZeroIterationForLoop|Variable")
 ROW = re.compile(
     r"^\| (?P<path>\S+):(?P<line>\d+) \| `(?P<old>.*)` \| `(?P<new>.*)` \| (?P<outcome>\w+) \|$"
 )
+OUTPUT = "output.txt"  # of the tests that ran last
 KILLED, SURVIVED, TOO_LONG = "killed", "survived", "timeout"
 
 
@@ -135,7 +136,7 @@ def outcome_of(copy: Path, mutant: Mutant, arguments: list[str], timeout_seconds
     child = os.fork()
     if child == 0:
         os.setsid()
-        os._exit(run_tests(arguments))
+        os._exit(run_tests(arguments, copy / OUTPUT))
     try:
         return outcome_of_process(child, timeout_seconds)
     finally:
@@ -154,13 +155,14 @@ def outcome_of_process(pid: int, timeout_seconds: float) -> str:
     return TOO_LONG
 
 
-def run_tests(arguments: list[str]) -> int:
-    """Run pytest in this process, without its output."""
+def run_tests(arguments: list[str], output: Path) -> int:
+    """Run pytest in this process, with its output in a file."""
     import pytest
 
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
     try:
         return int(pytest.main([*PYTEST, *arguments]))
     except BaseException:
@@ -251,6 +253,7 @@ def main(argv: list[str]) -> int:
             outcome = outcome_of(copy, Mutant(path, 1, first, first), selections[path], 900)
             limits[path] = config["timeout_seconds"] + 2 * (time.monotonic() - start)
             if outcome != SURVIVED:
+                print((copy / OUTPUT).read_text(encoding="utf-8", errors="replace"))
                 print(f"{path}: its tests fail without a change", file=sys.stderr)
                 return 1
         # The tests are compiled by now; a changed module must not be, or it could stay.
