@@ -50,13 +50,13 @@ def run(options: argparse.Namespace) -> None:
     print_notes(notes)
     progress = Progress("compare-tokenizers", _total_bytes(inputs))
     tally = Tally()
-    samples = text_sample.make_samples(inputs, sample_bytes)
+    sample = text_sample.Sample(sample_bytes, text_sample.source_names(inputs))
     for source, text in text_sample.read_texts(inputs, rules, tally, progress.add):
-        samples[source].add(text)
+        sample.add(source, text)
     progress.close()
     for line in summary_lines(inputs, tally, rules):
         print(line)
-    texts = {name: sample.texts() for name, sample in samples.items()}
+    texts = sample.by_source()
     reports = {each.name: _measure(each, texts) for each in loaded}
     rows = comparison_rows(reports)
     print(format_table(rows))

@@ -1,14 +1,16 @@
 """Samples documents by a hash of their text, independently of their order and files.
 
-Of each source the sample keeps the documents with the smallest hashes, up to the source's share of
-the bytes. So memory is bounded by the sample size, copies of a document are sampled together, and a
-larger sample contains a smaller one.
+The sample is the documents with the smallest hashes, up to a size in bytes, so each source has
+about its share of the text. Memory is bounded by the sample size, copies of a document are sampled
+together, and a larger sample contains a smaller one.
 """
 
 import hashlib
 import heapq
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep.read.bad_input import Tally, check_bad_fraction
 from data_prep.read.documents import InputRules
@@ -16,46 +18,72 @@ from data_prep.read.work_units import plan_units, read_batches
 
 
 class Sample:
-    """The documents of one source with the smallest hashes, at most `limit_bytes` of UTF-8."""
+    """The documents of all sources with the smallest hashes, at most `limit_bytes` of UTF-8.
 
-    def __init__(self, limit_bytes: int):
-        self.limit_bytes = limit_bytes
+    Copies of a document are all in it or none. It has one document, with its copies, at least.
+
+    Args:
+        sources: the names of the sources.
+    """
+
+    def __init__(self, limit_bytes: int, sources: Sequence[str]):
+        self.limit_bytes, self.sources = limit_bytes, list(sources)
         self.num_documents = self.num_bytes = 0  # of all documents added
         self.kept_bytes = 0
-        self._heap: list[tuple[int, int, str]] = []  # (-hash, bytes, text): largest hash first
+        self._limit_hash: float = math.inf  # the smallest hash that was dropped
+        self._largest_first: list[int] = []  # a heap of the negative hashes
+        self._copies: dict[int, _Copies] = {}  # by hash
 
-    def add(self, text: str) -> None:
+    def add(self, source: str, text: str) -> None:
         """Add a document, and drop those with the largest hashes beyond the limit."""
         utf8 = text.encode()
         self.num_documents += 1
         self.num_bytes += len(utf8)
         digest = hashlib.blake2b(utf8, digest_size=8, person=b"zerolm-sample").digest()
-        order = -int.from_bytes(digest, "big")
-        if self.kept_bytes >= self.limit_bytes and self._heap and order <= self._heap[0][0]:
+        number = int.from_bytes(digest, "big")
+        if number >= self._limit_hash:
             return
-        heapq.heappush(self._heap, (order, len(utf8), text))
+        if number not in self._copies:
+            self._copies[number] = _Copies(text, len(utf8), Counter())
+            heapq.heappush(self._largest_first, -number)
+        self._copies[number].sources[source] += 1
         self.kept_bytes += len(utf8)
-        while self.kept_bytes > self.limit_bytes and len(self._heap) > 1:
-            self.kept_bytes -= heapq.heappop(self._heap)[1]
+        while self.kept_bytes > self.limit_bytes and len(self._copies) > 1:
+            self._limit_hash = -heapq.heappop(self._largest_first)
+            self.kept_bytes -= self._copies.pop(self._limit_hash).num_bytes()
 
-    def texts(self) -> list[str]:
-        """Return the documents in the order of their hashes."""
-        return [text for _, _, text in sorted(self._heap, reverse=True)]
+    def by_source(self, limit_bytes: float = math.inf) -> dict[str, list[str]]:
+        """Return the documents by source, in the order of their hashes.
+
+        Args:
+            limit_bytes: of a smaller sample, which is returned instead.
+        """
+        found: dict[str, list[str]] = {name: [] for name in self.sources}
+        size = 0
+        for number in sorted(self._copies):
+            copies = self._copies[number]
+            size += copies.num_bytes()
+            if size > limit_bytes and any(found.values()):
+                break
+            for source, count in copies.sources.items():
+                found[source] += [copies.text] * count
+        return found
+
+
+class _Copies(NamedTuple):
+    """The copies of a document, and how many each source has."""
+
+    text: str
+    text_bytes: int
+    sources: Counter[str]
+
+    def num_bytes(self) -> int:
+        return self.text_bytes * self.sources.total()
 
 
 def source_names(inputs: Sequence[Any]) -> list[str]:
     """Return the names of the sources: the distinct values of --input."""
     return list(dict.fromkeys(each.argument for each in inputs))
-
-
-def make_samples(inputs: Sequence[Any], sample_bytes: int) -> dict[str, Sample]:
-    """Return an empty sample per source; they divide the bytes in proportion to file sizes."""
-    names = source_names(inputs)
-    sizes = {name: [each.size_bytes for each in inputs if each.argument == name] for name in names}
-    if any(None in each for each in sizes.values()):  # a hub dataset: its size is unknown
-        return {name: Sample(sample_bytes // len(names)) for name in names}
-    total = max(1, sum(map(sum, sizes.values())))
-    return {name: Sample(sample_bytes * sum(sizes[name]) // total) for name in names}
 
 
 def read_texts(
@@ -79,8 +107,8 @@ def read_texts(
     check_bad_fraction(inputs, tally, rules)
 
 
-def add_to_samples(samples: dict[str, Sample], texts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Add each (source, text) to the sample of its source, and yield the text."""
+def add_to_sample(sample: Sample, texts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Add each (source, text) to the sample, and yield the text."""
     for source, text in texts:
-        samples[source].add(text)
+        sample.add(source, text)
         yield text

@@ -16,6 +16,7 @@ from data_prep.tokenizer import text_sample
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.encoders import load_encoder
 from data_prep.tokenizer.report import measure_tokenizer
+from data_prep.tokenizer.text_sample import Sample
 from data_prep.tokenizer.vocabulary import token_texts
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import write_json
@@ -62,9 +63,9 @@ def train_on_inputs(
     sizes = [each.size_bytes for each in inputs]
     total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     progress, tally = Progress("train-tokenizer", total_bytes), Tally()
-    samples = text_sample.make_samples(inputs, sample_bytes or REPORT_BYTES)
+    sample = Sample(sample_bytes or REPORT_BYTES, text_sample.source_names(inputs))
     read = (text_sample.read_texts(group, rules, tally, progress.add) for group, rules in groups)
-    texts = text_sample.add_to_samples(samples, chain.from_iterable(read))
+    texts = text_sample.add_to_sample(sample, chain.from_iterable(read))
 
     def all_texts() -> Iterator[str]:
         yield from texts
@@ -78,17 +79,16 @@ def train_on_inputs(
     else:
         for _ in all_texts():
             pass
-        sampled = [text for each in samples.values() for text in each.texts()]
+        sampled = list(chain.from_iterable(sample.by_source().values()))
         vocab_size = train_bpe(sampled, options, output, sys.stderr.isatty())
-        num_documents, num_bytes = len(sampled), sum(each.kept_bytes for each in samples.values())
-    read_bytes = sum(each.num_bytes for each in samples.values())
-    write_report(output, {name: each.texts() for name, each in samples.items()})
+        num_documents, num_bytes = len(sampled), sample.kept_bytes
+    write_report(output, sample.by_source(REPORT_BYTES))
     return TrainingResult(
         vocab_size=vocab_size,
         num_documents=num_documents,
-        num_bytes=read_bytes if num_bytes is None else num_bytes,
+        num_bytes=sample.num_bytes if num_bytes is None else num_bytes,
         read_documents=progress.num_documents,
-        read_bytes=read_bytes,
+        read_bytes=sample.num_bytes,
         tally=tally,
         seconds=progress.seconds,
     )
@@ -111,22 +111,7 @@ def train_on_stages(
 
 
 def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
-    """Write `report.json` beside a tokenizer, measured on the first REPORT_BYTES of the texts.
-
-    Args:
-        texts: documents by source, in random order, as in samples.
-    """
-    num_documents = max(1, sum(map(len, texts.values())))
-    limits = {name: REPORT_BYTES * len(each) // num_documents for name, each in texts.items()}
-    texts = {name: _first_texts(each, limits[name]) for name, each in texts.items()}
+    """Write `report.json` beside a tokenizer, measured on documents by source."""
     known = token_texts(directory)
     report = measure_tokenizer(load_encoder(directory).encode, max(known) + 1, known, texts)
     write_json(directory / REPORT_FILE, report)
-
-
-def _first_texts(texts: list[str], limit_bytes: int) -> list[str]:
-    size, number = 0, 0
-    while number < len(texts) and size < limit_bytes:
-        size += len(texts[number].encode())
-        number += 1
-    return texts[:number]

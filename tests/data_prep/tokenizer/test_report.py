@@ -7,7 +7,6 @@ import numpy as np
 import tokenizers
 
 from data_prep.tokenizer.report import fertility, format_html, measure_tokenizer
-from data_prep.tokenizer.text_sample import Sample
 from tests.data_prep.small_corpus import data_prep, write_jsonl
 
 
@@ -38,22 +37,6 @@ def test_words_are_counted_by_script():
     assert found["latin"] == {"words": 30, "tokens_per_word": round((4 + 4 + 6) / 3, 3)}
     assert found["cyrillic"] == {"words": 30, "tokens_per_word": 4.0}
     assert found["cjk"] == {"words": 40, "tokens_per_word": 1.0}
-
-
-def test_a_sample_is_the_same_in_any_order_bounded_and_nested():
-    texts = [f"document {number} " + "x" * (number % 50) for number in range(2000)]
-    small, large, shuffled = Sample(5000), Sample(20_000), Sample(5000)
-    for text in texts:
-        small.add(text)
-        large.add(text)
-    for text in random.Random(1).sample(texts, len(texts)):
-        shuffled.add(text)
-    assert small.texts() == shuffled.texts()
-    assert 4800 < sum(map(len, small.texts())) == small.kept_bytes <= 5000
-    assert large.texts()[: len(small.texts())] == small.texts()
-    assert small.num_documents == 2000 and small.num_bytes == sum(map(len, texts))
-    numbers = [int(text.split()[1]) for text in large.texts()]
-    assert 850 < np.mean(numbers) < 1150  # from everywhere
 
 
 def test_commands_train_on_a_sample_and_compare(tmp_path):
