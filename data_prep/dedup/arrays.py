@@ -8,6 +8,7 @@ sorted, a task reads only its range of each, and no file is needed per pair of t
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -32,7 +33,10 @@ def array_path(directory: Path, kind: str, task: int) -> Path:
 def save_array(path: Path, array: np.ndarray) -> int:
     """Write an array atomically; return the size of the file in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: np.save(file, array), many_writers=True)
+    # numpy writes to a real file by itself, and then says of a full disk only "4 items requested".
+    write_atomically(
+        path, lambda file: np.save(SimpleNamespace(write=file.write), array), many_writers=True
+    )
     return path.stat().st_size
 
 

@@ -157,7 +157,7 @@ class _Hashes:
             parts = (digests >> np.uint64(64 - self.bits)).astype(np.int64)
         for part in np.unique(parts):
             with open(self.paths[part], "ab") as file:
-                pairs[parts == part].tofile(file)
+                file.write(pairs[parts == part].tobytes())
 
     def duplicates(self) -> dict[str, Any]:
         """Return how many documents are copies of an earlier one, and the most repeated ones."""
