@@ -10,10 +10,10 @@ from data_prep.cli.problems import Problems
 from data_prep.read.documents import InputRules
 
 INPUT_HELP = (
-    "a .txt file (one document); .jsonl (also .gz, .zst), .json.gz or .json.zst (one document per "
-    "line); .parquet; a directory (all such files in it, sorted by path); a quoted glob; or a "
-    "dataset of the Hugging Face hub, namespace/name[:config][@split] (split: train). Several are "
-    "read in the order given; the flag may be repeated"
+    "a .txt or .md file (one document); .jsonl or .ndjson (one document per line); these with .gz "
+    "or .zst too, .json.gz or .json.zst; .parquet; a directory (all such files in it, sorted by "
+    "path); a quoted glob; or a dataset of the Hugging Face hub, namespace/name[:config][@split] "
+    "(split: train). Several are read in the order given; the flag may be repeated"
 )
 DEFAULTS = InputRules()
 

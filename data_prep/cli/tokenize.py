@@ -54,6 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from data_prep.stages.output_rules import overlap_problems
     from data_prep.tasks.phases import LocalExecutor
     from data_prep.tokenize.run import TokenizeOptions, run_tokenization
     from data_prep.tokenizer import load
@@ -70,6 +71,9 @@ def run(options: argparse.Namespace) -> None:
     outputs = _check_outputs(options, problems)
     rules = input_rules(options, problems)
     found = find_inputs(options, rules, problems)
+    for flag, output in zip(("--output", "--val_output"), outputs, strict=False):
+        inputs = found[0] if found else ()
+        problems.lines += overlap_problems(output, options.input, inputs, flag)
     tokenizer = problems.collect(load.load_tokenizer, options.tokenizer)
     problems.refuse()
     inputs, notes = found

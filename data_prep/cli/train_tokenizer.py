@@ -58,6 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from data_prep.read.bad_input import summary_lines
+    from data_prep.stages.output_rules import overlap_problems
     from data_prep.tokenizer.bpe import BpeOptions
     from data_prep.tokenizer.report import report_lines
     from data_prep.tokenizer.train import REPORT_FILE, train_on_inputs
@@ -82,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
     rules = input_rules(options, problems)
     found = find_inputs(options, rules, problems)
     problems.lines += [f"--output {line}" for line in output_problems(options.output)]
+    problems.lines += overlap_problems(options.output, options.input, found[0] if found else ())
     problems.refuse()
     inputs, notes = found
     print_notes(notes)

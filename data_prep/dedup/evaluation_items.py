@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep.read.discovery import SHOWN_SUFFIXES, SUFFIXES
+from data_prep.read.documents import find_text
+from data_prep.read.readers import TEXT_FORMATS
 from zerolm.common.errors import ConfigError, did_you_mean
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
 MAX_PROBLEMS = 10
 
@@ -36,9 +38,10 @@ def split_evaluation(argument: str) -> tuple[Path, list[str]]:
 def read_items(argument: str) -> list[Item]:
     """Return the items of a file, given as PATH or PATH:field,field.
 
-    In a .txt file each paragraph is an item, separated by empty lines. In JSON lines and Parquet
+    In a text file each paragraph is an item, separated by empty lines. In JSON lines and Parquet
     each line or row is an item. Its texts are the values of the fields (strings, or lists of
-    strings); without fields, HellaSwag's `ctx` followed by each of its `endings`, or else `text`.
+    strings; `a.b` is the key "b" of the object at "a"); without fields, HellaSwag's `ctx` followed
+    by each of its `endings`, or else `text`.
 
     Raises:
         ConfigError: the file cannot be read, or does not have the fields.
@@ -48,9 +51,9 @@ def read_items(argument: str) -> list[Item]:
         raise ConfigError(f"--evaluation {argument}: no such file. Check the path.")
     if not path.name.endswith(SUFFIXES):
         raise ConfigError(
-            f"--evaluation {argument}: is not one of {', '.join(SUFFIXES)}. Convert or rename it."
+            f"--evaluation {argument}: is not one of {SHOWN_SUFFIXES}. Convert or rename it."
         )
-    if path.suffix == ".txt" and fields:
+    if _is_text(path) and fields:
         raise ConfigError(f"--evaluation {argument}: a text file has no fields. Remove them.")
     items = []
     problems = []
@@ -84,7 +87,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}:{number}", row
         return
     text = _content(path).decode("utf-8-sig")
-    if path.suffix == ".txt":
+    if _is_text(path):
         paragraphs = [part for part in re.split(r"\n[ \t\r]*\n", text) if part.strip()]
         yield from ((f"{path}:{number}", part) for number, part in enumerate(paragraphs, 1))
         return
@@ -94,6 +97,10 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{number}", json.loads(line)
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
+
+
+def _is_text(path: Path) -> bool:
+    return Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix in TEXT_FORMATS
 
 
 def _content(path: Path) -> bytes:
@@ -116,11 +123,11 @@ def _texts(record: Any, fields: list[str]) -> list[str] | str:
         return _hellaswag(record)
     texts: list[str] = []
     for field in fields or ["text"]:
-        if field not in record:
+        found, value = find_text(record, field)
+        if not found:
             keys = ", ".join(map(repr, list(record)[:8])) or "no keys"
             hint = did_you_mean(field, record)
             return f"no key {field!r}; it has {keys}.{hint} Name fields as PATH:field,field."
-        value = record[field]
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str) for each in values):
             return f"{field}: {str(value)[:60]!r} is neither a string nor a list of strings."

@@ -11,13 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.read.parquet import parquet_errors
-from data_prep.read.readers import HubDataset, Input, open_hub
+from data_prep.read.parquet import is_text_type, parquet_errors
+from data_prep.read.readers import LINE_FORMATS, TEXT_FORMATS, HubDataset, Input, open_hub
 from data_prep.read.stage_files import STAGE_MANIFEST, is_stage, is_unfinished, read_stage
 from data_prep.read.streams import Failure
 from zerolm.common.errors import ConfigError
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet")
+COMPRESSED = (".json.gz", ".json.zst")  # JSON lines; an uncompressed .json is seldom that
+SUFFIXES = tuple(
+    [each + end for each in (*TEXT_FORMATS, *LINE_FORMATS) for end in ("", ".gz", ".zst")]
+    + [*COMPRESSED, ".parquet"]
+)
+DATASET_CARD = "README.md"  # describes the files beside it
+SHOWN_SUFFIXES = ".txt, .md, .jsonl, .ndjson (also .gz, .zst), .json.gz, .json.zst, .parquet"
 HUB_ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"
 )
@@ -96,8 +102,7 @@ def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[In
             yield from _walk(argument, path, notes, problems)
         elif (suffix := _suffix(path)) is None:
             problems.append(
-                f"--input {argument}: {path} is not one of {', '.join(SUFFIXES)}. "
-                f"Convert or rename it."
+                f"--input {argument}: {path} is not one of {SHOWN_SUFFIXES}. Convert or rename it."
             )
         else:
             yield _file_input(argument, path, suffix)
@@ -117,6 +122,7 @@ def _stage_inputs(argument: str, path: str, problems: list[str]) -> Iterator[Inp
 def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
     """Yield the files below a directory, sorted by path."""
     paths: list[str] = []
+    hidden: list[str] = []
     links: list[str] = []
     stages: list[str] = []
     unreadable: dict[str, Failure] = {}
@@ -138,6 +144,9 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
             )
             directories.clear()
             continue
+        hidden += [f"{directory}/{name}" for name in (*names, *directories) if _is_hidden(name)]
+        directories[:] = [name for name in directories if not _is_hidden(name)]
+        names = [name for name in names if not _is_hidden(name)]
         paths += [os.path.join(directory, name) for name in names]  # noqa: PTH118
         children = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
         links += [path for path in children if Path(path).is_symlink()]
@@ -146,7 +155,13 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
     if ignored:
         notes.append(
             f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files, which are "
-            f"not {', '.join(SUFFIXES)}; the first is {ignored[0]}"
+            f"not {SHOWN_SUFFIXES}; the first is {ignored[0]}"
+        )
+    if hidden:
+        notes.append(
+            f"--input {argument}: ignored {len(hidden):,} hidden files, hidden directories "
+            f"and {DATASET_CARD}; the first is {min(hidden)}. To read one of them, give it as "
+            f"--input."
         )
     if links:
         notes.append(
@@ -156,12 +171,16 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
     if stages:
         problems.append(_stages_problem(argument, stages))
     elif not known:
-        problems.append(f"--input {argument}: no {', '.join(SUFFIXES)} file below {top}.")
+        problems.append(f"--input {argument}: no {SHOWN_SUFFIXES} file below {top}.")
     for path in known if not stages else ():
         if path in unreadable:
             yield Input(argument, _printable(path), "directory", 0, problem=unreadable[path])
         else:
             yield _file_input(argument, path, _suffix(path) or "")
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == DATASET_CARD
 
 
 def _stages_problem(argument: str, stages: Sequence[str]) -> str:
@@ -206,7 +225,6 @@ def _suffix(path: str) -> str | None:
 
 def _check_parquet(table: Input, text_field: str) -> Input:
     """Return a Parquet file with its `problem` if it has no column of text."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
@@ -224,7 +242,7 @@ def _check_parquet(table: Input, text_field: str) -> Input:
             f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
             f"--text_field.",
         )
-    elif not (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
+    elif not is_text_type(column_type):
         failure = Failure(
             "not_a_string",
             f"column {text_field!r} has type {column_type}, not string. Choose another with "

@@ -13,6 +13,13 @@ from typing import Any, NamedTuple
 
 SHOWN_CHARACTERS = 60
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF16 = "it is UTF-16. Convert the file with iconv -f utf-16 -t utf-8."
+CONTENTS = {  # what begins so is not text, or not UTF-8
+    b"\xff\xfe": UTF16,
+    b"\xfe\xff": UTF16,
+    b"\x1f\x8b": "it is compressed with gzip. Rename the file to end in .gz.",
+    b"\x28\xb5\x2f\xfd": "it is compressed with Zstandard. Rename the file to end in .zst.",
+}
 BEYOND_64_BITS = float(1 << 63)
 
 
@@ -298,6 +305,9 @@ def _lone_surrogate(text: str) -> str | None:
 def _utf8_error(error: UnicodeDecodeError) -> str:
     """Return the message for bytes that are not UTF-8."""
     byte = error.object[error.start]
+    for magic, advice in CONTENTS.items():
+        if error.object.startswith(magic):
+            return f"not UTF-8: {advice}"
     return (
         f"not UTF-8: byte 0x{byte:02x} ({error.reason}). Convert the file, for example with "
         f"iconv -f latin1 -t utf-8."

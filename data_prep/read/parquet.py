@@ -64,7 +64,6 @@ def read_row_group(
 
 def _entire_rows(batch: Any, field: str) -> list:
     """Return rows with all of their columns; a value that is not UTF-8 affects only its own row."""
-    import pyarrow as pa
 
     try:
         return json_values(batch.to_pylist())
@@ -73,7 +72,7 @@ def _entire_rows(batch: Any, field: str) -> list:
     columns = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         values = _column_values(column)
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        if is_text_type(column.type):
             columns[name] = [_decoded(value, name == field) for value in values]
         else:
             columns[name] = json_values(values)
@@ -111,8 +110,20 @@ def _column_values(column: Any) -> list:
     except UnicodeDecodeError:  # one value is not UTF-8: return all of them as bytes
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        is_large = pa.types.is_large_string(column.type)
-        return column.view(pa.large_binary() if is_large else pa.binary()).to_pylist()
+        binary = pa.binary()
+        if pa.types.is_large_string(column.type):
+            binary = pa.large_binary()
+        elif pa.types.is_string_view(column.type):
+            binary = pa.binary_view()
+        return column.view(binary).to_pylist()
+
+
+def is_text_type(column_type: Any) -> bool:
+    """Whether an Arrow type is one of the types of strings."""
+    import pyarrow as pa
+
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(is_kind(column_type) for is_kind in kinds)
 
 
 def parquet_errors() -> tuple[type[BaseException], ...]:

@@ -15,6 +15,8 @@ from data_prep.read.stage_files import check_stage_file
 from data_prep.read.streams import Failure, Stream, read_line_blocks
 from zerolm.common.errors import ConfigError, ZerolmError
 
+TEXT_FORMATS = (".txt", ".md")  # a document each; with .gz or .zst at the end too
+LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; the same
 HUB_ROWS = 64  # a batch of the streaming iterator
 SHOWN_CHARACTERS = 200
 END = -1  # in place of the start of the next chunk: there is none
@@ -72,7 +74,7 @@ def read_input(
         yield from _read_hub(source, part, rules)
     elif (failure := _check_unchanged(source)) is not None:
         yield _problem_chunk(source, part, 0, failure, 1, size), END
-    elif source.suffix == ".txt":
+    elif source.suffix.startswith(TEXT_FORMATS):
         yield from _read_text(source, part, rules)
     elif source.suffix == ".parquet":
         yield from _read_parquet(source, part, rules, chunk_bytes)
@@ -113,16 +115,20 @@ def _problem_chunk(
 
 def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
     size = source.size_bytes or 0
-    if size > rules.max_document_bytes:
-        chunk = Chunk(source.name, "bad", 0, b"", size, part.input)
-        yield chunk._replace(data=too_long_problem(chunk, 0, size, rules.max_document_bytes)), END
-        return
     stream = Stream(source.name, source.suffix, 0, rules.max_expansion)
-    data = b"".join(stream)
+    blocks, text_bytes = [], 0
+    for block in stream:
+        text_bytes += len(block)
+        if text_bytes <= rules.max_document_bytes:
+            blocks.append(block)
     if stream.failure is not None:
         yield _problem_chunk(source, part, 0, stream.failure, 1, size), END
-    else:
-        yield Chunk(source.name, "text", 0, data, size, part.input), END
+        return
+    chunk = Chunk(source.name, "text", 0, b"".join(blocks), size, part.input)
+    if text_bytes > rules.max_document_bytes:
+        problem = too_long_problem(chunk, 0, text_bytes, rules.max_document_bytes)
+        chunk = chunk._replace(kind="bad", data=problem)
+    yield chunk, END
 
 
 def _read_lines(

@@ -14,6 +14,7 @@ BLOCK_BYTES = 1 << 18  # decompressed at a time
 MIN_CHECKED_BYTES = 64 << 20  # decompressed; below this, the expansion is not limited
 SALVAGE_BYTES = 256  # step size for reading the data before a damaged place
 GZIP = 16 + zlib.MAX_WBITS
+GZIP_MAGIC = b"\x1f\x8b"
 
 Blocks = Callable[[BinaryIO], Iterator[bytes]]
 
@@ -137,7 +138,10 @@ class Stream:
             except (zlib.error, library.error) as error:
                 if state is not None:
                     yield from _salvage(state, data)
-                self.failure = Failure("damaged", f"{_one_line(error)}. {RESTORE_HINT}")
+                hint = RESTORE_HINT
+                if self.read_bytes == len(data) and not data.startswith(GZIP_MAGIC):
+                    hint = "It is not a gzip file: rename it, or restore it."
+                self.failure = Failure("damaged", f"{_one_line(error)}. {hint}")
                 return
             data = inflate.unconsumed_tail
             if inflate.eof:

@@ -21,7 +21,7 @@ from data_prep.read.documents import (
     read_documents,
 )
 from data_prep.read.parquet import parquet_errors
-from data_prep.read.readers import END, Input, InputRange, read_input
+from data_prep.read.readers import END, LINE_FORMATS, Input, InputRange, read_input
 from zerolm.common.errors import ConfigError
 
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
@@ -77,7 +77,7 @@ def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[W
 def _split(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:
     """Return the ranges of an input of at most about `limit` bytes, and their sizes."""
     size = source.size_bytes or 0
-    if source.problem is None and size > limit and source.suffix == ".jsonl":
+    if source.problem is None and size > limit and source.suffix in LINE_FORMATS:
         count = -(-size // limit)
         limits = [size * part // count for part in range(count + 1)]
         return [(InputRange(index, start, stop), stop - start) for start, stop in pairwise(limits)]

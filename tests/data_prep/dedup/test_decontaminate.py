@@ -173,12 +173,14 @@ def test_a_collision_of_hashes_drops_nothing(monkeypatch):
     assert [match.document for match in index.find(["four five six", "One, two: three"], 0)] == [1]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.md", "a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
+)
 def test_items_are_read_from_every_kind_of_file(tmp_path, name):
     path, texts = tmp_path / name, ["first item\nof two lines", "zweites Stück"]
     if name.endswith(".parquet"):
         pq.write_table(pa.table({"text": texts, "n": [1, 2]}), path)
-    elif name.endswith(".txt"):
+    elif name.endswith((".txt", ".md")):
         path.write_text(f"\n{texts[0]}\n \n\n{texts[1]}\n")
     else:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
@@ -188,6 +190,15 @@ def test_items_are_read_from_every_kind_of_file(tmp_path, name):
     found = read_items(str(path))
     assert [item.texts[0].strip() for item in found] == texts
     assert [item.place for item in found] == [f"{path}:1", f"{path}:2"]
+
+
+def test_a_field_may_be_inside_an_object(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": {"stem": "What?", "choices": ["a", "b"]}}))
+    (item,) = read_items(f"{path}:question.stem,question.choices")
+    assert item.texts == ["What?", "a", "b"]
+    with pytest.raises(ConfigError, match=r"no key 'question\.x'"):
+        read_items(f"{path}:question.x")
 
 
 def test_dedup_and_decontaminate_run_in_sequence_as_commands(hellaswag, corpus, tmp_path):

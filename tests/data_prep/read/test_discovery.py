@@ -116,7 +116,7 @@ def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
 
 
 def test_inputs_are_read_in_the_order_given_and_directories_by_path(tmp_path):
-    for name in ("b/two.txt", "b/one.txt", "a/three.txt", "a/deep/four.txt", "a/notes.md"):
+    for name in ("b/two.txt", "b/one.txt", "a/three.txt", "a/deep/four.txt", "a/notes.rst"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "a[1].txt").write_text("brackets")
@@ -129,7 +129,7 @@ def test_inputs_are_read_in_the_order_given_and_directories_by_path(tmp_path):
         "a/three.txt",
     ]
     _, notes = find_inputs(arguments, "text")
-    assert len(notes) == 1 and "ignored 1 of 3 files" in notes[0] and "notes.md" in notes[0]
+    assert len(notes) == 1 and "ignored 1 of 3 files" in notes[0] and "notes.rst" in notes[0]
     assert read([str(tmp_path / "?" / "t*.txt")]) == ["a/three.txt", "b/two.txt"]
     deep = read([str(tmp_path / "a" / "**" / "*.txt")])
     assert deep == ["a/deep/four.txt", "a/three.txt"]
@@ -154,8 +154,70 @@ def test_a_file_whose_content_contradicts_its_suffix_is_refused(tmp_path, suffix
         read([str(path)])
 
 
+@pytest.mark.parametrize("compression", [None, "gzip", "zstd"])
+@pytest.mark.parametrize("kind", ["txt", "md", "jsonl", "ndjson"])
+def test_text_and_json_lines_are_read_under_all_of_their_names(tmp_path, kind, compression):
+    texts = TEXTS[:1] if kind in ("txt", "md") else TEXTS
+    path = tmp_path / f"a.{kind}{'.gz' if compression == 'gzip' else '.zst' if compression else ''}"
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    with pa.output_stream(str(path), compression=compression) as stream:
+        stream.write((texts[0] if len(texts) == 1 else lines).encode())
+    assert read([str(tmp_path)]) == texts
+    assert read([str(path)], unit_bytes=60) == texts
+
+
+def test_text_that_expands_beyond_the_limit_of_a_document_is_too_long(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * 1000))
+    with pytest.raises(ConfigError, match="1,000 bytes are more than --max_document_bytes 999"):
+        inputs, _ = find_inputs([str(tmp_path)], "text")
+        (unit,) = plan_units(inputs)
+        list(read_batches(inputs, unit, InputRules(max_document_bytes=999), Tally(), 100))
+
+
+def test_hidden_files_are_not_read_and_are_named(tmp_path):
+    for name in ("a.txt", ".b.txt", ".cache/c.txt", "d/.e.txt", "d/f.txt", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    inputs, notes = find_inputs([str(tmp_path)], "text")
+    assert [Path(each.name).name for each in inputs] == ["a.txt", "f.txt"]
+    assert len(notes) == 1 and "ignored 4 hidden files" in notes[0]
+    assert read([str(tmp_path / ".b.txt")]) == [".b.txt"], "named, it is read"
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
+def test_every_type_of_string_in_parquet_is_read(tmp_path, kind):
+    table = pa.table({"text": pa.array(TEXTS, getattr(pa, kind)())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read([str(tmp_path)]) == TEXTS
+
+
+CONTENTS = {
+    "utf-16": ("{line}".encode("utf-16"), "UTF-16. Convert the file with iconv -f utf-16"),
+    "big endian": (b"\xfe\xff" + "{line}".encode("utf-16-be"), "UTF-16"),
+    "gzip": (gzip.compress(b"{line}"), "compressed with gzip. Rename the file to end in .gz"),
+    "zstd": (pa.compress(b"{line}", "zstd", asbytes=True), "to end in .zst"),
+    "latin1": ("{é}".encode("latin1"), "iconv -f latin1"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+@pytest.mark.parametrize("name", CONTENTS)
+def test_content_that_is_not_utf8_is_named_for_what_it_is(tmp_path, name, suffix):
+    content, advice = CONTENTS[name]
+    (tmp_path / f"a{suffix}").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read([str(tmp_path)])
+    assert advice in str(caught.value) and f"a{suffix}" in str(caught.value)
+
+
+def test_a_file_that_is_named_gz_and_is_not_is_not_called_damaged(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_text('{"text": "a"}')
+    with pytest.raises(ConfigError, match="not a gzip file: rename it"):
+        read([str(tmp_path)])
+
+
 def test_every_invalid_input_is_listed(tmp_path):
-    (tmp_path / "a.md").write_text("a")
+    (tmp_path / "a.pdf").write_text("a")
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("a")
     numbers = tmp_path / "numbers.parquet"
@@ -164,7 +226,7 @@ def test_every_invalid_input_is_listed(tmp_path):
     pq.write_table(pa.table({"body": ["a"]}), other)
     wrong = {
         tmp_path / "absent.jsonl": "no such file or directory",
-        tmp_path / "a.md": "is not one of .txt",
+        tmp_path / "a.pdf": "is not one of .txt",
         tmp_path / "empty": "file below",
         tmp_path / "*.gz": "the glob matches nothing",
         numbers: "has type int64, not string",

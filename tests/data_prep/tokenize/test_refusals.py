@@ -81,6 +81,23 @@ def test_finished_shards_are_never_overwritten(tmp_path, tokenizer_directory):
 
 
 @pytest.mark.parametrize(
+    ("command", "tail"),
+    [
+        ("tokenize", ["--tokenizer", "{tokenizer}"]),
+        ("train-tokenizer", ["--vocab-size", "300"]),
+    ],
+)
+def test_an_output_inside_its_own_input_is_refused(tmp_path, tokenizer_directory, command, tail):
+    """The copy of a tokenizer has text files, which the next command would read as documents."""
+    (tmp_path / "a.txt").write_text("a")
+    tail = [each.format(tokenizer=tokenizer_directory) for each in tail]
+    result = data_prep(command, "--input", tmp_path, "--output", tmp_path / "out", *tail)
+    assert result.returncode == 2, result.stderr
+    assert f"--output {tmp_path / 'out'}: is inside --input {tmp_path}" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["--val_fraction", "0.1"], "--val_fraction: needs --val_output too"),
