@@ -72,7 +72,8 @@ def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
     from data_prep.tokenizer.encoder_choice import choose_backend
     from data_prep.tokenizer.encoders import load_encoder
     from data_prep.tokenizer.report import measure_tokenizer
-    from data_prep.tokenizer.vocabulary import token_texts
+    from data_prep.tokenizer.vocabulary import token_texts, unknown_id
+    from zerolm.data.window_text import load_decoder
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "tokenizer"
@@ -85,8 +86,9 @@ def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
             encoder.encode(each)
         seconds = time.perf_counter() - start
         report = measure_tokenizer(
-            encoder.encode, tokenizer.vocab_size, token_texts(directory), texts
-        )
+            encoder.encode, tokenizer.vocab_size, token_texts(directory), texts,
+            unknown_id(directory), load_decoder(directory),
+        )  # fmt: skip
     report["encoder"] = choice.backend
     report["megabytes_per_second"] = round(num_bytes / 1e6 / max(seconds, 1e-9), 2)
     return report

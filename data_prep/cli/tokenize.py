@@ -45,6 +45,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="maximum tokens of a shard (default: 134217728, or 256 to 512 MiB)",
     )
     add(
+        "--max_unknown",
+        metavar="F",
+        help="largest fraction of the tokens that may be the tokenizer's unknown token, whose text "
+        "is lost (default: 0.01)",
+    )
+    add(
         "--encoder",
         default="auto",
         metavar="NAME",
@@ -56,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from data_prep.stages.output_rules import overlap_problems
     from data_prep.tasks.phases import LocalExecutor
-    from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+    from data_prep.tokenize.run import MAX_UNKNOWN, TokenizeOptions, run_tokenization
     from data_prep.tokenizer import load
     from zerolm.common.provenance import versions
     from zerolm.common.secrets import masked_values
@@ -68,6 +74,7 @@ def run(options: argparse.Namespace) -> None:
         "shard_tokens", options.shard_tokens, 1, default=DEFAULT_SHARD_TOKENS
     )
     fraction = problems.fraction("val_fraction", options.val_fraction, 0.5, exclusive=True)
+    max_unknown = problems.fraction("max_unknown", options.max_unknown, MAX_UNKNOWN)
     outputs = _check_outputs(options, problems)
     rules = input_rules(options, problems)
     found = find_inputs(options, rules, problems)
@@ -87,6 +94,7 @@ def run(options: argparse.Namespace) -> None:
             encoder=options.encoder,
             val_fraction=None if options.val_fraction is None else fraction,
             shard_tokens=shard_tokens,
+            max_unknown=max_unknown,
         ),
         LocalExecutor(workers),
         {"command": masked_values(_command_line()), "zerolm_version": versions().get("zerolm")},
@@ -146,6 +154,12 @@ def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
         print(
             f"note: {first['inner_eos_ids']:,} EOS ids are inside documents: this tokenizer gives "
             f"its EOS id for text, as its unknown token or because EOS is not marked as special"
+        )
+    if first["unknown_ids"]:
+        total = sum(manifest["num_tokens"] for manifest in summary.manifests)
+        print(
+            f"note: {first['unknown_ids']:,} tokens ({first['unknown_ids'] / total:.2%}) are the "
+            f"tokenizer's unknown token: their text is lost"
         )
     print(f"encoder: {_encoder_summary(first['encoder'])}")
     for note in summary.notes:

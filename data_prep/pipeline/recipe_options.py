@@ -77,6 +77,7 @@ class ShardOptions:
     val_fraction: float = 0.0
     shard_tokens: int = DEFAULT_SHARD_TOKENS
     encoder: str = "auto"
+    max_unknown: float = 0.01
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value."""
@@ -84,6 +85,8 @@ class ShardOptions:
             yield "val_fraction", f"{self.val_fraction} is not at least 0 and below 1."
         if self.shard_tokens < 1:
             yield "shard_tokens", f"{self.shard_tokens} is not at least 1."
+        if not 0 <= self.max_unknown <= 1:
+            yield "max_unknown", f"{self.max_unknown} is not from 0 to 1."
         if self.encoder not in ENCODERS:
             yield "encoder", f"{self.encoder!r} is not one of {', '.join(ENCODERS)}."
 

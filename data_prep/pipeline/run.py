@@ -158,6 +158,7 @@ class Pipeline:
                 encoder=shards.encoder,
                 val_fraction=shards.val_fraction or None,
                 shard_tokens=shards.shard_tokens,
+                max_unknown=shards.max_unknown,
             ),
             self.executor,
             {"pipeline": provenance_of(stage)},

@@ -6,6 +6,7 @@ The result depends only on the documents and the tokenizer. Independent of files
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,13 @@ from zerolm.shards.origins import pack_origins
 
 LONG_DOCUMENT_TOKENS = 300  # mean length from which documents are copied one by one
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
+
+
+class IdCounts(NamedTuple):
+    """Numbers of ids that a tokenizer should not give often."""
+
+    inner_eos_ids: int = 0  # EOS ids inside documents
+    unknown_ids: int = 0
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:
@@ -37,23 +45,26 @@ class DocumentEncoder:
     Args:
         vocab_size: of the tokenizer; larger ids are an error.
         val_fraction: share of the documents held out for validation; None for a single split.
+        unknown_id: the id of text that is not in the vocabulary, if there is one.
     """
 
     eos_id: int
     vocab_size: int
     val_fraction: float | None
+    unknown_id: int | None = None
 
     @property
     def num_splits(self) -> int:
         """1, or 2 with a validation split."""
         return 1 if self.val_fraction is None else 2
 
-    def encode(self, encoder: Encoder, documents: Sequence[Document]) -> tuple[list[Batch], int]:
+    def encode(
+        self, encoder: Encoder, documents: Sequence[Document]
+    ) -> tuple[list[Batch], IdCounts]:
         """Encode documents.
 
         Returns:
-            A batch for each split (only the first if no document is held out), and the number of
-            EOS ids inside documents.
+            A batch for each split (only the first if no document is held out), and counts.
 
         Raises:
             ShardError: an id outside the vocabulary.
@@ -68,7 +79,9 @@ class DocumentEncoder:
         if len(ids):
             self._check_range(ids)
         tokens = self._append_eos(ids, ends[lengths > 0])
-        num_inner_eos = int(np.count_nonzero(tokens == self.eos_id)) - int((lengths > 0).sum())
+        num_eos = int(np.count_nonzero(tokens == self.eos_id))
+        num_unknown = 0 if self.unknown_id is None else np.count_nonzero(ids == self.unknown_id)
+        counts = IdCounts(num_eos - int((lengths > 0).sum()), int(num_unknown))
         origins = pack_origins(
             np.array([document.input for document in documents], np.uint64),
             np.array([document.start for document in documents], np.uint64),
@@ -87,7 +100,7 @@ class DocumentEncoder:
                     int(text_bytes[kept].sum()),
                 )
             )
-        return batches, num_inner_eos
+        return batches, counts
 
     def _check_range(self, ids: np.ndarray) -> None:
         largest = int(ids.max())

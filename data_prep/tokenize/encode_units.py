@@ -18,7 +18,7 @@ from data_prep.read.readers import Input
 from data_prep.read.work_units import WorkUnit, read_batches
 from data_prep.tasks.progress import TaskProgress
 from data_prep.tokenize import parts
-from data_prep.tokenize.encode_documents import DocumentEncoder
+from data_prep.tokenize.encode_documents import DocumentEncoder, IdCounts
 from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ZerolmError
 from zerolm.common.files import attempt_token
@@ -121,14 +121,14 @@ class _UnitEncoder:
     def _open_part(self) -> None:
         name = parts.part_name(len(self.records), self.writer)
         self.part = parts.PartWriter(self.directory, name, self.job.documents.num_splits)
-        self.counts = dict.fromkeys(("input_bytes", "no_tokens", "inner_eos_ids"), 0)
+        self.counts = dict.fromkeys(("input_bytes", "no_tokens", *IdCounts._fields), 0)
         self.encoded_before = Counter(self.job.encoder.counts)
         self.deadline = time.monotonic() + self.job.part_seconds
 
     def _add(self, documents: Sequence[Document]) -> int:
         """Encode documents into the part; return the number of their tokens."""
         try:
-            batches, num_inner_eos = self.job.documents.encode(self.job.encoder, documents)
+            batches, counts = self.job.documents.encode(self.job.encoder, documents)
         except ZerolmError as error:
             number = getattr(error, "document", None)
             if number is None:
@@ -142,7 +142,8 @@ class _UnitEncoder:
             num_tokens += len(batch.token_ids)
             num_documents += len(batch.lengths)
         self.counts["no_tokens"] += len(documents) - num_documents
-        self.counts["inner_eos_ids"] += num_inner_eos
+        for name, number in counts._asdict().items():
+            self.counts[name] += number
         return num_tokens
 
     def _close_part(self, last: bool) -> None:
@@ -188,7 +189,7 @@ def _unit_record(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]
         "tally": tally,
         "skipped": dict(skipped),
         "encoded": dict(encoded),
-        "inner_eos_ids": sum(part["inner_eos_ids"] for part in records),
+        **{name: sum(part[name] for part in records) for name in IdCounts._fields},
         "documents_in": tally["documents_in"],
         "documents_out": sum(split["num_documents"] for split in splits),
         "dropped": dict(skipped + Counter(tally["bad"])),

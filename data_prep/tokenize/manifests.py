@@ -15,6 +15,7 @@ from data_prep.read.documents import InputRules
 from data_prep.read.readers import Input
 from data_prep.read.stage_files import is_stage, provenance_of, read_stage
 from data_prep.tasks.phases import Record
+from data_prep.tokenize.encode_documents import IdCounts
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.files import sha256_file, sync_file, write_json
 from zerolm.shards.directory import ShardDirectory
@@ -66,7 +67,7 @@ def input_keys(
     return {
         "skipped_documents": dict(sorted(skipped.items())),
         "bad_input": bad_input_record(inputs, tally, rules),
-        "inner_eos_ids": sum(record["inner_eos_ids"] for record in records),
+        **{name: sum(record[name] for record in records) for name in IdCounts._fields},
         "inputs": list(entries.values()),
         "text_field": rules.text_field,
     }

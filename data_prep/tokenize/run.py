@@ -35,11 +35,14 @@ from data_prep.tokenize.encode_units import ENCODED_DIRECTORY, PART_SECONDS, Enc
 from data_prep.tokenizer import encoders
 from data_prep.tokenizer.encoder_choice import EncoderChoice, choose_backend
 from data_prep.tokenizer.load import Tokenizer
+from data_prep.tokenizer.vocabulary import unknown_id
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.shards.directory import PARTS, ShardDirectory
 from zerolm.shards.manifest import TOKENIZER_DIRECTORY, token_dtype
 from zerolm.shards.origins import MAX_INPUTS
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
+
+MAX_UNKNOWN = 0.01  # of the tokens
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class TokenizeOptions:
         shard_tokens: maximum size of a shard.
         unit_bytes: size of a unit of the input; None derives it from the size of the input.
         part_seconds: of work in a part.
+        max_unknown: largest share of the tokens that may be the tokenizer's unknown token.
     """
 
     rules: InputRules = field(default_factory=InputRules)
@@ -61,6 +65,7 @@ class TokenizeOptions:
     shard_tokens: int = DEFAULT_SHARD_TOKENS
     unit_bytes: int | None = None
     part_seconds: float = PART_SECONDS
+    max_unknown: float = MAX_UNKNOWN
 
 
 @dataclass
@@ -185,7 +190,20 @@ class _Run:
         if tally.bad and self.options.rules.on_bad_input == "fail":
             raise ConfigError(describe_problems(self.inputs, tally.examples, self.options.rules))
         check_bad_fraction(self.inputs, tally, self.options.rules)
+        self._check_unknown(records)
         return records
+
+    def _check_unknown(self, records: Sequence[Record]) -> None:
+        num_unknown = sum(record["unknown_ids"] for record in records)
+        totals = shard_manifests.split_totals(records, "num_tokens", len(self.directories))
+        if num_unknown > self.options.max_unknown * sum(totals):
+            share = num_unknown / sum(totals)
+            raise ConfigError(
+                f"--tokenizer {self.tokenizer.name}: {share:.1%} of the tokens are its unknown "
+                f"token, so their text would be lost; --max_unknown is "
+                f"{self.options.max_unknown:.1%}. Choose a tokenizer for this text, or raise the "
+                f"limit."
+            )
 
     def _encode_phase(self, copy: Path) -> Phase:
         units = plan_units(self.inputs, self.options.unit_bytes)
@@ -206,7 +224,10 @@ class _Run:
             self.options.rules,
             partial(encoders.load_encoder, copy, self.choice),
             DocumentEncoder(
-                self.tokenizer.eos_id, self.tokenizer.vocab_size, self.options.val_fraction
+                self.tokenizer.eos_id,
+                self.tokenizer.vocab_size,
+                self.options.val_fraction,
+                unknown_id(copy),
             ),
             phase.records,
             self.options.part_seconds,

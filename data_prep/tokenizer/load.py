@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokenizer.backends import load_tokenizer_json
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.files import sha256_file, write_json
 from zerolm.shards.tokenizer import (
     TIKTOKEN_FILE,
@@ -146,6 +146,8 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
             f"--tokenizer {name}: has no EOS token, which must end every document. Set eos_token "
             f"in its tokenizer_config.json."
         )
+    if local:
+        _check_eos_token(Path(name), tokenizer.eos_token)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return _describe_backend(
@@ -160,6 +162,32 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
         _fingerprint(definition),
         tokenizer.save_pretrained,
     )
+
+
+def _check_eos_token(directory: Path, eos_token: str) -> None:
+    """Check that no EOS token was made up: transformers adds an unknown one with a new id.
+
+    Raises:
+        ConfigError: the directory has a tokenizer.json, and none of its files know the token.
+    """
+    if not (directory / "tokenizer.json").is_file():
+        return
+    backend = load_tokenizer_json(directory / "tokenizer.json")
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for file in ("tokenizer_config.json", "added_tokens.json"):
+        if (directory / file).is_file():
+            content = json.loads((directory / file).read_text(encoding="utf-8"))
+            if file == "added_tokens.json":
+                special |= set(content)
+            else:
+                decoder = content.get("added_tokens_decoder") or {}
+                special |= {token["content"] for token in decoder.values()}
+    if eos_token not in special and backend.token_to_id(eos_token) is None:
+        raise ConfigError(
+            f"--tokenizer {directory}: its eos_token {eos_token!r} is not in its vocabulary, and "
+            f"would be added with a new id.{did_you_mean(eos_token, special)} Correct eos_token in "
+            f"tokenizer_config.json or special_tokens_map.json, or add it to tokenizer.json."
+        )
 
 
 def _describe_backend(

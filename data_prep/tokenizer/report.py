@@ -29,21 +29,29 @@ def measure_tokenizer(
     vocab_size: int,
     token_texts: Mapping[int, str],
     sources: Mapping[str, list[str]],
+    unknown_id: int | None,
+    decode: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
     """Return the report on a tokenizer.
 
     Args:
         token_texts: {id: text} without special tokens.
         sources: {source: documents}.
+        unknown_id: the id of text that is not in the vocabulary, if there is one.
+        decode: the inverse of `encode`, for one document.
     """
+    num_restored = 0
     counts = np.zeros(vocab_size, np.int64)
     by_source = {}
     for name, texts in sources.items():
         tokens = 0
         for start in range(0, len(texts), BATCH_TEXTS):
-            ids = encode(texts[start : start + BATCH_TEXTS])[0]
+            batch = texts[start : start + BATCH_TEXTS]
+            ids, ends = encode(batch)[:2]
             counts += np.bincount(ids, minlength=vocab_size)
             tokens += len(ids)
+            for text, piece in zip(batch, np.split(ids, ends[:-1]), strict=True):
+                num_restored += decode(piece.tolist()) == text
         num_bytes = sum(len(text.encode()) for text in texts)
         by_source[name] = {
             "documents": len(texts),
@@ -51,6 +59,7 @@ def measure_tokenizer(
             "tokens": tokens,
             "bytes_per_token": round(num_bytes / tokens, 4) if tokens else None,
         }
+    num_unknown = 0 if unknown_id is None else int(counts[unknown_id])
     ids_of_text = sorted(token_texts)
     used = [number for number in ids_of_text if counts[number]]
     longest = sorted(ids_of_text, key=lambda number: (-len(token_texts[number].encode()), number))
@@ -58,6 +67,8 @@ def measure_tokenizer(
         "vocab_size": vocab_size,
         "sources": by_source,
         "bytes_per_token": _ratio(by_source),
+        "unknown": round(num_unknown / max(1, int(counts.sum())), 6),
+        "restored": round(num_restored / max(1, sum(map(len, sources.values()))), 6),
         "ids_of_text": len(ids_of_text),
         "ids_used": len(used),
         "ids_unused": [number for number in ids_of_text if not counts[number]][:1000],
@@ -111,6 +122,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f" {each['bytes'] / 1e6:,.1f} MB)"
         for name, each in report["sources"].items()
     ]
+    lines.append(f"unknown     {report['unknown']:.2%} of the tokens")
+    lines.append(f"restored    {report['restored']:.1%} of the documents by decoding")
     text_ids = report["ids_of_text"]
     lines.append(
         f"used        {report['ids_used']:,} of {text_ids:,} text ids "
@@ -131,6 +144,8 @@ def comparison_rows(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]
     for source in columns[0]["sources"]:
         cells = (each["sources"][source]["bytes_per_token"] for each in columns)
         rows.append([f"  {source}", *("-" if cell is None else f"{cell:.3f}" for cell in cells)])
+    rows.append(["unknown tokens", *(f"{each['unknown']:.2%}" for each in columns)])
+    rows.append(["restored", *(f"{each['restored']:.1%}" for each in columns)])
     shares = (each["ids_used"] / max(1, each["ids_of_text"]) for each in columns)
     rows.append(["ids used", *(f"{share:.1%}" for share in shares)])
     rows.append(["tokens/word", *("" for _ in columns)])

@@ -17,9 +17,10 @@ from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.encoders import load_encoder
 from data_prep.tokenizer.report import measure_tokenizer
 from data_prep.tokenizer.text_sample import Sample
-from data_prep.tokenizer.vocabulary import token_texts
+from data_prep.tokenizer.vocabulary import token_texts, unknown_id
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import write_json
+from zerolm.data.window_text import load_decoder
 
 REPORT_FILE = "report.json"
 REPORT_BYTES = 4_000_000  # of text that the report measures
@@ -113,5 +114,8 @@ def train_on_stages(
 def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
     """Write `report.json` beside a tokenizer, measured on documents by source."""
     known = token_texts(directory)
-    report = measure_tokenizer(load_encoder(directory).encode, max(known) + 1, known, texts)
+    report = measure_tokenizer(
+        load_encoder(directory).encode, max(known) + 1, known, texts, unknown_id(directory),
+        load_decoder(directory),
+    )  # fmt: skip
     write_json(directory / REPORT_FILE, report)

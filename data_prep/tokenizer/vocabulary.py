@@ -34,6 +34,20 @@ def token_texts(directory: Path) -> dict[int, str]:
     return texts
 
 
+def unknown_id(directory: Path) -> int | None:
+    """Return the id of text that is not in the vocabulary; None if every text can be encoded.
+
+    Without a tokenizer.json it is not known, and None.
+    """
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    model = json.loads((directory / "tokenizer.json").read_bytes())["model"]
+    if "unk_id" in model:  # a Unigram model
+        return model["unk_id"]
+    token = model.get("unk_token")
+    return None if token is None else model["vocab"].get(token)
+
+
 def added_tokens(directory: Path) -> list[str]:
     """Return the tokens added to the model's own vocabulary, special or not."""
     if (directory / TIKTOKEN_FILE).is_file():

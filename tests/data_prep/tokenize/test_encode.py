@@ -121,8 +121,8 @@ def test_any_text_survives_the_round_trip_through_shards(tokenizer_directory):
     @settings(max_examples=60, deadline=None)
     def check(texts):
         read = [Document(text, 0, number) for number, text in enumerate(texts)]
-        (batch,), inner = documents_encoder.encode(encoder, read)
-        assert inner == 0 and batch.text_bytes == sum(len(text.encode()) for text in texts)
+        (batch,), counts = documents_encoder.encode(encoder, read)
+        assert counts == (0, 0) and batch.text_bytes == sum(len(text.encode()) for text in texts)
         with tempfile.TemporaryDirectory() as name:
             with ShardWriter(
                 Path(name) / "s",

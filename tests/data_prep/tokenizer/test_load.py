@@ -178,10 +178,12 @@ def test_tiktoken_encodings_load_by_name_and_from_the_copy(tmp_path, local_tikto
         ("{tmp}", "not a tokenizer directory"),
         ("{tmp}/file", "is a file"),
         ("{tmp}/no-eos", "has no EOS token"),
+        ("{tmp}/other-eos", r"'<.endoftxt.>' is not in its vocabulary.* \"<.endoftext.>\""),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, tokenizer_directory, name, message):
     (tmp_path / "file").write_text("{}")
     change(tokenizer_directory, tmp_path / "no-eos", eos_token=None)
+    change(tokenizer_directory, tmp_path / "other-eos", eos_token="<|endoftxt|>")
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(name.format(tmp=tmp_path))

@@ -2,9 +2,11 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data_prep.tokenizer.report import fertility, format_html, measure_tokenizer
 from tests.data_prep.small_corpus import data_prep, write_jsonl
@@ -18,7 +20,12 @@ def by_character(texts):
 def test_figures_equal_counts_by_hand():
     spellings = {number: "x" * (number % 7 + 1) for number in range(1, 100)}
     sources = {"one": ["abc", "é"], "two": ["", "aa" * 50], "none": []}
-    report = measure_tokenizer(by_character, 100, spellings, sources)
+    unknown = ord("b") % 100
+    report = measure_tokenizer(
+        by_character, 100, spellings, sources, unknown, lambda ids: "".join(map(chr, ids))
+    )
+    assert report["unknown"] == round(1 / 104, 6)
+    assert report["restored"] == 3 / 4, "the id of é is folded"
     assert report["sources"]["one"] == {
         "documents": 2, "bytes": 5, "tokens": 4, "bytes_per_token": 1.25,
     }  # fmt: skip
@@ -29,6 +36,29 @@ def test_figures_equal_counts_by_hand():
     assert set(report["ids_unused"]) == set(range(1, 100)) - used
     assert all(len(each["token"]) == 7 for each in report["longest_tokens"][:10])
     assert report["bytes_per_token"] == round(105 / 104, 4)
+
+
+def test_unknown_tokens_are_shown_and_a_text_that_they_would_lose_is_refused(tmp_path):
+    known = ["<|endoftext|>", "[UNK]", "one", "two"]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(known)}, "[UNK]")
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=library, eos_token=known[0]).save_pretrained(
+        tmp_path / "words"
+    )
+    write_jsonl(tmp_path / "a.jsonl", ["one two", "one zwei", "one two one"])
+    inputs = ("--input", tmp_path / "a.jsonl", "--tokenizer", tmp_path / "words")
+    compared = data_prep("compare-tokenizers", *inputs)
+    assert re.search(r"unknown tokens +14\.29%", compared.stdout), compared.stdout + compared.stderr
+    assert re.search(r"restored +66\.7%", compared.stdout), compared.stdout
+    command = ("tokenize", *inputs, "--output", tmp_path / "s")
+    refused = data_prep(*command)
+    assert refused.returncode == 2 and "10.0% of the tokens are its unknown token" in refused.stderr
+    accepted = data_prep(*command, "--max_unknown", "0.2")
+    assert accepted.returncode == 0, accepted.stderr
+    assert "1 tokens (10.00%) are the tokenizer's unknown token" in accepted.stdout
+    assert json.loads((tmp_path / "s" / "manifest.json").read_text())["unknown_ids"] == 1
 
 
 def test_words_are_counted_by_script():
