@@ -68,8 +68,7 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
         return [
             f"{where}: {TENSOR_KEY}: {saved_degree}, --deepspeed_config has "
             f"{profile.tensor_parallel}: tensor-parallel checkpoints cannot be resharded. Resume "
-            f"with the world size, ZeRO stage and tensor parallelism that it was written with, or "
-            f"start a run from its export."
+            f"with the world size, ZeRO stage and tensor parallelism that it was written with."
         ]
     saved, ours = manifest["optimizer"], optimizer_kind(profile)
     kind, _, offload = saved.partition(", offload ")
