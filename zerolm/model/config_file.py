@@ -187,6 +187,12 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
         text_config = config.get_text_config()
     except ValueError:
         return [f"{file}: model_type: {config.model_type!r} holds several text models."]
+    if isinstance(text_config, dict):  # the class kept it as an unknown value
+        name = next(key for key, value in vars(config).items() if value is text_config)
+        return [
+            f"{file}: {name}: {type(config).__name__} has no such part. Name the model_type of the "
+            f"whole model, or give the file the content of {name}."
+        ]
     if getattr(config, "is_encoder_decoder", False):
         problems.append(f"{file}: is_encoder_decoder: true, but only decoders can be trained.")
     elif config.model_type in ENCODERS and not config.is_decoder:

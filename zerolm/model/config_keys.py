@@ -26,6 +26,16 @@ OF_THE_CHECKPOINT = {
     "auto_map": "code of the model, which is never executed",
     "quantization_config": "training uses unquantised weights",
 }
+# Sizes, and how other families and older code call them. A class that knows another name only would
+# take its default: the file of a small model would give one of another size.
+OTHER_NAMES_OF_SIZES = {
+    "hidden_size": frozenset({"hidden_size", "d_model", "n_embd", "n_embed", "dim", "model_dim"}),
+    "num_hidden_layers": frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}),
+    "num_attention_heads": frozenset({"num_attention_heads", "n_head", "n_heads", "num_heads"}),
+    "num_key_value_heads": frozenset(
+        {"num_key_value_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_kv_heads"}
+    ),
+}
 ATTRIBUTE_CALLS = frozenset({"getattr", "hasattr", "setattr"})
 DICTIONARY_METHODS = frozenset({"get", "pop", "setdefault"})
 
@@ -37,7 +47,8 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
         values: the file's content, from which `config` was constructed.
 
     Returns:
-        {dotted key: the key that it seems to be a typing error of, or None}.
+        {dotted key: the key that was meant, by a typing error or by the name of a size in another
+        family, or None}.
     """
     unread: dict[str, str | None] = {}
     for prefix, part, given in _parts(config, values):
@@ -52,7 +63,7 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
         for key in candidates:
             if key not in read and not key.startswith("_"):
                 meant = (other for other in counting if _is_typing_error(key, other))
-                unread[prefix + key] = next(meant, None)
+                unread[prefix + key] = next(meant, None) or _size_meant(key, part, given)
     return unread
 
 
@@ -74,6 +85,20 @@ def _declared(config_class: type["PretrainedConfig"]) -> set[str]:
     declared = {field.name for field in dataclasses.fields(config_class)}
     declared |= set(config_class.attribute_map) | set(config_class.attribute_map.values())
     return declared | {"model_type"}
+
+
+def _size_meant(key: str, part: "PretrainedConfig", given: Mapping[str, Any]) -> str | None:
+    """Return the class's name of a size that is given under another name only.
+
+    None if its default is the same.
+    """
+    attribute_map = type(part).attribute_map
+    for size, names in OTHER_NAMES_OF_SIZES.items():
+        own = attribute_map.get(size, size)
+        known = {size, own, *(name for name in names if attribute_map.get(name) == own)}
+        if key in names and hasattr(part, size) and not known & given.keys():
+            return own if getattr(part, size) != given[key] else None
+    return None
 
 
 def _is_typing_error(key: str, other: str) -> bool:

@@ -178,6 +178,43 @@ def test_typing_errors_of_keys_that_count_are_refused(refusal, key, meant):
     )
 
 
+# The first config.json of OLMo-1B. The class has defaults of 32 layers and 4096.
+OLMO_1B = {"model_type": "olmo", "d_model": 2048, "n_heads": 16, "n_layers": 16, "mlp_ratio": 8}
+
+
+def test_sizes_under_names_of_other_families_are_refused(refusal):
+    problems = refusal(OLMO_1B)
+    for key, meant in (
+        ("d_model", "hidden_size"),
+        ("n_heads", "num_attention_heads"),
+        ("n_layers", "num_hidden_layers"),
+    ):
+        assert any(
+            f": {key}: OlmoConfig has no such key" in each and meant in each for each in problems
+        )
+    assert len(problems) == 3
+
+
+def test_a_part_that_the_class_does_not_have_is_refused(refusal):
+    part = {"hidden_size": 64, "num_hidden_layers": 2}
+    (problem,) = refusal({"model_type": "ministral3", "text_config": part})
+    assert "text_config: Ministral3Config has no such part" in problem
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "n_layer": 4},
+        {"model_type": "olmo", "d_model": 4096, "n_heads": 32, "n_layers": 32},  # the defaults
+        {"model_type": "dbrx", "d_model": 64, "n_heads": 2, "n_layers": 2},
+        {"model_type": "gptj", "num_hidden_layers": 2, "num_layers": 4, "n_embd": 64},
+    ],
+    ids=["both names", "equal to the default", "declared", "mapped"],
+)
+def test_sizes_under_other_names_that_change_nothing_are_accepted(tmp_path, values):
+    load(tmp_path, values)
+
+
 def test_infinity_as_transformers_writes_it_is_read(tmp_path):
     written = json.loads(AutoConfig.for_model("mamba2").to_json_string())
     assert written["time_step_limit"][1] == {"__float__": "Infinity"}
