@@ -72,6 +72,24 @@ JAMBA_MINI = {
     "num_experts": 16, "num_hidden_layers": 32, "vocab_size": 65536,
 }  # fmt: skip
 
+PYTHIA_12B = {
+    "model_type": "gpt_neox", "hidden_size": 5120, "intermediate_size": 20480, "vocab_size": 50688,
+    "num_attention_heads": 40, "num_hidden_layers": 36, "rotary_pct": 0.25,
+}  # fmt: skip
+BLOOM = {
+    "model_type": "bloom", "hidden_size": 14336, "n_head": 112, "n_layer": 70, "vocab_size": 250880,
+}  # fmt: skip
+STABLELM_3B = {
+    "model_type": "stablelm", "hidden_size": 2560, "intermediate_size": 6912, "vocab_size": 50304,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+}  # fmt: skip
+
+# Stated to the last digit by the model cards.
+STATED_EXACTLY = {
+    "Pythia-12B": (PYTHIA_12B, 11_846_072_320),
+    "BLOOM": (BLOOM, 176_247_271_424),
+    "StableLM-3B-4E1T": (STABLELM_3B, 2_795_443_200),
+}
 # Total and active parameters as the model cards and papers state them.
 STATED = {
     "Qwen3-30B-A3B": (QWEN3_30B, 30.5e9, 3.3e9),
@@ -96,3 +114,10 @@ def test_published_configs_have_the_stated_numbers_of_parameters(tmp_path, name)
     if active is not None:
         assert model.num_active_parameters == pytest.approx(active, rel=0.02)
     assert len(model.notices) <= 1
+
+
+@pytest.mark.parametrize("name", STATED_EXACTLY)
+def test_published_configs_have_exactly_the_stated_numbers_of_parameters(tmp_path, name):
+    values, total = STATED_EXACTLY[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert Model.load(str(tmp_path)).num_parameters == total
