@@ -34,7 +34,9 @@ def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[s
         elif recipe.decontaminate is not None and stage == "decontaminate":
             options = decontaminate_identity(recipe.decontaminate)
         elif recipe.shards is not None and stage == "shards":
-            options = [asdict(recipe.shards), tokenizer]
+            options = asdict(recipe.shards) | {"val_fraction": recipe.val_fraction(source)}
+            del options["max_unknown"]  # it decides whether there are shards, not what is in them
+            options = [options, tokenizer]
         elif recipe.pack is not None and stage == "pack":
             options = asdict(recipe.pack)
         fingerprints[stage] = before = fingerprint([before, stage, options])

@@ -28,6 +28,7 @@ from data_prep.read.discovery import HUB_ID, find_inputs
 from data_prep.read.readers import Input
 from data_prep.stages.options import number_of, parse_options
 from data_prep.stages.output_rules import overlap_problems
+from data_prep.tokenize.held_out import held_out_problem
 from data_prep.tokenizer.bpe import BpeOptions
 from data_prep.tokenizer.load import Tokenizer, load_tokenizer
 from zerolm.common.errors import ConfigError, did_you_mean
@@ -85,6 +86,13 @@ class Recipe:
     training: TokenizerOptions | None
     pack: PackOptions | None
     executor: Json
+
+    def val_fraction(self, source: Source) -> float:
+        """Return the share of a source's documents to hold out; 0 for none."""
+        if self.shards is None:
+            return 0.0
+        own = source.options.val_fraction
+        return self.shards.val_fraction if own is None else own
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -147,10 +155,18 @@ def read_recipe(path: Path) -> Recipe:
     problems += _overlaps(path, base, output, sources)
     if problems:
         raise ConfigError(problems)
-    return Recipe(
+    recipe = Recipe(
         path, content, base / output, sources, clean, options["dedup"], options["decontaminate"],
         options["tokenize"], tokenizer, options["train_tokenizer"], options["pack"], executor,
     )  # fmt: skip
+    for source in sources:
+        if problem := held_out_problem(
+            source.inputs, source.options.rules(), recipe.val_fraction(source)
+        ):
+            problems.append(f"{path}: sources.{source.name}.val_fraction: {problem}")
+    if problems:
+        raise ConfigError(problems)
+    return recipe
 
 
 def _tokenizer_name(base: Path, name: str) -> str:

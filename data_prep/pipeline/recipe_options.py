@@ -16,7 +16,11 @@ MAX_SEQ_LEN = (1 << 24) - 1
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Inputs of a source, and the rules for reading them; the flags of `tokenize`."""
+    """Inputs of a source, and the rules for reading them; the flags of `tokenize`.
+
+    Attributes:
+        val_fraction: instead of the one for all sources.
+    """
 
     input: tuple[str, ...]
     text_field: str = "text"
@@ -24,9 +28,12 @@ class SourceOptions:
     max_bad_fraction: float = 0.01
     max_document_bytes: int = 1 << 26
     max_expansion: int = 200
+    val_fraction: float | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value."""
+        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
+            yield "val_fraction", f"{self.val_fraction} is not at least 0 and below 1."
         if self.on_bad_input not in ("fail", "skip"):
             yield "on_bad_input", f"{self.on_bad_input!r} is not fail or skip."
         if not 0 <= self.max_bad_fraction <= 1:
@@ -37,7 +44,8 @@ class SourceOptions:
 
     def rules(self) -> InputRules:
         """Return the rules for reading complete records, which the stages write out again."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        del given["input"], given["val_fraction"]
         return InputRules(**given, keep_records=True)
 
 

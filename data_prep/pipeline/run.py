@@ -156,7 +156,7 @@ class Pipeline:
             TokenizeOptions(
                 rules=replace(self.source.options.rules(), keep_records=False),
                 encoder=shards.encoder,
-                val_fraction=shards.val_fraction or None,
+                val_fraction=self.recipe.val_fraction(self.source) or None,
                 shard_tokens=shards.shard_tokens,
                 max_unknown=shards.max_unknown,
             ),
@@ -170,7 +170,7 @@ class Pipeline:
 
     def _shard_directories(self) -> list[Path]:
         shards = self.directory / "shards"
-        return [shards] + ([_validation(shards)] if self.recipe.shards.val_fraction else [])
+        return [shards] + ([_validation(shards)] if self.recipe.val_fraction(self.source) else [])
 
     def _manifests(self, stage: str) -> list[Path]:
         """Return the files that a stage writes last; it is complete when all of them exist."""

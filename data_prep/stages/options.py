@@ -78,6 +78,7 @@ def _wrong_type(annotation: Any, content: Any) -> str | None:
     rules = {
         int: (is_number and content == int(content), "a whole number"),
         float: (is_number, "a number"),
+        float | None: (is_number, "a number"),
         bool: (isinstance(content, bool), "true or false"),
         str: (isinstance(content, str), "a string"),
         tuple[str, ...]: (

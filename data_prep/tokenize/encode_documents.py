@@ -3,7 +3,6 @@
 The result depends only on the documents and the tokenizer. Independent of files and tasks.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.read.documents import Document
+from data_prep.tokenize.held_out import is_held_out
 from data_prep.tokenize.parts import Batch
 from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ShardError
@@ -18,7 +18,6 @@ from zerolm.shards.manifest import token_dtype
 from zerolm.shards.origins import pack_origins
 
 LONG_DOCUMENT_TOKENS = 300  # mean length from which documents are copied one by one
-HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
 
 
 class IdCounts(NamedTuple):
@@ -26,16 +25,6 @@ class IdCounts(NamedTuple):
 
     inner_eos_ids: int = 0  # EOS ids inside documents
     unknown_ids: int = 0
-
-
-def is_held_out(utf8: bytes, fraction: float) -> bool:
-    """Return whether a document belongs to the validation split.
-
-    This depends only on its text, not on other documents or their order. Copies of a document are
-    in the same split, and a larger fraction holds out a superset of the documents.
-    """
-    digest = hashlib.blake2b(utf8, digest_size=8, person=b"zerolm-val").digest()
-    return int.from_bytes(digest, "big") < fraction * (1 << 64)
 
 
 @dataclass(frozen=True)

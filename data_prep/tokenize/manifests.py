@@ -36,9 +36,10 @@ def refuse_empty(outputs: Sequence[Path], records: Sequence[Record]) -> None:
     empty = [output for output, count in zip(outputs, counts, strict=True) if not count]
     if empty:
         skipped = sum(sum(record["dropped"].values()) for record in records)
+        flag = "--input" if len(empty) == len(counts) else "--val_fraction"
         raise ConfigError(
             f"{output}: would have no documents ({sum(counts)} were read, {skipped} skipped). "
-            + ("Check --input." if len(empty) == len(counts) else "Check --val_fraction.")
+            f"Check {flag}."
             for output in empty
         )
 

@@ -30,8 +30,9 @@ from data_prep.tasks.progress import Progress, ProgressWatcher
 from data_prep.tokenize import manifests as shard_manifests
 from data_prep.tokenize import parts, resume
 from data_prep.tokenize.assemble import BackgroundAssembly, Entry, run_assembly
-from data_prep.tokenize.encode_documents import HELD_OUT_HASH, DocumentEncoder
+from data_prep.tokenize.encode_documents import DocumentEncoder
 from data_prep.tokenize.encode_units import ENCODED_DIRECTORY, PART_SECONDS, EncodeUnits
+from data_prep.tokenize.held_out import HELD_OUT_HASH
 from data_prep.tokenizer import encoders
 from data_prep.tokenizer.encoder_choice import EncoderChoice, choose_backend
 from data_prep.tokenizer.load import Tokenizer

@@ -299,6 +299,28 @@ def test_a_stopped_stage_resumes(recipe, capsys):
     assert files_below(output) == first
 
 
+def test_a_source_may_hold_out_another_share_and_one_that_would_hold_out_none_is_refused(
+    recipe, capsys
+):
+    """Refused before anything is written, not when its shards are published at the end."""
+    (recipe.parent / "few.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    sources = json.loads(recipe.read_text())["sources"]
+    change(recipe, sources={**sources, "few": {"input": ["few.jsonl"]}})
+    assert main(["run", str(recipe), "--check"]) == 2
+    assert "sources.few.val_fraction: 0.2 holds out none of 1 documents" in capsys.readouterr().err
+    assert not (recipe.parent / "out").exists()
+    few = {"input": ["few.jsonl"], "val_fraction": 0}
+    change(recipe, sources={**sources, "few": few})
+    assert main(["run", str(recipe), "--workers", "1"]) == 0
+    output = recipe.parent / "out"
+    assert read_manifest(output / "few" / "shards")["num_documents"] == 1
+    assert not (output / "few" / "shards-validation").exists()
+    assert (output / "web" / "shards-validation" / "manifest.json").is_file()
+    change(recipe, sources={**sources, "few": {**few, "val_fraction": 2}})
+    assert main(["run", str(recipe), "--check"]) == 2
+    assert "sources.few.val_fraction: 2 is not at least 0" in capsys.readouterr().err
+
+
 def test_progress_shows_every_phase(recipe, capsys):
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     capsys.readouterr()
@@ -324,7 +346,8 @@ def test_shipped_recipes_are_valid_where_their_inputs_exist(
             file = here / pattern.replace("*", "part")
             file = file if file.suffix else file / "part.jsonl"
             file.parent.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps({source.get("text_field", "text"): text}) for text in TEXTS]
+            texts = [*TEXTS, *(f"Sentence {number}." for number in range(5000))]
+            lines = [json.dumps({source.get("text_field", "text"): text}) for text in texts]
             data = ("\n".join(lines) + "\n").encode()
             if file.suffix == ".gz":
                 import gzip

@@ -1,0 +1,42 @@
+"""Which documents are held out for validation: a rule on the text of each, by a hash."""
+
+import hashlib
+from collections.abc import Sequence
+
+from data_prep.read.bad_input import Tally
+from data_prep.read.documents import InputRules
+from data_prep.read.readers import Input
+from data_prep.read.work_units import plan_units, read_batches
+
+HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
+MAX_SEARCHED_BYTES = 64 << 20  # of a source, to find a document that is held out
+
+
+def is_held_out(utf8: bytes, fraction: float) -> bool:
+    """Return whether a document belongs to the validation split.
+
+    This depends only on its text, not on other documents or their order. Copies of a document are
+    in the same split, and a larger fraction holds out a superset of the documents.
+    """
+    digest = hashlib.blake2b(utf8, digest_size=8, person=b"zerolm-val").digest()
+    return int.from_bytes(digest, "big") < fraction * (1 << 64)
+
+
+def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float) -> str | None:
+    """Return why a small source could not be divided: none of its documents would be held out.
+
+    Of a source of more than MAX_SEARCHED_BYTES, or of the hub, nothing is read.
+
+    Raises:
+        ConfigError: bad input that `rules` do not allow.
+    """
+    size = sum(each.size_bytes or 0 for each in inputs)
+    if not fraction or size > MAX_SEARCHED_BYTES or any(each.hub for each in inputs):
+        return None
+    tally, number = Tally(), 0
+    for unit in plan_units(inputs):
+        for batch in read_batches(inputs, unit, rules, tally):
+            if any(is_held_out(each.text.encode(), fraction) for each in batch.documents):
+                return None
+            number += len(batch.documents)
+    return f"{fraction:g} holds out none of {number:,} documents. Set it to 0, or higher."
