@@ -51,18 +51,13 @@ def write_inputs(directory: Path) -> None:
     for name in LINKS:
         (directory / name).symlink_to(ROOT / name)
     # Copied, not linked, because the paths in a recipe are relative to the file.
-    recipes = shutil.copytree(ROOT / "data_prep" / "recipes", directory / "data_prep" / "recipes")
-    recipe = recipes / "web_english.json"  # of this small corpus its filters keep 21 documents
-    recipe.write_text(recipe.read_text().replace('"val_fraction": 0.001', '"val_fraction": 0.3'))
+    shutil.copytree(ROOT / "data_prep" / "recipes", directory / "data_prep" / "recipes")
     texts = paragraphs()
     lines = b"\n".join(orjson.dumps({"text": text}) for text in texts)
-    for folder in ("corpus/web", "raw/web"):
-        (directory / folder).mkdir(parents=True)
-        (directory / folder / "part.jsonl").write_bytes(lines)
-    (directory / "corpus" / "code").mkdir()
+    for folder in ("web", "code"):
+        (directory / "corpus" / folder).mkdir(parents=True)
+    (directory / "corpus" / "web" / "part.jsonl").write_bytes(lines)
     pq.write_table(pa.table({"text": texts[::2]}), directory / "corpus" / "code" / "part.parquet")
-    (directory / "evaluation").mkdir()
-    write_items(directory / "evaluation" / "hellaswag_val.jsonl", 20)
     write_items(directory / "hellaswag_val.jsonl", 20)
 
 
