@@ -85,6 +85,17 @@ def test_an_encoder_that_fails_on_a_text_is_refused():
     assert "RuntimeError for '{'" in result.refused
 
 
+def test_an_encoder_that_failed_once_is_not_refused():
+    failures = iter([True, True])
+
+    def fails_at_first(texts):
+        if next(failures, False):
+            raise RuntimeError("Already borrowed")
+        return encode(texts)
+
+    assert check_equivalence(encode, fails_at_first, []).refused is None
+
+
 def test_the_candidate_is_called_by_one_thread_at_a_time():
     lock = threading.Lock()
 
