@@ -111,7 +111,7 @@ class LocalFiles:
             first, end = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
             if shard.unverified.find(1, first, end) >= 0:
                 shard.prefetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
-            elif not (self._stays_cached and shard.unverified):
+            elif not self._stays_cached:
                 shard.prefetch(start * size, stop * size)
         return []
 
@@ -205,7 +205,7 @@ class LocalFiles:
     def _close_shard(self, number: int) -> None:
         """Close a shard; a reader that is using it keeps its map."""
         shard = self._open.pop(number, None)
-        if shard is not None and shard.unverified:
+        if shard is not None:
             self._closed[number] = np.packbits(np.frombuffer(shard.unverified, np.uint8)).tobytes()
 
     def _verify(self, number: int, shard: "_OpenShard", first: int, end: int) -> None:

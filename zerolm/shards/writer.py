@@ -50,7 +50,7 @@ class ShardWriter:
         tokenizer: dict[str, Any],
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
     ):
-        assert 0 <= eos_id < vocab_size and shard_tokens > 0
+        assert 0 <= eos_id < vocab_size
         self.directory = Path(directory)
         self.vocab_size, self.eos_id, self.tokenizer = vocab_size, eos_id, tokenizer
         self.shard_tokens = shard_tokens
@@ -81,7 +81,7 @@ class ShardWriter:
         tokens = np.asarray(token_ids)
         ends = np.asarray([len(tokens)] if document_ends is None else document_ends, np.int64)
         assert len(ends) and ends[-1] == len(tokens), "document_ends must cover the token ids"
-        assert ends[0] > 0 and (np.diff(ends) > 0).all(), "every document needs its EOS id"
+        assert (np.diff(ends, prepend=0) > 0).all(), "every document needs its EOS id"
         largest, smallest = int(tokens.max()), int(tokens.min())
         if largest >= self.vocab_size or smallest < 0:
             raise ShardError(

@@ -42,13 +42,16 @@ def test_the_checksum_is_the_published_one():
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
 
 
+@pytest.mark.parametrize("stays_cached", [False, True])
 def test_unverified_ids_are_prefetched_by_whole_blocks_and_verified_ones_as_they_are(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, stays_cached
 ):
+    """Verified ids of a source that stays in the page cache need no prefetch."""
     per_block = BLOCK_BYTES // 2
     data = np.arange(3 * per_block + 5) % 900
     source = open_source(write(tmp_path / "s", [[*data.tolist(), EOS]]))
     asked = []
+    source.files._stays_cached = stays_cached
     shard = source.files._open_shard(0)
     monkeypatch.setattr(type(shard), "prefetch", lambda self, *ends: asked.append(ends))
     source.files.prefetch([(0, per_block + 1, 2 * per_block + 1)])
@@ -58,4 +61,4 @@ def test_unverified_ids_are_prefetched_by_whole_blocks_and_verified_ones_as_they
     )
     asked.clear()
     source.files.prefetch([(0, per_block + 1, 2 * per_block)])
-    assert asked in ([], [(BLOCK_BYTES + 2, 2 * BLOCK_BYTES)])
+    assert asked == ([] if stays_cached else [(BLOCK_BYTES + 2, 2 * BLOCK_BYTES)])

@@ -19,6 +19,7 @@ from zerolm.shards.checksums import block_checksum
 from zerolm.shards.directory import output_problems
 from zerolm.shards.manifest import token_dtype
 from zerolm.shards.reader import open_source, verify
+from zerolm.shards.writer import ShardWriter
 
 ENDINGS = ("bin", "idx", "sums")
 
@@ -95,6 +96,23 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path, token):
         writer(tmp_path / "s") as w,
     ):
         w.add(np.array([token, EOS]))
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("eos_id", [-1, 1000])
+def test_documents_cannot_end_in_an_id_outside_of_the_vocabulary(tmp_path, eos_id):
+    with pytest.raises(AssertionError):
+        ShardWriter(tmp_path / "s", vocab_size=1000, eos_id=eos_id, tokenizer=TOKENIZER)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("ends", [[0, 2], [2, 2], [1, 1, 2], [3, 2]])
+def test_a_document_without_ids_is_refused(tmp_path, ends):
+    with (
+        pytest.raises(AssertionError, match="every document needs its EOS id"),
+        writer(tmp_path / "s") as open_writer,
+    ):
+        open_writer.add(np.array([EOS, EOS]), np.array(ends))
     assert not (tmp_path / "s").exists()
 
 
@@ -191,13 +209,16 @@ def test_few_shards_are_open_at_a_time_and_each_block_is_verified_once(tmp_path,
 
 
 def test_more_shards_can_be_read_than_files_may_be_open(tmp_path, monkeypatch):
+    """At most 16 shards are open, with two files each, or an eighth of the limit on files."""
     source = open_source(many_shards(tmp_path / "s", 90, monkeypatch))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, before[1]))
-    try:
-        for number in [*range(90), *range(90)]:
-            source.files.prefetch([(number, 0, 2)])
-            assert source.ids(number, 0, 2).tolist() == [number + 1, EOS]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for limit in (used + 60, 400):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            for number in [*range(90), *range(90)]:
+                source.files.prefetch([(number, 0, 2)])
+                assert source.ids(number, 0, 2).tolist() == [number + 1, EOS]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert len(source.files._open) == max(16, limit // 8)
