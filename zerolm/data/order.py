@@ -292,7 +292,7 @@ def block_size(shares: Sequence[Fraction], block: int = BLOCK_SEQUENCES) -> int:
 
 
 def exact_shares(
-    weights: Sequence[float], where: str = "--data", *, allow_zero: bool = False
+    weights: Sequence[float], where: str = "--data", *, allow_zero: bool
 ) -> list[Fraction]:
     """Return weights as exact shares of 1.
 

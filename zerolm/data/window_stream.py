@@ -90,7 +90,7 @@ class WindowStream(IterableDataset):
         document_mask: bool,
         packing: str = CONCAT,
     ):
-        assert seq_len > 0 and micro_batch_size > 0 and 0 <= rank < world_size
+        assert 0 <= rank < world_size
         self.packed = packing == BEST_FIT
         self.reader: WindowReader | PackedReader = (
             PackedReader(sources, [open_packing(source, seq_len) for source in sources])

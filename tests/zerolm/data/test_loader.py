@@ -219,6 +219,13 @@ def test_validation_splits_evenly_over_sources(sources, asked, split):
     assert torch.bincount(used, minlength=2).tolist() == split
 
 
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_of_the_world_gets_no_data(sources, rank):
+    for make in (stream, validation):
+        with pytest.raises(AssertionError):
+            make(sources, rank=rank, world_size=2)
+
+
 def test_sources_too_short_for_one_sequence_are_refused(sources, tmp_path):
     short = [write_source(tmp_path / name, 16, seed=0) for name in ("one", "two")]
     for make in (
@@ -230,6 +237,11 @@ def test_sources_too_short_for_one_sequence_are_refused(sources, tmp_path):
         assert len(refusal.value.problems) == 2
         assert str(tmp_path / "one") in refusal.value.problems[0]
     assert num_windows(write_source(tmp_path / "three", 17, seed=0).num_tokens, SEQ_LEN) == 1
+
+
+def test_the_first_micro_batch_is_read_alone_so_that_training_starts_sooner(sources):
+    sizes = [len(group.tokens) for group in stream(sources).read_groups(30)]
+    assert sizes == [1, 29, 30, 20]
 
 
 def test_as_many_micro_batches_are_read_at_once_as_fit_and_one_at_least(sources):

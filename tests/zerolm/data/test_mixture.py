@@ -206,6 +206,7 @@ def test_only_stages_that_have_not_started_may_change():
     # The block at 64 ends at 100 in the other, which permutes it differently.
     assert not same_order_until(now, early, 65)
     assert same_order_until([Stage(0, (5000.0,))], [Stage(0, (1.0,))], 10**9)  # of one source
+    assert same_order_until([Stage(0, (1,))], [Stage(0, (1,)), Stage(100, (1,))], 90)
 
 
 @given(mixtures(), st.lists(st.one_of(st.none(), st.integers(10, 60)), min_size=5, max_size=5))

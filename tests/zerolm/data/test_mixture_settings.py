@@ -40,6 +40,12 @@ def test_the_cap_of_one_source_overrides_that_of_all():
     assert resolved.stages == [Stage(0, (7, 3, 1))] and resolved.supply is None
 
 
+def test_the_lowest_cap_of_a_source_is_one_of_its_sequences():
+    for cap, number in (("math=0.02", 0), ("math=0.0199", 1)):
+        _, _, problems = mixture((7, 3, 1), max_epochs=(cap,))
+        assert len(problems) == number
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -97,7 +103,9 @@ def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
             part = f"{weights[number] / sum(weights):.3%}" if weights[number] else "-"
             taken = (order.counts(end) - order.counts(start))[number]
             assert share == part and float(epochs) == float(f"{taken / SIZES[number]:.3g}")
-        assert cells[-3] == f"{order.counts(2000)[number] * 100:,}"
+        taken = order.counts(2000)[number]
+        assert cells[1] == f"{SIZES[number] * 100:,}" and cells[-3] == f"{taken * 100:,}"
+        assert cells[-2] == f"{taken / SIZES[number]:.3g}"
     assert lines[2].endswith("1") and lines[3].endswith("2") and lines[1].endswith("-")
     settings, resolved, _ = mixture((6, 3, 1), max_epochs=("1",), over_max_epochs="redistribute")
     supply = resolved.supply

@@ -237,6 +237,6 @@ def test_windows_cover_every_target_once():
 
 
 def test_the_smallest_share_of_a_source_is_two_to_the_minus_twenty():
-    assert exact_shares([1, (1 << 20) - 1])[0] == Fraction(1, 1 << 20)
+    assert exact_shares([1, (1 << 20) - 1], allow_zero=False)[0] == Fraction(1, 1 << 20)
     with pytest.raises(ConfigError, match=r"the minimum is 2\^-20"):
-        exact_shares([1, 1 << 20])
+        exact_shares([1, 1 << 20], allow_zero=False)

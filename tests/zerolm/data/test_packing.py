@@ -9,10 +9,17 @@ import torch
 
 from data_prep.tokenize.pack import pack
 from tests.launching import EOS, write_shards
-from zerolm.common.errors import ShardError
+from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.data.loader import TokenStream, ValidationStream, make_loader
 from zerolm.data.order import Order
-from zerolm.data.packing import PIECE, ROW_END, data_fingerprint, num_rows, open_packing
+from zerolm.data.packing import (
+    PIECE,
+    ROW_END,
+    data_fingerprint,
+    num_rows,
+    open_packing,
+    verify_packings,
+)
 from zerolm.data.window_text import read_row
 from zerolm.optim.schedule import BatchSchedule
 from zerolm.shards.reader import open_source
@@ -142,6 +149,57 @@ def test_a_pickled_stream_carries_no_index(sources):
     used = stream(sources)
     next(iter(used))
     assert len(pickle.dumps(used)) < 20_000
+
+
+def test_a_source_has_the_rows_of_its_index_or_all_windows(sources):
+    source = sources[1]
+    tokens, ends, _ = files_of(source.directory)
+    windows = len(range(0, len(tokens) - SEQ_LEN, SEQ_LEN))
+    assert windows != len(ends)
+    for packing, number in (("best_fit", len(ends)), ("concat", windows)):
+        parsed = "".join(list(packing))  # another object than the constant, as from a flag
+        assert num_rows(source, SEQ_LEN, parsed) == number
+
+
+def test_one_row_is_enough_for_an_index(tmp_path):
+    source = open_source(write_shards(tmp_path, 2))
+    pack(source, 1000)
+    assert num_rows(source, 1000, "best_fit") == 1
+
+
+@pytest.mark.parametrize("part", ["rows", "pieces"])
+def test_a_damaged_row_is_refused_unless_it_could_be_one(tmp_path, part):
+    """Each bit of the first two entries flipped: what is returned is always inside the source."""
+    source = open_source(write_shards(tmp_path, 20))
+    pack(source, SEQ_LEN)
+    packing, file = open_packing(source, SEQ_LEN), tmp_path / f"packing-{SEQ_LEN}.{part}"
+    intact, refused = file.read_bytes(), 0
+    for bit in range(8 * 2 * (ROW_END if part == "rows" else PIECE).itemsize):
+        content = bytearray(intact)
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        for row in (0, 1):
+            try:
+                starts, lengths = (each.astype(object) for each in packing.pieces(row))
+            except ShardReadError:
+                refused += 1
+            else:
+                assert len(starts) > 0 and sum(lengths) <= SEQ_LEN + 1
+                assert max(starts + lengths) <= source.num_tokens
+    assert refused > 100
+
+
+def test_all_damaged_indices_of_a_source_are_named(tmp_path):
+    source = open_source(write_shards(tmp_path, 20))
+    for seq_len in (8, 32, 64):
+        pack(source, seq_len)
+    (tmp_path / "packing-notes.json").write_text("not an index")
+    assert verify_packings(source) == []
+    rows = (tmp_path / "packing-32.rows").read_bytes()
+    (tmp_path / "packing-32.rows").write_bytes(bytes([rows[0] ^ 1]) + rows[1:])
+    (tmp_path / "packing-64.pieces").unlink()
+    damaged, missing = verify_packings(source)
+    assert "packing-32.rows: is damaged" in damaged and "packing-64.pieces: is missing" in missing
 
 
 def test_the_fingerprint_of_the_data_includes_the_rows(sources, tmp_path):
