@@ -74,6 +74,16 @@ def test_milestones_and_best_checkpoints_are_kept(tmp_path) -> None:
     assert kept == [2, 4, 7, 10, 12]
 
 
+def test_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path) -> None:
+    write(tmp_path, 5)
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.unlink()
+    latest.mkdir()
+    (problem,) = rotate(publish(*fill(tmp_path, 10)), Retention(last=1))
+    assert problem.startswith(f"{latest} cannot be written: ")
+    assert names(tmp_path) == ["latest", "step-00000010"]
+
+
 PUBLISHING = """
 import json, sys
 from pathlib import Path
@@ -102,6 +112,17 @@ def test_kill_at_any_point_of_publishing_leaves_a_complete_checkpoint(tmp_path, 
     assert remove_unfinished(unfinished.parent, unfinished) == []
     write(tmp_path, 15, Retention(last=1))
     assert names(tmp_path) == ["latest", "step-00000015"]
+
+
+def test_a_file_named_like_an_unfinished_checkpoint_is_set_aside_if_its_name_is_needed(
+    tmp_path,
+) -> None:
+    for step in (5, 10, 15):
+        (tmp_path / f".tmp-step-{step:08d}").touch()
+    assert remove_unfinished(tmp_path, tmp_path / ".tmp-step-00000010") == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".tmp-step-00000005", ".tmp-step-00000015", "foreign-.tmp-step-00000010",
+    ]  # fmt: skip
 
 
 def test_directory_without_a_manifest_is_ignored(tmp_path) -> None:
@@ -230,6 +251,22 @@ def test_copies_of_checkpoints_are_ignored_by_everything(tmp_path) -> None:
     shutil.rmtree(checkpoints / "step-00000010")
     (checkpoints / "latest").unlink()
     assert candidates(tmp_path) == ([], {}), "nothing of the run itself is left"
+
+
+@pytest.mark.parametrize(
+    ("occupy", "kept"),
+    [
+        (Path.mkdir, ["damaged-step-00000005"]),
+        (Path.touch, ["foreign-step-00000005"]),
+        (lambda path: path.symlink_to(path.parent), []),
+    ],
+    ids=["directory", "file", "link"],
+)
+def test_what_has_the_name_of_a_new_checkpoint_is_set_aside(tmp_path, occupy, kept) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    occupy(tmp_path / "checkpoints" / "step-00000005")
+    assert checkpoint_directory.read(write(tmp_path, 5)).progress.step == 5
+    assert names(tmp_path) == sorted([*kept, "latest", "step-00000005"])
 
 
 def test_a_link_to_a_checkpoint_is_not_followed(tmp_path) -> None:

@@ -107,6 +107,15 @@ def test_rolled_back_checkpoints_are_set_aside_and_never_resumed(run_dir) -> Non
     assert progress.skipped_windows == [[8 * 26, 8 * 33]]
 
 
+@pytest.mark.parametrize("left", [10, 20, 30])
+def test_latest_names_the_newest_checkpoint_that_a_rollback_leaves(run_dir, left) -> None:
+    now = Progress(step=33, position=8 * 33)
+    rollback.record(run_dir, rollback.plan(run_dir, now, BATCH, left + 1, 0, "x"))
+    (run_dir / "checkpoints" / "latest").unlink()
+    rollback.apply_recorded(run_dir)
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"step-{left:08d}\n"
+
+
 def test_next_start_completes_a_rollback_that_crashed_at_any_point(run_dir, monkeypatch) -> None:
     add_checkpoint(run_dir, 32)
     recorded(run_dir)
