@@ -39,6 +39,13 @@ def test_bounds_are_zclips_and_survive_a_restart_at_any_step(fixed):
     np.testing.assert_allclose([bound or math.inf for bound in bounds], expected, rtol=1e-9)
 
 
+def test_a_norm_at_the_threshold_is_not_an_outlier():
+    """After equal norms, whose deviation is 0, the threshold counts in units of 1e-6."""
+    clipping = Clipping(2.0, 0.5 / 1e-6)
+    clipping.statistics = NormStatistics(mean=1.0, variance=0.0)
+    assert clipping.bound(1.5) == 2.0 and clipping.bound(1.5001) == 1.0
+
+
 def test_without_a_threshold_only_the_fixed_norm_clips():
     clipping = Clipping(0.5, 0.0)
     for norm in [1.0] * 30 + [100.0]:

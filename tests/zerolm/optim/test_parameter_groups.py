@@ -111,6 +111,14 @@ def test_the_original_shape_of_a_partitioned_parameter_counts():
     assert decays(model, "weight") and not decays(model, "bias")
 
 
+@pytest.mark.parametrize(("norms", "more"), [(6, ""), (7, ", and 2 more")])
+def test_at_most_twelve_kinds_of_parameters_are_named(norms, more):
+    model = nn.ModuleDict({f"norm_{number}": nn.LayerNorm(4) for number in range(norms)})
+    kinds = [f"norm_{number}.{leaf}" for number in range(6) for leaf in ("weight", "bias")]
+    line = describe_groups(model, 0.1)
+    assert line.endswith(f"{2 * norms} tensors with {8 * norms} values ({', '.join(kinds)}{more})")
+
+
 def test_the_groups_are_described_in_one_line():
     config = AutoConfig.for_model("llama", **SMALL)
     model = AutoModelForCausalLM.from_config(config)
