@@ -74,7 +74,9 @@ def head_flops_per_token(
         if len(shape) == 2 and shape[0] == text_config.vocab_size and not LOOKUP.search(name)
     ]
     if getattr(config, "tie_word_embeddings", False):
-        return 2 * text_config.vocab_size * _output_width(text_config, shapes)
+        width = _output_width(text_config, shapes)
+        if width:
+            return 2 * text_config.vocab_size * width
     return 2 * math.prod(heads[0]) if heads else 0.0
 
 

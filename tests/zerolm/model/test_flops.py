@@ -123,8 +123,25 @@ def test_a_model_without_attention_or_head_has_the_flops_of_its_matrices():
 
 
 def test_the_head_is_the_matrix_with_a_row_for_each_token_id():
-    shapes = {"model.layers.0.mlp.up_proj.weight": (2048, 128), "lm_head.weight": (512, 128)}
-    assert head_flops_per_token(make_config("llama"), shapes) == 2 * 512 * 128
+    shapes = {
+        "model.embed_tokens.weight": (512, 128),
+        "model.embed_tokens_per_layer.weight": (512, 48),
+        "model.layers.0.mixer.conv1d.weight": (512, 1, 4),
+        "model.layers.0.mlp.up_proj.weight": (2048, 128),
+    }
+    head = {"lm_head.weight": (512, 128)}
+    assert head_flops_per_token(make_config("llama"), shapes | head) == 2 * 512 * 128
+    assert head_flops_per_token(make_config("llama tied"), shapes) == 2 * 512 * 128
+
+
+@pytest.mark.parametrize("name", ["tok_embeddings", "token_emb"])
+def test_a_tied_matrix_counts_once_as_the_head_whatever_its_name_is(name):
+    config = make_config("llama tied")
+    config.num_attention_heads = 0
+    shapes = {f"model.{name}.weight": (512, 128)}
+    assert flops_per_token(config, shapes, 96) == 6 * 512 * 128
+    assert head_flops_per_token(config, shapes) == 2 * 512 * 128
+    assert recomputed_flops_per_token(config, shapes, 96) == 0
 
 
 def test_layers_of_other_kinds_attend_to_their_own_number_of_keys():
