@@ -524,8 +524,8 @@ class Settings:
     )
     max_skips: int = _count(
         "stability",
-        "give up if more than this many of the last 1000 steps were spikes, skipped or not; 0: no "
-        "limit (default: 30)",
+        "give up if this many of the last 1000 steps were spikes, skipped or not; 0: no limit "
+        "(default: 30)",
         "N",
         default=30,
         minimum=0,
