@@ -172,7 +172,11 @@ def table_of(outcomes: Sequence[Outcome]) -> str:
 def run(
     turn: Sequence[Sequence[str]], seconds: Mapping[str, float], start_before: float, until: float
 ) -> tuple[bool, list[Outcome]]:
-    """Run the groups of a turn, one after the other; times are of the monotonic clock."""
+    """Run the groups of a turn, one after the other; times are of the monotonic clock.
+
+    Most of these tests kill processes at some moment and wait for others with a limit, so a test
+    that failed runs once more, alone, and is bad if it fails again. The table has both.
+    """
     good, outcomes = True, list[Outcome]()
     for group in turn:
         if time.monotonic() + duration(group, seconds) > start_before and outcomes:
@@ -181,7 +185,16 @@ def run(
         print(f"\nsoak: {len(group)} of {file_of(group[0])}, "
               f"about {duration(group, seconds):.0f} s", flush=True)  # fmt: skip
         passed, found = run_group(group, until)
-        good, outcomes = good and passed, outcomes + found
+        outcomes += found
+        failed = {each.name.partition("::")[2] for each in found if each.outcome == "failed"}
+        if failed:
+            print(f"soak: again, what failed: {len(failed)} of {len(group)}", flush=True)
+            names = [name for name in group if name.partition("::")[2] in failed]
+            passed, again = run_group(names, until)
+            outcomes += [
+                each._replace(outcome=f"{each.outcome} at the second try") for each in again
+            ]
+        good = good and passed
     return good, outcomes
 
 

@@ -86,6 +86,11 @@ import pathlib, subprocess, pytest
 pytestmark = pytest.mark.soak
 def test_good(): pass
 def test_bad(): assert 0
+def test_unlucky():
+    mark = pathlib.Path(__file__).with_suffix(".mark")
+    before = mark.exists()
+    mark.touch()
+    assert before
 @pytest.mark.skip(reason="no GPU")
 def test_skipped(): pass
 def test_endless():
@@ -101,8 +106,14 @@ def test_a_failure_fails_the_turn_and_a_test_that_does_not_end_is_ended(tmp_path
     now = time.monotonic()
     good, found = run_group([f"{file}::test_good", f"{file}::test_skipped"], now + 60)
     assert good and [each.outcome for each in found] == ["passed", "skipped: no GPU"]
-    good, found = run([[f"{file}::test_bad", f"{file}::test_good"]], {}, now + 600, now + 60)
-    assert not good and [each.outcome for each in found] == ["failed", "passed"]
+    group = [f"{file}::{name}" for name in ("test_bad", "test_good", "test_unlucky")]
+    good, found = run([group], {}, now + 600, now + 60)
+    assert [each.outcome for each in found] == [
+        "failed", "passed", "failed", "failed at the second try", "passed at the second try",
+    ]  # fmt: skip
+    assert not good
+    good, found = run([group[1:]], {}, now + 600, now + 60)
+    assert good and [each.outcome for each in found] == ["passed", "passed"]
     until = time.monotonic() + 8
     good, found = run_group([f"{file}::test_endless"], until)
     assert not good and found == [Outcome(f"{file}::test_endless", 0, "ended: out of time")]
