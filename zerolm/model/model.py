@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from zerolm.common.errors import ConfigError
 from zerolm.model.architecture import (
     causal_lm_class,
     num_active_parameters,
@@ -48,7 +49,12 @@ class Model:
         """
         notices: list[str] = []
         config = load_model_config(path, notices)
-        return cls(path, config, parameter_shapes(config), tuple(notices))
+        try:
+            shapes = parameter_shapes(config)
+        except ConfigError as error:
+            lines = [line.replace("model config", path, 1) for line in error.problems]
+            raise ConfigError(lines) from error
+        return cls(path, config, shapes, tuple(notices))
 
     @classmethod
     def from_config(cls, config: "PretrainedConfig", path: str = "model config") -> "Model":

@@ -189,7 +189,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
     if pairs[-1][1] == pairs[-1][2] and settings.seq_len == old_settings.get("seq_len"):
         pairs.append(_stage_pair(record, settings, plan.mixture.stages, fixed_sequences))
     old_print = record.get("data_fingerprint")
-    where = "--data has other tokens"
+    where = "--data has other tokens, or a manifest.json of it has changed"
     pairs.append(("data_fingerprint", old_print, plan.data_fingerprint, where))
     if router_loss_coefficient(plan.model.config):
         old, new = old_settings.get("micro_batch_size"), settings.micro_batch_size

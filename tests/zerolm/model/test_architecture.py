@@ -1,5 +1,6 @@
 """Compared with models of transformers and with published parameter counts."""
 
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from tests import ROOT, tracked
 from zerolm.common.errors import ConfigError
 from zerolm.model.architecture import num_active_parameters, num_parameters, parameter_shapes
 from zerolm.model.config_file import load_model_config
+from zerolm.model.model import Model
 
 SHIPPED = tracked("model_configs/*.json")
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
@@ -111,6 +113,14 @@ def test_a_config_without_a_buildable_model_is_refused():
     config = AutoConfig.for_model(**LLAMA, hidden_act="sillu")
     with pytest.raises(ConfigError, match=r"a 'llama' model cannot be built .*sillu"):
         parameter_shapes(config)
+
+
+def test_a_config_file_without_a_buildable_model_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "hidden_act": "sillu"}))
+    with pytest.raises(ConfigError) as refused:
+        Model.load(str(path))
+    assert str(refused.value).startswith(f"{path}: a 'llama' model cannot be built")
 
 
 def test_import_is_cheap():
