@@ -231,5 +231,5 @@ def test_each_device_has_the_peaks_of_its_datasheet(device):
     ],
 )
 def test_names_of_variants_and_precisions_have_the_right_peak(device, dtype, teraflops):
-    peak = peak_flops_per_second(device, dtype)
+    peak = peak_flops_per_second(device, "".join(list(dtype)))  # a string, not only the constant
     assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))
