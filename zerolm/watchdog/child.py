@@ -21,6 +21,12 @@ from zerolm.watchdog import progress
 
 MAX_PAUSE_SECONDS = 600.0
 WAIT_SECONDS = 0.05
+# `python -m zerolm`, but without the current directory, whose files would take the place of modules
+# (and `python -P` needs Python 3.11).
+MAIN = (
+    "import sys; sys.path = [entry for entry in sys.path if entry]; "
+    "from zerolm.__main__ import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 class Child:
@@ -47,7 +53,7 @@ class Child:
         first_pause_seconds: float = 0.0,
         max_failures: float = float("inf"),
     ):
-        self.command = [sys.executable, "-m", "zerolm", *map(str, arguments)]
+        self.command = [sys.executable, "-c", MAIN, *map(str, arguments)]
         self.command += ["--of_process", str(os.getpid())]
         self.log, self.supervised, self.endless = log, supervised, endless
         self.first_pause_seconds, self.max_failures = first_pause_seconds, max_failures

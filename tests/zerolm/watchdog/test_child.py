@@ -72,6 +72,16 @@ def test_a_process_that_cannot_be_started_is_retried_later(tmp_path) -> None:
     assert not one.running and not one.due() and one.failures == 0
 
 
+def test_files_in_the_current_directory_never_take_the_place_of_modules(tmp_path, monkeypatch):
+    (tmp_path / "zerolm").mkdir()
+    for name in ("zerolm/__init__.py", "zerolm/__main__.py", "json.py", "logging.py"):
+        (tmp_path / name).write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    one = Child("report", "--help", log=tmp_path / "log")
+    assert run(one) == 0 and "of_process" not in (log := (tmp_path / "log").read_text())
+    assert "usage: python -m zerolm report" in log
+
+
 @pytest.mark.parametrize("supervised", [True, False])
 def test_only_a_supervised_child_has_the_mark_of_the_supervisor(
     tmp_path: Path, monkeypatch, supervised
