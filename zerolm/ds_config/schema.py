@@ -178,11 +178,14 @@ def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
 def _block_problems(key: str, value: Any, choices: frozenset[str], name: str) -> list[str]:
     if not isinstance(value, Mapping):
         return [f"{name}: {key}: {shown(value)}, must be an object. Write {{...}} or remove it."]
-    return [
+    problems = [
         f"{name}: {key}.{inner}: {_unknown(inner, choices)}"
         for inner in value
         if inner not in choices
     ]
+    if key in ("optimizer", "scheduler") and not isinstance(value.get("params", {}), Mapping):
+        problems += _block_problems(f"{key}.params", value["params"], frozenset(), name)
+    return problems
 
 
 def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:

@@ -23,6 +23,16 @@ BAD = {
         "optimizer.param",
         '"params"',
     ),
+    "parameters that are null": (
+        {"optimizer": {"type": "AdamW", "params": None}},
+        "optimizer.params: null",
+        "must be an object",
+    ),
+    "parameters in a list": (
+        {"scheduler": {"type": "WarmupLR", "params": []}},
+        "scheduler.params: []",
+        "must be an object",
+    ),
     "a wrong type": ({"gradient_clipping": "one"}, 'gradient_clipping: "one"', "number"),
     "a wrong stage": (zero(4), "zero_optimization.stage: 4", "1, 2 or 3"),
     "delayed updates": (zero(2, zenflow={}), "zero_optimization.zenflow", "Remove the block"),
