@@ -61,7 +61,7 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
 
     Args:
         path: the file, or a directory with a config.json.
-        notices: gets a line with the keys that nobody reads.
+        notices: gets a line with the keys that nobody reads, and one for each ignored value.
 
     Raises:
         ConfigError: a missing file, invalid JSON, an unknown or unsuitable model type, values that
@@ -74,11 +74,18 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
     for key in ("attn_implementation", "_attn_implementation"):
         if str(values.get(key)).startswith("flash_attention_"):
             del values[key]  # --attn_implementation decides; here it could download a kernel
+    notices = [] if notices is None else notices
+    for key, needed in config_keys.OF_THE_OUTPUTS.items():
+        if isinstance(values.get(key), bool) and values[key] != needed:
+            notices.append(
+                f"{file}: {key}: ignored, training and export need {str(needed).lower()}"
+            )
+            del values[key]
     config_class = _config_class(file, values)
     config, problems = _construct(file, config_class, values)
     if config is not None:
         problems += _contradictions(file, config)
-        problems += _check_keys(file, config, values, notices if notices is not None else [])
+        problems += _check_keys(file, config, values, notices)
     problems += kernel_problems(file, values)
     if problems:
         raise ConfigError(problems)

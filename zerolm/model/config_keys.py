@@ -26,6 +26,8 @@ OF_THE_CHECKPOINT = {
     "auto_map": "code of the model, which is never executed",
     "quantization_config": "training uses unquantised weights",
 }
+# Keys that only change what a forward pass returns, with the value that a run needs.
+OF_THE_OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 # Sizes, and how other families and older code call them. A class that knows another name only would
 # take its default: the file of a small model would give one of another size.
 OTHER_NAMES_OF_SIZES = {

@@ -241,3 +241,11 @@ def test_keys_about_the_published_weights_do_not_reach_the_config(tmp_path):
     assert not set(about) & set(config.to_dict())
     assert "auto_map (code of the model, which is never executed)" in notice
     assert "quantization_config (training uses unquantised weights)" in notice
+
+
+def test_keys_about_the_form_of_outputs_do_not_reach_the_model(tmp_path):
+    """With tuples as outputs the first step would fail, and attention weights prevent an export."""
+    form = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
+    config, notices = load(tmp_path, {**LLAMA, **form})
+    assert config.to_dict() == load(tmp_path, LLAMA)[0].to_dict()
+    assert all(f"{key}: ignored" in notice for key, notice in zip(form, notices, strict=True))
