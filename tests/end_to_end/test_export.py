@@ -1,6 +1,7 @@
 """An exported model has the logits of the engine that trained it, bit for bit."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +41,15 @@ COMBINATIONS = [
 ]  # fmt: skip
 
 
-def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
+def zerolm(
+    *arguments: object, max_file_bytes: int = resource.RLIM_INFINITY
+) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
     return subprocess.run(
         [sys.executable, "-m", "zerolm", *map(str, arguments)], cwd=ROOT, env=environment(),
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=300, check=False, preexec_fn=limit,
     )  # fmt: skip
 
 
@@ -63,6 +69,9 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
     done = run_ranks(2, *flags, "--wandb", "off")
     assert done.returncode == 0, done.stdout[-4000:]
 
+    full = zerolm("export", run_dir, out, max_file_bytes=SHARD_BYTES)
+    assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
+    assert f"{out}: nothing was exported: " in full.stderr and "File too large" in full.stderr
     exported = zerolm("export", run_dir, out, "--max_shard_size", SHARD_BYTES)
     assert exported.returncode == 0, exported.stderr
     assert "are bit-identical" in exported.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 from zerolm.checkpoint.directory import Checkpoint
 from zerolm.cli.verify_checkpoint import CHECKPOINT_HELP, verified_checkpoint
 from zerolm.common.command_line import size_bytes
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.config.run_records import find_run_json
 
 
@@ -32,6 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from safetensors import SafetensorError
+
     from zerolm.export import hub
     from zerolm.export.export import MAX_SHARD_BYTES, check_room, export
 
@@ -44,16 +46,19 @@ def run(arguments: argparse.Namespace) -> None:
     if tokenizer_dir is None or not tokenizer_dir.is_dir():
         print(f"note: {run_dir}: its token shards have no tokenizer, so none is exported")
     name = arguments.push or output.absolute().name
-    result = export(
-        checkpoint.directory,
-        checkpoint.manifest,
-        output,
-        arguments.precision,
-        tokenizer_dir,
-        eos_id,
-        lambda num_parameters: _card(checkpoint, run_dir, name, num_parameters),
-        arguments.max_shard_size or MAX_SHARD_BYTES,
-    )
+    try:
+        result = export(
+            checkpoint.directory,
+            checkpoint.manifest,
+            output,
+            arguments.precision,
+            tokenizer_dir,
+            eos_id,
+            lambda num_parameters: _card(checkpoint, run_dir, name, num_parameters),
+            arguments.max_shard_size or MAX_SHARD_BYTES,
+        )
+    except (OSError, SafetensorError) as error:  # a full disk, a directory that is not writable
+        raise ZerolmError(f"{output}: nothing was exported: {error}") from error
     print(f"{output}: {result}")
     print("load it with AutoModelForCausalLM.from_pretrained")
     if arguments.push:
