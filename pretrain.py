@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zerolm.checkpoint.directory import candidates
+from zerolm.common.command_line import open_standard_streams
 from zerolm.common.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
 from zerolm.common.secrets import mask_tracebacks
 from zerolm.data.loader import require_complete_files
@@ -44,6 +45,7 @@ from zerolm.watchdog import watchdog
 
 def main(argv: list[str]) -> int:
     """Check the command line, train, and return the exit code."""
+    open_standard_streams()
     mask_tracebacks()
     rank, local_rank, _ = process_group.environment_rank()
     try:

@@ -92,6 +92,7 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
     """
     if COMPLETION in os.environ:
         _complete(group, program)
+    open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
     mask_tracebacks()
@@ -110,6 +111,22 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
         code = end.code or EXIT_DONE
     flush_output()
     return code
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null for each standard stream that is closed, as those of daemons may be.
+
+    Python has None for such a stream, which cannot be flushed, and the next file to be opened gets
+    its descriptor, to which libraries in C and the processes of a run would write their messages.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free one
+        setattr(sys, name, open(os.devnull, mode))
 
 
 def flush_output() -> None:
