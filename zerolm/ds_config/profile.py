@@ -6,6 +6,7 @@ replaces "auto" and missing values. Imports DeepSpeed only through `coercion`.
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from zerolm.ds_config.coercion import AUTO, coerced, without_comments
 MAX_NUMBER = 1e30  # no count, size or rate of a run exceeds it
 # DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
 REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
-MAX_LIVE_PARAMETERS, NO_LIMIT = 1_000_000_000, 1 << 62
+MAX_LIVE_PARAMETERS, MODEL_PERSISTENCE_THRESHOLD = 1_000_000_000, sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def _buckets(zero: Mapping[str, Any]) -> Buckets:
         reduce=number("reduce_bucket_size", REDUCE_BUCKET),
         prefetch=number("stage3_prefetch_bucket_size", PREFETCH_BUCKET),
         persistence_threshold=number("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD),
-        persistence_limit=number("stage3_model_persistence_threshold", NO_LIMIT),
+        persistence_limit=number("stage3_model_persistence_threshold", MODEL_PERSISTENCE_THRESHOLD),
         max_live=number("stage3_max_live_parameters", MAX_LIVE_PARAMETERS),
     )
 

@@ -210,7 +210,7 @@ def _unsupported_problems(profile: Profile) -> list[str]:
         if isinstance(value, Mapping):
             enabled = value.get("enabled", key in _ON_BY_DEFAULT) is not False
         else:
-            enabled = value is True or value not in (None, False, 1)
+            enabled = value not in (None, False)
         if enabled:
             problems.append(f"{key}: {shown(value)[:60]}, is not supported: {why}")
     # On by its presence, whatever it contains (deepspeed/datastates/config.py).

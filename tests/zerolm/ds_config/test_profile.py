@@ -1,9 +1,17 @@
 """The DeepSpeed JSON: its keys against DeepSpeed's source, and the settings that it fixes."""
 
 import inspect
+import itertools
 import re
 
+import deepspeed.comm
 import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.constants import BFLOAT16
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from tests.zerolm.ds_config.ds_cases import USER, found, resolved, zero
 from zerolm.common.errors import ConfigError
@@ -52,6 +60,70 @@ def test_hjson_comments_are_allowed(tmp_path):
         Profile.read(file)
 
 
+def test_bucket_sizes_are_deepspeeds_where_the_file_has_none():
+    ours, theirs = Profile.parse({}).buckets, DeepSpeedZeroConfig()
+    assert ours.reduce == theirs.reduce_bucket_size
+    assert ours.prefetch == theirs.prefetch_bucket_size
+    assert ours.persistence_threshold == theirs.param_persistence_threshold
+    assert ours.persistence_limit == theirs.model_persistence_threshold
+    assert ours.max_live == theirs.max_live_parameters
+
+
+def engine_with(config: dict) -> DeepSpeedEngine:
+    """Return an engine that has only the configuration, to ask what it decides by it."""
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    torch.nn.Module.__init__(engine)
+    engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
+    return engine
+
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", DTYPES)
+def test_the_size_of_values_and_the_optimizer_class_are_the_engines(monkeypatch, precision, stage):
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)  # for a line of its log
+    base_optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    for accumulated, sent, device in itertools.product(
+        (None, *DTYPES), (None, *DTYPES), ("none", "cpu")
+    ):
+        config = {
+            **zero(stage, offload_optimizer={"device": device}),
+            "bf16": {"enabled": precision == "bf16"},
+            "fp16": {"enabled": precision == "fp16"},
+            "data_types": {"grad_accum_dtype": accumulated},
+            "communication_data_type": sent,
+        }
+        engine, profile = engine_with(config), Profile.parse(config)
+        weights, gradients = engine.get_data_types()
+        assert profile.weight_bytes == weights.itemsize
+        assert profile.gradient_bytes == gradients.itemsize
+        assert profile.communication_bytes == engine.communication_data_type.itemsize
+        kind = engine._do_optimizer_sanity_check(base_optimizer)
+        assert profile.uses_bf16_optimizer is (kind == BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("config", "master_bytes", "moment_bytes"),
+    [
+        ({}, 4, 4),
+        ({"bf16": {"enabled": True}}, 4, 4),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, 2, 4),
+        ({"bf16": {"bf16_optimizer_states": False}}, 4, 4),
+        ({"bf16": {"bf16_master_weights_and_grads": 1, "bf16_optimizer_states": 1}}, 2, 2),
+        ({"bfloat16": {"bf16_master_weights_and_grads": 1, "bf16_optimizer_states": 1}}, 2, 2),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, 2, 4),
+        ({"fp16": {"fp16_master_weights_and_grads": False}}, 4, 4),
+    ],
+)
+def test_16_bit_master_weights_and_optimizer_states_take_two_bytes_a_value(
+    config, master_bytes, moment_bytes
+):
+    profile = Profile.parse(config)
+    assert (profile.master_bytes, profile.moment_bytes) == (master_bytes, moment_bytes)
+
+
 def test_numbers_in_the_json_become_settings():
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -79,6 +151,21 @@ def test_step_counts_of_a_scheduler_are_compared_with_tokens():
         )
         assert len(problems) == expected
         assert implied["warmup_tokens"].value == 500
+
+
+@pytest.mark.parametrize("params", [{}, {"warmup_min_lr": "auto"}, {"warmup_min_lr": 1e-5}])
+def test_the_learning_rate_of_a_decay_ends_at_the_warm_ups_minimum_as_deepspeeds(params):
+    config = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 1e-3, **params}}}
+    implied, _ = implied_settings(Profile.parse(config), seq_len=8, replicas=2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    given = resolved(config, total_steps=4, warmup_steps=2)["scheduler"]["params"]
+    schedule = WarmupDecayLR(optimizer, **given)
+    rates = []
+    for _ in range(5):
+        schedule.step()
+        rates += schedule.get_last_lr()
+    assert max(rates) == pytest.approx(implied["learning_rate"].value)
+    assert rates[-1] == pytest.approx(implied["min_learning_rate"].value)
 
 
 @pytest.mark.parametrize(

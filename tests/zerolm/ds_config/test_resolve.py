@@ -125,6 +125,18 @@ def test_every_optimizer_with_betas_gets_them(kind, takes):
 def test_the_default_of_gradient_clipping_is_written_out():
     assert resolved({})["gradient_clipping"] == 1.0
     assert resolved({"gradient_clipping": 0})["gradient_clipping"] == 0
+    assert resolved(json.loads('{"gradient_clipping": "auto"}'))["gradient_clipping"] == 1.0
+
+
+def test_an_auto_that_nothing_resolves_is_left_to_deepspeeds_default():
+    config = {
+        **zero(2, stage3_prefetch_bucket_size="auto", reduce_bucket_size="auto"),
+        "data_types": {"keep_in_fp32_modules": "auto"},
+    }
+    result = resolved(config)
+    assert result["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 64 * 64}
+    assert result["data_types"] == {"keep_in_fp32_modules": "auto"}, "a value of DeepSpeed's own"
+    assert resolved(config, hidden_size=None)["zero_optimization"] == {"stage": 2}
 
 
 def test_resolving_does_not_change_the_input():

@@ -162,6 +162,8 @@ BAD = {
         "Remove the key",
     ),
     "pipelines": ({"pipeline": {"stages": 2}}, "pipeline", "not supported"),
+    "a switch for a block": ({"hybrid_engine": True}, "hybrid_engine: true", "Remove the block"),
+    "a world size": ({"data_parallel_size": 1}, "data_parallel_size: 1", "Remove the key"),
     "a switch that is text": (
         {"torch_autocast": {"enabled": "false"}},
         'torch_autocast.enabled: "false", DeepSpeed would take it for true',
@@ -274,6 +276,8 @@ def test_a_warmup_of_zero_steps_is_no_warmup():
     assert problems == [] and implied["warmup_tokens"].value == 0
     # DeepSpeed's scheduler refuses 0.
     assert resolved(config)["scheduler"]["params"]["warmup_num_steps"] == 1
+    auto = {"scheduler": {"type": "WarmupLR"}}
+    assert resolved(auto, warmup_steps=0)["scheduler"]["params"]["warmup_num_steps"] == 1
 
 
 MONITORS = {
