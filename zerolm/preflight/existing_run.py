@@ -157,7 +157,7 @@ def _fixed_sequences(settings: Resolved, run_dir: Path, found: Findings) -> int:
     if newest is None:  # a store may have checkpoints; if not, only the first mixture is fixed
         return MAX_SEQUENCES if settings.upload_to else 1
     progress = rollback.with_rollbacks(newest.progress, rollbacks)
-    return max(1, skips.used_sequences_end(progress.position, progress.skipped_windows))
+    return skips.used_sequences_end(progress.position, progress.skipped_windows)
 
 
 def _check_checkpoint(plan: Plan, found: Findings) -> None:

@@ -157,7 +157,7 @@ def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any
     old, new = {**LEGACY_DEFAULTS, **old}, {**LEGACY_DEFAULTS, **new}
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
     alike = all(_same(old[key], new[key]) for key in new if key not in ("weights", "stages"))
-    if alike and same_order_until(_stages_of(old), _stages_of(new), max(1, fixed)):
+    if alike and same_order_until(_stages_of(old), _stages_of(new), fixed):
         return progress
     position = -(-progress.position * old["seq_len"] // new["seq_len"])
     return replace(progress, position=position, skipped_windows=[], history={})

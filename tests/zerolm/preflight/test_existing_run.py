@@ -1,11 +1,19 @@
 """Resuming a run with changed settings: which are allowed, refused, or need --accept_changes."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from tests.launching import LLAMA, write_json
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_record
+from zerolm.checkpoint import directory
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
+from zerolm.common.errors import Findings
+from zerolm.ds_config import topology
 from zerolm.optim.schedule import SCHEDULES
-from zerolm.preflight import check, run_record
+from zerolm.preflight import check, existing_run, run_record
+from zerolm.upload import uploader
 
 
 def test_with_a_router_loss_micro_batch_and_world_size_cannot_change(inputs, tmp_path):
@@ -34,6 +42,20 @@ def a_run(inputs, tmp_path):
     """A run directory with the run.json of the good command."""
     write_record(tmp_path, check.check(command(inputs, f"--run_dir {tmp_path}"), {}))
     return tmp_path
+
+
+def add_checkpoint(run_dir, plan, position=16, **cut):
+    """Publish a checkpoint of a plan's run, without states; `cut` changes how they are sharded."""
+    temporary = run_dir / "checkpoints" / ".tmp-step-00000005"
+    temporary.mkdir(parents=True)
+    progress = Progress(step=5, position=position, tokens=32 * position)
+    manifest = {
+        "format": FORMAT, "version": VERSION, "files": [], "progress": vars(progress),
+        "world_size": plan.world_size, "zero_stage": plan.profile.zero_stage,
+        "optimizer": topology.optimizer_kind(plan.profile),
+        "cut": {**topology.sharding(plan.profile), **cut},
+    }  # fmt: skip
+    directory.publish(temporary, manifest)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +141,46 @@ def test_a_checkpoint_records_the_order_of_the_data_and_later_stages_if_there_ar
         "seq_len": plan.settings.seq_len, "packing": plan.settings.packing, "seed": 7,
         "weights": [20_000.0], "data_fingerprint": plan.data_fingerprint,
     }  # fmt: skip
+
+
+def test_only_rank_0_compares_the_command_with_the_run_in_the_store(inputs, tmp_path):
+    lost, store = tmp_path / "lost", f"file://{tmp_path}/store"
+    plan = check.check(command(inputs, f"--run_dir {lost}"), {})
+    add_checkpoint(lost, plan)
+    write_record(lost, plan)
+    uploader.upload(lost, store, keep=0)
+    flags = f"--run_dir {tmp_path}/again --upload_to {store}"
+    plan = check.check(command(inputs, flags), {})
+    assert existing_run.compare(plan, {"RANK": "0"}, Findings([])).resumes
+    (problem,) = refusal(inputs, f"{flags} --seed 1")
+    assert problem.startswith(f"{store}/step-00000005/record/run.json: settings.seed: 0 -> 1")
+    plan = check.check(command(inputs, f"{flags} --seed 1"), {"RANK": "1"})
+    assert existing_run.compare(plan, {"RANK": "1"}, Findings([])) == existing_run.NO_RUN
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 1), ("cuda", 1), ("absent", 0)])
+def test_another_topology_is_a_notice_but_not_torch_adam_without_a_device(
+    inputs, a_run, device, expected
+):
+    plan = check.check(command(inputs, f"--run_dir {a_run}"), {})
+    add_checkpoint(a_run, plan, torch_adam="another")
+    found = Findings([])
+    assert existing_run.compare(replace(plan, device=device), {}, found).resumes
+    assert found.problems == [] and len(found.notices) == expected
+    assert all("resharded: torch_adam another -> " in notice for notice in found.notices)
+
+
+def test_a_mixture_may_change_only_in_stages_that_have_not_started(inputs, tmp_path):
+    flags = f"--run_dir {tmp_path} --data web --data val"
+    plan = check.check(command(inputs, flags), {})
+    write_record(tmp_path, plan)
+    (problem,) = refusal(inputs, f"{flags} --mixture_temperature 2")
+    assert "mixture: [20000.0, 1000.0] from sequence 0 -> [" in problem
+    add_checkpoint(tmp_path, plan, position=640)
+    check.check(command(inputs, f"{flags} --data_stage 32k:web=1"), {})
+    (problem,) = refusal(inputs, f"{flags} --data_stage 16k:web=1")
+    assert "[1.0, 0.0] from sequence 500 (command line: --data_stage)" in problem
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["mixture"]  # as in the record of an old run, which had one stage
+    write_json(tmp_path / "run.json", record)
+    check.check(command(inputs, flags), {})
