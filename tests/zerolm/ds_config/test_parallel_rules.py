@@ -53,7 +53,7 @@ def test_tensor_parallel_checkpoints_are_not_resharded():
         assert len(changed) == len(found) == (1 if form is TENSOR else 0)
     old = {**manifest, "cut": topology.sharding(plain)}
     [problem] = topology.problems(old, "M", Profile.parse({**ds, **TENSOR}))
-    assert "tensor_parallel.autotp_size: 1" in problem and "export" in problem
+    assert "tensor_parallel.autotp_size: 1" in problem and problem.endswith("was written with.")
 
 
 BAD_DS = {
@@ -142,4 +142,7 @@ def test_refusing_a_model_or_a_flag_takes_one_line(form, model, flags, part):
     given = dataclasses.replace(Settings(deepspeed_config="ds.json", seq_len=32), **flags)
     [problem] = model_problems(given, config, Profile.parse(form), 4)
     assert part in problem and "\n" not in problem and problem.endswith(".")
+    assert (
+        "tensor_parallel.autotp_size" if form is TENSOR else "sequence_parallel_size"
+    ) in problem
     assert model_problems(given, config, Profile.parse({}), 4) == []
