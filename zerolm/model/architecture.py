@@ -67,10 +67,24 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
                 trust_remote_code=False,
             )
     except Exception as error:  # of any type: the classes do not validate all values
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, KeyError) and (keys := _keys_with(config.to_dict(), error.args[0])):
+            reason = f"{' and '.join(keys)}: {error} is not known"
         raise ConfigError(
             f"model config: a {config.model_type!r} model cannot be built from these values "
-            f"({type(error).__name__}: {' '.join(str(error).split())}). Correct the config.json."
+            f"({reason}). Correct the config.json."
         ) from error
+
+
+def _keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:
+    """Return the keys that have a value; a.b for a key in a nested object."""
+    found = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found += [f"{key}.{inner}" for inner in _keys_with(value, wanted)]
+        elif type(value) is type(wanted) and value == wanted:
+            found.append(key)
+    return found
 
 
 def constructor_values(

@@ -111,7 +111,11 @@ def test_active_parameters_exclude_skipped_experts():
 
 def test_a_config_without_a_buildable_model_is_refused():
     config = AutoConfig.for_model(**LLAMA, hidden_act="sillu")
-    with pytest.raises(ConfigError, match=r"a 'llama' model cannot be built .*sillu"):
+    with pytest.raises(ConfigError, match=r"cannot be built .*hidden_act: 'sillu' is not known"):
+        parameter_shapes(config)
+    rope = {"rope_type": "spiral", "rope_theta": 1e4}
+    config = AutoConfig.for_model(**LLAMA, rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"rope_parameters.rope_type: 'spiral' is not known"):
         parameter_shapes(config)
 
 
