@@ -98,7 +98,8 @@ class Difference:
 
     def __str__(self) -> str:
         old, new = (
-            value if isinstance(value, str) else shown(value) for value in (self.old, self.new)
+            value if isinstance(value, str) and value.isprintable() else shown(value)
+            for value in (self.old, self.new)
         )
         return f"{self.key}: {old} -> {new}"
 

@@ -90,8 +90,20 @@ from pathlib import Path
 from zerolm.checkpoint.directory import publish
 from zerolm.checkpoint.rotation import Retention, rotate
 temporary, manifest = Path(sys.argv[1]), json.loads(sys.argv[2])
-rotate(publish(temporary, manifest), Retention(last=1))
+print(*rotate(publish(temporary, manifest), Retention(last=1)))
 """
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_stays(tmp_path) -> None:
+    old = write(tmp_path, 5)
+    temporary, manifest = fill(tmp_path, 10)
+    done = subprocess.run(
+        [sys.executable, "-c", PUBLISHING, temporary, json.dumps(manifest)],
+        env=environment(FAULT="checkpoint.rotate:0:10:eio"),
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert f"{old} cannot be removed: [Errno 5]" in done.stdout
+    assert names(tmp_path) == ["latest", "step-00000005", "step-00000010"]
 
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("checkpoint.")])

@@ -1,7 +1,7 @@
 """The progress of a run after it resumes with another data order."""
 
 from zerolm.checkpoint.manifest import Progress
-from zerolm.preflight.run_record import _same, _weights, carry_over
+from zerolm.preflight.run_record import Difference, _same, _weights, carry_over
 
 ORDER = {"seq_len": 512, "seed": 1, "weights": [0.7, 0.3], "data_fingerprint": "a"}
 PROGRESS = Progress(
@@ -60,3 +60,9 @@ def test_weights_of_sources_are_compared_as_shares_where_all_have_one() -> None:
     assert _weights(["a=7", "b=3"]) == _weights(["a=0.7", "b=0.3"]) == [0.7, 0.3]
     assert _weights(["a", "b"]) == [None, None], "they follow the sizes"
     assert _weights(["a=x", "b=3"]) == [None, None]
+
+
+def test_a_difference_is_one_printable_line() -> None:
+    damaged = Difference("ds_config.data_types.grad_accum_dtype", "a\x00b\n", "fp32", "")
+    assert str(damaged) == r'ds_config.data_types.grad_accum_dtype: "a\u0000b\n" -> fp32'
+    assert str(Difference("settings.seed", 1, 2, "")) == "settings.seed: 1 -> 2"
