@@ -150,11 +150,10 @@ def router_loss_coefficient(config: "PretrainedConfig") -> float | None:
     Many config classes have the key `output_router_logits`, but not all of their models read it:
     those of transformers that do compute the loss by a function of one name.
     """
-    text, model_class = config.get_text_config(), causal_lm_class(config)
-    module = sys.modules[model_class.__module__]
+    text = config.get_text_config()
     if getattr(text, "output_router_logits", False) is not True:
         return None
-    if not hasattr(module, "load_balancing_loss_func"):
+    if not hasattr(sys.modules[causal_lm_class(config).__module__], "load_balancing_loss_func"):
         return None
     for key in ("router_aux_loss_coef", "aux_loss_coef"):  # the latter in JetMoE
         if hasattr(text, key):

@@ -9,7 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import ROOT, tracked
 from zerolm.common.errors import ConfigError
-from zerolm.model.architecture import num_active_parameters, num_parameters, parameter_shapes
+from zerolm.model.architecture import (
+    num_active_parameters,
+    num_parameters,
+    parameter_shapes,
+    router_loss_coefficient,
+)
 from zerolm.model.config_file import load_model_config
 from zerolm.model.model import Model
 
@@ -125,6 +130,11 @@ def test_a_config_file_without_a_buildable_model_is_named(tmp_path):
     with pytest.raises(ConfigError) as refused:
         Model.load(str(path))
     assert str(refused.value).startswith(f"{path}: a 'llama' model cannot be built")
+
+
+def test_the_text_part_of_a_larger_config_can_be_asked_for_its_router_loss():
+    """The start check of `--document_mask` has only this part, which names no causal model."""
+    assert router_loss_coefficient(AutoConfig.for_model("emu3").get_text_config()) is None
 
 
 def test_import_is_cheap():
