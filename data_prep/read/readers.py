@@ -116,8 +116,9 @@ def _problem_chunk(
 def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
     size = source.size_bytes or 0
     stream = Stream(source.name, source.suffix, 0, rules.max_expansion)
-    blocks, text_bytes = [], 0
-    for block in stream:
+    is_too_long = source.suffix in TEXT_FORMATS and size > rules.max_document_bytes
+    blocks, text_bytes = [], size if is_too_long else 0
+    for block in stream if not is_too_long else ():
         text_bytes += len(block)
         if text_bytes <= rules.max_document_bytes:
             blocks.append(block)
