@@ -26,7 +26,9 @@ class Family:
         self.data = [f"{corpus}=3", f"{self.code}=1"]
         self.profile = profile(base / "zero2.json", 2, bf16=False)
 
-    def scratch(self, name: str, steps: int, decay: int, *more: object) -> Path:
+    def scratch(
+        self, name: str, steps: int, decay: int, *more: object, **environment: str
+    ) -> Path:
         """Train from step 0, unless an earlier test has; return the run directory."""
         run_dir = self.base / name
         if run_dir.exists():
@@ -36,7 +38,7 @@ class Family:
         flags += [WARMUP * STEP_TOKENS, "--decay_tokens", decay * STEP_TOKENS]
         flags += ["--val_data", self.held_out, "--eval_tokens", 640, "--eval_interval", 10]
         flags += ["--checkpoint_interval", 10, "--checkpoint_keep", 20, *more]
-        done = run_ranks(2, *flags)
+        done = run_ranks(2, *flags, **environment)
         assert done.returncode == 0, done.stdout[-4000:]
         return run_dir
 
@@ -134,3 +136,20 @@ def test_other_weights_and_a_branch_of_that_branch_equal_runs_from_the_start(fam
     record = json.loads((second / "run.json").read_text())["branch"]
     assert [record["step"], record["branch"]["step"]] == [30, 20]
     family.branch("mixed", *flags)  # done: the same command has nothing left to do
+
+
+SPIKES = ",".join(f"step.backward:{rank}:{step}:x10" for step in (30, 31, 32) for rank in (0, 1))
+ROLLBACK = ("--spike_window", 16, "--rollback_after", 3, "--rollback_margin", 2)
+
+
+def test_a_branch_after_a_rollback_leaves_out_what_the_trunk_skipped(family, tmp_path) -> None:
+    found = {}
+    for name, steps, length in (("rolled-back", STEPS, 20), ("scratch-rolled-back", 50, DECAY)):
+        (once := tmp_path / name).mkdir()
+        faults = {"FAULT": SPIKES, "FAULT_ONCE": str(once)}
+        found[name] = family.scratch(name, steps, length, *ROLLBACK, **faults)
+    trunk, reference = found.values()
+    run_dir = family.branch("after-rollback", "--branch", f"{trunk}@40", *decay(40))
+    require_equal(run_dir, reference, 50)
+    progress = run_digest.digest(run_dir)["progress"]
+    assert progress["rollbacks"] == 1 and len(progress["skipped_windows"]) == 1
