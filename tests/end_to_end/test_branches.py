@@ -26,9 +26,7 @@ class Family:
         self.data = [f"{corpus}=3", f"{self.code}=1"]
         self.profile = profile(base / "zero2.json", 2, bf16=False)
 
-    def scratch(
-        self, name: str, steps: int, decay: int, *more: object, **environment: str
-    ) -> Path:
+    def scratch(self, name: str, steps: int, decay: int, *more: object, **environment: str) -> Path:
         """Train from step 0, unless an earlier test has; return the run directory."""
         run_dir = self.base / name
         if run_dir.exists():

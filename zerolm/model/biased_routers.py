@@ -112,7 +112,8 @@ class ExpertLoads:
         self._counting = False
         for number, router in enumerate(routers):
             bias = router.bias
-            self._counts.append(torch.zeros(bias.numel(), dtype=torch.int64, device=bias.device))
+            num_experts = getattr(bias, "ds_numel", bias.numel())  # ZeRO-3 may have sharded it
+            self._counts.append(torch.zeros(num_experts, dtype=torch.int64, device=bias.device))
             router.experts.register_forward_pre_hook(partial(self._count, number))
 
     @property

@@ -153,6 +153,7 @@ def build_model(
     else:
         model = _construct(config, dtype, attn_implementation)
         torch.nn.Module.to(model, device)
+    _cast_parameters(model, dtype)
     _fill(model, weights, dtype)
     model.config.use_cache = False
     if getattr(model.config, "rescale_every", 0):
@@ -182,6 +183,18 @@ def _construct(
         )
     model.tie_weights()
     return model
+
+
+def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a model class makes in float32 (routers, state-space decay), as ZeRO-1 and 2 do.
+
+    ZeRO-3 refuses parameters of several dtypes. Their values do not exist yet.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+            if hasattr(parameter, "ds_tensor"):
+                parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:

@@ -67,10 +67,20 @@ FAMILIES = {
     # The slopes of the activation have no value but that of the constructor.
     "apertus": {"model_type": "apertus", "intermediate_size": 48, "num_key_value_heads": 2},
 }
+FLOAT32_ROUTERS = {  # which the class makes so, whatever the precision
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "num_key_value_heads": 2,
+    },
+}
 
 
 def family_config(family):
-    return AutoConfig.for_model(**{**COMMON, **FAMILIES[family]})
+    return AutoConfig.for_model(**COMMON | (FAMILIES | FLOAT32_ROUTERS)[family])
 
 
 def plain_weights(config, seed, dtype):

@@ -18,6 +18,7 @@ from tests.zerolm.model.initialization_families import (
 )
 from zerolm.distributed.process_group import release_shared_memory
 from zerolm.model import build as zerolm_model
+from zerolm.model.biased_routers import ExpertLoads, biased_routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -109,12 +110,14 @@ def main(result_path):
     result["generator untouched"] = torch.equal(generator_before, torch.get_rng_state())
     config, model = build("llama", 3, "bf16", offload_param={"device": "cpu"})
     result["llama zero3 bf16 offloaded"] = described(model, config)
-    for family in ("llama", "gpt2"):
+    for family in ("llama", "gpt2", "ernie4_5_moe"):
         for stage in (1, 2, 3):
             config, model = build(family, stage, "bf16")
             engine, loss = in_engine(model, stage, "bf16")
             result[f"{family} zero{stage} bf16 in engine"] = described(engine.module, config)
             result[f"{family} zero{stage} bf16 in engine"]["loss"] = loss
+            loads = ExpertLoads(biased_routers(engine.module))
+            result[f"{family} zero{stage} bf16 in engine"]["experts"] = loads.num_experts
             engine.destroy()
     config, model = build("llama", 2, "bf16")
     cast = {"data_types": {"buffer_dtype": "bf16"}}

@@ -99,9 +99,10 @@ def test_offloading_and_the_engine_do_not_change_initial_weights(world):
 
 
 def test_the_first_loss_is_equal_on_all_stages(world):
-    for family in ("llama", "gpt2"):
-        losses = [world[f"{family} zero{stage} bf16 in engine"]["loss"] for stage in (1, 2, 3)]
-        assert losses[0] == losses[1] == losses[2]
+    for family, experts in (("llama", []), ("gpt2", []), ("ernie4_5_moe", [4])):
+        engines = [world[f"{family} zero{stage} bf16 in engine"] for stage in (1, 2, 3)]
+        assert engines[0]["loss"] == engines[1]["loss"] == engines[2]["loss"]
+        assert [engine["experts"] for engine in engines] == [experts] * 3
 
 
 @pytest.mark.parametrize("family", GOLDEN)
