@@ -80,6 +80,7 @@ COMMANDS = Group(
                 "tokenize": "encode documents into token shards",
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
+                "reshard": "merge, split, shuffle, subset or reshard token shards",
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },

@@ -46,6 +46,7 @@ LADDER = {
     "data_prep.tokenizer": 1,
     "data_prep.dedup": 2,
     "data_prep.filters": 2,
+    "data_prep.shards": 2,
     "data_prep.tokenize": 2,
     "data_prep.pipeline": 3,
     "data_prep.cli": 4,

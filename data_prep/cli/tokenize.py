@@ -1,7 +1,6 @@
 """`tokenize`: encode documents into token shards."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from data_prep.cli.input_flags import (
     find_inputs,
     input_rules,
     print_notes,
+    provenance,
 )
 from data_prep.cli.problems import Problems
 
@@ -64,8 +64,6 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.tasks.phases import LocalExecutor
     from data_prep.tokenize.run import MAX_UNKNOWN, TokenizeOptions, run_tokenization
     from data_prep.tokenizer import load
-    from zerolm.common.provenance import versions
-    from zerolm.common.secrets import masked_values
     from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
     problems = Problems()
@@ -97,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
             max_unknown=max_unknown,
         ),
         LocalExecutor(workers),
-        {"command": masked_values(_command_line()), "zerolm_version": versions().get("zerolm")},
+        provenance(),
     )
     print_summary(outputs, summary, workers)
 
@@ -123,15 +121,6 @@ def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path
                 f"Each needs a directory of its own."
             )
     return outputs
-
-
-def _command_line() -> list[str]:
-    """Return the command as the user typed it, for the manifest."""
-    program = Path(sys.argv[0])
-    if program.name == "zerolm":
-        return ["zerolm", *sys.argv[1:]]
-    package = program.parent.name if program.name == "__main__.py" else "data_prep"
-    return ["python", "-m", package, *sys.argv[1:]]
 
 
 def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:

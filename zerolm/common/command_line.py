@@ -13,6 +13,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -20,6 +21,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
@@ -183,7 +185,10 @@ def _parse(command: Command, module: Any, argv: list[str], name: str) -> argpars
 
 
 def _refuse_command(group: Group, word: str, program: str) -> NoReturn:
-    near = did_you_mean(word, [name for names in _listed(group).values() for name, _ in names])
+    rows = [row for rows in _listed(group).values() for row in rows]
+    does = (name for name, text in rows if word in re.findall(r"[\w-]+", text))
+    near = did_you_mean(word, [name for name, _ in rows])
+    near = near or "".join(f' Did you mean "{name}"?' for name in islice(does, 1))
     problem = f"{word}: no such command.{near}" if word else "a command is missing."
     print(f"usage: {program} COMMAND [flags]\n{program}: {problem} See --help.", file=sys.stderr)
     sys.exit(EXIT_REFUSED)

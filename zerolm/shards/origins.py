@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # tokenization workers import this module, but must not load 
     from zerolm.shards.reader import Source
 
 INPUTS = "inputs.json"
+ORIGINS_SUFFIX = ".org"
 POSITION_BITS = 40
 MAX_POSITION = 1 << POSITION_BITS  # 1 TiB of one file, decompressed
 MAX_INPUTS = 1 << (64 - POSITION_BITS)
@@ -80,3 +81,15 @@ def _inputs(files: Any) -> list[dict[str, Any]]:
     """Return the inputs of a tokenization, verified."""
     entry = files.manifest["input_files"]
     return json.loads(files.read_file(entry["file"], entry["sha256"]))["inputs"]
+
+
+def list_inputs(source: Source) -> list[dict[str, Any]] | None:
+    """Return the inputs that the origins of a source refer to; None if it does not record them.
+
+    Raises:
+        ShardError: the list is missing or damaged.
+    """
+    has_origins = all("origins" in shard for shard in source.manifest["shards"])
+    if not has_origins or "input_files" not in source.manifest:
+        return None
+    return _inputs(source.files)

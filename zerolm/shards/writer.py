@@ -5,6 +5,7 @@ killed writer leaves nothing that could be mistaken for data. It leaves `.unfini
 the next writer that the other files may be removed.
 """
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from zerolm.common.files import write_atomically
 from zerolm.shards.checksums import CHECKSUMS_SUFFIX, BlockChecksums
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.manifest import FORMAT, VERSION, token_dtype
+from zerolm.shards.origins import ORIGINS_SUFFIX
 
 DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, each quick to copy and verify
 
@@ -67,13 +69,19 @@ class ShardWriter:
         """Whether the manifest has been written."""
         return self._locked.published
 
-    def add(self, token_ids: np.ndarray, document_ends: np.ndarray | None = None) -> None:
+    def add(
+        self,
+        token_ids: np.ndarray,
+        document_ends: np.ndarray | None = None,
+        origins: np.ndarray | None = None,
+    ) -> None:
         """Append documents.
 
         Args:
             token_ids: (N,) integers; each document ends in the EOS id.
             document_ends: (D,) ascending ends of documents in `token_ids`, the last one N;
                 by default the ids are one document.
+            origins: (D,) of `zerolm.shards.origins.pack_origins`; for all documents or for none.
 
         Raises:
             ShardError: an id below zero, or at or above `vocab_size`.
@@ -103,6 +111,8 @@ class ShardWriter:
                 last = first + 1
             stop = int(ends[last - 1])
             self._append(tokens[start:stop], ends[first:last] - start)
+            if origins is not None:
+                self._origins.append(np.asarray(origins[first:last], "<u8"))
             start, first = stop, last
 
     def _open_shard(self) -> None:
@@ -112,10 +122,11 @@ class ShardWriter:
         self._checksums = BlockChecksums()
         self._shard_tokens = 0
         self._ends: list[np.ndarray] = []
+        self._origins: list[np.ndarray] = []
 
     def _append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
         assert self._file is not None
-        data = tokens.tobytes()
+        data = np.ascontiguousarray(tokens).view(np.uint8).data
         self._file.write(data)
         self._digest.update(data)
         self._checksums.update(data)
@@ -151,8 +162,22 @@ class ShardWriter:
                 "index_size_bytes": len(ends),
                 "index_sha256": hashlib.sha256(ends).hexdigest(),
                 **self._checksums.write(self.directory / f"{self._name}{CHECKSUMS_SUFFIX}"),
+                **self._write_origins(),
             }
         )
+
+    def _write_origins(self) -> dict[str, Any]:
+        """Write the origins of the open shard's documents, if any; return their manifest keys."""
+        if not self._origins:
+            return {}
+        path = self.directory / f"{self._name}{ORIGINS_SUFFIX}"
+        content = np.concatenate(self._origins).tobytes()
+        write_atomically(path, content)
+        return {
+            "origins": path.name,
+            "origins_size_bytes": len(content),
+            "origins_sha256": hashlib.sha256(content).hexdigest(),
+        }
 
     def close(self, **provenance: Any) -> dict[str, Any]:
         """Finish the last shard, publish the manifest, and return it.
@@ -184,7 +209,8 @@ class ShardWriter:
     def abort(self) -> None:
         """Remove everything that was written, unless the manifest has been published."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk: what is buffered cannot be written
+                self._file.close()
             self._file = None
         self._locked.remove()
 

@@ -112,6 +112,7 @@ def test_an_abbreviation_is_no_flag():
         (["zerolm", "export", "a", "b", "--precission", "bf16"], "zerolm export", '"--precision"'),
         (["zerolm", "exprot"], "zerolm COMMAND", '"export"'),
         (["zerolm", "tokenize"], "zerolm COMMAND", '"data tokenize"'),
+        (["zerolm", "data", "merge"], "data COMMAND", '"reshard"'),
         (["zerolm", "data", "tokenize", "--workes", "2"], "data tokenize", '"--workers"'),
         (["zerolm", "train", "--num_gpu", "2"], "zerolm train", '"--num_gpus"'),
         (["zerolm", "train", "--total-token=2B"], "zerolm train", '"--total_tokens"'),
