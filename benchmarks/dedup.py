@@ -1,12 +1,16 @@
 """Recall, precision and cost of deduplication, compared with brute force and with peers.
 
     python -m benchmarks.dedup [--accuracy 1500] [--growth 2000,20000,200000] [--workers 2]
+    python -m benchmarks.dedup --accuracy 0 --growth "" --snapshots 5000
 
 Accuracy: windows of real text (Python's standard library) and an edited copy of each, with a
 Jaccard index of 13-word shingles from 0.5 to 1. The reference is the exact index of all pairs. The
 contenders find pairs of duplicates at 0.8, with 13-word shingles: `data_prep dedup`, datasketch's
 MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8; it splits words differently, so its
 exact index differs a little).
+
+Snapshots: the documents in four parts, each compared with the signatures of those before it, beside
+one pass over all of them, and beside brute force: exact Jaccard index of all pairs, visited in order.
 
 Growth: documents of random lines of the same text, a tenth of them edited copies. Each run is a
 new process; its memory is the largest resident set of any of its processes, from the kernel.
@@ -122,10 +126,10 @@ def all_similarities(texts: list[str]) -> dict[tuple[int, int], float]:
     return found
 
 
-def write_jsonl(path: Path, texts: list[str]) -> None:
+def write_jsonl(path: Path, texts: list[str], first: int = 0) -> None:
     """Write documents with their numbers as IDs."""
     with open(path, "w", encoding="utf-8") as file:
-        for number, text in enumerate(texts):
+        for number, text in enumerate(texts, first):
             file.write(json.dumps({"id": number, "text": text}) + "\n")
 
 
@@ -215,6 +219,69 @@ def show_accuracy(count: int, lines: list[str], work: Path, peer_seconds: float)
     print(f"| seconds, one process | | {' | '.join(row)} |\n", flush=True)
 
 
+def keep_by_brute_force(texts: list[str]) -> list[int]:
+    """Return the documents to keep, in order: none is a copy of one before it, or near a kept one."""
+    similar: dict[int, list[int]] = {}
+    for (one, two), similarity in all_similarities(texts).items():
+        if similarity >= THRESHOLD:
+            similar.setdefault(two, []).append(one)
+    seen: set[str] = set()
+    kept: set[int] = set()
+    for number, text in enumerate(texts):
+        if text not in seen and kept.isdisjoint(similar.get(number, ())):
+            kept.add(number)
+        seen.add(text)
+    return sorted(kept)
+
+
+def show_snapshots(count: int, lines: list[str], workers: int, work: Path) -> None:
+    """Print what four snapshots keep, one after the other, and what they and their signatures cost."""
+    texts = accuracy_texts(lines, count - count // 20, random.Random(3))
+    texts += random.Random(4).choices(texts, k=count - len(texts))
+    random.Random(5).shuffle(texts)
+    write_jsonl(work / "all.jsonl", texts)
+    one_seconds = timed(dedup_command(work / "all.jsonl", work / "all", workers))
+    one_pass = kept_ids(work / "all")
+    print(f"{len(texts):,} documents, {sum(map(len, texts)) / 1e6:.1f} MB; one pass over all: ")
+    print(f"{len(one_pass):,} kept, {one_seconds:.1f} s\n", flush=True)
+    print("| snapshot | documents | MB | kept | seconds | MB of signatures | bytes per document |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    done: list[str] = []
+    kept: list[int] = []
+    numbers = list(range(len(texts)))
+    for part in range(4):
+        own = numbers[part * len(texts) // 4 : (part + 1) * len(texts) // 4]
+        corpus, output = work / f"part{part}.jsonl", work / f"part{part}"
+        write_jsonl(corpus, [texts[number] for number in own], own[0])
+        more = ["--keep_signatures", "on"] + (["--against", *done] if done else [])
+        seconds = timed(dedup_command(corpus, output, workers, *more))
+        new = kept_ids(output)
+        size = sum(p.stat().st_size for p in (output / "signatures").rglob("*") if p.is_file())
+        own_mb = sum(len(texts[number]) for number in own) / 1e6
+        print(
+            f"| {part} | {len(own):,} | {own_mb:.1f} | {len(new):,} | {seconds:.1f} | "
+            f"{size / 1e6:.1f} | {size / len(own):,.0f} |",
+            flush=True,
+        )
+        kept += new
+        done.append(str(output))
+    start = time.perf_counter()
+    expected = keep_by_brute_force(texts)
+    print(
+        f"\nbrute force over all pairs: {len(expected):,} kept, {time.perf_counter() - start:.0f} s"
+    )
+    print(f"snapshots equal one pass: {kept == one_pass}; equal brute force: {kept == expected}")
+    differing = sorted(set(kept) ^ set(expected))
+    print(f"documents decided differently from brute force: {differing}", flush=True)
+
+
+def kept_ids(output: Path) -> list[int]:
+    """Return the ids of the documents of a stage, in order."""
+    from data_prep.read.stage_files import read_records, read_stage
+
+    return [record["id"] for path in read_stage(output).paths for record in read_records(path)]
+
+
 def growth_corpus(path: Path, lines: list[str], count: int) -> int:
     """Write documents of random lines, a tenth of them edited copies of earlier ones."""
     generator = random.Random(2)
@@ -294,6 +361,9 @@ def main() -> None:
     parser.add_argument(
         "--datasketch", type=int, default=20_000, help="maximum number of documents for datasketch"
     )
+    parser.add_argument(
+        "--snapshots", type=int, default=0, help="number of documents in four snapshots; 0: none"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
         "--peer_seconds", type=float, default=600, help="time limit for datatrove in seconds"
@@ -303,6 +373,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         if options.accuracy:
             show_accuracy(options.accuracy, lines, Path(name), options.peer_seconds)
+        if options.snapshots:
+            show_snapshots(options.snapshots, lines, options.workers, Path(name))
         if options.growth:
             counts = [int(count) for count in options.growth.split(",")]
             show_growth(counts, lines, options.workers, options.datasketch, Path(name))

@@ -5,8 +5,10 @@ in the low bits. Ids sort in input order, however the input is divided into unit
 sorted, a task reads only its range of each, and no file is needed per pair of tasks.
 """
 
+import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,73 @@ PAIR = np.dtype([("one", "<u8"), ("two", "<u8")])
 LINK = np.dtype([("one", "<u8"), ("two", "<u8"), ("similarity", "<f8")])
 MEMBER = np.dtype([("document", "<u4"), ("end", "<u8")])
 DECISION = np.dtype([("dropped", "<u8"), ("kept", "<u8"), ("similarity", "<f8"), ("exact", "?")])
+DROPPED = np.dtype([("document", "<u4"), ("similarity", "<f8")])
+
+
+@dataclass(frozen=True)
+class Units:
+    """The work units of a stage, and before them those of signatures that other stages have kept.
+
+    Args:
+        old: directories with `exact`, `bands`, `members` and `dropped`, and the units in each.
+        work: directory of the arrays of the new units.
+        hashes: directory of their `exact` and `bands`, which may be kept.
+        num_new: the number of new units.
+    """
+
+    old: tuple[tuple[Path, int], ...]
+    work: Path
+    hashes: Path
+    num_new: int
+
+    @property
+    def num_old(self) -> int:
+        """The number of the first new unit."""
+        return sum(count for _, count in self.old)
+
+    @property
+    def total(self) -> int:
+        """The number of all units."""
+        return self.num_old + self.num_new
+
+    def path(self, kind: str, unit: int) -> Path:
+        """Return the path of a unit's array."""
+        for directory, count in self.old:
+            if unit < count:
+                return array_path(directory, kind, unit)
+            unit -= count
+        return array_path(self.hashes if kind in ("exact", "bands") else self.work, kind, unit)
+
+    def read_partition(
+        self, kind: str, partition: int, num_partitions: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Read the entries whose hashes are in one of `num_partitions` equal ranges.
+
+        Of the old units, only those with the hash of a new one: no others affect new documents.
+
+        Args:
+            kind: its arrays are sorted by the field `hash`, and their last field is `document`.
+
+        Returns:
+            All columns except the last, and the ids of the documents: (N,) each.
+        """
+        low, high = ((number << 64) // num_partitions for number in (partition, partition + 1))
+        units = range(self.num_old, self.total)
+        parts = [self._entries(kind, unit, low, high) for unit in units]
+        ids = [to_ids(unit, part["document"]) for unit, part in zip(units, parts, strict=True)]
+        wanted = np.unique(np.concatenate([part["hash"] for part in parts]))
+        for unit in range(self.num_old):
+            part = self._entries(kind, unit, low, high)
+            part = part[np.isin(part["hash"], wanted)]
+            parts.append(part)
+            ids.append(to_ids(unit, part["document"]))
+        names = parts[0].dtype.names or ()
+        return [np.concatenate([part[name] for part in parts]) for name in names[:-1]], (
+            np.concatenate(ids)
+        )
+
+    def _entries(self, kind: str, unit: int, low: int, high: int) -> np.ndarray:
+        return np.array(find_range(load_array(self.path(kind, unit)), "hash", low, high))
 
 
 def array_path(directory: Path, kind: str, task: int) -> Path:
@@ -54,28 +123,16 @@ def find_range(array: np.ndarray, field: str | None, low: int, high: int) -> np.
     return array[bisect_left(column, low) : bisect_left(column, high)]
 
 
-def read_partition(
-    paths: Sequence[Path], partition: int, num_partitions: int
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Read the entries of all units whose hashes are in one of `num_partitions` equal ranges.
-
-    Args:
-        paths: a file for each unit, sorted by its field `hash`; its last field is `document`.
-
-    Returns:
-        All columns except the last, and the ids of the documents: (N,) each.
-    """
-    low, high = ((number << 64) // num_partitions for number in (partition, partition + 1))
-    parts = [np.array(find_range(load_array(path), "hash", low, high)) for path in paths]
-    names = parts[0].dtype.names or ()
-    columns = [np.concatenate([part[name] for part in parts]) for name in names[:-1]]
-    ids = np.concatenate([to_ids(unit, part["document"]) for unit, part in enumerate(parts)])
-    return columns, ids
-
-
 def to_ids(unit: int, numbers: np.ndarray) -> np.ndarray:
     """Return the ids of documents from their numbers in a unit: (N,) uint64."""
     return numbers.astype(np.uint64) + np.uint64(unit << UNIT_BITS)
+
+
+def by_unit(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the units of documents, in order, each with the places of its documents: (N,) int64."""
+    units = ids >> np.uint64(UNIT_BITS)
+    for unit in np.unique(units).tolist():
+        yield unit, np.flatnonzero(units == unit)
 
 
 def rows_of_unit(paths: Sequence[Path], field: str | None, unit: int) -> list[np.ndarray]:
@@ -94,4 +151,4 @@ def structured_array(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
 
 def task_record(directory: Path, sizes: dict[Path, int], **more: int) -> dict:
     """Return the record of a task that wrote files of these sizes in bytes."""
-    return {"files": {str(path.relative_to(directory)): n for path, n in sizes.items()}, **more}
+    return {"files": {os.path.relpath(path, directory): n for path, n in sizes.items()}, **more}

@@ -4,21 +4,44 @@ Phases: signatures (a task per work unit) -> copies and buckets (one task per ra
 members -> verify -> decide (one task) -> write (a task per unit). Tasks exchange data only through
 files. The result depends on the documents, their order and the options, but not on units, tasks,
 memory or workers. docs/deduplication.md has the definitions.
+
+Documents may also be compared with those of earlier stages, by the signatures that these have kept
+(`signatures.py`). A decision depends on earlier documents only, so the result is that of one pass
+over the documents of all stages.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.arrays import NUMBER_MASK, UNIT_BITS, array_path, find_range, load_array
+from data_prep.dedup.arrays import (
+    NUMBER_MASK,
+    UNIT_BITS,
+    Units,
+    array_path,
+    find_range,
+    load_array,
+)
 from data_prep.dedup.find_candidates import BucketTask, ExactTask, SignatureTask
+from data_prep.dedup.members import MembersTask, find_names
 from data_prep.dedup.minhash import MAX_PERMUTATIONS, BandLayout, choose_bands, load_rensa
-from data_prep.dedup.verify_candidates import DecideTask, MembersTask, VerifyTask, read_names
+from data_prep.dedup.signatures import (
+    SIGNATURES,
+    CheckTask,
+    KeepTask,
+    Signatures,
+    open_signatures,
+    publish_signatures,
+    signatures_manifest,
+    withdraw_signatures,
+)
+from data_prep.dedup.verify_candidates import DecideTask, VerifyTask
 from data_prep.read.bad_input import Tally
+from data_prep.read.stage_files import STAGE_MANIFEST
 from data_prep.stages.documents import Documents
 from data_prep.stages.stage_output import WORK, publish_output, reuse_or_reset_stage, task_output
 from data_prep.tasks.phases import Executor, Phase, Record, fingerprint, run_phase
@@ -41,6 +64,8 @@ class DedupOptions:
     near: bool = True
     permutations: int = MAX_PERMUTATIONS  # at most
     memory_bytes: int = 1 << 30  # for a task that sorts hashes
+    keep_signatures: bool = False  # so that later documents can be compared with these
+    against: tuple[str, ...] = ()  # outputs with signatures, whose documents come before these
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, problem)."""
@@ -60,6 +85,20 @@ class DedupOptions:
         """How signatures are divided into bands; None if near-duplicates are not searched for."""
         return choose_bands(self.threshold, self.permutations) if self.near else None
 
+    def relative_to(self, directory: Path) -> "DedupOptions":
+        """Return the options with their directories resolved against that of the recipe."""
+        return replace(self, against=tuple(str(directory / each) for each in self.against))
+
+    def open_signatures(self) -> list[Signatures]:
+        """Open the signatures to compare with.
+
+        Raises:
+            ConfigError: every problem with them, or rensa is missing.
+        """
+        if not self.against:
+            return []
+        return open_signatures(self.against, comparison_settings(self))
+
 
 @dataclass(frozen=True)
 class WriteTask:
@@ -67,54 +106,64 @@ class WriteTask:
 
     documents: Documents
     output: Path
+    units: Units
+    stores: tuple[str, ...]  # names of the signatures that documents are compared with
 
-    def __call__(self, unit: int) -> Record:
+    def __call__(self, task: int) -> Record:
         work = self.output / WORK
+        unit = self.units.num_old + task
         low, high = unit << UNIT_BITS, (unit + 1) << UNIT_BITS
         decisions = load_array(array_path(work, "decisions", 0))
         decisions = np.array(find_range(decisions, "dropped", low, high))
-        names = self._names(work, decisions["kept"])
+        names = find_names(self.units, self.stores, decisions["kept"])
         numbers = (decisions["dropped"] & NUMBER_MASK).tolist()
         dropped = dict(zip(numbers, zip(decisions.tolist(), names, strict=True), strict=True))
         tally = Tally()
-        with task_output(self.output, unit) as output:
-            for number, row in enumerate(self.documents.read(unit, tally)):
+        with task_output(self.output, task) as output:
+            for number, row in enumerate(self.documents.read(task, tally)):
                 size = len(row.text.encode())
                 if number not in dropped:
                     output.keep(row.line, size, size)
                     continue
-                (_, _, similarity, exact), name = dropped[number]
+                (_, _, similarity, exact), (name, store) = dropped[number]
                 kind = "exact" if exact else "near"
                 note = {"id": row.id, "kept": name, "similarity": similarity, "kind": kind}
-                output.drop(f"{kind}_duplicate", size, row.id, row.text, note)
+                reason = f"{kind}_duplicate"
+                if store is not None:
+                    note["kept_in"] = store
+                    reason += f".{store}"
+                output.drop(reason, size, row.id, row.text, note)
             return {**output.close(), "tally": tally.record()}
 
-    def _names(self, work: Path, kept: np.ndarray) -> list[Any]:
-        """Return the input ids of the kept documents."""
-        names: list[Any] = [None] * len(kept)
-        units = kept >> np.uint64(UNIT_BITS)
-        for unit in np.unique(units).tolist():
-            places = np.flatnonzero(units == unit)
-            unit_names = read_names(work, unit, kept[places])
-            for place, name in zip(places.tolist(), unit_names, strict=True):
-                names[place] = name
-        return names
 
-
-def dedup_identity(options: DedupOptions) -> dict[str, Any]:
-    """Return everything except the documents that determines the result, for a fingerprint.
+def comparison_settings(options: DedupOptions) -> dict[str, Any]:
+    """Return everything that determines hashes and decisions: the same for what is compared.
 
     Raises:
         ConfigError: rensa is missing.
     """
-    identity = {
-        "algorithm": ALGORITHM,
-        "unicode": unicodedata.unidata_version,
-        **asdict(options),
-    }
-    del identity["memory_bytes"]
+    keys = ("threshold", "shingle_words", "exact", "near", "permutations")
+    settings: dict[str, Any] = {key: getattr(options, key) for key in keys}
+    settings |= {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version}
     if options.band_layout is not None:
-        identity["minhash"] = load_rensa().RMinHash.ALGORITHM_VERSION
+        settings["minhash"] = load_rensa().RMinHash.ALGORITHM_VERSION
+    return settings
+
+
+def dedup_identity(options: DedupOptions, against: Sequence[str]) -> dict[str, Any]:
+    """Return everything except the documents that determines the result, for a fingerprint.
+
+    Args:
+        against: ids of the signatures that the documents are compared with.
+
+    Raises:
+        ConfigError: rensa is missing.
+    """
+    identity = comparison_settings(options)
+    if options.keep_signatures:
+        identity["keep_signatures"] = True
+    if against:
+        identity["against"] = list(against)
     return identity
 
 
@@ -136,22 +185,42 @@ def run_dedup(
         `stage.json`, published.
 
     Raises:
-        ConfigError: the input cannot be read, or rensa is missing.
+        ConfigError: the input or the signatures cannot be read, or rensa is missing.
         ZerolmError: a task was lost.
     """
-    key = fingerprint([inputs, dedup_identity(options)])
+    against = options.open_signatures()
+    key = fingerprint([inputs, dedup_identity(options, [each.id for each in against])])
     if (published := reuse_or_reset_stage(output, "dedup", key)) is not None:
-        return published
-    documents = documents.bounded(output / WORK / "read", executor)
+        if not options.keep_signatures or signatures_manifest(output).is_file():
+            return published
+        (output / STAGE_MANIFEST).unlink()
+    withdraw_signatures(output, options.keep_signatures)
+    work = output / WORK
+    documents = documents.bounded(work / "read", executor)
+    old = tuple((each.directory.absolute(), each.num_units) for each in against)
+    hashes = output / SIGNATURES if options.keep_signatures else work
+    units = Units(old, work, hashes, documents.num_tasks)
+    stores = tuple(each.name for each in against)
 
     def run(name: str, num_tasks: int, task: Callable[[int], Record]) -> list[Record]:
-        directory = output if name == "dedup.write" else output / WORK
+        directory = output if name == "dedup.write" else work
         labels = documents.labels if num_tasks == documents.num_tasks else ()
         inputs = fingerprint([key, num_tasks, getattr(task, "num_partitions", 0)])
         return run_phase(Phase(name, directory, num_tasks, task, inputs, labels), executor)
 
-    counts = _find_duplicates(options, documents, output / WORK, run)
-    records = run("dedup.write", documents.num_tasks, WriteTask(documents, output))
+    if old:
+        run("dedup.check", units.num_old, CheckTask(old, work))
+    counts: dict[str, Any] = dict(_find_duplicates(options, documents, units, run))
+    if options.keep_signatures:
+        near = options.near
+        keep = KeepTask(documents, units, stores, work, options.shingle_words, near)
+        records = run("dedup.keep", documents.num_tasks, keep)
+        settings = comparison_settings(options)
+        counts["signatures"] = publish_signatures(output, key, settings, against, records)
+    if against:
+        counts["against"] = [each.record() for each in against]
+    write = WriteTask(documents, output, units, stores)
+    records = run("dedup.write", documents.num_tasks, write)
     return publish_output(
         output,
         "dedup",
@@ -159,7 +228,7 @@ def run_dedup(
         records,
         notes=DUPLICATES,
         inputs=key,
-        options=asdict(options),
+        options={**asdict(options), "against": list(options.against)},
         provenance=provenance,
         bands=options.band_layout._asdict() if options.band_layout else None,
         **counts,
@@ -169,7 +238,7 @@ def run_dedup(
 def _find_duplicates(
     options: DedupOptions,
     documents: Documents,
-    work: Path,
+    units: Units,
     run: Callable[[str, int, Callable[[int], Record]], list[Record]],
 ) -> dict[str, int]:
     """Run all phases except the last, and return counts for `stage.json`.
@@ -177,24 +246,25 @@ def _find_duplicates(
     Args:
         run: runs a phase, given its name, number of tasks and task.
     """
-    layout, num_units = options.band_layout, documents.num_tasks
-    signatures = SignatureTask(documents, work, options.exact, options.shingle_words, layout)
+    layout, num_units, work = options.band_layout, documents.num_tasks, units.work
+    exact, shingle_words = options.exact, options.shingle_words
+    signatures = SignatureTask(documents, work, units.hashes, exact, shingle_words, layout)
     records = run("dedup.signatures", num_units, signatures)
     num_short = sum(record["short"] for record in records)
     num_documents = sum(record["documents_in"] for record in records)
     num_entries = num_documents + (num_documents - num_short) * (layout.bands if layout else 0)
     partitions = -(-num_entries * BYTES_PER_ENTRY // options.memory_bytes)
     partitions = max(1, partitions, min(num_units, MIN_PARTITIONS))
-    copies = run("dedup.copies", partitions, ExactTask(work, num_units, partitions))
+    copies = run("dedup.copies", partitions, ExactTask(units, partitions))
     if layout is not None:
-        run("dedup.buckets", partitions, BucketTask(work, num_units, partitions))
+        run("dedup.buckets", partitions, BucketTask(units, partitions))
     near = layout is not None
-    members = MembersTask(documents, work, partitions, options.shingle_words, near)
+    members = MembersTask(documents, units, partitions, shingle_words, near)
     run("dedup.members", num_units, members)
     pairs: list[Record] = []
     if layout is not None:
-        pairs = run("dedup.verify", num_units, VerifyTask(work, partitions, options.threshold))
-    run("dedup.decide", 1, DecideTask(work, num_units, partitions, near))
+        pairs = run("dedup.verify", units.total, VerifyTask(units, partitions, options.threshold))
+    run("dedup.decide", 1, DecideTask(units, partitions, near))
     return {
         "copies": sum(record["copies"] for record in copies),
         "candidate_pairs": sum(record["pairs"] for record in pairs),

@@ -15,8 +15,9 @@ from data_prep.dedup.arrays import (
     COPY,
     EXACT,
     PAIR,
+    UNIT_BITS,
+    Units,
     array_path,
-    read_partition,
     save_array,
     structured_array,
     task_record,
@@ -36,12 +37,14 @@ class SignatureTask:
     """Writes hashes of a unit's documents: of their texts, and of the bands of their signatures.
 
     Args:
+        directory: of the phase; `hashes` is the one of the arrays.
         exact: "text" to compare texts byte by byte, "words" to compare their words.
         layout: None to find exact copies only.
     """
 
     documents: Documents
     directory: Path
+    hashes: Path
     exact: str
     shingle_words: int
     layout: BandLayout | None
@@ -70,11 +73,11 @@ class SignatureTask:
             EXACT, all_exact[:, 0], all_exact[:, 1], np.arange(num_documents)
         )
         entries = entries[np.lexsort((entries["low"], entries["hash"]))]
-        arrays = {array_path(self.directory, "exact", unit): entries}
+        arrays = {array_path(self.hashes, "exact", unit): entries}
         if self.layout is not None:
             all_bands = np.concatenate(bands)
             order = np.argsort(all_bands["hash"], kind="stable")
-            arrays[array_path(self.directory, "bands", unit)] = all_bands[order]
+            arrays[array_path(self.hashes, "bands", unit)] = all_bands[order]
         return task_record(
             self.directory,
             {path: save_array(path, array) for path, array in arrays.items()},
@@ -95,42 +98,43 @@ class SignatureTask:
 
 @dataclass(frozen=True)
 class ExactTask:
-    """Finds exact copies among the documents with hashes in one range; the first one is kept."""
+    """Finds new documents that are copies, among those with hashes in one range.
 
-    directory: Path
-    num_units: int
+    The first document with a text is kept.
+    """
+
+    units: Units
     num_partitions: int
 
     def __call__(self, partition: int) -> dict:
-        paths = [array_path(self.directory, "exact", unit) for unit in range(self.num_units)]
-        (high, low), ids = read_partition(paths, partition, self.num_partitions)
+        (high, low), ids = self.units.read_partition("exact", partition, self.num_partitions)
         order = np.lexsort((ids, low, high))
         high, low, ids = high[order], low[order], ids[order]
         is_copy = np.zeros(len(ids), bool)
         is_copy[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
         first = ids[np.maximum.accumulate(np.where(is_copy, 0, np.arange(len(ids))))]
+        is_copy &= ids >= self.units.num_old << UNIT_BITS
         copies = structured_array(COPY, ids[is_copy], first[is_copy])
         copies = copies[np.argsort(copies["dropped"])]
         members = np.unique(np.concatenate([copies["dropped"], copies["kept"]]))
-        sizes = _save_with_members(self.directory, "copies", partition, copies, members)
-        return task_record(self.directory, sizes, copies=len(copies))
+        sizes = _save_with_members(self.units.work, "copies", partition, copies, members)
+        return task_record(self.units.work, sizes, copies=len(copies))
 
 
 @dataclass(frozen=True)
 class BucketTask:
-    """Finds pairs of documents with a common band, for the band hashes in one range."""
+    """Finds pairs of a document and a later, new one with a common band in one range of hashes."""
 
-    directory: Path
-    num_units: int
+    units: Units
     num_partitions: int
 
     def __call__(self, partition: int) -> dict:
-        paths = [array_path(self.directory, "bands", unit) for unit in range(self.num_units)]
-        (hashes, texts), ids = read_partition(paths, partition, self.num_partitions)
+        (hashes, texts), ids = self.units.read_partition("bands", partition, self.num_partitions)
         pairs = candidate_pairs(hashes, texts, ids)
+        pairs = pairs[pairs["two"] >= self.units.num_old << UNIT_BITS]
         members = np.unique(np.concatenate([pairs["one"], pairs["two"]]))
-        sizes = _save_with_members(self.directory, "pairs", partition, pairs, members)
-        return task_record(self.directory, sizes, pairs=len(pairs))
+        sizes = _save_with_members(self.units.work, "pairs", partition, pairs, members)
+        return task_record(self.units.work, sizes, pairs=len(pairs))
 
 
 def _save_with_members(

@@ -23,15 +23,17 @@ def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[s
     Args:
         tokenizer: the tokenizer's fingerprint.
     """
-    before = inputs_fingerprint(source.inputs, source.options.rules())
+    before = ""
     fingerprints = {}
     for stage in recipe.stages:
         options: Any = None
         if stage == "clean":
-            options = [recipe.content.get("clean", {}), filters_identity(recipe.clean.filters)]
-        elif recipe.dedup is not None and stage == "dedup":
-            options = dedup_identity(recipe.dedup)
-        elif recipe.decontaminate is not None and stage == "decontaminate":
+            fingerprints[stage] = before = _clean_fingerprint(recipe, source)
+            continue
+        if recipe.dedup is not None and stage == "dedup":
+            fingerprints[stage] = before = _dedup_fingerprint(recipe, source)
+            continue
+        if recipe.decontaminate is not None and stage == "decontaminate":
             options = decontaminate_identity(recipe.decontaminate)
         elif recipe.shards is not None and stage == "shards":
             options = asdict(recipe.shards) | {"val_fraction": recipe.val_fraction(source)}
@@ -41,6 +43,22 @@ def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[s
             options = asdict(recipe.pack)
         fingerprints[stage] = before = fingerprint([before, stage, options])
     return fingerprints
+
+
+def _clean_fingerprint(recipe: Recipe, source: Source) -> str:
+    inputs = inputs_fingerprint(source.inputs, source.options.rules())
+    options = [recipe.content.get("clean", {}), filters_identity(recipe.clean.filters)]
+    return fingerprint([inputs, "clean", options])
+
+
+def _dedup_fingerprint(recipe: Recipe, source: Source) -> str:
+    """Return the fingerprint of a source's dedup stage, which covers the sources before it."""
+    assert recipe.dedup is not None
+    earlier = recipe.sources_before(source)
+    # That of the last one covers all before it.
+    against = [*recipe.against, *(_dedup_fingerprint(recipe, each) for each in earlier[-1:])]
+    options = dedup_identity(recipe.dedup.of_stage(()), against)
+    return fingerprint([_clean_fingerprint(recipe, source), "dedup", options])
 
 
 def tokenizer_fingerprint(options: TokenizerOptions, stages: Sequence[str]) -> str:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dedup.decontaminate import DecontaminateOptions
-from data_prep.dedup.dedup import DedupOptions
 from data_prep.filters.clean import CleanOptions
 from data_prep.filters.parameters import filter_problems, resolve_model_paths
 from data_prep.pipeline.recipe_options import (
     PackOptions,
     ShardOptions,
     SourceOptions,
+    SourcesDedupOptions,
     TokenizerOptions,
 )
 from data_prep.read.discovery import HUB_ID, find_inputs
@@ -29,14 +29,13 @@ from data_prep.read.readers import Input
 from data_prep.stages.options import number_of, parse_options
 from data_prep.stages.output_rules import overlap_problems
 from data_prep.tokenize.held_out import held_out_problem
-from data_prep.tokenizer.bpe import BpeOptions
 from data_prep.tokenizer.load import Tokenizer, load_tokenizer
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
 
 # Keys whose values become a dataclass of options.
 OPTION_KEYS: dict[str, type] = {
-    "dedup": DedupOptions,
+    "dedup": SourcesDedupOptions,
     "decontaminate": DecontaminateOptions,
     "train_tokenizer": TokenizerOptions,
     "tokenize": ShardOptions,
@@ -68,6 +67,7 @@ class Recipe:
     Attributes:
         content: the JSON object.
         clean: without the input rules, which are options of each source.
+        against: ids of the signatures that all sources are compared with.
         shards: None if the pipeline ends before tokenization.
         tokenizer: the existing tokenizer; None if one is trained, or if there are no shards.
         training: options of the tokenizer to train, if any.
@@ -79,7 +79,8 @@ class Recipe:
     output: Path
     sources: tuple[Source, ...]
     clean: CleanOptions
-    dedup: DedupOptions | None
+    dedup: SourcesDedupOptions | None
+    against: tuple[str, ...]
     decontaminate: DecontaminateOptions | None
     shards: ShardOptions | None
     tokenizer: Tokenizer | None
@@ -93,6 +94,20 @@ class Recipe:
             return 0.0
         own = source.options.val_fraction
         return self.shards.val_fraction if own is None else own
+
+    def sources_before(self, source: Source) -> tuple[Source, ...]:
+        """Return the sources whose documents a source is compared with, in order."""
+        if self.dedup is None or not self.dedup.across_sources:
+            return ()
+        order = self.by_preference()
+        return order[: [each.name for each in order].index(source.name)]
+
+    def by_preference(self) -> tuple[Source, ...]:
+        """Return the sources in the order in which duplicates are kept."""
+        if self.dedup is None or not self.dedup.source_order:
+            return self.sources
+        place = self.dedup.source_order.index
+        return tuple(sorted(self.sources, key=lambda source: place(source.name)))
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -146,6 +161,14 @@ def read_recipe(path: Path) -> Recipe:
     if options["decontaminate"] is not None:
         options["decontaminate"] = options["decontaminate"].relative_to(base)
         _collect(problems, options["decontaminate"].read_items)
+    against = ()
+    if options["dedup"] is not None:
+        options["dedup"] = options["dedup"].relative_to(base)
+        found = _collect(problems, options["dedup"].open_signatures) or ()
+        against = tuple(each.id for each in found)
+        names = list(content.get("sources") or ())
+        found = options["dedup"].problems_with_sources(names, base / output)
+        problems += [f"{path}: dedup.{problem}" for problem in found]
     problems += _tokenizer_problems(content, options, f"{path}")
     tokenizer = None
     if options["tokenize"] is not None and options["tokenize"].tokenizer:
@@ -156,8 +179,9 @@ def read_recipe(path: Path) -> Recipe:
     if problems:
         raise ConfigError(problems)
     recipe = Recipe(
-        path, content, base / output, sources, clean, options["dedup"], options["decontaminate"],
-        options["tokenize"], tokenizer, options["train_tokenizer"], options["pack"], executor,
+        path, content, base / output, sources, clean, options["dedup"], against,
+        options["decontaminate"], options["tokenize"], tokenizer, options["train_tokenizer"],
+        options["pack"], executor,
     )  # fmt: skip
     for source in sources:
         if problem := held_out_problem(
@@ -189,7 +213,7 @@ def _tokenizer_problems(content: Json, options: Mapping[str, Any], where: str) -
     """Return the contradictions between the keys that train, need and use a tokenizer."""
     problems = []
     if options["train_tokenizer"] is not None:
-        lines = bpe_options(options["train_tokenizer"]).problems()
+        lines = options["train_tokenizer"].bpe().problems()
         problems += [f"{where}: train_tokenizer.{line.removeprefix('--')}" for line in lines]
         if "tokenize" not in content:
             problems.append(f"{where}: train_tokenizer: needs tokenize, which uses it. Add it.")
@@ -206,18 +230,6 @@ def _tokenizer_problems(content: Json, options: Mapping[str, Any], where: str) -
             f"{where}: tokenize.tokenizer: give exactly one of this key and train_tokenizer."
         )
     return problems
-
-
-def bpe_options(options: TokenizerOptions) -> BpeOptions:
-    """Return the options for the trainer of a tokenizer."""
-    return BpeOptions(
-        options.vocab_size,
-        options.split,
-        options.digits or None,
-        options.whitespace,
-        options.special_tokens,
-        options.min_frequency,
-    )
 
 
 def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOptions:

@@ -1,13 +1,17 @@
-"""Options of a recipe's sources, tokenizer, shards and packing, named like the flags.
+"""Options of a recipe's sources, dedup, tokenizer, shards and packing, named like the flags.
 
 Defines and checks values only. The options of the other stages are defined beside the stages.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+from data_prep.dedup.dedup import DedupOptions
+from data_prep.dedup.signatures import against_problems
 from data_prep.read.documents import InputRules
 from data_prep.tokenizer.backends import BACKENDS
+from data_prep.tokenizer.bpe import BpeOptions
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 ENCODERS = ("auto", *BACKENDS)
@@ -50,6 +54,48 @@ class SourceOptions:
 
 
 @dataclass(frozen=True)
+class SourcesDedupOptions(DedupOptions):
+    """How each source is deduplicated, and whether its documents are compared with other sources'.
+
+    Attributes:
+        across_sources: drop a document if a source before its own has a duplicate of it.
+        source_order: names of all sources; default: as in the recipe.
+    """
+
+    across_sources: bool = False
+    source_order: tuple[str, ...] = ()
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (option, message) for each invalid value."""
+        yield from super().problems()
+        if self.source_order and not self.across_sources:
+            yield "source_order", "has no effect without across_sources: true. Add it."
+
+    def problems_with_sources(self, sources: Sequence[str], output: Path) -> list[str]:
+        """Return what contradicts the names of the sources, and the output of the pipeline."""
+        problems = []
+        if self.source_order and sorted(self.source_order) != sorted(sources):
+            problems.append(
+                f"source_order: {list(self.source_order)} does not name each of "
+                f"{', '.join(sources)} once."
+            )
+        for name in sources:
+            problems += against_problems(self.against, output / name / "dedup", "against:")
+        return problems
+
+    def of_stage(self, earlier: Sequence[str]) -> DedupOptions:
+        """Return the options of one source's stage.
+
+        Args:
+            earlier: outputs of the sources that come before it.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(DedupOptions)}
+        given["against"] = (*self.against, *earlier)
+        given["keep_signatures"] = self.keep_signatures or self.across_sources
+        return DedupOptions(**given)
+
+
+@dataclass(frozen=True)
 class TokenizerOptions:
     """The tokenizer trained on the kept documents of all sources; the flags of `train-tokenizer`.
 
@@ -65,6 +111,17 @@ class TokenizerOptions:
     special_tokens: tuple[str, ...] = ()
     min_frequency: int = 0
     sample_bytes: int = 1 << 30
+
+    def bpe(self) -> BpeOptions:
+        """Return the options for the trainer."""
+        return BpeOptions(
+            self.vocab_size,
+            self.split,
+            self.digits or None,
+            self.whitespace,
+            self.special_tokens,
+            self.min_frequency,
+        )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value that `BpeOptions` does not check."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dedup.decontaminate import run_decontaminate
-from data_prep.dedup.dedup import run_dedup
+from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.dedup.signatures import signatures_manifest
 from data_prep.filters.clean import run_clean
 from data_prep.pipeline.plan import stage_fingerprints, tokenizer_fingerprint
-from data_prep.pipeline.recipe import bpe_options
 from data_prep.pipeline.report import write_report
 from data_prep.pipeline.state import lock_output, make_directory, read_state, write_state
 from data_prep.read.discovery import find_inputs
@@ -51,8 +51,9 @@ def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training
     """
     make_directory(recipe.output)
     with lock_output(recipe.output):
-        for pipeline in pipelines:
-            pipeline.run(pipeline.text_stages)
+        by_name = {pipeline.source.name: pipeline for pipeline in pipelines}
+        for source in recipe.by_preference():
+            by_name[source.name].run(by_name[source.name].text_stages)
         if training is not None:
             training.run()
         for pipeline in pipelines:
@@ -138,7 +139,12 @@ class Pipeline:
         run_clean(options, source.inputs, output, self.executor, self._provenance())
 
     def _run_dedup(self, output: Path, before: Path | None) -> None:
-        run_dedup(self.recipe.dedup, *_documents(before), output, self.executor)
+        run_dedup(self._dedup_options(), *_documents(before), output, self.executor)
+
+    def _dedup_options(self) -> DedupOptions:
+        earlier = self.recipe.sources_before(self.source)
+        outputs = [str((self.recipe.output / each.name / "dedup").absolute()) for each in earlier]
+        return self.recipe.dedup.of_stage(outputs)
 
     def _run_decontaminate(self, output: Path, before: Path | None) -> None:
         run_decontaminate(self.recipe.decontaminate, *_documents(before), output, self.executor)
@@ -179,7 +185,10 @@ class Pipeline:
         if stage == "pack":
             length = self.recipe.pack.seq_len
             return [index_file(directory, length) for directory in self._shard_directories()]
-        return [self.directory / stage / "stage.json"]
+        manifests = [self.directory / stage / "stage.json"]
+        if stage == "dedup" and self._dedup_options().keep_signatures:
+            manifests.append(signatures_manifest(self.directory / stage))
+        return manifests
 
     def _provenance(self) -> Json:
         return {
@@ -250,7 +259,7 @@ class Training:
         stages = [pipeline.directory / pipeline.text_stages[-1] for pipeline in self.pipelines]
         names = [pipeline.source.name for pipeline in self.pipelines]
         options = self.recipe.training
-        recipe = bpe_options(options)
+        recipe = options.bpe()
         temporary = self.output.with_name(f".{TOKENIZER}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         trained = train_on_stages(stages, names, recipe, options.sample_bytes, temporary)

@@ -8,13 +8,17 @@ from tests.data_prep.dedup.near_copies import write_documents
 from zerolm.common.files import sha256_file
 
 
-def write_stage(directory: Path, texts: list[str], per_file: int) -> Path:
-    """Write documents d0, d1, ... as a published stage of several files."""
+def write_stage(directory: Path, texts: list[str], per_file: int, first: int = 0) -> Path:
+    """Write documents d0, d1, ... as a published stage of several files.
+
+    Args:
+        first: the number of the first document.
+    """
     directory.mkdir()
     entries = []
     for task, start in enumerate(range(0, len(texts), per_file)):
         path = directory / stage_file(task)
-        write_documents(path, texts[start : start + per_file], start)
+        write_documents(path, texts[start : start + per_file], first + start)
         size = path.stat().st_size
         entries.append({"file": path.name, "size_bytes": size, "sha256": sha256_file(path)})
     publish_stage(
