@@ -9,8 +9,8 @@ contenders find pairs of duplicates at 0.8, with 13-word shingles: `data_prep de
 MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8; it splits words differently, so its
 exact index differs a little).
 
-Snapshots: the documents in four parts, each compared with the signatures of those before it, beside
-one pass over all of them, and beside brute force: exact Jaccard index of all pairs, visited in order.
+Snapshots: the documents in four parts, each compared with the signatures of those before it. The
+references are one pass over all of them, and brute force: the exact index of all pairs, in order.
 
 Growth: documents of random lines of the same text, a tenth of them edited copies. Each run is a
 new process; its memory is the largest resident set of any of its processes, from the kernel.
@@ -220,7 +220,7 @@ def show_accuracy(count: int, lines: list[str], work: Path, peer_seconds: float)
 
 
 def keep_by_brute_force(texts: list[str]) -> list[int]:
-    """Return the documents to keep, in order: none is a copy of one before it, or near a kept one."""
+    """Return the documents to keep: no copies of earlier ones, and none near a kept one."""
     similar: dict[int, list[int]] = {}
     for (one, two), similarity in all_similarities(texts).items():
         if similarity >= THRESHOLD:
@@ -235,8 +235,9 @@ def keep_by_brute_force(texts: list[str]) -> list[int]:
 
 
 def show_snapshots(count: int, lines: list[str], workers: int, work: Path) -> None:
-    """Print what four snapshots keep, one after the other, and what they and their signatures cost."""
-    texts = accuracy_texts(lines, count - count // 20, random.Random(3))
+    """Print what four snapshots keep, one after the other, and what their signatures cost."""
+    more_lines = random.Random(6).choices(lines, k=count * 80)  # enough words
+    texts = accuracy_texts(more_lines, count - count // 20, random.Random(3))
     texts += random.Random(4).choices(texts, k=count - len(texts))
     random.Random(5).shuffle(texts)
     write_jsonl(work / "all.jsonl", texts)
