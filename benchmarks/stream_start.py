@@ -1,12 +1,15 @@
 """Seconds to the first batch, at the start and late in an epoch, by the size of the data.
 
     python -m benchmarks.stream_start [--output FILE]
+    python -m benchmarks.stream_start --one DIRECTORY   # one start, for strace -c -f
 
-Token shards of 1 M, 1 B and (simulated) 10 T IDs are opened as by a run: check the manifest,
-compare the sizes of all files with it, compute the fingerprint, read the first batch and verify the
+Token shards of 1 M, 1 B and (simulated) 10 T IDs are opened as by a run: check the manifest or map
+the table, compare the sizes of files, compute the fingerprint, read the first batch and verify the
 checksums of its blocks, from sequence 0 and from nine tenths of an epoch. 10 T IDs are measured in
-shards of 16 GiB, and in shards of the default size of `data_prep tokenize`. The second table has
-the time of each part.
+shards of 16 GiB, and in shards of the default size of `data_prep tokenize`, with and without
+`shards.table`. The second table has the time of each part, the third one start in a new process:
+the first rank of a node, and another. `--one` writes 10 T IDs to a directory unless it exists, and
+starts once as the rank in LOCAL_RANK.
 
 The token files are sparse files of the right size. This measures the computations and lookups
 before the first batch, with the directory's entries in memory, and not the speed of a disk (cold
@@ -17,9 +20,11 @@ memory.
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,19 +45,22 @@ from zerolm.data.loader import TokenStream  # noqa: E402
 from zerolm.optim.schedule import BatchSchedule  # noqa: E402
 from zerolm.shards.checksums import BLOCK_BYTES  # noqa: E402
 from zerolm.shards.local import LocalFiles  # noqa: E402
-from zerolm.shards.manifest import read_manifest  # noqa: E402
 from zerolm.shards.reader import open_source  # noqa: E402
+from zerolm.shards.table import TABLE, write_table  # noqa: E402
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS  # noqa: E402
 
 LARGE_SHARD_TOKENS = 1 << 33
 CASES = (
-    (10**6, DEFAULT_SHARD_TOKENS),
-    (10**9, DEFAULT_SHARD_TOKENS),
-    (10**13, LARGE_SHARD_TOKENS),
-    (10**13, DEFAULT_SHARD_TOKENS),
+    (10**6, DEFAULT_SHARD_TOKENS, False),
+    (10**9, DEFAULT_SHARD_TOKENS, False),
+    (10**13, LARGE_SHARD_TOKENS, True),
+    (10**13, DEFAULT_SHARD_TOKENS, False),
+    (10**13, DEFAULT_SHARD_TOKENS, True),
 )
+Case = tuple[int, int, bool]  # tokens, tokens of a shard, whether there is a table
 SUFFIXES = {"index": "idx", "sums": "sums"}
 MAX_PERMUTED = 1 << 28  # windows, for a stored permutation
+LIMIT_SECONDS = 600
 MAX_LINKS = 10_000  # hard links to one file, which file systems limit
 
 
@@ -65,24 +73,73 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
     parser.add_argument("--output", type=Path, help="also write the tables to this file")
+    parser.add_argument("--one", type=Path, help="start once on this directory")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.one:
+        if not options.one.exists():
+            write_table(sparse_shards(options.one, *CASES[-1][:2]))
+        return print(json.dumps(one_start(options.one, options)))
     header = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
-    found: dict[tuple[int, int], dict[str, list[float]]] = {}
+    found: dict[Case, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        directories = {
-            case: sparse_shards(Path(scratch) / f"{case[0]}-{case[1]}", *case) for case in CASES
-        }
+        for sizes in {case[:2] for case in CASES}:
+            sparse_shards(directory_of(Path(scratch), *sizes), *sizes)
         for repeat in range(options.repeats):
-            for case, directory in directories.items():
+            for case in CASES:
+                directory = directory_of(Path(scratch), *case[:2])
+                (directory / TABLE).unlink(missing_ok=True)
+                if case[2]:
+                    write_table(directory)
                 each = found.setdefault(case, {})
-                for name, seconds in measured(directory, case[0], options, repeat).items():
-                    each.setdefault(name, []).append(seconds)
+                seconds = measured(directory, case[0], options, repeat)
+                for rank in (0, 1):
+                    for name, value in in_new_process(directory, rank, options).items():
+                        seconds[f"{name} {rank}"] = value
+                for name, value in seconds.items():
+                    each.setdefault(name, []).append(value)
             print(f"turn {repeat + 1}: done", flush=True)
     report = "\n\n".join([*header, *tables(found, options)])
     if options.output:
         options.output.write_text(report + "\n")
     print(f"\n{report}")
+
+
+def directory_of(scratch: Path, num_tokens: int, shard_tokens: int) -> Path:
+    return scratch / f"{num_tokens}-{shard_tokens}"
+
+
+def in_new_process(directory: Path, rank: int, options: argparse.Namespace) -> dict[str, float]:
+    """Start once in a new process, as the rank of a node; return what `one_start` does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.stream_start", "--one", str(directory),
+         "--batch_rows", str(options.batch_rows), "--seq_len", str(options.seq_len)],
+        env={**os.environ, "LOCAL_RANK": str(rank), "RANK": str(rank)}, cwd=ROOT, check=True,
+        stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def one_start(directory: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Start once; return its seconds, its CPU seconds, and the memory that it added."""
+    gc.collect()
+    before, cpu = memory_bytes(), time.process_time()
+    seconds, kept = timed(lambda: first_batch(directory, 0, options, 0))
+    cpu = time.process_time() - cpu
+    after = memory_bytes()
+    assert kept
+    return {
+        "one": seconds,
+        "cpu": cpu,
+        **{name: (after[name] - before[name]) / 1e6 for name in ("own", "shared")},
+    }
+
+
+def memory_bytes() -> dict[str, int]:
+    """Return the memory of this process: its own, and that of mapped files, which is shared."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {key: int(status[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
+    return {"own": sizes["RssAnon"], "shared": sizes["RssFile"]}
 
 
 def measured(
@@ -96,8 +153,7 @@ def measured(
         seconds[name] = timed(lambda at=position: first_batch(directory, at, options, 2 * repeat))[
             0
         ]
-    seconds["manifest"], manifest = timed(lambda: read_manifest(directory))
-    files = LocalFiles(directory, manifest)
+    seconds["manifest"], files = timed(lambda: LocalFiles.open(directory))
     seconds["sizes"], problems = timed(files.problems)
     assert not problems
     source = open_source(directory)
@@ -109,9 +165,7 @@ def measured(
     return seconds
 
 
-def tables(
-    found: dict[tuple[int, int], dict[str, list[float]]], options: argparse.Namespace
-) -> list[str]:
+def tables(found: dict[Case, dict[str, list[float]]], options: argparse.Namespace) -> list[str]:
     start = [
         f"Batch {options.batch_rows} x {options.seq_len}, {options.repeats} turns, medians (least "
         f"to most), ms:",
@@ -123,21 +177,34 @@ def tables(
     parts = [
         "Of the first batch, ms:",
         "",
-        "| tokens | shards | read and check the manifest | sizes of all files | fingerprint | "
+        "| tokens | shards | read and check the manifest or the table | sizes | fingerprint | "
         "make the stream | read the batch |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (tokens, shard_tokens), seconds in found.items():
+    ranks = [
+        "One start in a new process, without imports, CPU seconds and the memory that it adds:",
+        "",
+        "| tokens | shards | rank of the node | ms | CPU ms | own memory, MB | mapped, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (tokens, shard_tokens, has_table), seconds in found.items():
         what = (
             f"| {tokens:.0e} | {-(-tokens // shard_tokens):,} of {shard_tokens * 2 / 1e6:,.0f} MB"
+            f"{', with a table' if has_table else ''}"
         )
+        for rank in (0, 1):
+            one, cpu = (milliseconds(seconds[f"{name} {rank}"]) for name in ("one", "cpu"))
+            own, shared = (
+                f"{statistics.median(seconds[f'{name} {rank}']):.1f}" for name in ("own", "shared")
+            )
+            ranks.append(f"{what} | {rank} | {one} | {cpu} | {own} | {shared} |")
         start.append(
             f"{what} | {milliseconds(seconds['start'])} | {milliseconds(seconds['resume'])} | "
             f"{milliseconds(seconds['stored']) if 'stored' in seconds else 'does not fit'} |"
         )
         names = ("manifest", "sizes", "fingerprint", "stream", "batch")
         parts.append(f"{what} | {' | '.join(milliseconds(seconds[name]) for name in names)} |")
-    return ["\n".join(start), "\n".join(parts)]
+    return ["\n".join(start), "\n".join(parts), "\n".join(ranks)]
 
 
 def milliseconds(seconds: list[float]) -> str:
@@ -188,10 +255,11 @@ def checksums_of_zeros(size: int) -> bytes:
     return np.concatenate([np.full(blocks, full, "<u8"), np.array(last, "<u8")]).tobytes()
 
 
-def first_batch(directory: Path, position: int, options: argparse.Namespace, seed: int) -> None:
+def first_batch(directory: Path, position: int, options: argparse.Namespace, seed: int) -> Any:
     source = open_source(directory)
     assert source.fingerprint
-    next(iter(stream_of(source, position, options, seed)))
+    stream = stream_of(source, position, options, seed)
+    return stream, next(iter(stream))
 
 
 def stream_of(source: Any, position: int, options: argparse.Namespace, seed: int) -> TokenStream:

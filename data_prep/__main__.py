@@ -81,6 +81,7 @@ COMMANDS = Group(
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
                 "reshard": "merge, split, shuffle, subset or reshard token shards",
+                "table": "write the table of shards of an older release, for quick starts",
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },

@@ -26,6 +26,7 @@ from zerolm.config.settings import Settings
 from zerolm.data.sources import open_sources
 from zerolm.preflight import host
 from zerolm.shards.reader import Source, verify
+from zerolm.shards.table import column
 
 MARK = "@zerolm "  # at the start of each answer: a login shell may print other lines
 CODE_PATTERNS = ("pretrain.py", "zerolm/**/*.py", "launch/**/*.py")
@@ -112,6 +113,9 @@ def data(settings: Settings, deep: bool) -> dict[str, Any]:
     opened = open_sources(settings, problems)
     found: dict[str, Any] = {"problems": problems, "sources": {}}
     for source in [*opened.training, *opened.validation]:
+        if wrong := source.files.size_problems():
+            problems += wrong
+            continue
         shards, size, seconds = read_sample(source)
         entry = {"fingerprint": source.fingerprint, "shards": shards, "bytes": size}
         found["sources"][str(source.directory)] = {**entry, "seconds": seconds}
@@ -128,8 +132,8 @@ def read_sample(source: Source) -> tuple[dict[str, str], int, float]:
 
     The blocks are evenly spaced; the first block of each shard is always included.
     """
-    shards, checksums = source.manifest["shards"], {}
-    total = sum(shard["size_bytes"] for shard in shards)
+    shards, checksums = source.shards, {}
+    total = int(column(shards, "size_bytes").sum())
     step = max(SAMPLE_BLOCK_BYTES, total // SAMPLE_BLOCKS)
     size, seconds = 0, 0.0
     for shard in shards:

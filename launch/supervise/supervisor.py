@@ -275,7 +275,7 @@ def shortened_files(run_dir: Path) -> list[str]:
         return lines  # the next start reports that
     for path in paths:
         try:
-            open_source(path)
+            lines += open_source(path).files.size_problems()
         except ShardError as error:
             lines += error.problems
     return lines

@@ -171,7 +171,7 @@ def _differences(checkpoints: Sequence[Checkpoint]) -> list[str]:
         source = first_source(run_dir)
         if source is None:
             continue  # its token shards are gone
-        fingerprint = source.manifest["tokenizer"]["fingerprint"]
+        fingerprint = source.head["tokenizer"]["fingerprint"]
         first = first or (run_dir, fingerprint)
         if fingerprint != first[1]:
             problems.append(

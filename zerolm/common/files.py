@@ -86,9 +86,14 @@ def write_atomically(
 
 
 def write_json(path: str | Path, value: Any, *, many_writers: bool = False) -> None:
-    """Write a value atomically and durably as indented JSON that ends in a newline."""
+    """Write a value atomically and durably as JSON."""
+    write_atomically(path, encode_json(value), many_writers=many_writers)
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as indented JSON that ends in a newline."""
     text = json.dumps(value, indent=2, sort_keys=False, ensure_ascii=False) + "\n"
-    write_atomically(path, text.encode(), many_writers=many_writers)
+    return text.encode()
 
 
 def temporary_path(path: Path) -> Path:

@@ -163,7 +163,7 @@ def source_problems(
 
 
 def _tokenizer_problems(source: Source, first: Source) -> list[str]:
-    ours, theirs = (each.manifest["tokenizer"]["fingerprint"] for each in (source, first))
+    ours, theirs = (each.head["tokenizer"]["fingerprint"] for each in (source, first))
     if ours == theirs:
         return []
     return [

@@ -85,6 +85,11 @@ class WindowReader:
             if source.is_remote:
                 source.files.start_mirror()
 
+    def check_sizes(self) -> None:
+        """Compare the sizes of files that the start has not compared, in the background."""
+        for source in self.sources:
+            source.files.check_sizes()
+
     def prefetch(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
         """Start to read located windows.
 
@@ -170,6 +175,11 @@ class PackedReader:
 
     def start_mirror(self) -> None:
         """Do nothing: there is no store to mirror."""
+
+    def check_sizes(self) -> None:
+        """Compare the sizes of files that the start has not compared, in the background."""
+        for source in self.sources:
+            source.files.check_sizes()
 
     def prefetch(self, sources: np.ndarray, rows: np.ndarray) -> list[Any]:
         """Start to read rows, as `WindowReader.prefetch`."""

@@ -139,6 +139,9 @@ class WindowStream(IterableDataset):
         reader = self.reader
         if self.reads_all_data:
             reader.start_mirror()
+            worker = get_worker_info()
+            if self.rank == 0 and (worker is None or worker.id == 0):  # one process of the run
+                reader.check_sizes()
         waiting: deque[tuple[Located, list[Any]]] = deque()
         num_requests = 0
         # Local disks respond at once, so there the first batch does not wait for further requests.

@@ -13,6 +13,7 @@ import numpy as np
 from zerolm.common.errors import ConfigError
 from zerolm.data.packing import Packing
 from zerolm.shards.reader import Source
+from zerolm.shards.table import column
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
 Decoder = Callable[[Sequence[int]], str]
@@ -44,7 +45,7 @@ def read_window(source: Source, window: int, seq_len: int) -> list[DocumentSpan]
 def read_document(source: Source, document: int) -> DocumentSpan:
     """Return all tokens of a document of a source."""
     number = document
-    for shard, entry in enumerate(source.manifest["shards"]):
+    for shard, entry in enumerate(source.shards):
         if number < entry["num_documents"]:
             ends = source.document_ends(shard).astype(np.int64)
             start, end = int(ends[number - 1]) if number else 0, int(ends[number])
@@ -79,7 +80,7 @@ def _spans_in_shard(source: Source, number: int, start: int, stop: int) -> Itera
     start, stop = max(start - base, 0), min(stop, int(source.starts[number + 1])) - base
     if start >= stop:
         return
-    before = sum(shard["num_documents"] for shard in source.manifest["shards"][:number])
+    before = int(column(source.shards, "num_documents")[:number].sum())
     ends = source.document_ends(number).astype(np.int64)
     document = int(np.searchsorted(ends, start, side="right"))
     while start < stop:

@@ -59,7 +59,7 @@ def figures(plan: Plan) -> dict[str, str]:
         )
     lines |= rules.summary_lines(settings)
     sizes = {
-        name: source.manifest.get("text_bytes", 0) / source.num_tokens
+        name: source.head.get("text_bytes", 0) / source.num_tokens
         for name, source in zip(plan.source_names, plan.sources, strict=True)
     }
     if all(sizes.values()):

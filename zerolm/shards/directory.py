@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ShardError
-from zerolm.common.files import sync_directory, write_json
+from zerolm.common.files import encode_json, sync_directory, write_atomically
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.shards.manifest import MANIFEST, TOKENIZER_DIRECTORY
+from zerolm.shards.table import MIN_SHARDS, TABLE, encode_table
 
 UNFINISHED = ".unfinished"
 PARTS = "parts"  # intermediate files of a tokenization, removed when the shards are published
 
 _OUR_FILE = re.compile(
-    r"shard-\d{5,}\.(bin|idx|org|sums)(\.[\w-]+)?(\.tmp)?|(manifest|inputs)\.json\.tmp|inputs\.json"
+    r"shard-\d{5,}\.(bin|idx|org|sums)(\.[\w-]+)?(\.tmp)?|(manifest|inputs)\.json\.tmp|inputs\.json|"
+    r"shards\.table(\.tmp)?"
 )
 
 
@@ -92,9 +94,12 @@ class ShardDirectory:
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, which makes the directory valid data."""
+        """Write the manifest, which makes the directory valid data, and before it the table."""
         sync_directory(self.directory)
-        write_json(self.directory / MANIFEST, manifest)
+        content = encode_json(manifest)
+        if len(manifest["shards"]) >= MIN_SHARDS and (table := encode_table(content)):
+            write_atomically(self.directory / TABLE, table)
+        write_atomically(self.directory / MANIFEST, content)
         self.published = True
         shutil.rmtree(self.directory / PARTS, ignore_errors=True)
         (self.directory / UNFINISHED).unlink()

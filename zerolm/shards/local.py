@@ -7,9 +7,11 @@ sources, windows or documents.
 import mmap
 import os
 import resource
+import sys
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,22 @@ import numpy as np
 
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
-from zerolm.shards.disk import file_sizes, map_file, require_digest
-from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, wrong_id
+from zerolm.shards.disk import (
+    MAX_SAMPLED_FILES,
+    map_file,
+    require_digest,
+    sampled_size_problems,
+    size_problem,
+    size_problems,
+)
+from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, read_manifest, wrong_id
+from zerolm.shards.table import ShardTable, column, read_table
 from zerolm.shards.tokenizer import copy_problems
 
 # A map keeps a file descriptor, and an open shard has two maps: this is a quarter of the process's
 # limit. The kernel's limit on maps (65,530) is far above MAX_OPEN.
 MIN_OPEN, MAX_OPEN, OPEN_SHARE = 16, 8192, 8
+CHECK_DELAY_SECONDS = 10.0  # the first batches do not wait for a check of 10^5 files
 CACHED_SHARE = 4  # a source below 1/4 of the machine's memory stays in the page cache
 
 
@@ -33,60 +44,84 @@ class LocalFiles:
 
     Args:
         directory: the shard directory.
-        manifest: its checked manifest.
+        head: its checked manifest; `shards` may be left out.
+        shards: the entries of the manifest's shards.
     """
 
     is_remote = False
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]):
-        self.directory, self.manifest = directory, manifest
-        self.dtype = DTYPES[manifest["dtype"]]
+    def __init__(self, directory: Path, head: dict[str, Any], shards: Sequence[dict[str, Any]]):
+        self.directory, self.head, self.shards = directory, head, shards
+        self.dtype = DTYPES[head["dtype"]]
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        size = manifest["num_tokens"] * self.dtype.itemsize
+        size = head["num_tokens"] * self.dtype.itemsize
         self._stays_cached = size <= memory // CACHED_SHARE
         self._open: dict[int, _OpenShard] = {}
         self._closed: dict[int, bytes] = {}  # which blocks are unverified, a bit each
         self._verified_checksums: set[int] = set()  # shards whose .sums file matches the manifest
         self._num_verified = 0
+        self._wrong_sizes: list[str] = []  # found in the background
+
+    @classmethod
+    def open(cls, directory: Path) -> "LocalFiles":
+        """Read the manifest, or the table that was made from it.
+
+        Raises:
+            ShardError: no manifest, another format or version, or invalid keys; all are listed.
+        """
+        try:
+            if found := read_table(directory):
+                return cls(directory, *found)
+        except ShardError as error:
+            if _is_first_of_node():
+                print(f"note: {error} Until then starts are slower.", file=sys.stderr, flush=True)
+        manifest = read_manifest(directory)
+        return cls(directory, manifest, manifest["shards"])
 
     def __getstate__(self) -> dict[str, Any]:  # maps are not pickled: each process opens its own
-        return {"directory": self.directory, "manifest": self.manifest}
+        return {"directory": self.directory, "head": self.head, "shards": self.shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The complete manifest; takes a second for 75,000 shards, so a run uses its parts."""
+        return self.head if "shards" in self.head else {**self.head, "shards": list(self.shards)}
+
     def problems(self) -> list[str]:
         """Return the files whose size differs from the manifest, a line each.
 
-        Only one process of a node checks: all of them see the same files.
+        Only one process of a node checks: all of them see the same files. Of very many shards with
+        a table it checks a sample; `check_sizes` checks the others, and each when it is opened.
         """
-        return self.size_problems() if os.environ.get("LOCAL_RANK", "0") == "0" else []
+        if not _is_first_of_node():
+            return []
+        if self._is_sampled:
+            return sampled_size_problems(self.directory, self.shards)
+        return self.size_problems()
+
+    @property
+    def _is_sampled(self) -> bool:
+        is_large = len(self.shards) * len(FILE_KEYS) > MAX_SAMPLED_FILES
+        return is_large and isinstance(self.shards, ShardTable)
 
     def size_problems(self) -> list[str]:
-        """Return what `problems` does, in any process."""
-        try:
-            sizes = file_sizes(self.directory)
-        except OSError as error:
-            return [
-                f"{self.directory}: cannot be listed ({error.strerror}). Let this user read it."
-            ]
-        problems = []
-        for name_key, size_key in FILE_KEYS.items():
-            for shard in self.manifest["shards"]:
-                if name_key in shard and sizes.get(shard[name_key]) != shard[size_key]:
-                    problems.append(self._size_problem(shard[name_key], shard[size_key], sizes))
-        return problems
+        """Return what `problems` does for all files, in any process."""
+        return size_problems(self.directory, self.shards)
 
-    def _size_problem(self, name: str, size: int, sizes: dict[str, int]) -> str:
-        path = self.directory / name
-        if name not in sizes:
-            return (
-                f"{path}: the manifest lists it, but it is missing. Restore it, or tokenize again."
-            )
-        return (
-            f"{path}: {sizes[name]} bytes, the manifest says {size}. "
-            f"The file was truncated or overwritten: restore it, or tokenize again."
-        )
+    def check_sizes(self) -> None:
+        """Compare all sizes in the background, later, unless `problems` has done so.
+
+        The next `prefetch` after a difference is found raises a `ShardReadError`.
+        """
+        if self._is_sampled:
+            timer = threading.Timer(CHECK_DELAY_SECONDS, self._find_wrong_sizes)
+            timer.daemon = True
+            timer.start()
+
+    def _find_wrong_sizes(self) -> None:
+        self._wrong_sizes = self.size_problems()
 
     @property
     def wants_prefetch(self) -> bool:
@@ -104,7 +139,12 @@ class LocalFiles:
 
         Returns:
             An empty list; `RemoteFiles.prefetch` returns fetches that keep blocks in memory.
+
+        Raises:
+            ShardReadError: a file is missing, or has another size.
         """
+        if self._wrong_sizes:
+            raise ShardReadError(self._wrong_sizes)
         size = self.dtype.itemsize
         for number, start, stop in ranges:
             shard = self._open.get(number) or self._open_shard(number)
@@ -146,7 +186,7 @@ class LocalFiles:
         Args:
             key: `index`, `sums` or `origins`.
         """
-        entry = self.manifest["shards"][number]
+        entry = self.shards[number]
         return self.read_file(entry[key], entry[f"{key}_sha256"])
 
     def read_file(self, name: str, digest: str) -> bytes:
@@ -176,7 +216,7 @@ class LocalFiles:
             ShardError: its files are not those of the manifest.
         """
         directory = self.directory / TOKENIZER_DIRECTORY
-        files = self.manifest["tokenizer"].get("files", [])
+        files = self.head["tokenizer"].get("files", [])
         if directory.is_dir() and (problems := copy_problems(directory, files)):
             raise ShardError(problems)
         return directory
@@ -186,11 +226,11 @@ class LocalFiles:
     @cached_property
     def _num_blocks(self) -> int:
         """Number of blocks of all shards, with checksums or without."""
-        return sum(num_blocks(shard["size_bytes"]) for shard in self.manifest["shards"])
+        return int((-(-column(self.shards, "size_bytes") // BLOCK_BYTES)).sum())
 
     def _open_shard(self, number: int) -> "_OpenShard":
         _close_oldest()
-        entry = self.manifest["shards"][number]
+        entry = self.shards[number]
         mapped = map_file(self.directory / entry["file"], entry["size_bytes"])
         blocks = num_blocks(entry["size_bytes"])
         known = self._closed.pop(number, None)
@@ -210,7 +250,7 @@ class LocalFiles:
 
     def _verify(self, number: int, shard: "_OpenShard", first: int, end: int) -> None:
         """Verify those blocks of [first, end) that have not been verified yet."""
-        entry = self.manifest["shards"][number]
+        entry = self.shards[number]
         if shard.checksums is None and "sums" in entry:
             shard.checksums = self._checksums(number)
         self._require_size(shard.mapped, entry)
@@ -227,17 +267,17 @@ class LocalFiles:
                     f"python -m data_prep verify {self.directory}"
                 )
             largest = int(shard.tokens[block * ids : (block + 1) * ids].max())
-            if largest >= self.manifest["vocab_size"]:
-                problem = wrong_id(part, self.manifest)
+            if largest >= self.head["vocab_size"]:
+                problem = wrong_id(part, self.head)
                 raise ShardReadError(f"{self._place(entry, block)} {problem}")
             shard.unverified[block] = 0
             self._num_verified += 1
 
     def _require_size(self, mapped: mmap.mmap, entry: dict[str, Any]) -> None:
         """Check that a file has not been truncated: its map would kill this process (SIGBUS)."""
-        name, size = entry["file"], mapped.size()  # of the file, now
-        if size < entry["size_bytes"]:
-            raise ShardReadError(self._size_problem(name, entry["size_bytes"], {name: size}))
+        path, actual = self.directory / entry["file"], mapped.size()  # of the file, now
+        if actual < entry["size_bytes"]:
+            raise ShardReadError(size_problem(path, entry["size_bytes"], actual))
 
     def _place(self, entry: dict[str, Any], block: int) -> str:
         """Return where a block is, for messages."""
@@ -256,7 +296,7 @@ class LocalFiles:
         Raises:
             ShardReadError: the checksum file is damaged.
         """
-        entry = self.manifest["shards"][number]
+        entry = self.shards[number]
         path = self.directory / entry["sums"]
         content = map_file(path, entry["sums_size_bytes"])
         if number not in self._verified_checksums:
@@ -287,6 +327,10 @@ class _OpenShard:
         """Make the kernel read these bytes, without waiting for them."""
         start -= start % mmap.PAGESIZE
         self.mapped.madvise(mmap.MADV_WILLNEED, start, stop - start)
+
+
+def _is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 # The open shards of all sources in this process, oldest first.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zerolm.common.errors import ShardError
+from zerolm.shards.table import column
 
 if TYPE_CHECKING:  # tokenization workers import this module, but must not load the reader
     from zerolm.shards.reader import Source
@@ -51,14 +52,14 @@ def find_origin(source: Source, document: int) -> Origin | None:
     """
     if not 0 <= document < source.num_documents:
         raise IndexError(f"document {document} is outside of {source.num_documents}")
-    number = 0
-    while document >= (shard := source.manifest["shards"][number])["num_documents"]:
-        document -= shard["num_documents"]
-        number += 1
-    if "origins" not in shard or "input_files" not in source.manifest:
+    ends = np.cumsum(column(source.shards, "num_documents"))
+    number = int(np.searchsorted(ends, document, side="right"))
+    shard = source.shards[number]
+    document -= int(ends[number]) - shard["num_documents"]
+    if "origins" not in shard or "input_files" not in source.head:
         return None
     path = source.directory / shard["origins"]
-    listed = source.directory / source.manifest["input_files"]["file"]
+    listed = source.directory / source.head["input_files"]["file"]
     try:
         packed = int(_origins(source.files, number)[document])
         entry = _inputs(source.files)[packed >> POSITION_BITS]
@@ -79,7 +80,7 @@ def _origins(files: Any, number: int) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _inputs(files: Any) -> list[dict[str, Any]]:
     """Return the inputs of a tokenization, verified."""
-    entry = files.manifest["input_files"]
+    entry = files.head["input_files"]
     return json.loads(files.read_file(entry["file"], entry["sha256"]))["inputs"]
 
 

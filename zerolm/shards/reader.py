@@ -12,6 +12,7 @@ docs/formats.md describes each file and key.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -23,8 +24,9 @@ from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.common.url import Url, is_url
 from zerolm.shards.checksums import BlockChecksums
 from zerolm.shards.local import LocalFiles
-from zerolm.shards.manifest import DTYPES, SIDECARS, read_manifest
+from zerolm.shards.manifest import DTYPES, SIDECARS
 from zerolm.shards.remote import RemoteFiles
+from zerolm.shards.table import all_have, column, digest_lines, read_table
 from zerolm.shards.tokenizer import copy_problems
 
 VERIFY_CHUNK_BYTES = 1 << 23  # a multiple of the block size
@@ -38,35 +40,48 @@ class Source:
 
     Attributes:
         directory: a Path, or the Url of a directory in a store.
-        manifest: the checked content of manifest.json.
         starts: (S + 1,) int64: first token position of each shard, then `num_tokens`.
         files: LocalFiles or RemoteFiles.
     """
 
     directory: Any
-    manifest: dict[str, Any]
     starts: np.ndarray
     files: Any
 
     @property
+    def manifest(self) -> dict[str, Any]:
+        """The checked content of manifest.json; `head` and `shards` are quicker."""
+        return self.files.manifest
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The keys of the manifest other than `shards`."""
+        return self.files.head
+
+    @property
+    def shards(self) -> Sequence[dict[str, Any]]:
+        """The entries of `shards` in the manifest; each may be made when it is asked for."""
+        return self.files.shards
+
+    @property
     def num_tokens(self) -> int:
-        return self.manifest["num_tokens"]
+        return self.head["num_tokens"]
 
     @property
     def num_documents(self) -> int:
-        return self.manifest["num_documents"]
+        return self.head["num_documents"]
 
     @property
     def vocab_size(self) -> int:
-        return self.manifest["vocab_size"]
+        return self.head["vocab_size"]
 
     @property
     def eos_id(self) -> int:
-        return self.manifest["eos_id"]
+        return self.head["eos_id"]
 
     @property
     def dtype(self) -> np.dtype:
-        return DTYPES[self.manifest["dtype"]]
+        return DTYPES[self.head["dtype"]]
 
     @property
     def is_remote(self) -> bool:
@@ -75,13 +90,13 @@ class Source:
     @property
     def has_checksums(self) -> bool:
         """Whether blocks can be verified when they are read; shards of old releases cannot."""
-        return all("sums" in shard for shard in self.manifest["shards"])
+        return all_have(self.shards, "sums")
 
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 that identifies the ids: of dtype, tokenizer and every shard's checksum."""
-        parts = [self.manifest["dtype"], self.manifest["tokenizer"]["fingerprint"]]
-        parts += [shard["sha256"] for shard in self.manifest["shards"]]
+        parts = [self.head["dtype"], self.head["tokenizer"]["fingerprint"]]
+        parts.append(digest_lines(self.shards))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def ids(self, number: int, start: int, stop: int) -> np.ndarray:
@@ -135,7 +150,7 @@ class Source:
     def index_problems(self) -> list[str]:
         """Read the document ends of all shards; return a line for each damaged file."""
         problems: list[str] = []
-        for number in range(len(self.manifest["shards"])):
+        for number in range(len(self.shards)):
             try:
                 self.document_ends(number)
             except ShardReadError as error:
@@ -167,12 +182,11 @@ def open_source(directory: str | PurePath) -> Source:
         files = RemoteFiles.open(directory)
     else:
         directory = Path(directory)
-        files = LocalFiles(directory, read_manifest(directory))
+        files = LocalFiles.open(directory)
     if problems := files.problems():
         raise ShardError(problems)
-    counts = [shard["num_tokens"] for shard in files.manifest["shards"]]
-    starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    return Source(directory, files.manifest, starts, files)
+    starts = np.concatenate([[0], np.cumsum(column(files.shards, "num_tokens"))])
+    return Source(directory, starts, files)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -180,21 +194,28 @@ def open_source(directory: str | PurePath) -> Source:
 
 
 def verify(directory: str | PurePath) -> dict[str, Any]:
-    """Check every checksum, id and document end of a shard directory; return its manifest.
+    """Check every file, checksum, id and document end of a directory; return its manifest.
 
     Raises:
         ShardError: every file whose content differs from the manifest.
     """
     source = open_source(directory)
-    problems = []
-    for number in range(len(source.manifest["shards"])):
+    problems = source.files.size_problems()
+    if problems:
+        raise ShardError(problems)
+    if not source.is_remote:
+        try:
+            read_table(source.directory)
+        except ShardError as error:
+            problems += error.problems
+    for number in range(len(source.shards)):
         problems += _shard_problems(source, number)
-    if "input_files" in source.manifest:  # the origins of documents refer to it
+    if "input_files" in source.head:  # the origins of documents refer to it
         problems += _input_files_problems(source)
     try:
         tokenizer = source.tokenizer_directory()
         if not tokenizer.is_dir():
-            problems += copy_problems(tokenizer, source.manifest["tokenizer"].get("files", []))
+            problems += copy_problems(tokenizer, source.head["tokenizer"].get("files", []))
     except ShardError as error:
         problems += error.problems
     if problems:
@@ -203,7 +224,7 @@ def verify(directory: str | PurePath) -> dict[str, Any]:
 
 
 def _input_files_problems(source: Source) -> list[str]:
-    entry = source.manifest["input_files"]
+    entry = source.head["input_files"]
     path = source.directory / entry["file"]
     try:
         actual = hashlib.sha256(source.files.read_bytes(entry["file"])).hexdigest()
@@ -214,7 +235,7 @@ def _input_files_problems(source: Source) -> list[str]:
 
 def _shard_problems(source: Source, number: int) -> list[str]:
     """Read all files of a shard once; return how and where they differ from the manifest."""
-    shard = source.manifest["shards"][number]
+    shard = source.shards[number]
     problems, sidecars = [], {}
     for key in ("index", *(key for key in SIDECARS if key in shard)):
         sidecars[key] = source.files.read_bytes(shard[key])
@@ -252,7 +273,7 @@ class _IdCheck:
     """Checks the ids of a shard, passed in order, against the document ends and the vocabulary."""
 
     def __init__(self, source: Source, number: int, ends: np.ndarray):
-        self.source, self.shard, self.ends = source, source.manifest["shards"][number], ends
+        self.source, self.shard, self.ends = source, source.shards[number], ends
         self.largest, self.seen, self.documents_end_in_eos = 0, 0, True
 
     def update(self, tokens: np.ndarray) -> None:

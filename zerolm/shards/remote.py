@@ -53,6 +53,7 @@ class RemoteFiles:
 
     def __init__(self, url: Url, manifest: dict[str, Any], cache: Cache | None = None):
         self.url, self.manifest, self.cache = url, manifest, cache
+        self.head, self.shards = manifest, manifest["shards"]
         self.dtype = DTYPES[manifest["dtype"]]
         self.retry_seconds = RETRY_SECONDS
         self._reset()
@@ -115,6 +116,9 @@ class RemoteFiles:
         """Return an empty list: no file of a store is mapped."""
         return []
 
+    def check_sizes(self) -> None:
+        """Do nothing: `problems` has checked all sizes."""
+
     def _first_read_problems(self) -> list[str]:
         blocks = RemoteBlocks(RangeReader(self.url, STARTUP_RETRY_SECONDS), self.manifest, None)
         last = len(self.manifest["shards"]) - 1
@@ -140,6 +144,7 @@ class RemoteFiles:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.head, self.shards = self.manifest, self.manifest["shards"]
         self._reset()
 
     def _blocks(self) -> RemoteBlocks:
