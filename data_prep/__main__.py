@@ -70,6 +70,7 @@ COMMANDS = Group(
             "documents": {
                 "clean": "filter documents",
                 "dedup": "drop exact copies and near-duplicates of documents",
+                "repeats": "remove repeated lines, paragraphs or substrings of documents",
                 "decontaminate": "drop documents that contain parts of evaluation sets",
             },
             "tokenizers": {
@@ -86,7 +87,7 @@ COMMANDS = Group(
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },
             "pipelines": {
-                "run": "run a recipe: clean, dedup, decontaminate, tokenize, pack",
+                "run": "run a recipe: clean, dedup, repeats, decontaminate, tokenize, pack",
                 "progress": "print the progress of a pipeline's tasks",
             },
         },

@@ -33,6 +33,7 @@ from data_prep.read.work_units import (
     read_batches,
 )
 from data_prep.stages.counts import merge_counts
+from data_prep.stages.documents import replace_text
 from data_prep.stages.stage_output import StageOutput
 from data_prep.tasks.phases import Executor, Phase, fingerprint, run_phase
 from data_prep.tasks.progress import TaskProgress
@@ -164,13 +165,13 @@ class CleanTask:
         if result.kept and not result.text:
             reason, shown = "emptied", document.text
         if reason:
-            note = {**_replace_text(record, text_field, document.text), "dropped_by": reason}
+            note = {**replace_text(record, text_field, document.text), "dropped_by": reason}
             file.drop(reason, size, document_id, shown, note)
             return
         for name in result.changed:
             file.counts.add_changed(name)
         size_out = len(result.text.encode()) if result.changed else size
-        kept = _replace_text(record, text_field, result.text) | result.added
+        kept = replace_text(record, text_field, result.text) | result.added
         file.keep(json_line(kept), size, size_out)
 
 
@@ -239,14 +240,6 @@ def _unit_label(inputs: Sequence[Input], unit: WorkUnit) -> str:
     first = unit.ranges[0]
     more = f" and {len(unit.ranges) - 1} more" if len(unit.ranges) > 1 else ""
     return f"{inputs[first.input].name} from {first.start:,}{more}"
-
-
-def _replace_text(record: Json, text_field: str, text: str) -> Json:
-    """Return a record with another text; a field with dots may be a path into objects."""
-    if text_field in record or "." not in text_field:
-        return {**record, text_field: text}
-    first, _, rest = text_field.partition(".")
-    return {**record, first: _replace_text(record.get(first, {}), rest, text)}
 
 
 @lru_cache(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from data_prep.dedup.decontaminate import decontaminate_identity
 from data_prep.dedup.dedup import dedup_identity
+from data_prep.dedup.repeats import repeats_identity
 from data_prep.filters.build import filters_identity
 from data_prep.pipeline.recipe import Recipe, Source
 from data_prep.pipeline.recipe_options import TokenizerOptions
@@ -33,7 +34,9 @@ def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[s
         if recipe.dedup is not None and stage == "dedup":
             fingerprints[stage] = before = _dedup_fingerprint(recipe, source)
             continue
-        if recipe.decontaminate is not None and stage == "decontaminate":
+        if recipe.repeats is not None and stage == "repeats":
+            options = repeats_identity(recipe.repeats)
+        elif recipe.decontaminate is not None and stage == "decontaminate":
             options = decontaminate_identity(recipe.decontaminate)
         elif recipe.shards is not None and stage == "shards":
             options = asdict(recipe.shards) | {"val_fraction": recipe.val_fraction(source)}

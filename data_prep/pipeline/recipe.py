@@ -1,8 +1,8 @@
 """Reads a recipe: the JSON file that describes a pipeline, checked completely before it runs.
 
 Paths are relative to the recipe. Every source passes through the same stages, each with its own
-directory: `OUTPUT/SOURCE/clean`, `dedup`, `decontaminate`, `shards`. All sources share a tokenizer
-that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
+directory: `OUTPUT/SOURCE/clean`, `dedup`, `repeats`, `decontaminate`, `shards`. All sources share a
+tokenizer that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
 `data_prep/recipes/` has examples.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dedup.decontaminate import DecontaminateOptions
+from data_prep.dedup.repeats import RepeatsOptions
 from data_prep.filters.clean import CleanOptions
 from data_prep.filters.parameters import filter_problems, resolve_model_paths
 from data_prep.pipeline.recipe_options import (
@@ -36,6 +37,7 @@ from zerolm.common.records import read_json
 # Keys whose values become a dataclass of options.
 OPTION_KEYS: dict[str, type] = {
     "dedup": SourcesDedupOptions,
+    "repeats": RepeatsOptions,
     "decontaminate": DecontaminateOptions,
     "train_tokenizer": TokenizerOptions,
     "tokenize": ShardOptions,
@@ -43,7 +45,7 @@ OPTION_KEYS: dict[str, type] = {
 }
 KEYS = ("output", "sources", "clean", *OPTION_KEYS, "executor")
 CLEAN_KEYS = ("filters", "keep_dropped", "unit_bytes")
-STAGES = ("clean", "dedup", "decontaminate", "shards", "pack")
+STAGES = ("clean", "dedup", "repeats", "decontaminate", "shards", "pack")
 TOKENIZER = "tokenizer"  # directory of the tokenizer that a pipeline trains
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -81,6 +83,7 @@ class Recipe:
     clean: CleanOptions
     dedup: SourcesDedupOptions | None
     against: tuple[str, ...]
+    repeats: RepeatsOptions | None
     decontaminate: DecontaminateOptions | None
     shards: ShardOptions | None
     tokenizer: Tokenizer | None
@@ -112,7 +115,9 @@ class Recipe:
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages of each source, in order."""
-        options = (self.clean, self.dedup, self.decontaminate, self.shards, self.pack)
+        options = (
+            self.clean, self.dedup, self.repeats, self.decontaminate, self.shards, self.pack,
+        )  # fmt: skip
         return tuple(
             stage for stage, given in zip(STAGES, options, strict=True) if given is not None
         )
@@ -180,8 +185,8 @@ def read_recipe(path: Path) -> Recipe:
         raise ConfigError(problems)
     recipe = Recipe(
         path, content, base / output, sources, clean, options["dedup"], against,
-        options["decontaminate"], options["tokenize"], tokenizer, options["train_tokenizer"],
-        options["pack"], executor,
+        options["repeats"], options["decontaminate"], options["tokenize"], tokenizer,
+        options["train_tokenizer"], options["pack"], executor,
     )  # fmt: skip
     for source in sources:
         if problem := held_out_problem(

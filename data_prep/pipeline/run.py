@@ -14,6 +14,7 @@ from typing import Any
 
 from data_prep.dedup.decontaminate import run_decontaminate
 from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.dedup.repeats import run_repeats
 from data_prep.dedup.signatures import signatures_manifest
 from data_prep.filters.clean import run_clean
 from data_prep.pipeline.plan import stage_fingerprints, tokenizer_fingerprint
@@ -145,6 +146,9 @@ class Pipeline:
         earlier = self.recipe.sources_before(self.source)
         outputs = [str((self.recipe.output / each.name / "dedup").absolute()) for each in earlier]
         return self.recipe.dedup.of_stage(outputs)
+
+    def _run_repeats(self, output: Path, before: Path | None) -> None:
+        run_repeats(self.recipe.repeats, *_documents(before), output, self.executor)
 
     def _run_decontaminate(self, output: Path, before: Path | None) -> None:
         run_decontaminate(self.recipe.decontaminate, *_documents(before), output, self.executor)

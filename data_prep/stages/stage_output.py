@@ -64,6 +64,10 @@ class StageOutput:
         """
         self.counts.add_input(text_bytes)
         self.counts.add_dropped(reason, text_bytes, document_id, shown)
+        self.note(note)
+
+    def note(self, note: Json) -> None:
+        """Write a note on a document."""
         if self.notes is not None:
             self.notes.write(note, 0)
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -116,17 +117,7 @@ def test_a_killed_comparison_resumes_with_the_same_bytes(chain, parts, tmp_path)
     output = tmp_path / chain[3].parent.name / chain[3].name  # its name is in the signatures
     command = [sys.executable, "-m", "data_prep", "dedup", "--input", parts[3], "--output", output]
     command += ["--keep_signatures", "on", "--workers", "1", "--against", *chain[:3]]
-    for phase in ("dedup.signatures", "dedup.verify", "dedup.keep"):
-        first = output / "work" / "records" / phase / "00000.json"
-        process = subprocess.Popen([str(each) for each in command], cwd=ROOT, text=True)
-        deadline = time.monotonic() + 60
-        while process.poll() is None and not first.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    subprocess.run([str(each) for each in command], cwd=ROOT, check=True, timeout=60)
+    kill_at_phases(command, output, ("dedup.signatures", "dedup.verify", "dedup.keep"))
     names = ("options", "before")
     assert {**_manifest(output), **dict.fromkeys(names)} == {
         **_manifest(chain[3]),
@@ -137,6 +128,22 @@ def test_a_killed_comparison_resumes_with_the_same_bytes(chain, parts, tmp_path)
     assert ours == theirs
     assert _files(output / "signatures") == _files(chain[3] / "signatures")
     assert not (output / "work").exists()
+
+
+def kill_at_phases(command: list[object], output: Path, phases: Sequence[str]) -> None:
+    """Kill a command at the first record of each phase, then let it end."""
+    argv = [str(each) for each in command]
+    for phase in phases:
+        work = output if phase.endswith(".write") else output / "work"
+        process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not (work / "records" / phase / "00000.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run(argv, cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
 def _manifest(output: Path) -> dict:

@@ -1,0 +1,247 @@
+"""The repeats stage: removes lines, paragraphs or substrings that occur earlier in the corpus.
+
+Phases of lines and paragraphs: pieces (a task per work unit) -> repeats (one task per range of
+hashes) -> write (a task per unit). For substrings, anchors, repeated and windows come first, in
+place of pieces. Which places are equal is decided by 128 bits of hash; `find_repeats.py` explains
+the tasks.
+"""
+
+import json
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.dedup.arrays import NUMBER_MASK
+from data_prep.dedup.find_repeats import (
+    SEPARATORS,
+    AnchorTask,
+    PieceTask,
+    RepeatedAnchorTask,
+    RepeatTask,
+    WindowTask,
+    found_in_unit,
+    runs_of,
+    split_pieces,
+)
+from data_prep.read.bad_input import Tally
+from data_prep.read.stage_files import json_line
+from data_prep.stages.documents import DocumentRow, Documents, replace_text
+from data_prep.stages.stage_output import (
+    WORK,
+    StageOutput,
+    publish_output,
+    reuse_or_reset_stage,
+    task_output,
+)
+from data_prep.tasks.phases import Executor, Phase, Record, fingerprint, run_phase
+
+NOTES = "repeats.jsonl.zst"
+ALGORITHM = 1  # increment it when the same input gives different results
+UNITS = (*SEPARATORS, "substrings")
+BYTES_PER_ENTRY = 120  # peak memory per entry of a hash range, with sorting
+SHOWN_CHARACTERS = 200
+MAX_WORD = 64  # a removed substring is shortened by at most this to end between words
+
+
+@dataclass(frozen=True)
+class RepeatsOptions:
+    """Defines what a repeat is. The first occurrence in input order is kept."""
+
+    unit: str = "lines"
+    min_words: int = 8  # of a line or paragraph
+    min_characters: int = 200  # of a substring
+    memory_bytes: int = 1 << 30  # for a task that sorts hashes
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (option, problem)."""
+        if self.unit not in UNITS:
+            yield "unit", f"{self.unit!r} is not {', '.join(UNITS[:-1])} or {UNITS[-1]}."
+        if not 1 <= self.min_words <= 1000:
+            yield "min_words", f"{self.min_words} is not from 1 to 1,000."
+        if not 20 <= self.min_characters <= 100_000:
+            yield "min_characters", f"{self.min_characters} is not from 20 to 100,000."
+        if self.memory_bytes < 1 << 20:
+            yield "memory_bytes", f"{self.memory_bytes} is less than 1 MiB."
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """Writes the documents of a unit without their repeats, and a note on each that has some."""
+
+    documents: Documents
+    output: Path
+    options: RepeatsOptions
+    num_partitions: int
+
+    def __call__(self, task: int) -> Record:
+        found = found_in_unit(self.output / WORK, "repeats", self.num_partitions, task)
+        numbers, starts = np.unique(found["document"] & NUMBER_MASK, return_index=True)
+        positions = np.split(found["position"], starts[1:])
+        repeats = dict(zip(numbers.tolist(), positions, strict=True))
+        tally, removed_bytes = Tally(), 0
+        with task_output(self.output, task) as output:
+            for number, row in enumerate(self.documents.read(task, tally)):
+                if number in repeats:
+                    removed_bytes += self._write(row, repeats[number].tolist(), output)
+                else:
+                    size = len(row.text.encode())
+                    output.keep(row.line, size, size)
+            return {**output.close(), "tally": tally.record(), "removed_bytes": removed_bytes}
+
+    def _write(self, row: DocumentRow, positions: list[int], output: StageOutput) -> int:
+        """Write a document without its repeats; return how many bytes these are."""
+        size = len(row.text.encode())
+        if self.options.unit == "substrings":
+            spans = covered_spans(row.text, positions, self.options.min_characters)
+            removed = [row.text[start:end] for start, end in spans]
+            text = _without(row.text, spans)
+        else:
+            removed, text = remove_pieces(row.text, positions, self.options.unit)
+        left = len(text.encode())
+        shown = removed[0][:SHOWN_CHARACTERS] if removed else ""
+        note = {"id": row.id, "repeats": len(removed), "bytes": size - left, "first": shown}
+        if not text.strip():
+            output.drop("only_repeats", size, row.id, row.text, note)
+            return 0
+        if not removed:
+            output.keep(row.line, size, size)
+            return 0
+        record = replace_text(json.loads(row.line), self.documents.text_field, text)
+        output.keep(json_line(record), size, left)
+        output.counts.add_changed(self.options.unit)
+        output.note(note)
+        return size - left
+
+
+def remove_pieces(text: str, numbers: list[int], unit: str) -> tuple[list[str], str]:
+    """Return the removed lines or paragraphs of a text, and the text without them.
+
+    A piece that is kept keeps the separator after it, unless it becomes the last one.
+    """
+    parts = split_pieces(text, unit)
+    dropped = set(numbers)
+    kept = [number for number in range(len(parts) // 2 + 1) if number not in dropped]
+    left = [part for number in kept for part in parts[2 * number : 2 * number + 2]]
+    if kept and kept[-1] < len(parts) // 2:
+        left.pop()
+    return [parts[2 * number] for number in numbers], "".join(left)
+
+
+def covered_spans(text: str, positions: list[int], length: int) -> list[tuple[int, int]]:
+    """Return what windows of a length cover, shortened so that no word is cut.
+
+    Args:
+        positions: where the windows start, sorted.
+    """
+    spans: list[list[int]] = []
+    for position in positions:
+        if spans and position <= spans[-1][1]:
+            spans[-1][1] = position + length
+        else:
+            spans.append([position, position + length])
+    shortened = (_between_words(text, start, end) for start, end in spans)
+    return [(start, end) for start, end in shortened if start < end]
+
+
+def _between_words(text: str, start: int, end: int) -> tuple[int, int]:
+    """Move the ends of a span inwards to the nearest spaces, if they are within a word."""
+    if start and not (text[start - 1].isspace() or text[start].isspace()):
+        place = next((i for i in range(start, min(start + MAX_WORD, end)) if text[i].isspace()), 0)
+        start = place or start
+    if end < len(text) and not (text[end - 1].isspace() or text[end].isspace()):
+        low = max(start, end - MAX_WORD)
+        place = next((i for i in range(end - 1, low, -1) if text[i].isspace()), 0)
+        end = place or end
+    return start, end
+
+
+def _without(text: str, spans: list[tuple[int, int]]) -> str:
+    kept, last = [], 0
+    for start, end in spans:
+        kept.append(text[last:start])
+        last = max(last, end)
+    return "".join([*kept, text[last:]])
+
+
+def repeats_identity(options: RepeatsOptions) -> dict[str, Any]:
+    """Return everything except the documents that determines the result, for a fingerprint."""
+    length = "min_characters" if options.unit == "substrings" else "min_words"
+    identity = {"algorithm": ALGORITHM, "unit": options.unit, length: getattr(options, length)}
+    if options.unit != "substrings":
+        identity["unicode"] = unicodedata.unidata_version
+    return identity
+
+
+def run_repeats(
+    options: RepeatsOptions,
+    documents: Documents,
+    inputs: str,
+    provenance: dict[str, Any],
+    output: Path,
+    executor: Executor,
+) -> dict[str, Any]:
+    """Write a stage of documents without their repeats; resumes an interrupted run.
+
+    Args:
+        inputs: fingerprint of the documents.
+        provenance: of the documents, for `stage.json`.
+
+    Returns:
+        `stage.json`, published.
+
+    Raises:
+        ConfigError: the input cannot be read.
+        ZerolmError: a task was lost.
+    """
+    key = fingerprint([inputs, repeats_identity(options)])
+    if (published := reuse_or_reset_stage(output, "repeats", key)) is not None:
+        return published
+    work = output / WORK
+    documents = documents.bounded(work / "read", executor)
+    num_units = documents.num_tasks
+
+    def run(name: str, num_tasks: int, task: Callable[[int], Record]) -> list[Record]:
+        directory = output if name == "repeats.write" else work
+        labels = documents.labels if num_tasks == num_units else ()
+        inputs = fingerprint([key, num_tasks, getattr(task, "num_partitions", 0)])
+        return run_phase(Phase(name, directory, num_tasks, task, inputs, labels), executor)
+
+    def partitions(records: list[Record]) -> int:
+        entries = sum(record["entries"] for record in records)
+        return max(1, -(-entries * BYTES_PER_ENTRY // options.memory_bytes))
+
+    counts = {}
+    if options.unit == "substrings":
+        length = options.min_characters
+        anchors = run("repeats.anchors", num_units, AnchorTask(documents, work, length))
+        count = partitions(anchors)
+        find = RepeatedAnchorTask(runs_of(work, anchors), work, count)
+        found = run("repeats.repeated", count, find)
+        places = run("repeats.windows", num_units, WindowTask(documents, work, length, count))
+        counts["anchors"] = sum(record["entries"] for record in anchors)
+        counts["repeated_anchors"] = sum(record["found"] for record in found)
+    else:
+        pieces = PieceTask(documents, work, options.unit, options.min_words)
+        places = run("repeats.pieces", num_units, pieces)
+    counts["places"] = sum(record["entries"] for record in places)
+    count = partitions(places)
+    distance = options.min_characters if options.unit == "substrings" else 1
+    task = RepeatTask(runs_of(work, places), work, count, distance)
+    run("repeats.find", count, task)
+    records = run("repeats.write", num_units, WriteTask(documents, output, options, count))
+    return publish_output(
+        output,
+        "repeats",
+        documents,
+        records,
+        notes=NOTES,
+        inputs=key,
+        options=asdict(options),
+        provenance=provenance,
+        removed_bytes=sum(record["removed_bytes"] for record in records),
+        **counts,
+    )
