@@ -8,12 +8,15 @@ from typing import Any
 
 from data_prep.cli.problems import Problems
 from data_prep.read.documents import InputRules
+from data_prep.read.encodings import reading_problems
 
 INPUT_HELP = (
-    "a .txt or .md file (one document); .jsonl or .ndjson (one document per line); these with .gz "
-    "or .zst too, .json.gz or .json.zst; .parquet; a directory (all such files in it, sorted by "
-    "path); a quoted glob; or a dataset of the Hugging Face hub, namespace/name[:config][@split] "
-    "(split: train). Several are read in the order given; the flag may be repeated"
+    "a .txt, .md or .html file (one document); .csv or .tsv (one per row); .jsonl or .ndjson (one "
+    "per line); these with .gz or .zst too, .json.gz or .json.zst; .warc or .wet (one per page; "
+    "also .gz); .parquet; a directory (all such files in it, sorted by path); a quoted glob; the "
+    "URL of one of these (s3://, gs://; https:// for a file); or a dataset of the Hugging Face "
+    "hub, namespace/name[:config][@split] (split: train). Several are read in the order given; the "
+    "flag may be repeated"
 )
 DEFAULTS = InputRules()
 
@@ -26,6 +29,34 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         "--text_field",
         default=DEFAULTS.text_field,
         help="key or column with the text; a.b for a key in a nested object (default: text)",
+    )
+    add(
+        "--code",
+        action="store_true",
+        help="read every text file of --input as source code: a document with the keys path, "
+        "language and license",
+    )
+    add(
+        "--encoding",
+        metavar="NAME",
+        default=DEFAULTS.encoding,
+        help="of text, code, CSV and JSON lines: utf-8, or another one such as cp1252; auto takes "
+        "UTF-8 where it is valid, and otherwise detects it. Pages declare their own (default: "
+        "utf-8)",
+    )
+    add(
+        "--repair",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help="repairs of the texts: ftfy (text that was decoded wrongly), entities (&amp; and "
+        "others of HTML), nfc (Unicode's composed form); applied in this order",
+    )
+    add(
+        "--max_page_seconds",
+        metavar="S",
+        help="CPU time to extract the text of a web page; a page that needs more is bad input "
+        f"(default: {DEFAULTS.max_page_seconds:g})",
     )
     add(
         "--on_bad_input",
@@ -70,6 +101,11 @@ def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
         problems.lines.append(f"--on_bad_input {options.on_bad_input}: is not fail or skip.")
     if options.max_bad_fraction is not None and options.on_bad_input != "skip":
         problems.lines.append("--max_bad_fraction: needs --on_bad_input skip.")
+    seconds = problems.seconds(
+        "max_page_seconds", options.max_page_seconds, DEFAULTS.max_page_seconds
+    )
+    for flag, problem in reading_problems(options.encoding, options.repair, seconds):
+        problems.lines.append(f"--{flag}: {problem}")
     return InputRules(
         text_field=options.text_field,
         on_bad_input=options.on_bad_input,
@@ -86,6 +122,10 @@ def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
         max_expansion=problems.number(
             "max_expansion", options.max_expansion, 1, 1 << 40, default=DEFAULTS.max_expansion
         ),
+        encoding=options.encoding,
+        code=options.code,
+        repairs=tuple(options.repair),
+        max_page_seconds=seconds,
     )
 
 
@@ -94,7 +134,14 @@ def find_inputs(options: argparse.Namespace, rules: InputRules, problems: Proble
     from data_prep.read import discovery
 
     skip = rules.on_bad_input == "skip"
-    return problems.collect(discovery.find_inputs, options.input, options.text_field, skip)
+    return problems.collect(
+        discovery.find_inputs,
+        options.input,
+        options.text_field,
+        skip,
+        options.encoding,
+        options.code,
+    )
 
 
 def print_notes(notes: Sequence[str]) -> None:

@@ -44,6 +44,14 @@ class Problems:
             return default
         return value
 
+    def seconds(self, flag: str, text: str | None, default: float) -> float:
+        """Read a time of more than 0 seconds."""
+        value = default if text is None else _value(parse_number, text)
+        if not 0 < value < math.inf:
+            self.lines.append(f"--{flag} {text}: is not a number of seconds above 0.")
+            return default
+        return value
+
     def collect(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Return a function's result; on a ConfigError, record its problems and return None."""
         try:

@@ -76,7 +76,8 @@ def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, s
 
     if len(arguments) == 1 and is_stage(arguments[0]):
         return stage_documents(read_stage(arguments[0]))
-    inputs, notes = find_inputs(arguments, rules.text_field, rules.on_bad_input == "skip")
+    skip = rules.on_bad_input == "skip"
+    inputs, notes = find_inputs(arguments, rules.text_field, skip, rules.encoding, rules.code)
     if overlaps := overlap_problems(output, (), inputs):
         raise ConfigError(overlaps)
     print_notes(notes)

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 from data_prep.filters.build import Filters, build_filters, filters_identity
 from data_prep.read.bad_input import Tally, check_bad_fraction
-from data_prep.read.documents import Document, InputRules
+from data_prep.read.documents import Document, InputRules, replace_text
 from data_prep.read.readers import Input
 from data_prep.read.stage_files import (
     STAGE_MANIFEST,
@@ -33,7 +33,6 @@ from data_prep.read.work_units import (
     read_batches,
 )
 from data_prep.stages.counts import merge_counts
-from data_prep.stages.documents import replace_text
 from data_prep.stages.stage_output import StageOutput
 from data_prep.tasks.phases import Executor, Phase, fingerprint, run_phase
 from data_prep.tasks.progress import TaskProgress

@@ -33,6 +33,7 @@ from data_prep.tokenize.held_out import held_out_problem
 from data_prep.tokenizer.load import Tokenizer, load_tokenizer
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
+from zerolm.common.url import is_url
 
 # Keys whose values become a dataclass of options.
 OPTION_KEYS: dict[str, type] = {
@@ -279,8 +280,9 @@ def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterato
         if chosen is None:
             continue
         arguments = [from_recipe(base, each) for each in chosen.input]
+        skip = chosen.on_bad_input == "skip"
         found = _collect(
-            problems, find_inputs, arguments, chosen.text_field, chosen.on_bad_input == "skip"
+            problems, find_inputs, arguments, chosen.text_field, skip, chosen.encoding, chosen.code
         )
         if found is not None:
             yield Source(name, chosen, tuple(found[0]), tuple(found[1]))
@@ -299,7 +301,9 @@ def _overlaps(path: Path, base: Path, output: str, sources: tuple[Source, ...]) 
 
 
 def from_recipe(base: Path, argument: str) -> str:
-    """Return the absolute path of a path or glob in a recipe; hub ids are unchanged."""
+    """Return the absolute path of a path or glob in a recipe; URLs and hub ids are unchanged."""
+    if is_url(argument):
+        return argument
     local = str(base / argument)
     if HUB_ID.fullmatch(argument) and not os.path.lexists(local) and not os.path.lexists(argument):
         return argument

@@ -10,6 +10,7 @@ from pathlib import Path
 from data_prep.dedup.dedup import DedupOptions
 from data_prep.dedup.signatures import against_problems
 from data_prep.read.documents import InputRules
+from data_prep.read.encodings import reading_problems
 from data_prep.tokenizer.backends import BACKENDS
 from data_prep.tokenizer.bpe import BpeOptions
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
@@ -32,10 +33,15 @@ class SourceOptions:
     max_bad_fraction: float = 0.01
     max_document_bytes: int = 1 << 26
     max_expansion: int = 200
+    encoding: str = "utf-8"
+    repair: tuple[str, ...] = ()
+    code: bool = False
+    max_page_seconds: float = 10.0
     val_fraction: float | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value."""
+        yield from reading_problems(self.encoding, self.repair, self.max_page_seconds)
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             yield "val_fraction", f"{self.val_fraction} is not at least 0 and below 1."
         if self.on_bad_input not in ("fail", "skip"):
@@ -50,6 +56,7 @@ class SourceOptions:
         """Return the rules for reading complete records, which the stages write out again."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["input"], given["val_fraction"]
+        given["repairs"] = given.pop("repair")
         return InputRules(**given, keep_records=True)
 
 

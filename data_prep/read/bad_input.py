@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.read.documents import BAD_REASONS, SKIP_REASONS, InputRules, Problem
-from data_prep.read.readers import Input
-from data_prep.read.streams import Stream, count_lines
+from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input, stream_of
+from data_prep.read.streams import count_lines
 from zerolm.common.errors import ConfigError
 
 MAX_PROBLEMS = 10  # shown for one unit: enough to see what is wrong with a file
@@ -28,6 +28,7 @@ class Tally:
     input_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)  # by documents.SKIP_REASONS
     bad: Counter[str] = field(default_factory=Counter)  # by documents.BAD_REASONS
+    changed: Counter[str] = field(default_factory=Counter)  # by repair, or "from ENCODING"
     lost_bytes: int = 0
     examples: list[Problem] = field(default_factory=list)
 
@@ -49,6 +50,7 @@ class Tally:
             "input_bytes": self.input_bytes,
             "skipped": dict(self.skipped),
             "bad": dict(self.bad),
+            **({"changed": dict(self.changed)} if self.changed else {}),
             "lost_bytes": self.lost_bytes,
             "bad_examples": [list(each) for each in self.examples],
         }
@@ -62,6 +64,7 @@ class Tally:
             total.input_bytes += record["input_bytes"]
             total.skipped.update(record["skipped"])
             total.bad.update(record["bad"])
+            total.changed.update(record.get("changed", {}))
             total.lost_bytes += record["lost_bytes"]
             for example in record["bad_examples"]:
                 total._add_example(Problem(*example))
@@ -80,16 +83,18 @@ def describe_problems(
     for name in {problem.name for problem in problems}:
         countable: list[Problem] = []
         for problem in sorted((p for p in problems if p.name == name), key=lambda p: p.start):
+            suffix = inputs[problem.input].suffix
             if problem.is_row:
                 places[problem] = f"{name}:{problem.start + 1}"
-            elif problem.reason == "unreadable":
+            elif problem.reason == "unreadable" or suffix.startswith(PAGE_FORMATS):
                 places[problem] = name
             else:
                 places[problem] = f"{name} (byte {problem.start:,})"
-                if problem.start < MAX_COUNTED_BYTES:
+                is_text = not suffix.startswith(ARCHIVE_FORMATS)
+                if is_text and problem.start < MAX_COUNTED_BYTES:
                     countable.append(problem)
         if countable and Path(name).is_file():
-            stream = Stream(name, inputs[countable[0].input].suffix, 0, rules.max_expansion)
+            stream = stream_of(inputs[countable[0].input], 0, rules)
             numbers = count_lines(stream, [problem.start for problem in countable])
             for problem, number in zip(countable, numbers, strict=True):
                 places[problem] = f"{name}:{number}"
@@ -126,6 +131,7 @@ def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -
     return {
         "on_bad_input": rules.on_bad_input,
         "bad_documents": dict(sorted(tally.bad.items())),
+        **({"changed_documents": dict(sorted(tally.changed.items()))} if tally.changed else {}),
         "lost_bytes": tally.lost_bytes,
         "examples": describe_problems(inputs, tally.examples, rules),
     }
@@ -136,6 +142,12 @@ def summary_lines(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> l
     lines = [
         f"skipped: {count:,} {SKIP_REASONS.get(reason, reason)}"
         for reason, count in sorted(tally.skipped.items())
+    ]
+    lines += [
+        f"decoded: {count:,} documents {name}"
+        if name.startswith("from ")
+        else f"repaired: {count:,} documents by {name}"
+        for name, count in sorted(tally.changed.items())
     ]
     for reason, count in sorted(tally.bad.items()):
         examples = [each for each in tally.examples if each.reason == reason]

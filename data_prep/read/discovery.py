@@ -1,46 +1,72 @@
 """Resolves --input arguments to files and hub datasets, in reading order.
 
 Local files are read directly, hub datasets through `datasets` streaming. Direct reading is faster
-and can name the line of a broken document (docs/formats.md). Work units read the inputs.
+and can name the line of a broken document (docs/inputs.md). Work units read the inputs.
 """
 
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.read.parquet import is_text_type, parquet_errors
-from data_prep.read.readers import LINE_FORMATS, TEXT_FORMATS, HubDataset, Input, open_hub
+from data_prep.read.inputs import (
+    ARCHIVE_FORMATS,
+    CODE,
+    LINE_FORMATS,
+    PAGE_FORMATS,
+    TABLE_FORMATS,
+    TEXT_FORMATS,
+    HubDataset,
+    Input,
+    package_versions,
+    packages_of,
+)
+from data_prep.read.readers import checked_table, open_hub
+from data_prep.read.remote import list_files
+from data_prep.read.source_code import code_keys, language_of
 from data_prep.read.stage_files import STAGE_MANIFEST, is_stage, is_unfinished, read_stage
 from data_prep.read.streams import Failure
 from zerolm.common.errors import ConfigError
+from zerolm.common.url import is_url
 
 COMPRESSED = (".json.gz", ".json.zst")  # JSON lines; an uncompressed .json is seldom that
+PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
 SUFFIXES = tuple(
-    [each + end for each in (*TEXT_FORMATS, *LINE_FORMATS) for end in ("", ".gz", ".zst")]
+    [each + end for each in PLAIN_FORMATS for end in ("", ".gz", ".zst")]
+    + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
     + [*COMPRESSED, ".parquet"]
 )
+KindOf = Callable[[str], str | None]  # from a path to its suffix, or None if it is not read
 DATASET_CARD = "README.md"  # describes the files beside it
-SHOWN_SUFFIXES = ".txt, .md, .jsonl, .ndjson (also .gz, .zst), .json.gz, .json.zst, .parquet"
+SHOWN_SUFFIXES = (
+    ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst), .json.gz, .json.zst, "
+    ".warc, .wet (also .gz), .parquet"
+)
 HUB_ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"
 )
 
 
 def find_inputs(
-    arguments: Sequence[str], text_field: str, skip_bad: bool = False
+    arguments: Sequence[str],
+    text_field: str,
+    skip_bad: bool = False,
+    encoding: str = "utf-8",
+    code: bool = False,
 ) -> tuple[list[Input], list[str]]:
     """Return the inputs in reading order, and notes on ignored files and directories.
 
     An argument is a file, a directory (all files below it, sorted by path), a glob (sorted; `**`
-    descends into directories), or a hub id `namespace/name[:config][@split]` that is not a local
-    path.
+    descends into directories), the URL of one of these, or a hub id
+    `namespace/name[:config][@split]` that is not a local path.
 
     Args:
         skip_bad: return a file that cannot be read with its `problem`, so that its task counts it,
             instead of refusing it.
+        encoding: of files that do not declare it; or "auto".
+        code: read each file as source code, whatever its format.
 
     Raises:
         ConfigError: arguments that match nothing, files that are named twice and, without
@@ -49,19 +75,26 @@ def find_inputs(
     candidates: list[Input] = []
     notes: list[str] = []
     problems: list[str] = []
+    if code:
+        try:
+            package_versions(("identify", "ukkonen"))
+        except ConfigError as error:
+            raise ConfigError(f"--code: {error.problems[0]}") from None
+    kind_of = _code_suffix if code else _suffix
     for argument in arguments:
-        candidates += _expand(argument, notes, problems)
+        candidates += _expand(argument, kind_of, notes, problems)
     inputs: list[Input] = []
     seen: dict[str, str] = {}
     for each in candidates:
-        key = os.path.realpath(each.name) if each.suffix != "hub" else each.name
+        is_local = each.suffix != "hub" and not is_url(each.name)
+        key = os.path.realpath(each.name) if is_local else each.name
         if key in seen:
             problems.append(
                 f"--input {each.argument}: {each.name} is already named by --input {seen[key]}. "
                 f"Its documents would be read twice: remove one of them."
             )
-        elif each.suffix == ".parquet" and each.problem is None:
-            each = _check_parquet(each, text_field)
+        elif each.problem is None and not each.of_stage:
+            each = _completed(each, text_field, encoding, problems)
         seen.setdefault(key, each.argument)
         if each.problem is not None and not skip_bad:
             prefix = f"--input {each.argument}: " if each.argument != each.name else ""
@@ -72,8 +105,31 @@ def find_inputs(
     return inputs, notes
 
 
-def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
+def _completed(each: Input, text_field: str, encoding: str, problems: list[str]) -> Input:
+    """Return a file with what decides how it is read, and its `problem` if it has no text."""
+    try:
+        packages = packages_of(each.suffix, encoding)
+    except ConfigError as error:
+        problems.append(f"--input {each.argument}: {each.name} {error.problems[0]}")
+        return each
+    keys: tuple[tuple[str, str], ...] = ()
+    if each.suffix == CODE:
+        is_tree = Path(each.argument).is_dir() or is_url(each.argument)
+        keys = code_keys(each.name, each.argument if is_tree else str(Path(each.name).parent))
+    is_fixed = each.suffix.startswith((*ARCHIVE_FORMATS, ".parquet", "hub"))
+    encoding = "utf-8" if is_fixed else encoding
+    each = replace(each, encoding=encoding, keys=keys, packages=packages)
+    is_table = each.suffix.startswith((*TABLE_FORMATS, ".parquet"))
+    return checked_table(each, text_field) if is_table else each
+
+
+def _expand(
+    argument: str, kind_of: KindOf, notes: list[str], problems: list[str]
+) -> Iterator[Input]:
     """Yield the inputs of one argument."""
+    if is_url(argument):
+        yield from _expand_url(argument, kind_of, notes, problems)
+        return
     if os.path.lexists(argument):
         paths = [argument]
     elif glob.has_magic(argument):
@@ -99,11 +155,9 @@ def _expand(argument: str, notes: list[str], problems: list[str]) -> Iterator[In
         if Path(path, STAGE_MANIFEST).is_file():
             yield from _stage_inputs(argument, path, problems)
         elif Path(path).is_dir():
-            yield from _walk(argument, path, notes, problems)
-        elif (suffix := _suffix(path)) is None:
-            problems.append(
-                f"--input {argument}: {path} is not one of {SHOWN_SUFFIXES}. Convert or rename it."
-            )
+            yield from _walk(argument, path, kind_of, notes, problems)
+        elif (suffix := kind_of(path)) is None:
+            problems.append(f"--input {argument}: {path} is not one of {_shown(kind_of)}")
         else:
             yield _file_input(argument, path, suffix)
 
@@ -119,7 +173,45 @@ def _stage_inputs(argument: str, path: str, problems: list[str]) -> Iterator[Inp
         yield replace(_file_input(argument, str(file), _suffix(file.name) or ""), of_stage=True)
 
 
-def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Iterator[Input]:
+def _expand_url(
+    argument: str, kind_of: KindOf, notes: list[str], problems: list[str]
+) -> Iterator[Input]:
+    """Yield the files of a URL, like those of a local path."""
+    try:
+        entries, top = list_files(argument)
+    except ConfigError as error:
+        problems += error.problems
+        return
+    is_hidden = [
+        len(entries) > 1
+        and any(_is_hidden(name, kind_of) for name in each.url.removeprefix(top).split("/"))
+        for each in entries
+    ]
+    kinds = [kind_of(each.url) for each in entries]
+    stages = {each.url.rpartition("/")[0] for each in entries if each.url.endswith("/stage.json")}
+    if stages:
+        problems.append(_stages_problem(argument, list(stages)))
+        return
+    unread = [
+        each.url
+        for each, kind, hidden in zip(entries, kinds, is_hidden, strict=True)
+        if hidden or kind is None
+    ]
+    if len(unread) == len(entries):
+        problems.append(f"--input {argument}: no file there is one of {_shown(kind_of)}")
+    elif unread:
+        notes.append(
+            f"--input {argument}: ignored {len(unread):,} of {len(entries):,} files, which are "
+            f"hidden or not one of {_shown(kind_of)}; the first is {unread[0]}"
+        )
+    for each, kind, hidden in zip(entries, kinds, is_hidden, strict=True):
+        if kind is not None and not hidden:
+            yield Input(argument, each.url, kind, each.size_bytes, version=each.version)
+
+
+def _walk(
+    argument: str, top: str, kind_of: KindOf, notes: list[str], problems: list[str]
+) -> Iterator[Input]:
     """Yield the files below a directory, sorted by path."""
     paths: list[str] = []
     hidden: list[str] = []
@@ -144,18 +236,19 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
             )
             directories.clear()
             continue
-        hidden += [f"{directory}/{name}" for name in (*names, *directories) if _is_hidden(name)]
-        directories[:] = [name for name in directories if not _is_hidden(name)]
-        names = [name for name in names if not _is_hidden(name)]
+        unseen = {name for name in (*names, *directories) if _is_hidden(name, kind_of)}
+        hidden += [f"{directory}/{name}" for name in unseen]
+        directories[:] = [name for name in directories if name not in unseen]
+        names = [name for name in names if name not in unseen]
         paths += [os.path.join(directory, name) for name in names]  # noqa: PTH118
         children = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
         links += [path for path in children if Path(path).is_symlink()]
-    ignored = sorted(path for path in paths if _suffix(path) is None)
-    known = sorted([path for path in paths if _suffix(path) is not None] + [*unreadable])
+    ignored = sorted(path for path in paths if kind_of(path) is None)
+    known = sorted([path for path in paths if kind_of(path) is not None] + [*unreadable])
     if ignored:
         notes.append(
             f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files, which are "
-            f"not {SHOWN_SUFFIXES}; the first is {ignored[0]}"
+            f"not {_shown(kind_of)} The first is {ignored[0]}"
         )
     if hidden:
         notes.append(
@@ -171,16 +264,16 @@ def _walk(argument: str, top: str, notes: list[str], problems: list[str]) -> Ite
     if stages:
         problems.append(_stages_problem(argument, stages))
     elif not known:
-        problems.append(f"--input {argument}: no {SHOWN_SUFFIXES} file below {top}.")
+        problems.append(f"--input {argument}: no file below {top} is one of {_shown(kind_of)}")
     for path in known if not stages else ():
         if path in unreadable:
             yield Input(argument, _printable(path), "directory", 0, problem=unreadable[path])
         else:
-            yield _file_input(argument, path, _suffix(path) or "")
+            yield _file_input(argument, path, kind_of(path) or "")
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == DATASET_CARD
+def _is_hidden(name: str, kind_of: KindOf) -> bool:
+    return name.startswith(".") or (name == DATASET_CARD and kind_of is _suffix)
 
 
 def _stages_problem(argument: str, stages: Sequence[str]) -> str:
@@ -219,59 +312,19 @@ def _printable(path: str) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
+def _code_suffix(path: str) -> str | None:
+    return CODE if language_of(path) is not None else None
+
+
+def _shown(kind_of: KindOf) -> str:
+    """Return which files are read, for messages."""
+    if kind_of is _suffix:
+        return f"{SHOWN_SUFFIXES}. Convert or rename them, or read source code with --code."
+    return "the names of text files that identify knows (.py, .c, Makefile, ...)."
+
+
 def _suffix(path: str) -> str | None:
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), None)
-
-
-def _check_parquet(table: Input, text_field: str) -> Input:
-    """Return a Parquet file with its `problem` if it has no column of text."""
-    import pyarrow.parquet as pq
-
-    try:
-        metadata = pq.read_metadata(table.name)
-        schema = metadata.schema.to_arrow_schema()
-    except parquet_errors() as error:
-        reason = " ".join(str(error).split())[:200]
-        detail = f"cannot be read as Parquet ({reason}). Restore or remove the file."
-        return replace(table, problem=Failure("damaged", detail))
-    column_type = _column_type(schema, text_field)
-    failure = None
-    if column_type is None:
-        failure = Failure(
-            "no_text_field",
-            f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
-            f"--text_field.",
-        )
-    elif not is_text_type(column_type):
-        failure = Failure(
-            "not_a_string",
-            f"column {text_field!r} has type {column_type}, not string. Choose another with "
-            f"--text_field.",
-        )
-    return replace(table, problem=failure, num_rows=metadata.num_rows if failure else 0)
-
-
-def _column_type(schema: object, text_field: str) -> object | None:
-    """Return the type of a column, or of a field in a column of objects; as `find_text` does."""
-    import pyarrow as pa
-
-    assert isinstance(schema, pa.Schema | pa.StructType)
-    parts = text_field.split(".")
-    for count in range(len(parts), 0, -1):
-        head, tail = ".".join(parts[:count]), ".".join(parts[count:])
-        names = schema.names if isinstance(schema, pa.Schema) else [each.name for each in schema]
-        if head not in names:
-            continue
-        column_type = schema.field(head).type
-        if pa.types.is_dictionary(column_type):
-            column_type = column_type.value_type
-        if not tail:
-            return column_type
-        if pa.types.is_struct(column_type):
-            inner = _column_type(column_type, tail)
-            if inner is not None:
-                return inner
-    return None
 
 
 def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Iterator[Input]:

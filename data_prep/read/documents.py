@@ -8,12 +8,12 @@ the command or is counted and skipped.
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 SHOWN_CHARACTERS = 60
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UTF16 = "it is UTF-16. Convert the file with iconv -f utf-16 -t utf-8."
+UTF16 = "it is UTF-16. Read it with --encoding utf-16, or auto."
 CONTENTS = {  # what begins so is not text, or not UTF-8
     b"\xff\xfe": UTF16,
     b"\xfe\xff": UTF16,
@@ -34,12 +34,16 @@ class Chunk(NamedTuple):
     """A part of an input with complete documents, or a problem of the input itself."""
 
     name: str  # of the file or hub dataset, for messages
-    kind: str  # "text": one document; "lines": JSON lines; "rows": of a table; "bad": a Problem
+    # "text": one document; "lines": JSON lines; "rows": of a table; "bad": a Problem; "skipped": a
+    # key of SKIP_REASONS; "pages" and "fields": see pages.read_pages and csv_rows.read_fields
+    kind: str
     start: int  # of `data`: a byte of the (decompressed) file, or a row, from 0
     data: Any  # bytes; for "rows" a list of texts (str or None) or of entire rows (dict)
     input_bytes: int  # read from the stored (compressed) input since the last chunk
     input: int = 0  # index in the list of inputs
     next: Position = Position(0, 0)  # where the next chunk starts
+    keys: tuple[tuple[str, str], ...] = ()  # of the document, for "text"
+    encoding: str = ""  # from which the data was decoded, if it was not UTF-8
 
 
 class Document(NamedTuple):
@@ -79,11 +83,19 @@ BAD_REASONS = {
     "damaged": "damaged files or row groups",
     "expands": "files that expand more than --max_expansion times",
     "unreadable": "files that cannot be opened",
+    "encoding": "files in an unknown encoding",
+    "fields": "CSV rows with a wrong number of fields",
+    "slow_page": "pages whose extraction took more than --max_page_seconds",
+    "failed_page": "pages whose text cannot be extracted",
 }
 SKIP_REASONS = {  # harmless, always skipped
     "empty": "empty documents",
     "null": "documents whose text is null",
     "blank_lines": "blank lines",
+    "no_main_text": "pages without main text",
+    "not_a_page": "WARC records of other content than pages",
+    "http_error": "pages with an HTTP status other than 2xx",
+    "binary": "binary files in code trees",
 }
 
 
@@ -101,6 +113,24 @@ class InputRules:
     max_document_bytes: int = 1 << 26  # of a line, a text file, or the text of a row
     max_expansion: int = 200  # decompressed / compressed size, beyond the first 64 MiB
     keep_records: bool = False  # whether documents carry all of their keys
+    encoding: str = "utf-8"  # of files that do not declare their own; or "auto"
+    code: bool = False  # whether each file is source code, a document
+    repairs: tuple[str, ...] = ()  # of texts; see encodings.REPAIRS
+    max_page_seconds: float = 10.0  # CPU time to extract the text of a page
+
+    def content(self) -> dict[str, Any]:
+        """Return the rules that are not defaults of this release only, for fingerprints.
+
+        A default that was added later is left out, so that it does not invalidate older work.
+        """
+        default = InputRules()
+        added = ("encoding", "code", "repairs", "max_page_seconds")
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: value
+            for name, value in given.items()
+            if name not in added or value != getattr(default, name)
+        }
 
 
 Parsed = tuple[list[Document], Counter[str], list[Problem]]  # skipped are counted by SKIP_REASONS
@@ -113,6 +143,8 @@ def read_documents(chunk: Chunk, rules: InputRules) -> Parsed:
     """
     if chunk.kind == "bad":
         return [], Counter(), [chunk.data]
+    if chunk.kind == "skipped":
+        return [], Counter([chunk.data]), []
     if chunk.kind == "lines":
         return _parse_lines(chunk, rules)
     if chunk.kind == "rows":
@@ -228,6 +260,14 @@ def find_text(record: dict[str, Any], field: str) -> tuple[bool, Any]:
     return False, None
 
 
+def replace_text(record: dict[str, Any], field: str, text: str) -> dict[str, Any]:
+    """Return a record with another text; a field with dots may be a path into objects."""
+    if field in record or "." not in field:
+        return {**record, field: text}
+    first, _, rest = field.partition(".")
+    return {**record, first: replace_text(record.get(first, {}), rest, text)}
+
+
 def _row_values(chunk: Chunk, rules: InputRules) -> Iterator[tuple[int, Any, Any]]:
     for row, value in enumerate(chunk.data, chunk.start):
         if isinstance(value, dict):
@@ -268,7 +308,7 @@ def _parse_values(
             problems.append(Problem("lone_surrogate", name, input_index, start, is_row, surrogate))
         else:
             if record is None and rules.keep_records:
-                record = {rules.text_field: value}
+                record = {rules.text_field: value, **dict(chunk.keys)}
             documents.append(Document(value, input_index, start, record))
     return documents, skipped, problems
 
@@ -309,6 +349,6 @@ def _utf8_error(error: UnicodeDecodeError) -> str:
         if error.object.startswith(magic):
             return f"not UTF-8: {advice}"
     return (
-        f"not UTF-8: byte 0x{byte:02x} ({error.reason}). Convert the file, for example with "
-        f"iconv -f latin1 -t utf-8."
+        f"not UTF-8: byte 0x{byte:02x} ({error.reason}). Name its encoding with --encoding, for "
+        f"example cp1252, or auto to detect it."
     )

@@ -18,6 +18,61 @@ class RowGroupRefused(ValueError):
         self.failure = failure
 
 
+def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
+    """Return why a Parquet file has no column of text, and its number of rows.
+
+    Args:
+        stored: the file, or its path.
+    """
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(stored)
+        schema = metadata.schema.to_arrow_schema()
+    except parquet_errors() as error:
+        reason = " ".join(str(error).split())[:200]
+        detail = f"cannot be read as Parquet ({reason}). Restore or remove the file."
+        return Failure("damaged", detail), 0
+    column_type = _column_type(schema, text_field)
+    failure = None
+    if column_type is None:
+        failure = Failure(
+            "no_text_field",
+            f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
+            f"--text_field.",
+        )
+    elif not is_text_type(column_type):
+        failure = Failure(
+            "not_a_string",
+            f"column {text_field!r} has type {column_type}, not string. Choose another with "
+            f"--text_field.",
+        )
+    return failure, metadata.num_rows
+
+
+def _column_type(schema: object, text_field: str) -> object | None:
+    """Return the type of a column, or of a field in a column of objects; as `find_text` does."""
+    import pyarrow as pa
+
+    assert isinstance(schema, pa.Schema | pa.StructType)
+    parts = text_field.split(".")
+    for count in range(len(parts), 0, -1):
+        head, tail = ".".join(parts[:count]), ".".join(parts[count:])
+        names = schema.names if isinstance(schema, pa.Schema) else [each.name for each in schema]
+        if head not in names:
+            continue
+        column_type = schema.field(head).type
+        if pa.types.is_dictionary(column_type):
+            column_type = column_type.value_type
+        if not tail:
+            return column_type
+        if pa.types.is_struct(column_type):
+            inner = _column_type(column_type, tail)
+            if inner is not None:
+                return inner
+    return None
+
+
 def read_row_group(
     file: Any, group: int, skip: int, rules: InputRules, chunk_bytes: int
 ) -> Iterator[list]:

@@ -1,58 +1,49 @@
-"""Reads one input from a given position as chunks: text files, JSON lines, Parquet, hub datasets.
+"""Reads one input from a given position as chunks: files of all formats, and hub datasets.
 
 An unreadable part becomes a chunk of kind "bad", and reading continues after it where possible.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from data_prep.read.documents import Chunk, InputRules, Problem, too_long_problem
-from data_prep.read.parquet import RowGroupRefused, json_values, parquet_errors, read_row_group
+from data_prep.read.csv_rows import header_of, read_table
+from data_prep.read.documents import Chunk, InputRules, too_long_problem
+from data_prep.read.encodings import AUTO, UTF8
+from data_prep.read.inputs import (
+    ARCHIVE_FORMATS,
+    CODE,
+    END,
+    PAGE_FORMATS,
+    TABLE_FORMATS,
+    TEXT_FORMATS,
+    HubDataset,
+    Input,
+    InputRange,
+    problem_chunk,
+    stream_of,
+)
+from data_prep.read.pages import MAX_PAGE_BYTES, Page
+from data_prep.read.parquet import (
+    RowGroupRefused,
+    check_parquet,
+    json_values,
+    parquet_errors,
+    read_row_group,
+)
+from data_prep.read.remote import open_stored, stat_file
+from data_prep.read.source_code import header_license
 from data_prep.read.stage_files import check_stage_file
-from data_prep.read.streams import Failure, Stream, read_line_blocks
+from data_prep.read.streams import Failure, read_line_blocks
+from data_prep.read.warc import read_archive
 from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.url import is_url
 
-TEXT_FORMATS = (".txt", ".md")  # a document each; with .gz or .zst at the end too
-LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; the same
 HUB_ROWS = 64  # a batch of the streaming iterator
 SHOWN_CHARACTERS = 200
-END = -1  # in place of the start of the next chunk: there is none
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """A dataset of the Hugging Face hub."""
-
-    name: str  # what `datasets.load_dataset` takes
-    config: str | None
-    split: str
-    revision: str | None = None  # the commit that every task reads
-
-
-@dataclass(frozen=True)
-class Input:
-    """One file or hub dataset; sent to worker processes, so it holds nothing open."""
-
-    argument: str  # the --input that named it
-    name: str  # a path or a hub id
-    suffix: str  # one of discovery.SUFFIXES, or "hub"
-    size_bytes: int | None
-    modified_ns: int | None = None
-    hub: HubDataset | None = None
-    problem: Failure | None = None  # why it cannot be read, where bad input is skipped
-    num_rows: int = 0  # lost with it, where that is known
-    of_stage: bool = False  # written by a stage, so the limits for raw input do not apply
-
-
-class InputRange(NamedTuple):
-    """A part of an input: the documents that start in [start, stop)."""
-
-    input: int  # index in the list of inputs
-    start: int = 0  # byte of the (decompressed) JSON lines, row of Parquet or the hub, otherwise 0
-    stop: int | None = None  # None: to the end
+BINARY_BYTES = 8192  # of a source file, in which git looks for a zero byte too
 
 
 def read_input(
@@ -69,13 +60,17 @@ def read_input(
     size = source.size_bytes or 0
     if source.problem is not None:
         num_documents = max(1, source.num_rows)
-        yield _problem_chunk(source, part, 0, source.problem, num_documents, size), END
+        yield problem_chunk(source, part, 0, source.problem, num_documents, size), END
     elif source.suffix == "hub":
         yield from _read_hub(source, part, rules)
     elif (failure := _check_unchanged(source)) is not None:
-        yield _problem_chunk(source, part, 0, failure, 1, size), END
-    elif source.suffix.startswith(TEXT_FORMATS):
+        yield problem_chunk(source, part, 0, failure, 1, size), END
+    elif source.suffix.startswith((*TEXT_FORMATS, *PAGE_FORMATS, CODE)):
         yield from _read_text(source, part, rules)
+    elif source.suffix.startswith(ARCHIVE_FORMATS):
+        yield from read_archive(source, part, rules, chunk_bytes)
+    elif source.suffix.startswith(TABLE_FORMATS):
+        yield from read_table(source, part, rules, chunk_bytes)
     elif source.suffix == ".parquet":
         yield from _read_parquet(source, part, rules, chunk_bytes)
     else:
@@ -89,6 +84,13 @@ def _check_unchanged(source: Input) -> Failure | None:
         ConfigError: its size has changed since it was listed.
     """
     path = Path(source.name)
+    if is_url(source.name):
+        if stat_file(source.name)[1:] != (source.size_bytes, source.version):
+            raise ConfigError(
+                f"{source.name}: has changed since the command started. Run the command again "
+                f"when no process writes to the input."
+            )
+        return None
     try:
         size = path.stat().st_size if path.is_file() else None
     except OSError as error:
@@ -103,33 +105,42 @@ def _check_unchanged(source: Input) -> Failure | None:
     return None
 
 
-def _problem_chunk(
-    source: Input, part: InputRange, start: int, failure: Failure, num_lost: int, lost_bytes: int
-) -> Chunk:
-    """Return a chunk for `num_lost` documents that cannot be read."""
-    is_row = source.suffix in (".parquet", "hub")
-    name, reason, detail = source.name, failure.reason, failure.detail
-    problem = Problem(reason, name, part.input, start, is_row, detail, num_lost, lost_bytes)
-    return Chunk(name, "bad", start, problem, 0, part.input)
+def checked_table(source: Input, text_field: str) -> Input:
+    """Return a Parquet or CSV file with its `problem` if it has no column of text."""
+    if source.suffix == ".parquet":
+        stored = open_stored(source.name) if is_url(source.name) else source.name
+        failure, num_rows = check_parquet(stored, text_field)
+        return replace(source, problem=failure, num_rows=num_rows if failure else 0)
+    return replace(source, problem=header_of(source, InputRules(text_field))[1])
 
 
 def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
+    """Read a file that is one document."""
     size = source.size_bytes or 0
-    stream = Stream(source.name, source.suffix, 0, rules.max_expansion)
-    is_too_long = source.suffix in TEXT_FORMATS and size > rules.max_document_bytes
+    is_page = source.suffix.startswith(PAGE_FORMATS)
+    limit = min(rules.max_document_bytes, MAX_PAGE_BYTES) if is_page else rules.max_document_bytes
+    stream = stream_of(source, 0, rules)
+    is_too_long = not source.suffix.endswith((".gz", ".zst")) and size > limit
     blocks, text_bytes = [], size if is_too_long else 0
     for block in stream if not is_too_long else ():
         text_bytes += len(block)
-        if text_bytes <= rules.max_document_bytes:
+        if text_bytes <= limit:
             blocks.append(block)
     if stream.failure is not None:
-        yield _problem_chunk(source, part, 0, stream.failure, 1, size), END
+        yield problem_chunk(source, part, 0, stream.failure, 1, size), END
         return
-    chunk = Chunk(source.name, "text", 0, b"".join(blocks), size, part.input)
-    if text_bytes > rules.max_document_bytes:
-        problem = too_long_problem(chunk, 0, text_bytes, rules.max_document_bytes)
-        chunk = chunk._replace(kind="bad", data=problem)
-    yield chunk, END
+    data, keys = b"".join(blocks), dict(source.keys)
+    chunk = Chunk(source.name, "text", 0, data, size, part.input, encoding=stream.encoding)
+    if text_bytes > limit:
+        chunk = chunk._replace(kind="bad", data=too_long_problem(chunk, 0, text_bytes, limit))
+    elif is_page:
+        declared = "" if source.encoding in (UTF8, AUTO) else f"charset={source.encoding}"
+        chunk = chunk._replace(kind="pages", data=[Page(0, data, f"text/html; {declared}")])
+    elif source.suffix == CODE and b"\0" in data[:BINARY_BYTES]:
+        chunk = chunk._replace(kind="skipped", data="binary")
+    elif source.suffix == CODE:
+        keys |= header_license(data)
+    yield chunk._replace(keys=tuple(keys.items())), END
 
 
 def _read_lines(
@@ -137,15 +148,16 @@ def _read_lines(
 ) -> Iterator[tuple[Chunk, int]]:
     if source.of_stage and not part.start:
         check_stage_file(Path(source.name))
-    stream = Stream(source.name, source.suffix, max(0, part.start - 1), rules.max_expansion)
+    stream = stream_of(source, max(0, part.start - 1), rules)
     limit = rules.max_document_bytes
-    is_compressed = source.suffix.endswith((".gz", ".zst"))
+    is_compressed = source.encoding != UTF8 or source.suffix.endswith((".gz", ".zst"))
     counted, next_start = None, part.start  # `counted`: stored bytes that chunks account for so far
     for block in read_line_blocks(stream, part.start, part.stop, chunk_bytes, limit):
         if counted is None:
             counted = stream.skipped_bytes if is_compressed else block.start
         read = block.read_bytes if is_compressed else block.stop
         chunk = Chunk(source.name, "lines", block.start, block.data, read - counted, part.input)
+        chunk = chunk._replace(encoding=stream.encoding)
         if not block.data:
             problem = too_long_problem(chunk, block.start, block.stop - block.start, limit)
             chunk = chunk._replace(kind="bad", data=problem)
@@ -153,7 +165,7 @@ def _read_lines(
         yield chunk, next_start
     if stream.failure is not None:
         lost = max(0, (source.size_bytes or 0) - (counted or 0))
-        yield _problem_chunk(source, part, next_start, stream.failure, 1, lost), END
+        yield problem_chunk(source, part, next_start, stream.failure, 1, lost), END
 
 
 def _read_parquet(
@@ -164,10 +176,11 @@ def _read_parquet(
 
     stored_bytes = source.size_bytes or 0
     try:
-        file = pq.ParquetFile(source.name, buffer_size=1 << 20, page_checksum_verification=True)
+        stored = open_stored(source.name) if is_url(source.name) else source.name
+        file = pq.ParquetFile(stored, buffer_size=1 << 20, page_checksum_verification=True)
     except parquet_errors() as error:
         failure = _parquet_failure(error)
-        yield _problem_chunk(source, part, part.start, failure, 1, stored_bytes), END
+        yield problem_chunk(source, part, part.start, failure, 1, stored_bytes), END
         return
     with file:
         num_rows = file.metadata.num_rows
@@ -191,7 +204,7 @@ def _read_parquet(
                 lost_rows = group_stop - row
                 lost_bytes = stored_bytes * lost_rows // max(1, num_rows)
                 failure = _parquet_failure(error)
-                bad = _problem_chunk(source, part, row, failure, lost_rows, lost_bytes)
+                bad = problem_chunk(source, part, row, failure, lost_rows, lost_bytes)
                 yield bad, group_stop
 
 

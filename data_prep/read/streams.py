@@ -6,8 +6,9 @@ of documents.
 
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from data_prep.read.remote import open_stored
 
 READ_BYTES = 1 << 16  # of the file at a time; larger blocks do not stay in the CPU cache
 BLOCK_BYTES = 1 << 18  # decompressed at a time
@@ -38,11 +39,13 @@ class Stream:
     """The content of a file from a given byte; iterating yields blocks of at most 256 KiB.
 
     Args:
-        path: a regular file.
+        path: a regular file, or the URL of one.
         suffix: of the file; if it ends in `.gz` or `.zst`, the file is decompressed.
         start: first byte to yield, of the decompressed content.
         max_expansion: ratio of decompressed to compressed size at which the stream ends.
     """
+
+    encoding = ""  # from which it is decoded, if that is not UTF-8
 
     def __init__(self, path: str, suffix: str, start: int, max_expansion: int):
         self.path, self.start, self.max_expansion = path, start, max_expansion
@@ -59,7 +62,7 @@ class Stream:
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            raw = Path(self.path).open("rb")
+            raw = open_stored(self.path)
         except OSError as error:
             self.failure = Failure("unreadable", f"cannot be opened ({error.strerror}).")
             return
@@ -170,7 +173,7 @@ class Stream:
             done += len(block)
             yield block
         for step in (SALVAGE_BYTES, 1):  # read up to the damage in small steps
-            with Path(self.path).open("rb") as again:
+            with open_stored(self.path) as again:
                 stream = pa.CompressedInputStream(pa.PythonFile(again, mode="r"), "zstd")
                 remaining = done
                 while remaining:

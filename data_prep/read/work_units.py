@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from data_prep.read.bad_input import MAX_PROBLEMS, Tally, describe_problems
+from data_prep.read.csv_rows import read_fields
 from data_prep.read.documents import (
     Chunk,
     Document,
@@ -20,14 +21,21 @@ from data_prep.read.documents import (
     Problem,
     read_documents,
 )
+from data_prep.read.encodings import UTF8, repair
+from data_prep.read.inputs import END, LINE_FORMATS, Input, InputRange
+from data_prep.read.pages import read_pages
 from data_prep.read.parquet import parquet_errors
-from data_prep.read.readers import END, LINE_FORMATS, Input, InputRange, read_input
+from data_prep.read.readers import read_input
+from data_prep.read.remote import open_stored
 from zerolm.common.errors import ConfigError
+from zerolm.common.url import is_url
 
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
 UNITS_PER_CORPUS = 128  # of a small corpus: many workers finish at about the same time
 UNLIMITED_BYTES = 1 << 40
+SPLIT_ARCHIVES = (".warc.gz", ".wet.gz")
+PARSERS = {"pages": read_pages, "fields": read_fields}  # by kind of chunk
 FILE_OVERHEAD_BYTES = 1 << 12  # added per file, so that a million empty files become many units
 
 
@@ -47,8 +55,8 @@ def default_unit_bytes(inputs: Sequence[Input]) -> int:
 def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[WorkUnit]:
     """Divide the inputs into units of about `unit_bytes` of stored data.
 
-    Plain JSON lines are split at bytes, Parquet between row groups. Compressed files and hub
-    datasets are not split. Small files share a unit.
+    JSON lines in UTF-8 and compressed WARC files are split at bytes, Parquet between row groups.
+    Other files and hub datasets are not split. Small files share a unit.
     """
     limit = unit_bytes or default_unit_bytes(inputs)
     units: list[WorkUnit] = []
@@ -77,7 +85,9 @@ def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[W
 def _split(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:
     """Return the ranges of an input of at most about `limit` bytes, and their sizes."""
     size = source.size_bytes or 0
-    if source.problem is None and size > limit and source.suffix in LINE_FORMATS:
+    is_split = source.suffix in LINE_FORMATS and source.encoding == UTF8
+    is_split = is_split or source.suffix in SPLIT_ARCHIVES
+    if source.problem is None and size > limit and is_split:
         count = -(-size // limit)
         limits = [size * part // count for part in range(count + 1)]
         return [(InputRange(index, start, stop), stop - start) for start, stop in pairwise(limits)]
@@ -91,7 +101,8 @@ def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRan
 
     stored_bytes = source.size_bytes or 0
     try:
-        metadata = pq.read_metadata(source.name)
+        stored = open_stored(source.name) if is_url(source.name) else source.name
+        metadata = pq.read_metadata(stored)
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     except parquet_errors():  # reported by the task that reads it
         return [(InputRange(index), stored_bytes)]
@@ -112,10 +123,12 @@ def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
     listed = [
         [each.name, each.suffix, each.size_bytes, each.modified_ns]
         + ([each.hub.revision] if each.hub else [])
+        + each.identity()
         for each in inputs
     ]
     rules = replace(rules, max_bad_fraction=0)  # does not change what is read
-    content = json.dumps([listed, repr(rules)], separators=(",", ":"))
+    shown = ", ".join(f"{name}={value!r}" for name, value in rules.content().items())
+    content = json.dumps([listed, f"InputRules({shown})"], separators=(",", ":"))
     return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -152,13 +165,19 @@ def read_batches(
     fatal: list[Problem] = []
     for chunk in _read_chunks(inputs, unit, rules, chunk_bytes, start):
         input_rules = _rules_for(inputs[chunk.input], rules)
-        documents, skipped, problems = read_documents(chunk, input_rules)
+        parse = PARSERS.get(chunk.kind, read_documents)
+        documents, skipped, problems = parse(chunk, input_rules)
         if problems and rules.on_bad_input == "fail":
             fatal += problems
         if fatal:  # the unit is refused: continue only to report more of its problems
             if len(fatal) >= MAX_PROBLEMS:
                 break
             continue
+        if input_rules.repairs:
+            documents, repaired = repair(documents, rules.text_field, input_rules.repairs)
+            tally.changed += repaired
+        if chunk.encoding:
+            tally.changed[f"from {chunk.encoding}"] += len(documents)
         tally.num_documents += len(documents)
         tally.input_bytes += chunk.input_bytes
         tally.skipped += skipped
@@ -192,8 +211,10 @@ def _read_chunks(
 def _rules_for(source: Input, rules: InputRules) -> InputRules:
     """Return the rules for an input: files of a stage have no size limits.
 
-    Its lines are longer than the texts that passed the limits, and its files compress well.
+    Its lines are longer than the texts that passed the limits, and its files compress well. Its
+    texts are repaired already.
     """
     if not source.of_stage:
         return rules
-    return replace(rules, max_document_bytes=UNLIMITED_BYTES, max_expansion=UNLIMITED_BYTES)
+    limits = {"max_document_bytes": UNLIMITED_BYTES, "max_expansion": UNLIMITED_BYTES}
+    return replace(rules, **limits, repairs=())  # type: ignore[arg-type]

@@ -186,14 +186,6 @@ def input_documents(
     return documents, inputs_fingerprint(inputs, rules), {"stage": "inputs", "inputs": names}
 
 
-def replace_text(record: Json, text_field: str, text: str) -> Json:
-    """Return a record with another text; a field with dots may be a path into objects."""
-    if text_field in record or "." not in text_field:
-        return {**record, text_field: text}
-    first, _, rest = text_field.partition(".")
-    return {**record, first: replace_text(record.get(first, {}), rest, text)}
-
-
 def batch_rows(rows: Iterable[DocumentRow]) -> Iterator[list[DocumentRow]]:
     """Group documents into lists of about a million characters, enough work for a numpy call."""
     batch: list[DocumentRow] = []

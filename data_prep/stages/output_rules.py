@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_prep.read.readers import Input
 from data_prep.read.stage_files import STAGE_SUFFIX, is_stage
+from zerolm.common.url import is_url
 
 
 def output_problems(output: Path, where: str = "--output") -> list[str]:
@@ -51,7 +52,8 @@ def overlap_problems(
                 f"{where} {directory}: is inside --input {argument}, so its files would be read "
                 f"as input. Give a directory outside of it."
             ]
-    by_directory = {Path(each.name).parent: each for each in inputs if each.suffix != "hub"}
+    local = [each for each in inputs if each.suffix != "hub" and not is_url(each.name)]
+    by_directory = {Path(each.name).parent: each for each in local}
     for parent, each in by_directory.items():
         if target in (real := parent.resolve()).parents or target == real:
             return [

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from data_prep.read.documents import InputRules
@@ -25,7 +24,7 @@ def parts_settings(
     rules: InputRules, val_fraction: float | None, tokenizer_fingerprint: str
 ) -> dict[str, Any]:
     """Return the settings that determine the content of parts; messages show the keys."""
-    content_rules = asdict(rules)
+    content_rules = rules.content()
     for key in ("on_bad_input", "max_bad_fraction"):  # these do not change the documents
         del content_rules[key]
     return {
@@ -42,7 +41,8 @@ def unit_fingerprint(settings: dict[str, Any], inputs: Sequence[Input], unit: Wo
     for piece in unit.ranges:
         each = inputs[piece.input]
         revision = each.hub.revision if each.hub else None
-        pieces.append([*piece, each.name, each.suffix, each.size_bytes, each.modified_ns, revision])
+        stored = [each.name, each.suffix, each.size_bytes, each.modified_ns, revision]
+        pieces.append([*piece, *stored, *each.identity()])
     return fingerprint([settings, pieces])
 
 

@@ -192,11 +192,11 @@ def test_every_type_of_string_in_parquet_is_read(tmp_path, kind):
 
 
 CONTENTS = {
-    "utf-16": ("{line}".encode("utf-16"), "UTF-16. Convert the file with iconv -f utf-16"),
+    "utf-16": ("{line}".encode("utf-16"), "UTF-16. Read it with --encoding utf-16"),
     "big endian": (b"\xfe\xff" + "{line}".encode("utf-16-be"), "UTF-16"),
     "gzip": (gzip.compress(b"{line}"), "compressed with gzip. Rename the file to end in .gz"),
     "zstd": (pa.compress(b"{line}", "zstd", asbytes=True), "to end in .zst"),
-    "latin1": ("{é}".encode("latin1"), "iconv -f latin1"),
+    "latin1": ("{é}".encode("latin1"), "Name its encoding with --encoding"),
 }
 
 

@@ -1,0 +1,206 @@
+"""Reads CSV and TSV files row by row; a row starts at a byte, so a reader can resume there."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from data_prep.read.documents import Chunk, Document, InputRules, Parsed, Problem, too_long_problem
+from data_prep.read.encodings import UTF8
+from data_prep.read.inputs import END, Input, InputRange, problem_chunk, stream_of
+from data_prep.read.streams import Failure, Stream, read_line_blocks
+
+DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}  # in order of preference
+BLOCK_BYTES = 1 << 18
+TOO_LONG = "\udbff"  # in place of a line that is too long; no bytes are decoded to it
+
+
+class Header(NamedTuple):
+    """The first row of a file."""
+
+    names: list[str]
+    delimiter: str
+    stop: int  # byte after it
+
+
+class Row(NamedTuple):
+    """A row at [start, stop); or the place of one that is not CSV, at which reading ends."""
+
+    start: int
+    stop: int
+    fields: list[str]
+    read_bytes: int  # of the stored file
+    failure: Failure | None = None
+
+
+class _Lines:
+    """The lines of a stream, which `csv.reader` asks for one at a time; `stop` is the end."""
+
+    def __init__(self, stream: Stream, start: int, max_bytes: int):
+        self.stream, self.stop, self.max_bytes = stream, start, max_bytes
+        self.read_bytes = 0
+        self._iterator = self._read(start)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._iterator
+
+    def _read(self, start: int) -> Iterator[str]:
+        blocks = read_line_blocks(self.stream, start, None, BLOCK_BYTES, self.max_bytes)
+        for block in blocks:
+            self.read_bytes = block.read_bytes
+            if not block.data:
+                self.stop = block.stop
+                yield TOO_LONG + "\n"
+                continue
+            for line in block.data.split(b"\n")[: None if block.data[-1:] != b"\n" else -1]:
+                at_start = not self.stop
+                self.stop = min(self.stop + len(line) + 1, block.stop)
+                yield line.decode("utf-8-sig" if at_start else "utf-8", "surrogateescape") + "\n"
+
+
+def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure | None]:
+    """Return the header of a file, and why no documents can be read below it.
+
+    Its delimiter is the first with which there is a column of text.
+    """
+    stream = stream_of(source, 0, rules)
+    lines = _Lines(stream, 0, rules.max_document_bytes)
+    line = next((line for line in lines if line.strip()), None)
+    if line is None:
+        missing = Failure("fields", "has no header, a first row with the names of its columns.")
+        return None, stream.failure or missing
+    choices = DELIMITERS[source.suffix[:4]]
+    for delimiter in (*choices, choices[0]):
+        names = next(csv.reader([line], delimiter=delimiter))
+        if rules.text_field in names:
+            break
+    header = Header(names, delimiter, lines.stop)
+    if rules.text_field not in names:
+        detail = (
+            f"no column {rules.text_field!r}; it has {', '.join(names)[:500]}. Choose one with "
+            f"--text_field."
+        )
+        return header, Failure("no_text_field", detail)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        return header, Failure("fields", f"has several columns {twice[0]!r}. Rename all but one.")
+    return header, None
+
+
+def read_table(
+    source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
+) -> Iterator[tuple[Chunk, int]]:
+    """Yield (chunk, start of the next chunk) for a part of a CSV file; see `readers.read_input`."""
+    size = source.size_bytes or 0
+    header, failure = header_of(source, rules)
+    if failure is not None or header is None:
+        assert failure is not None
+        yield problem_chunk(source, part, 0, failure, 1, size), END
+        return
+    start = max(header.stop, part.start)
+    stream = stream_of(source, start - 1, rules)
+    is_stored = source.encoding == UTF8 and not source.suffix.endswith((".gz", ".zst"))
+    counted = -1 if part.start else 0  # stored bytes that chunks account for so far
+    rows: list[tuple[int, int, list[str]]] = []
+    first = stop = start
+    for row in read_rows(stream, header, start, rules.max_document_bytes):
+        if counted < 0:
+            counted = start if is_stored else stream.skipped_bytes
+        if row.failure is None:
+            rows.append((row.start, row.stop, row.fields))
+            stop = row.stop
+        if rows and (row.failure is not None or stop - first >= chunk_bytes):
+            read = stop if is_stored else row.read_bytes
+            yield _chunk(source, stream, part, header, rows, first, read - counted), stop
+            rows, counted, first = [], read, stop
+        if row.failure is not None:
+            yield problem_chunk(source, part, row.start, row.failure, 1, size - counted), END
+            return
+    if counted < 0:
+        counted = start if is_stored else stream.skipped_bytes
+    rest = max(0, size - counted)
+    if stream.failure is None:
+        yield _chunk(source, stream, part, header, rows, first, rest), END
+        return
+    if rows:
+        yield _chunk(source, stream, part, header, rows, first, 0), stop
+    yield problem_chunk(source, part, stop, stream.failure, 1, rest), END
+
+
+def _chunk(
+    source: Input,
+    stream: Stream,
+    part: InputRange,
+    header: Header,
+    rows: list[tuple[int, int, list[str]]],
+    start: int,
+    read_bytes: int,
+) -> Chunk:
+    chunk = Chunk(source.name, "fields", start, (header, rows), read_bytes, part.input)
+    return chunk._replace(encoding=stream.encoding)
+
+
+def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Iterator[Row]:
+    """Yield the rows from `start`, the first byte of a row.
+
+    Args:
+        stream: begins at max(0, start - 1).
+        max_bytes: of a field, and of a line.
+    """
+    csv.field_size_limit(max_bytes + BLOCK_BYTES)  # smaller ones are refused one by one
+    lines = _Lines(stream, start, max_bytes)
+    reader = csv.reader(lines, delimiter=header.delimiter, strict=True)
+    while True:
+        begin = lines.stop
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if stream.failure is not None:  # the quoted field ends with the file
+                return
+            detail = f"the file is not CSV from here on ({error}). Correct the row."
+            yield Row(begin, lines.stop, [], lines.read_bytes, Failure("damaged", detail))
+            return
+        yield Row(begin, lines.stop, fields, lines.read_bytes)
+
+
+def read_fields(chunk: Chunk, rules: InputRules) -> Parsed:
+    """Return the documents of a chunk of rows; see `documents.read_documents`."""
+    header, rows = chunk.data
+    documents: list[Document] = []
+    skipped: Counter[str] = Counter()
+    problems: list[Problem] = []
+
+    def add_problem(reason: str, start: int, detail: str) -> None:
+        problems.append(Problem(reason, chunk.name, chunk.input, start, False, detail))
+
+    for start, stop, fields in rows:
+        if not fields:
+            skipped["blank_lines"] += 1
+            continue
+        if TOO_LONG in "".join(fields):
+            limit = rules.max_document_bytes
+            problems.append(too_long_problem(chunk, start, stop - start, limit))
+            continue
+        if len(fields) != len(header.names):
+            detail = f"the row has {len(fields)} fields, the header {len(header.names)}."
+            add_problem("fields", start, detail)
+            continue
+        record = dict(zip(header.names, fields, strict=True))
+        text = record[rules.text_field]
+        try:
+            size = len("".join(fields).encode())
+        except UnicodeEncodeError as error:
+            byte = ord(error.object[error.start]) & 0xFF
+            detail = f"not UTF-8: byte 0x{byte:02x}. Name its encoding with --encoding."
+            add_problem("not_utf8", start, detail)
+            continue
+        if size > rules.max_document_bytes:
+            problems.append(too_long_problem(chunk, start, size, rules.max_document_bytes))
+        elif not text:
+            skipped["empty"] += 1
+        else:
+            kept = record if rules.keep_records else None
+            documents.append(Document(text, chunk.input, start, kept))
+    return documents, skipped, problems

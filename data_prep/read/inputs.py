@@ -1,0 +1,111 @@
+"""`Input`: one file or hub dataset, its formats, and what every reader of inputs needs.
+
+Independent of how a format is read.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from data_prep.read.documents import Chunk, InputRules, Problem
+from data_prep.read.encodings import AUTO, UTF8, open_stream
+from data_prep.read.streams import Failure, Stream
+from zerolm.common.errors import ConfigError
+
+TEXT_FORMATS = (".txt", ".md")  # a document each; with .gz or .zst at the end too
+PAGE_FORMATS = (".html", ".htm", ".xhtml")  # the same
+CODE = ".code"  # a document each: any file of a code tree
+LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; the same
+TABLE_FORMATS = (".csv", ".tsv")  # a document per row; the same
+ARCHIVE_FORMATS = (".warc", ".wet")  # a document per record; with .gz at the end too
+END = -1  # in place of the start of the next chunk: there is none
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the Hugging Face hub."""
+
+    name: str  # what `datasets.load_dataset` takes
+    config: str | None
+    split: str
+    revision: str | None = None  # the commit that every task reads
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file or hub dataset; sent to worker processes, so it holds nothing open."""
+
+    argument: str  # the --input that named it
+    name: str  # a path or a hub id
+    suffix: str  # one of discovery.SUFFIXES, or "hub"
+    size_bytes: int | None
+    modified_ns: int | None = None
+    hub: HubDataset | None = None
+    problem: Failure | None = None  # why it cannot be read, where bad input is skipped
+    num_rows: int = 0  # lost with it, where that is known
+    of_stage: bool = False  # written by a stage, so the limits for raw input do not apply
+    encoding: str = UTF8  # or another, or "auto"; pages declare their own
+    keys: tuple[tuple[str, str], ...] = ()  # of its document
+    version: str = ""  # of a file in a store
+    packages: tuple[str, ...] = ()  # that read it, with versions
+
+    def identity(self) -> list[Any]:
+        """Return what determines the content, besides name, suffix, size and time."""
+        if self.encoding == UTF8 and not (self.keys or self.version or self.packages):
+            return []  # so that fingerprints of earlier releases stay valid
+        return [self.encoding, self.keys, self.version, self.packages]
+
+
+class InputRange(NamedTuple):
+    """A part of an input: the documents that start in [start, stop)."""
+
+    input: int  # index in the list of inputs
+    start: int = 0  # byte of the (decompressed) JSON lines, row of Parquet or the hub, otherwise 0
+    stop: int | None = None  # None: to the end
+
+
+def problem_chunk(
+    source: Input, part: InputRange, start: int, failure: Failure, num_lost: int, lost_bytes: int
+) -> Chunk:
+    """Return a chunk for `num_lost` documents that cannot be read."""
+    is_row = source.suffix in (".parquet", "hub")
+    name, reason, detail = source.name, failure.reason, failure.detail
+    problem = Problem(reason, name, part.input, start, is_row, detail, num_lost, lost_bytes)
+    return Chunk(name, "bad", start, problem, 0, part.input)
+
+
+def stream_of(source: Input, start: int, rules: InputRules) -> Stream:
+    """Return the content of a file from a byte of it, as UTF-8."""
+    encoding = UTF8 if source.suffix.startswith(PAGE_FORMATS) else source.encoding
+    return open_stream(source.name, source.suffix, start, rules.max_expansion, encoding)
+
+
+def packages_of(suffix: str, encoding: str) -> tuple[str, ...]:
+    """Return the optional packages that read a file, with their versions.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    names: tuple[str, ...] = ()
+    if suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)):
+        names = ("trafilatura", "lxml", "w3lib", "chardet")
+        names += ("warcio",) if suffix.startswith(ARCHIVE_FORMATS) else ()
+    elif suffix == CODE:
+        names = ("identify",)
+    elif encoding == AUTO and not suffix.endswith((".parquet", "hub")):
+        names = ("chardet",)
+    return package_versions(names)
+
+
+def package_versions(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return each name with its version, which decides what is read.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    try:
+        return tuple(f"{name} {version(name)}" for name in names)
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"needs {error.name}, which is not installed. pip install 'zerolm[inputs]'"
+        ) from None

@@ -1,0 +1,157 @@
+"""Extracts the main text of web pages with trafilatura, in a child process of each worker.
+
+The child bounds what a page can do: one that takes too much CPU time, or crashes the parser, ends
+the child and becomes bad input. CPU time is counted rather than time by the clock, so that the
+result does not depend on what else the machine does. Independent of where pages come from.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from socket import socketpair
+from typing import Any, NamedTuple
+
+from data_prep.read.documents import Chunk, Document, InputRules, Parsed, Problem
+from data_prep.read.encodings import decode_page
+
+MAX_PAGE_BYTES = 20_000_000  # trafilatura returns nothing for a larger page
+CHILD = "import sys; sys.path[:] = {path!r}; from data_prep.read.pages import serve; serve({fd})"
+
+
+class Page(NamedTuple):
+    """A web page, or another part of an archive, which is skipped."""
+
+    start: int  # as Chunk.start
+    content: bytes
+    content_type: str = ""  # as the server sent it
+    keys: Mapping[str, str] = {}  # for the document
+    is_html: bool = True  # otherwise plain text
+    skipped: str = ""  # a key of SKIP_REASONS
+
+
+def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
+    """Return the documents of a chunk of pages; see `documents.read_documents`."""
+    documents: list[Document] = []
+    skipped: Counter[str] = Counter()
+    problems: list[Problem] = []
+    for page in chunk.data:
+        if page.skipped:
+            skipped[page.skipped] += 1
+            continue
+        answer = (
+            _extractor.extract(page.content, page.content_type, rules.max_page_seconds)
+            if page.is_html
+            else {"text": page.content.decode(errors="replace")}
+        )
+        if "reason" in answer:
+            where = chunk.name, chunk.input, page.start
+            problems.append(Problem(answer["reason"], *where, False, answer["detail"]))
+        elif not answer["text"]:
+            skipped["no_main_text"] += 1
+        else:
+            record = None
+            if rules.keep_records:
+                title = {"title": answer["title"]} if answer.get("title") else {}
+                record = {rules.text_field: answer["text"], **page.keys, **title}
+            documents.append(Document(answer["text"], chunk.input, page.start, record))
+    return documents, skipped, problems
+
+
+class _Extractor:
+    """The child process, started when it is first needed and again after it ended."""
+
+    def __init__(self) -> None:
+        self.pid = -1
+        self.process: subprocess.Popen
+        self.connection: Connection
+
+    def extract(self, content: bytes, content_type: str, seconds: float) -> dict[str, str]:
+        """Return `text` and `title` of a page, or `reason` and `detail` if there is a problem."""
+        if self.pid != os.getpid():
+            self._start()
+        try:
+            self.connection.send((content, content_type, seconds))
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.pid = -1
+            self.connection.close()
+            code = self.process.wait()
+        if code == -signal.SIGPROF:
+            detail = (
+                f"its text was not extracted within {seconds:g} s of CPU time. Remove the page, or "
+                f"raise --max_page_seconds."
+            )
+            return {"reason": "slow_page", "detail": detail}
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return {
+            "reason": "failed_page",
+            "detail": f"the extraction of its text crashed ({how}). Remove the page.",
+        }
+
+    def _start(self) -> None:
+        ours, theirs = socketpair()
+        with theirs:
+            program = CHILD.format(path=sys.path, fd=theirs.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self.connection = Connection(ours.detach())
+        self.pid = os.getpid()
+
+
+_extractor = _Extractor()
+
+
+def serve(descriptor: int) -> None:
+    """Answer requests for extraction until the parent closes the connection or ends."""
+    import logging
+
+    import trafilatura
+
+    assert trafilatura  # imported here, so that no page's time includes it
+    logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    connection = Connection(descriptor)
+    while True:
+        try:
+            content, content_type, seconds = connection.recv()
+        except (EOFError, OSError):
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends this process, even in C code
+        answer: dict[str, Any]
+        try:
+            answer = extract_text(content, content_type)
+        except Exception as error:  # of a parser, on a page that it was not made for
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            detail = f"its text cannot be extracted ({reason}). Remove the page."
+            answer = {"reason": "failed_page", "detail": detail}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+def extract_text(content: bytes, content_type: str = "") -> dict[str, str]:
+    """Return `text`, the main text of an HTML page ("" if it has none), and its `title`.
+
+    trafilatura's `deduplicate` stays off: its memory of earlier pages would make the text of a page
+    depend on where a stopped task resumed.
+    """
+    import trafilatura
+
+    tree = trafilatura.load_html(decode_page(content, content_type))
+    if tree is None:
+        return {"text": "", "title": ""}
+    title = " ".join((tree.findtext(".//title") or "").split())
+    text = trafilatura.extract(
+        tree, favor_precision=True, include_comments=False, deduplicate=False
+    )
+    return {"text": text or "", "title": title}

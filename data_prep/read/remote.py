@@ -1,0 +1,173 @@
+"""Lists and opens files in object stores and on web servers, through fsspec.
+
+A read that fails is retried; one that keeps failing ends the command, because a store that is down
+is no reason to skip documents. Local paths are opened as usual.
+"""
+
+import io
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.store import (
+    StoreError,
+    call_within,
+    describe_error,
+    is_permanent,
+    store_options,
+)
+from zerolm.common.url import Url, is_url, url_problem
+from zerolm.shards.range_reader import (
+    FIRST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
+    RETRY_SECONDS,
+    RangeReader,
+)
+
+READ_AHEAD_BYTES = 4 << 20  # per request
+LIST_SECONDS = 300.0
+MISSING_SECONDS = 5.0
+T = TypeVar("T")
+VERSION_KEYS = ("ETag", "etag", "generation", "LastModified", "mtime")  # of an entry, by preference
+
+
+class Entry(NamedTuple):
+    """A file in a store."""
+
+    url: str
+    size_bytes: int
+    version: str  # changes with the content, if the store tells
+
+
+def list_files(url: str) -> tuple[list[Entry], str]:
+    """Return the files of a URL, sorted, and the URL of the directory that they are below.
+
+    A URL is that of a file, of a "directory", or a glob. A web server lists nothing: there it is a
+    file.
+
+    Raises:
+        ConfigError: it cannot be listed, or nothing is there.
+    """
+    problem = url_problem(url)
+    if problem is not None:
+        raise ConfigError(f"--input {url}: {problem}")
+    try:
+        entries = _retried(lambda: list(_list(url)), 0.0)
+    except FileNotFoundError:
+        entries = []
+    except Exception as error:
+        raise ConfigError(
+            f"--input {url}: cannot be listed ({describe_error(error)}). Check the URL, the "
+            f"credentials and the network."
+        ) from None
+    if not entries:
+        raise ConfigError(f"--input {url}: there is no such file or directory. Check the URL.")
+    return sorted(entries), url.rstrip("/") + "/"
+
+
+def _retried(call: Callable[[], T], seconds: float) -> T:
+    """Return the result of a call, tried again for some seconds while the store fails."""
+    start, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return call_within(LIST_SECONDS, call)
+        except Exception as error:
+            # fsspec calls a file missing when its server is too busy to answer
+            is_missing = isinstance(error, FileNotFoundError)
+            limit = min(seconds, MISSING_SECONDS) if is_missing else seconds
+            if is_permanent(error) or time.monotonic() - start + pause > limit:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+
+def _list(url: str) -> Iterator[Entry]:
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    fs, path = fsspec.core.url_to_fs(url, **store_options(scheme))
+    if scheme in ("http", "https"):
+        found: Mapping[str, Any] = {url: fs.info(path)}
+    elif any(character in path for character in "*?["):
+        found = fs.glob(path, detail=True)
+    else:
+        found = fs.find(path, detail=True)
+    for name, info in found.items():
+        if info["type"] != "file":
+            continue
+        if info.get("size") is None:
+            raise StoreError("the server does not tell the size of the file")
+        full = name if is_url(name) else fs.unstrip_protocol(name)
+        yield Entry(full, int(info["size"]), _version(info))
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    return next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+
+
+def stat_file(url: str) -> Entry:
+    """Return the present state of a file.
+
+    Raises:
+        ZerolmError: it is gone, or the store does not answer.
+    """
+    try:
+        return _retried(lambda: next(iter(_list(url))), RETRY_SECONDS)
+    except Exception as error:
+        raise ZerolmError(
+            f"{url}: cannot be read ({describe_error(error)}). Run the command again when it can."
+        ) from None
+
+
+def open_stored(name: str) -> BinaryIO:
+    """Open a local file, or one in a store, for reading.
+
+    Raises:
+        OSError: the local file cannot be opened.
+    """
+    if not is_url(name):
+        return Path(name).open("rb")
+    return io.BufferedReader(_RemoteFile(name), READ_AHEAD_BYTES)
+
+
+@lru_cache(maxsize=16)
+def _reader(directory: str) -> RangeReader:
+    return RangeReader(Url(directory))
+
+
+class _RemoteFile(io.RawIOBase):
+    """The bytes of a file in a store, in requests of READ_AHEAD_BYTES, with retries."""
+
+    def __init__(self, url: str):
+        super().__init__()
+        parent, _, self.name = url.rpartition("/")
+        self.url, self.size = url, stat_file(url).size_bytes
+        self.reader = _reader(parent)
+        self.position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.position = offset + (0, self.position, self.size)[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self.position + len(buffer), self.size)
+        if stop <= self.position:
+            return 0
+        try:
+            content = self.reader.read(self.name, self.position, stop)
+        except StoreError as error:
+            raise ZerolmError(
+                f"{error}. Check the network, and run the command again: it resumes."
+            ) from None
+        buffer[: len(content)] = content
+        self.position = stop
+        return len(content)

@@ -1,0 +1,62 @@
+"""Language and license of the files of a code tree, by their paths; `identify` knows the names."""
+
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+NOT_LANGUAGES = {"text", "header", "plain-text", "executable", "non-executable"}
+SHOWN_UNKNOWN = "unknown"
+_LICENSE_FILE = re.compile(r"(un)?licen[cs]e|copying", re.IGNORECASE)
+_HEADER = re.compile(rb"SPDX-License-Identifier:[ \t]*([\w.+() -]*[\w.+)])")
+HEADER_BYTES = 1 << 12
+
+
+def language_of(path: str) -> str | None:
+    """Return the language of a file by its name, `python` for example; None if it is not text."""
+    from identify.identify import tags_from_filename
+
+    tags = tags_from_filename(path)
+    if "text" not in tags:
+        return None
+    return min(tags - NOT_LANGUAGES, default="text")
+
+
+def code_keys(path: str, top: str) -> tuple[tuple[str, str], ...]:
+    """Return the keys of the document of a file: its path below `top`, language and license."""
+    language = language_of(path) or "text"
+    keys = {"path": os.path.relpath(path, top), "language": language}
+    license = _license_of(str(Path(path).parent), top)
+    return tuple((keys | ({"license": license} if license else {})).items())
+
+
+@lru_cache(maxsize=1 << 16)
+def _license_of(directory: str, top: str) -> str:
+    """Return the license of a directory: that of the nearest one up to `top` with such a file.
+
+    Returns:
+        SPDX identifiers joined with OR, "unknown" for another text, "" if there is none.
+    """
+    files = sorted(path for path in Path(directory).iterdir() if _LICENSE_FILE.match(path.name))
+    found = {_identify(path) for path in files if path.is_file()}
+    if found:
+        return " OR ".join(sorted(found - {SHOWN_UNKNOWN})) or SHOWN_UNKNOWN
+    if Path(directory) == Path(top) or Path(top) not in Path(directory).parents:
+        return ""
+    return _license_of(str(Path(directory).parent), top)
+
+
+def _identify(path: Path) -> str:
+    from identify.identify import license_id
+
+    try:
+        return license_id(str(path)) or SHOWN_UNKNOWN
+    except (OSError, UnicodeDecodeError):
+        return SHOWN_UNKNOWN
+
+
+def header_license(content: bytes) -> Mapping[str, str]:
+    """Return the license that a file itself names, which is its license wherever it lies."""
+    match = _HEADER.search(content[:HEADER_BYTES])
+    return {"license": match[1].decode().strip()} if match else {}

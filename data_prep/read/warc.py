@@ -1,0 +1,255 @@
+"""Reads WARC and WET files record by record: web pages with their URL and date.
+
+In a compressed file each record is a gzip member of its own, so a reader can start at any of them,
+and after a damaged one continue with the next. warcio parses a record; it is not used to decompress
+because it ends a damaged record early, without an error.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import BytesIO, StringIO
+from typing import BinaryIO, NamedTuple
+
+from data_prep.read.documents import Chunk, InputRules
+from data_prep.read.inputs import END, Input, InputRange, problem_chunk
+from data_prep.read.pages import MAX_PAGE_BYTES, Page
+from data_prep.read.remote import open_stored
+from data_prep.read.streams import BLOCK_BYTES, GZIP, GZIP_MAGIC, READ_BYTES, TRUNCATED, Failure
+
+VERSION_LINE = b"WARC/"
+SEARCH_BYTES = 1 << 20
+PROBE_BYTES = 1 << 12  # of a member, to see whether it is a record
+MAX_HEADER_BYTES = 1 << 16
+HTML_TYPES = ("text/html", "application/xhtml+xml")
+CODINGS = ("gzip", "deflate", "br")  # of HTTP; warcio knows these
+PAGE_RECORDS = ("response", "resource", "conversion")  # the others describe these
+_CONTENT_LENGTH = re.compile(rb"(?im)^content-length:\s*(\d+)\s*$")
+_HTML_START = re.compile(
+    rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.I | re.S
+)
+NOT_A_RECORD = Failure(
+    "damaged", "is not a WARC record. The file is damaged: restore it, or remove it."
+)
+ONE_MEMBER = Failure(
+    "damaged",
+    "has several records in one gzip member. Rewrite the file with: warcio recompress OLD NEW.",
+)
+
+
+class Record(NamedTuple):
+    """A record at [start, stop) of the stored file."""
+
+    start: int
+    stop: int
+    data: bytes  # headers and content
+    failure: Failure | None = None
+
+
+def read_archive(
+    source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
+) -> Iterator[tuple[Chunk, int]]:
+    """Yield (chunk, start of the next chunk) for a part of a WARC; see `readers.read_input`."""
+    size = source.size_bytes or 0
+    is_gzip = source.suffix.endswith(".gz")
+    limit = min(rules.max_document_bytes, MAX_PAGE_BYTES)
+    pages: list[Page] = []
+    first, stop, content_bytes, seen = 0, 0, 0, False
+    with open_stored(source.name) as raw:
+        for record in read_records(raw, size, is_gzip, part.start, part.stop, limit):
+            if not seen:
+                first, seen = record.start, True
+            failure = record.failure
+            page = page_of(record) if failure is None else None
+            if isinstance(page, Failure):
+                failure = page
+            elif page is not None:
+                pages.append(page)
+                content_bytes += len(page.content)
+            stop = record.start if failure is not None else record.stop
+            if failure is None and content_bytes < chunk_bytes:
+                continue
+            if stop > first:
+                chunk = Chunk(source.name, "pages", first, pages, stop - first, part.input)
+                yield chunk, stop
+                pages, content_bytes, first = [], 0, stop
+            if failure is not None:
+                lost = record.stop - record.start
+                yield problem_chunk(source, part, record.start, failure, 1, lost), record.stop
+                first = stop = record.stop
+    yield Chunk(source.name, "pages", first, pages, stop - first, part.input), END
+
+
+def read_records(
+    raw: BinaryIO, size: int, is_gzip: bool, start: int, stop: int | None, max_bytes: int
+) -> Iterator[Record]:
+    """Yield the records that start in [start, stop); damaged places in between as failures.
+
+    Args:
+        raw: the stored file, of `size` bytes.
+        start: a byte of a compressed file; the start of a record if it is not compressed.
+        max_bytes: largest record; a larger one is a failure.
+    """
+    find, read = (_find_member, _read_member) if is_gzip else (_find_plain, _read_plain)
+    place = find(raw, start) if start else 0
+    end = size if stop is None or (after := find(raw, stop)) is None else after
+    while place is not None and place < end:
+        data, following, failure = read(raw, place, max_bytes)
+        if failure is None and not data and not raw.read(1):
+            return  # padding at the end of the file
+        if failure is None and not data.startswith(VERSION_LINE):
+            failure = NOT_A_RECORD
+        if failure is not None and failure.reason != "too_long":
+            found = find(raw, place + 1)
+            following = size if found is None else found
+        yield Record(place, following, data, failure)
+        place = following
+
+
+def _find_member(raw: BinaryIO, start: int) -> int | None:
+    """Return the first byte from `start` at which a gzip member with a WARC record starts."""
+    magic = GZIP_MAGIC + b"\x08"
+    while True:
+        raw.seek(start)
+        block = raw.read(SEARCH_BYTES)
+        place = block.find(magic)
+        while place >= 0:
+            raw.seek(start + place)
+            try:
+                begins = zlib.decompressobj(GZIP).decompress(raw.read(PROBE_BYTES), 5)
+            except zlib.error:
+                begins = b""
+            if begins == VERSION_LINE:
+                return start + place
+            place = block.find(magic, place + 1)
+        if len(block) < SEARCH_BYTES:
+            return None
+        start += len(block) - len(magic) + 1
+
+
+def _read_member(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int, Failure | None]:
+    """Return (data, stop, failure) of the member at `start`."""
+    raw.seek(start)
+    inflate = zlib.decompressobj(GZIP)
+    blocks, size, read = [], 0, 0
+    while not inflate.eof:
+        data = inflate.unconsumed_tail
+        if not data:
+            data = raw.read(READ_BYTES)
+            if not data:
+                return b"", start + read, TRUNCATED
+            if not read and not data.strip(b"\0"):  # padding
+                raw.seek(0, 2)
+                return b"", raw.tell(), None
+            read += len(data)
+        try:
+            block = inflate.decompress(data, BLOCK_BYTES)
+        except zlib.error as error:
+            detail = f"{error}. The record is damaged: restore the file, or remove it."
+            return b"", start, Failure("damaged", detail)
+        size += len(block)
+        if size <= max_bytes + MAX_HEADER_BYTES:
+            blocks.append(block)
+    stop = start + read - len(inflate.unused_data)
+    if size > max_bytes + MAX_HEADER_BYTES:
+        return b"", stop, _too_long(size, max_bytes)
+    return b"".join(blocks), stop, None
+
+
+def _find_plain(raw: BinaryIO, start: int) -> int | None:
+    """Return the first byte from `start` at which a record starts in a file without compression."""
+    start = max(0, start - 4)
+    pattern = b"\r\n\r\n" + VERSION_LINE
+    while True:
+        raw.seek(start)
+        block = raw.read(SEARCH_BYTES)
+        place = block.find(pattern)
+        if place >= 0:
+            return start + place + 4
+        if len(block) < SEARCH_BYTES:
+            return None
+        start += len(block) - len(pattern) + 1
+
+
+def _read_plain(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int, Failure | None]:
+    """Return (data, stop, failure) of the record at `start`, without compression."""
+    raw.seek(start)
+    head = b""
+    while line := raw.readline(MAX_HEADER_BYTES):
+        head += line
+        if not line.strip() or len(head) > MAX_HEADER_BYTES:
+            break
+    length = _CONTENT_LENGTH.search(head)
+    if not head:
+        return b"", start, None
+    if not head.startswith(VERSION_LINE) or length is None:
+        return b"", start, NOT_A_RECORD
+    body = int(length[1])
+    stop = start + len(head) + body + 4  # two line ends
+    if body > max_bytes:
+        return b"", stop, _too_long(body, max_bytes)
+    data = raw.read(body)
+    if len(data) < body:
+        return b"", start, TRUNCATED
+    if raw.read(4) not in (b"\r\n\r\n", b""):
+        return b"", start, NOT_A_RECORD
+    return head + data, stop, None
+
+
+def _too_long(size: int, max_bytes: int) -> Failure:
+    return Failure("too_long", f"a record of {size:,} bytes is longer than {max_bytes:,} bytes.")
+
+
+def page_of(record: Record) -> Page | Failure | None:
+    """Return the page in a record, a page to skip, or None for a record that describes others."""
+    from warcio.exceptions import ArchiveLoadFailed
+    from warcio.recordloader import ArcWarcRecordLoader
+    from warcio.statusandheaders import StatusAndHeadersParserException
+
+    stream = BytesIO(record.data)
+    messages = StringIO()  # warcio prints what it cannot decompress, and returns less
+    try:
+        parsed = ArcWarcRecordLoader(verify_http=False, arc2warc=False).parse_record_stream(
+            stream, check_digests=True
+        )
+        is_page = parsed.rec_type in PAGE_RECORDS
+        with redirect_stderr(messages):
+            source = parsed.content_stream() if is_page else parsed.raw_stream
+            content = source.read(MAX_PAGE_BYTES + 1)
+    except (ArchiveLoadFailed, StatusAndHeadersParserException, EOFError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return Failure("damaged", f"cannot be read as a WARC record ({reason}).")
+    coding = (parsed.http_headers and parsed.http_headers.get_header("Content-Encoding")) or ""
+    is_packed = bool(coding) and content.startswith(GZIP_MAGIC)
+    if messages.getvalue() or is_packed or coding.lower() not in ("", "identity", *CODINGS):
+        return Failure(
+            "failed_page", f"its content, with the encoding {coding}, cannot be decoded."
+        )
+    if any("block digest failed" in each for each in parsed.digest_checker.problems):
+        detail = "differs from its WARC-Block-Digest. Restore the file, or remove it."
+        return Failure("damaged", detail)
+    if stream.read().lstrip().startswith(VERSION_LINE):
+        return ONE_MEMBER
+    if not is_page:
+        return None
+    headers, http = parsed.rec_headers, parsed.http_headers
+    keys = {
+        key: value
+        for key, name in (
+            ("id", "WARC-Record-ID"),
+            ("url", "WARC-Target-URI"),
+            ("date", "WARC-Date"),
+        )
+        if (value := headers.get_header(name))
+    }
+    sent = (http.get_header("Content-Type") if http else parsed.content_type) or ""
+    kind = (headers.get_header("WARC-Identified-Payload-Type") or sent).partition(";")[0].strip()
+    is_text = parsed.rec_type == "conversion" and kind in ("", "text/plain")
+    if http is not None and not http.get_statuscode().startswith("2"):
+        return Page(record.start, b"", skipped="http_error")
+    if not is_text and kind not in HTML_TYPES and (kind or not _HTML_START.match(content)):
+        return Page(record.start, b"", skipped="not_a_page")
+    if len(content) > MAX_PAGE_BYTES:
+        return _too_long(len(content), MAX_PAGE_BYTES)
+    return Page(record.start, content, sent, keys, not is_text)

@@ -1,0 +1,124 @@
+"""Encodings and repairs: files of other encodings give the text that was written."""
+
+import gzip
+import unicodedata
+
+import pytest
+
+from data_prep.read.bad_input import Tally, summary_lines
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.encodings import REPAIRS, reading_problems
+from data_prep.read.work_units import inputs_fingerprint, plan_units, read_batches
+from zerolm.common.errors import ConfigError
+
+FRENCH = "L’été dernier, j’ai rencontré un élève très fâché à l’école, qui préférait les œuvres.\n"
+RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю. Погода сегодня хорошая.\n"
+TEXTS = {
+    "cp1252": FRENCH,
+    "cp1250": "Zażółć gęślą jaźń. Książka leży na stole, a źdźbło trawy rośnie obok ścieżki.\n",
+    "cp1251": RUSSIAN,
+    "koi8-r": RUSSIAN,
+    "shift_jis": "今日は天気がいいので、公園へ散歩に行きました。とても楽しかったです。\n",
+    "euc_jp": "今日は天気がいいので、公園へ散歩に行きました。とても楽しかったです。\n",
+    "gb18030": "今天天气很好，我们一起去公园散步。孩子们在草地上玩耍，老人们在树下下棋聊天。\n",
+    "big5": "今天天氣很好，我們一起去公園散步。孩子們在草地上玩耍，老人們在樹下下棋聊天。\n",
+    "cp949": "오늘은 날씨가 좋아서 공원에 산책을 갔습니다. 아이들은 풀밭에서 놀고 있었습니다.\n",
+    "utf-16": FRENCH,
+    "utf-32": RUSSIAN,
+    "utf-8-sig": FRENCH,
+    "utf-8": RUSSIAN,
+}
+
+
+def read(paths, encoding="auto", chunk_bytes=3000, start=None, **rules):
+    rules = InputRules(encoding=encoding, **rules)
+    inputs, _ = find_inputs([str(path) for path in paths], "text", False, encoding)
+    tally = Tally()
+    batches = read_batches(inputs, plan_units(inputs)[0], rules, tally, chunk_bytes, start)
+    return [each for batch in batches for each in batch.documents], tally
+
+
+def test_auto_reads_what_was_written(tmp_path):
+    paths = []
+    for number, (name, text) in enumerate(TEXTS.items()):
+        for repeated in (1, 400):
+            paths.append(tmp_path / f"{number:02}-{repeated}.txt.gz")
+            data = (text * repeated).encode(name)
+            paths[-1].write_bytes(gzip.compress(data))
+    late = tmp_path / "late.txt"  # ASCII for longer than any block
+    late.write_bytes(("x" * 99 + "\n").encode() * 9000 + TEXTS["cp1252"].encode("cp1252"))
+    documents, tally = read([*paths, late])
+    expected = [text * repeated for text in TEXTS.values() for repeated in (1, 400)]
+    assert [each.text for each in documents[:-1]] == expected
+    assert documents[-1].text.endswith(FRENCH)
+    lines = "\n".join(summary_lines([], tally, InputRules()))
+    assert (
+        "decoded: 5 documents from cp1252" in lines or "decoded: 3 documents from cp1252" in lines
+    )
+    assert sum(tally.changed.values()) == 2 * 11 + 1
+
+
+def test_a_named_encoding_is_obeyed_and_its_errors_are_named(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXTS["koi8-r"].encode("koi8-r"))
+    assert read([path], "koi8-r")[0][0].text == RUSSIAN
+    assert read([path], "cp1251")[0][0].text != RUSSIAN  # wrong, as was asked
+    path.write_bytes(FRENCH.encode("utf-16")[:-1])
+    with pytest.raises(ConfigError, match=r"a\.txt.*: is not utf-16 \(truncated data"):
+        read([path], "utf-16")
+    path.write_bytes(bytes(range(128, 256)) * 3 + b"\0\1\2\3" * 99)
+    with pytest.raises(ConfigError, match="its content does not tell its encoding"):
+        read([path])
+    with pytest.raises(ConfigError, match="Name its encoding with --encoding"):
+        read([path], "utf-8")
+
+
+def test_lines_in_another_encoding_resume_after_any_batch(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("".join(f'{{"text": "{n} é"}}\n' for n in range(20_000)).encode("utf-16"))
+    inputs, _ = find_inputs([str(path)], "text", False, "auto")
+    rules, positions, texts = InputRules(encoding="auto"), [], []
+    (unit,) = plan_units(inputs, 1000)
+    for batch in read_batches(inputs, unit, rules, Tally(), 9000):
+        texts += [each.text for each in batch.documents]
+        positions.append((len(texts), batch.next))
+    assert texts == [f"{n} é" for n in range(20_000)] and len(positions) > 5
+    for done, position in positions[::4]:
+        batches = read_batches(inputs, unit, rules, Tally(), 999, position)
+        assert [each.text for batch in batches for each in batch.documents] == texts[done:]
+
+
+def test_repairs_change_what_they_say_and_are_counted(tmp_path):
+    moji = FRENCH.encode().decode("cp1252", "replace").replace("\ufffd", "")
+    texts = {
+        "a": "Fish &amp; chips &lt;now&gt; caf&eacute;",
+        "b": unicodedata.normalize("NFD", "café über"),
+        "c": "schÃ¶n und grÃ¼n",
+        "d": "“curly” quotes, ﬁne ligatures, ＦＵＬＬ width: no damage",
+        "e": moji,
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    documents, tally = read([tmp_path], "utf-8", repairs=REPAIRS, keep_records=True)
+    found = [each.text for each in documents]
+    assert found[:4] == ["Fish & chips <now> café", "café über", "schön und grün", texts["d"]]
+    assert tally.changed == {"ftfy": 2, "entities": 1, "nfc": 1}
+    assert all(each.record["text"] == each.text for each in documents)
+    documents, tally = read([tmp_path], "utf-8", repairs=("entities",))
+    assert tally.changed == {"entities": 1} and documents[2].text == texts["c"]
+
+
+def test_options_are_checked_and_part_of_the_fingerprint(tmp_path):
+    assert dict(reading_problems("latin9", ["nfd"], 0)) == {
+        "repair": "'nfd' is not one of ftfy, entities, nfc.",
+        "max_page_seconds": "0 is not more than 0.",
+    }
+    for name in ("base64", "utf-9", "\0"):
+        assert "is not auto or the name" in dict(reading_problems(name, [], 1))["encoding"]
+    (tmp_path / "a.txt").write_text("a")
+    keys = set()
+    for encoding, repairs in (("utf-8", ()), ("auto", ()), ("cp1252", ()), ("utf-8", ("nfc",))):
+        inputs, _ = find_inputs([str(tmp_path)], "text", False, encoding)
+        keys.add(inputs_fingerprint(inputs, InputRules(encoding=encoding, repairs=repairs)))
+    assert len(keys) == 4

@@ -1,0 +1,271 @@
+"""Web pages: extraction, encodings and limits, from files and from archives."""
+
+import gzip
+import io
+import json
+import os
+import random
+import signal
+
+import pytest
+import trafilatura
+from warcio.archiveiterator import ArchiveIterator
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
+
+from data_prep.read import pages, warc
+from data_prep.read.bad_input import Tally
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.work_units import plan_units, read_batches
+from tests.web_pages import DATE, page, topic_pages, write_warc
+from zerolm.common.errors import ConfigError
+
+KEEP = InputRules(keep_records=True)
+SKIP = InputRules(keep_records=True, on_bad_input="skip", max_bad_fraction=1)
+PAGES = topic_pages(24)
+FOX = "Der schnelle braune Fuchs springt über den faulen Hund. Größe, Maß und Übermut."
+
+
+def read(path, rules=KEEP, unit_bytes=None, chunk_bytes=20_000):
+    """Return (records, tally as a record), and check that reading resumes after any batch."""
+    inputs, _ = find_inputs([str(path)], "text", rules.on_bad_input == "skip")
+    tally, documents, states = Tally(), [], []
+    for unit in plan_units(inputs, unit_bytes):
+        for batch in read_batches(inputs, unit, rules, tally, chunk_bytes):
+            documents += batch.documents
+            states.append((unit, len(documents), json.loads(json.dumps(batch.next))))
+    for unit, done, position in random.Random(0).sample(states, min(3, len(states))):
+        later = Tally()
+        batches = read_batches(inputs, unit, rules, later, chunk_bytes, position)
+        rest = [each for batch in batches for each in batch.documents]
+        assert documents[done : done + len(rest)] == rest
+    assert tally.input_bytes + tally.lost_bytes == sum(each.size_bytes for each in inputs)
+    return documents, tally
+
+
+def extracted(content):
+    """Return the text that trafilatura gives for a page, in this process."""
+    return trafilatura.extract(content.decode(), favor_precision=True, include_comments=False)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    return write_warc(tmp_path_factory.mktemp("warc") / "a.warc.gz", PAGES)
+
+
+def test_pages_of_an_archive_are_those_of_warcio_and_trafilatura(archive, tmp_path):
+    documents, tally = read(archive)
+    expected = []
+    with archive.open("rb") as stream:
+        records = ArchiveIterator(stream)
+        for record in records:
+            if record.rec_type == "response":
+                url = record.rec_headers.get_header("WARC-Target-URI")
+                content = record.content_stream().read()
+                expected.append((extracted(content), url, records.get_record_offset()))
+    assert [(each.text, each.record["url"], each.start) for each in documents] == expected
+    assert len(documents) == 24 == tally.num_documents and not tally.bad and not tally.skipped
+    first = documents[0].record
+    assert set(first) == {"text", "id", "url", "date", "title"} and first["date"] == DATE
+    assert first["id"].startswith("<urn:uuid:0000") and first["title"].endswith("(0)")
+    assert "cookies" not in first["text"] and "About us" not in first["text"]
+    plain = write_warc(tmp_path / "a.warc", PAGES)
+    assert [each.text for each in read(plain)[0]] == [each.text for each in documents]
+
+
+def test_an_archive_is_read_in_units_of_any_size(archive):
+    whole, tally = read(archive)
+    for unit_bytes in (5_000, 12_345, 40_000):
+        documents, again = read(archive, unit_bytes=unit_bytes)
+        assert documents == whole and again.record() == tally.record()
+    inputs, _ = find_inputs([str(archive)], "text")
+    assert len(plan_units(inputs, 5_000)) > 5
+
+
+def offsets(path):
+    with path.open("rb") as stream:
+        records = ArchiveIterator(stream)
+        return [
+            (records.get_record_offset(), records.get_record_length())
+            for record in records
+            if record.rec_type == "response"
+        ]
+
+
+@pytest.mark.parametrize("unit_bytes", [None, 7_000])
+def test_a_damaged_record_costs_only_itself(archive, tmp_path, unit_bytes):
+    """It is named with its byte; also if its gzip header is damaged, and with several workers."""
+    data = bytearray(archive.read_bytes())
+    whole, _ = read(archive)
+    places = offsets(archive)
+    start, length = places[7]
+    data[start + length // 2] ^= 16
+    data[places[15][0]] ^= 255
+    damaged = tmp_path / "damaged.warc.gz"
+    damaged.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        read(damaged)
+    (first, second) = caught.value.problems
+    assert f"{damaged} (byte {start:,}): " in first and "record is damaged" in first
+    assert f"(byte {places[15][0]:,}): " in second and "restore the file" in second
+    documents, tally = read(damaged, SKIP, unit_bytes)
+    bad = {each.start for each in whole} - {each.start for each in documents}
+    assert bad == {start, places[15][0]} and len(documents) == 22
+    assert tally.bad == {"damaged": 2} and tally.lost_bytes == length + places[15][1]
+
+
+def test_a_truncated_archive_and_one_gzip_member_for_all_are_named(archive, tmp_path):
+    cut = tmp_path / "cut.warc.gz"
+    cut.write_bytes(archive.read_bytes()[:-40])
+    with pytest.raises(ConfigError, match="the compressed data ends too early"):
+        read(cut)
+    assert read(cut, SKIP)[1].bad == {"cut": 1}
+    plain = write_warc(tmp_path / "a.warc", PAGES[:3])
+    cut = tmp_path / "cut.warc"
+    cut.write_bytes(plain.read_bytes()[:-3000])
+    assert read(cut, SKIP)[1].bad == {"cut": 1}
+    single = tmp_path / "single.warc.gz"
+    single.write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(ConfigError, match="warcio recompress"):
+        read(single)
+    changed = bytearray(plain.read_bytes())
+    changed[offsets(plain)[1][0] + 900] ^= 1
+    plain.write_bytes(changed)
+    with pytest.raises(ConfigError, match="differs from its WARC-Block-Digest"):
+        read(plain)
+
+
+def test_what_is_not_a_page_is_counted(tmp_path):
+    """WET records are text already; what describes other records is not counted."""
+    stream = io.BytesIO()
+    writer = WARCWriter(stream, gzip=True)
+
+    def add(status, content_type, content, kind="response", **more):
+        sent = [("Content-Type", content_type), *more.items()]
+        headers = StatusAndHeaders(status, sent, protocol="HTTP/1.1")
+        writer.write_record(
+            writer.create_warc_record(
+                "https://a.example/x", kind, payload=io.BytesIO(content),
+                http_headers=headers if kind == "response" else None,
+                warc_content_type=content_type,
+            )
+        )  # fmt: skip
+
+    add("200 OK", "text/html; charset=iso-8859-1", page("t", FOX, "cp1252", declared=False))
+    add("200 OK", "application/pdf", b"%PDF-1.4")
+    add("200 OK", "", page("t", FOX))
+    add("404 Not Found", "text/html", page("t", FOX))
+    add("200 OK", "text/html", b"<html><body><script>1</script></body></html>")
+    packed = gzip.compress(page("t", FOX))
+    add("200 OK", "text/html", packed, **{"Content-Encoding": "gzip"})
+    add("", "text/plain", FOX.encode(), "conversion")
+    add("", "application/json", b"{}", "metadata")
+    path = tmp_path / "a.warc.wet.gz"
+    path.write_bytes(stream.getvalue())
+    documents, tally = read(path)
+    assert [FOX in each.text for each in documents] == [True] * 4
+    assert tally.skipped == {"not_a_page": 1, "http_error": 1, "no_main_text": 1}
+    broken = packed[:30] + b"0000" + packed[34:]
+    for coding, content in (("gzip", broken), ("zstd", b"abc")):
+        add("200 OK", "text/html", content, **{"Content-Encoding": coding})
+    path.write_bytes(stream.getvalue())
+    _, tally = read(path, SKIP)
+    assert tally.bad == {"failed_page": 2}
+
+
+@pytest.mark.parametrize("suffix", [".html", ".htm.gz"])
+def test_a_page_is_decoded_as_it_declares(tmp_path, suffix):
+    """UTF-8 wherever it is valid; by its content if it declares nothing."""
+    cases = {
+        "utf8": page("t", FOX, declared=False),
+        "declared": page("t", FOX, "cp1252"),
+        "undeclared": page("t", FOX, "cp1252", declared=False),
+        "utf16": "\ufeff".encode("utf-16-le") + page("t", FOX).decode().encode("utf-16-le"),
+        "russian": page("t", "Съешь ещё этих мягких французских булок, выпей чаю.", "koi8-r"),
+        "japanese": page("t", "今日は天気がいいので、公園へ散歩に行きました。", "iso-2022-jp"),
+    }
+    for name, content in cases.items():
+        pack = gzip.compress if suffix.endswith(".gz") else bytes
+        (tmp_path / f"{name}{suffix}").write_bytes(pack(content))
+    documents, _ = read(tmp_path)
+    texts = {sorted(cases)[number]: each.text for number, each in enumerate(documents)}
+    assert "Съешь ещё этих" in texts.pop("russian") and "公園へ散歩" in texts.pop("japanese")
+    assert all(FOX in text for text in texts.values()) and len(texts) == 4
+    assert documents[0].record["title"] == "t"
+
+
+def test_a_page_that_takes_too_long_or_crashes_the_parser_is_counted(tmp_path, monkeypatch):
+    """And the pages after it are read by a new child."""
+    for number in range(4):
+        (tmp_path / f"{number}.html").write_bytes(page(str(number), FOX))
+    (tmp_path / "1.html").write_bytes(page("slow", "z" * 50))
+    (tmp_path / "2.html").write_bytes(page("crash", "z" * 60))
+    monkeypatch.setattr(pages, "CHILD", SLOW + pages.CHILD)
+    monkeypatch.setattr(pages, "_extractor", pages._Extractor())
+    rules = InputRules(on_bad_input="skip", max_bad_fraction=1, max_page_seconds=0.5)
+    documents, tally = read(tmp_path, rules)
+    assert len(documents) == 2 and tally.bad == {"slow_page": 1, "failed_page": 1}
+    slow, crash = tally.examples
+    assert slow.name.endswith("1.html") and "within 0.5 s of CPU time" in slow.detail
+    assert crash.name.endswith("2.html") and "signal 11" in crash.detail
+
+
+SLOW = """
+import os, trafilatura
+extract = trafilatura.extract
+def replacement(tree, **options):
+    text = tree.text_content()
+    if "slow" in text:
+        (lambda n: sum(i * i for i in range(n)))(10**12)
+    if "crash" in text:
+        os.kill(os.getpid(), 11)
+    return extract(tree, **options)
+trafilatura.extract = replacement
+"""
+
+
+def test_a_page_that_is_too_large_is_named(tmp_path):
+    (tmp_path / "a.html").write_bytes(b"<html>" + b" " * pages.MAX_PAGE_BYTES)
+    with pytest.raises(ConfigError, match="20,000,006 bytes are more than"):
+        read(tmp_path)
+
+
+def test_the_child_ends_with_its_worker(tmp_path):
+    """Even if that is killed: nothing stays behind."""
+    (tmp_path / "a.html").write_bytes(page("t", FOX))
+    ours, theirs = os.pipe()
+    worker = os.fork()
+    if not worker:
+        read(tmp_path)
+        os.write(theirs, str(pages._extractor.process.pid).encode())
+        signal.pause()
+    child = int(os.read(ours, 100))
+    held = os.pidfd_open(child)
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    import select
+
+    assert select.select([held], [], [], 30)[0]
+    for descriptor in (ours, theirs, held):
+        os.close(descriptor)
+
+
+def test_missing_packages_are_named_with_the_extra(tmp_path, monkeypatch):
+    import importlib.metadata
+
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    (tmp_path / "a.warc").write_bytes(b"")
+    monkeypatch.setattr("data_prep.read.inputs.version", version)
+    with pytest.raises(ConfigError, match=r"a\.warc needs trafilatura.*zerolm\[inputs\]"):
+        read(tmp_path)
+
+
+def test_search_finds_members_across_blocks(archive, monkeypatch):
+    monkeypatch.setattr(warc, "SEARCH_BYTES", 64)
+    with archive.open("rb") as raw:
+        for start, _ in offsets(archive)[:5]:
+            assert warc._find_member(raw, start - 70) in (start, *range(start - 70, start))
+            assert warc._find_member(raw, start) == start
