@@ -4,16 +4,19 @@ Lists the commands, from cleaning raw text to inspecting token shards. Each is a
 `data_prep.cli`, imported when the command runs.
 """
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO
 
 from zerolm.common.command_line import EXIT_INTERRUPTED, Group, commands_in, run_program
 from zerolm.common.errors import ConfigError, ZerolmError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
+GARBAGE_OBJECTS = 100_000  # created between two collections
 
 
 class Interrupted(ZerolmError):
@@ -34,8 +37,13 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
     signal.signal(signal.SIGTERM, _terminate)
     # No command multiplies matrices, and a process with one thread starts its workers faster.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Documents and vocabularies are many objects without cycles, which each collection would visit.
+    gc.set_threshold(GARBAGE_OBJECTS)
+    output: Any = _Output(sys.stdout)
     try:
-        yield
+        with redirect_stdout(output):
+            yield
+            output.flush()
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, an output that cannot be written
@@ -46,6 +54,34 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
         ) from error
     except KeyboardInterrupt:
         raise Interrupted("interrupted; nothing was published.") from None
+
+
+class _Output:
+    """Standard output whose errors are told apart from those of the files that a command writes."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._call(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._call(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _call(self, function: Callable, *arguments: str) -> Any:
+        try:
+            return function(*arguments)
+        except BrokenPipeError:  # `| head`
+            raise
+        except OSError as error:  # what is still in its buffer is dropped
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            raise ZerolmError(
+                f"standard output cannot be written ({error.strerror}). That changes no file: an "
+                f"output that has a manifest.json or stage.json is published and complete."
+            ) from error
 
 
 def _terminate(*_: object) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import numpy as np
-
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.encoders import load_encoder
 from data_prep.tokenizer.load import load_tokenizer
@@ -66,11 +64,11 @@ def write_text_shards(directory: Path, tokenizer_dir: Path, first: int = 0) -> P
     """
     tokenizer = load_tokenizer(str(tokenizer_dir))
     entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "files": []}
-    ids, ends, _ = load_encoder(tokenizer_dir).encode(paragraphs()[first:1500])
+    encoded = load_encoder(tokenizer_dir).encode(paragraphs()[first:1500])
     with ShardWriter(
         directory, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, tokenizer=entry
     ) as writer:
-        for document in np.split(ids, ends[:-1]):
+        for document in encoded.ids:
             writer.add([*document, tokenizer.eos_id])
     shutil.copytree(tokenizer_dir, directory / "tokenizer")
     return directory

@@ -48,7 +48,7 @@ def run_assembly(
     shards = [
         shard
         for split, directory in enumerate(directories)
-        for shard in plan_output(directory, parts, records, split, shard_tokens)
+        for shard in plan_output(directory, parts, records, split, shard_tokens, token_bytes)
     ]
     entries = [assembled.get((shard.directory, shard.number)) for shard in shards]
     phase = Phase(
@@ -174,7 +174,8 @@ class BackgroundAssembly:
 
     def _run(self, split: int) -> None:
         directory = self.directories[split]
-        slices = plan_shards(iter(self._queues[split].get, None), self.shard_tokens)
+        part_queue = iter(self._queues[split].get, None)
+        slices = plan_shards(part_queue, self.shard_tokens, self.token_bytes)
         try:
             for number, group in groupby(slices, itemgetter(0)):
                 if self._all_added and self._tokens_left[split] * self.token_bytes > MAX_LEFT_BYTES:

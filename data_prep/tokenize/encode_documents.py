@@ -5,6 +5,7 @@ The result depends only on the documents and the tokenizer. Independent of files
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,6 @@ from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ShardError
 from zerolm.shards.manifest import token_dtype
 from zerolm.shards.origins import pack_origins
-
-LONG_DOCUMENT_TOKENS = 300  # mean length from which documents are copied one by one
 
 
 class IdCounts(NamedTuple):
@@ -59,60 +58,45 @@ class DocumentEncoder:
             ShardError: an id outside the vocabulary.
         """
         texts = [document.text for document in documents]
-        ids, ends, text_bytes = encoder.encode(texts)
-        lengths = ends.copy()
-        lengths[1:] -= ends[:-1]
-        held_out = np.zeros(len(texts), bool)
-        if self.val_fraction is not None:
-            held_out[:] = [is_held_out(text.encode(), self.val_fraction) for text in texts]
-        if len(ids):
-            self._check_range(ids)
-        tokens = self._append_eos(ids, ends[lengths > 0])
-        num_eos = int(np.count_nonzero(tokens == self.eos_id))
-        num_unknown = 0 if self.unknown_id is None else np.count_nonzero(ids == self.unknown_id)
-        counts = IdCounts(num_eos - int((lengths > 0).sum()), int(num_unknown))
+        ids, text_bytes = encoder.encode(texts)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         origins = pack_origins(
             np.array([document.input for document in documents], np.uint64),
             np.array([document.start for document in documents], np.uint64),
         )
-        lengths = np.where(lengths > 0, lengths + 1, 0)
-        members = [~held_out, held_out] if held_out.any() else [np.ones(len(texts), bool)]
-        batches = []
+        # A document may have no ids, such as only spaces with a tokenizer that drops them.
+        kept = lengths > 0
+        members = [kept]
+        if self.val_fraction is not None:
+            held_out = [is_held_out(text.encode(), self.val_fraction) for text in texts]
+            if any(held_out):
+                members = [kept & ~np.array(held_out), kept & held_out]
+        batches, num_inner_eos, num_unknown = [], 0, 0
         for chosen in members:
-            # A document may have no ids, such as only spaces with a tokenizer that drops them.
-            kept = chosen & (lengths > 0)
+            tokens = self._with_eos(ids if chosen.all() else list(compress(ids, chosen)))
             batches.append(
-                Batch(
-                    tokens if len(members) == 1 else tokens[np.repeat(chosen, lengths)],
-                    lengths[kept],
-                    origins[kept],
-                    int(text_bytes[kept].sum()),
-                )
+                Batch(tokens, lengths[chosen] + 1, origins[chosen], int(text_bytes[chosen].sum()))
             )
-        return batches, counts
+            num_inner_eos += np.count_nonzero(tokens == self.eos_id) - np.count_nonzero(chosen)
+            if self.unknown_id is not None:
+                num_unknown += np.count_nonzero(tokens == self.unknown_id)
+        if self.unknown_id == self.eos_id:
+            num_unknown = num_inner_eos
+        return batches, IdCounts(int(num_inner_eos), int(num_unknown))
 
-    def _check_range(self, ids: np.ndarray) -> None:
-        largest = int(ids.max())
-        smallest = 0 if ids.dtype.kind == "u" else int(ids.min())
-        if largest >= self.vocab_size or smallest < 0:
+    def _with_eos(self, ids: Sequence[np.ndarray]) -> np.ndarray:
+        """Concatenate the ids of documents, each followed by the EOS id, in the dtype of shards.
+
+        Raises:
+            ShardError: an id outside the vocabulary.
+        """
+        eos = np.array([self.eos_id], np.uint32)
+        joined = [np.empty(0, np.uint32)] * (2 * len(ids))
+        joined[::2], joined[1::2] = ids, [eos] * len(ids)
+        tokens = np.concatenate(joined) if joined else np.empty(0, np.uint32)
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise ShardError(
-                f"token id {largest if smallest >= 0 else smallest} is outside the vocabulary of "
-                f"{self.vocab_size}: the tokenizer's ids do not match its declared size. Correct "
-                f"the tokenizer."
+                f"token id {largest} is outside the vocabulary of {self.vocab_size}: the "
+                f"tokenizer's ids do not match its declared size. Correct the tokenizer."
             )
-
-    def _append_eos(self, ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Append the EOS id to each document; no document is empty."""
-        tokens = np.empty(len(ids) + len(ends), token_dtype(self.vocab_size))
-        eos_positions = ends + np.arange(len(ends))
-        if len(ids) > LONG_DOCUMENT_TOKENS * len(ends):  # copying each is faster than a mask
-            start = 0
-            for number, end in enumerate(ends.tolist()):
-                tokens[start + number : end + number] = ids[start:end]
-                start = end
-        else:
-            is_text = np.ones(len(tokens), bool)
-            is_text[eos_positions] = False
-            tokens[is_text] = ids
-        tokens[eos_positions] = self.eos_id
-        return tokens
+        return tokens.astype(token_dtype(self.vocab_size))

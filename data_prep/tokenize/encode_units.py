@@ -23,9 +23,10 @@ from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ZerolmError
 from zerolm.common.files import attempt_token
 
-READ_BYTES = 1 << 19  # of text parsed and encoded at a time
+READ_BYTES = 1 << 20  # of text parsed and encoded at a time
 PART_SECONDS = 15.0  # of work in a part: the most that a killed task repeats
-ENCODED_DIRECTORY = "encoded"  # in the directory of the parts; contains a directory per unit
+ENCODED_DIRECTORY = "encoded"  # in the directory of the parts
+UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...: few enough to list it for each unit
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,15 @@ class EncodeUnits:
             OSError: the parts cannot be written.
         """
         unit, fingerprint = self.units[task]
-        name = f"{ENCODED_DIRECTORY}/{task:05d}"
+        name = f"{ENCODED_DIRECTORY}/{task // UNITS_PER_DIRECTORY:05d}"
         directory = self.directory / name
         directory.mkdir(parents=True, exist_ok=True)
-        records = parts.read_parts(directory, fingerprint)
+        records = parts.read_parts(directory, task, fingerprint)
         progress = TaskProgress(self.running / f"{task:05d}.running", unit.size_bytes)
         for record in records:
             progress.add(record["input_bytes"], *parts.part_counts(record))
         if not (records and records[-1]["last"]):
-            _UnitEncoder(self, directory, fingerprint, records, progress).encode(unit)
+            _UnitEncoder(self, task, directory, records, progress).encode()
         return _unit_record(name, records)
 
 
@@ -89,21 +90,22 @@ class _UnitEncoder:
     def __init__(
         self,
         job: EncodeUnits,
+        task: int,
         directory: Path,
-        fingerprint: str,
         records: list[dict[str, Any]],
         progress: TaskProgress,
     ):
-        self.job, self.directory, self.fingerprint = job, directory, fingerprint
+        self.job, self.task, self.directory = job, task, directory
+        self.unit, self.fingerprint = job.units[task]
         self.records, self.progress = records, progress
         self.tally = Tally.from_records([record["tally"] for record in records[-1:]])
         self.position = Position(*records[-1]["position"]) if records else None
         self.writer = attempt_token()
         self._open_part()
 
-    def encode(self, unit: WorkUnit) -> None:
+    def encode(self) -> None:
         batches = read_batches(
-            self.job.inputs, unit, self.job.rules, self.tally, READ_BYTES, self.position
+            self.job.inputs, self.unit, self.job.rules, self.tally, READ_BYTES, self.position
         )
         try:
             for batch in batches:
@@ -119,7 +121,7 @@ class _UnitEncoder:
             self.part.abort()
 
     def _open_part(self) -> None:
-        name = parts.part_name(len(self.records), self.writer)
+        name = parts.part_name(self.task, len(self.records), self.writer)
         self.part = parts.PartWriter(self.directory, name, self.job.documents.num_splits)
         self.counts = dict.fromkeys(("input_bytes", "no_tokens", *IdCounts._fields), 0)
         self.encoded_before = Counter(self.job.encoder.counts)
@@ -178,7 +180,7 @@ def _unit_record(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]
         },
         "parts": [
             [
-                [f"{name}/{part['name']}.{split}", entry["num_documents"], entry["num_tokens"]]
+                [f"{name}/{part['name']}.{split}.ids", entry["num_documents"], entry["num_tokens"]]
                 for part in records
                 if (entry := part["splits"][split])["num_documents"]
             ]

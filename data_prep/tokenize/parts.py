@@ -1,11 +1,12 @@
 """Parts: intermediate files of encoded documents, from which shards are assembled.
 
 A part holds consecutive documents of a unit, for training (split 0) and validation (split 1).
-`NAME.0.ids` has the token ids as in shards, `NAME.0.docs` a length and an origin for each document,
+`NAME.0.ids` has the token ids as in shards, followed by a length and an origin for each document,
 and `NAME.json` counts, checksums and the position in the input where the next part begins. A task
 writes a part every few seconds, so a killed task resumes inside its input. Each writer uses unique
 names and each part names the previous one, so two writers of a unit cannot mix their parts (Slurm
-may restart a task while the first attempt is still ending).
+may restart a task while the first attempt is still ending). Several units share a directory:
+creating a file or a directory takes as long as encoding 20 KB.
 
 Parts are not synced to disk. Checksums detect damage by a power cut or a failing disk before a part
 is reused, and a damaged part is encoded again.
@@ -82,10 +83,7 @@ class PartWriter:
 
 class _SplitWriter:
     def __init__(self, stem: Path):
-        self.ids, self.docs = (
-            stem.with_name(stem.name + ".ids"),
-            stem.with_name(stem.name + ".docs"),
-        )
+        self.path = stem.with_name(stem.name + ".ids")
         self.file: BinaryIO | None = None
         self.digest = xxhash.xxh3_64()
         self.documents: list[np.ndarray] = []
@@ -93,7 +91,7 @@ class _SplitWriter:
 
     def add(self, batch: Batch) -> None:
         if self.file is None:
-            self.file = open(self.ids, "wb", buffering=1 << 17)
+            self.file = open(self.path, "wb", buffering=1 << 17)
         data = batch.token_ids.data.cast("B")
         self.file.write(data)
         self.digest.update(data)
@@ -104,19 +102,19 @@ class _SplitWriter:
         self.text_bytes += batch.text_bytes
 
     def close(self) -> dict[str, Any]:
-        rows = np.concatenate(self.documents) if self.documents else np.empty(0, DOCUMENT_DTYPE)
-        size = 0
+        num_documents = size = 0
         if self.file is not None:
-            size = self.file.tell()
+            rows = np.concatenate(self.documents)
+            self.file.write(content := rows.tobytes())
+            self.digest.update(content)
+            num_documents, size = len(rows), self.file.tell()
             self.file.close()
-            self.docs.write_bytes(rows.tobytes())
         return {
             "num_tokens": self.num_tokens,
-            "num_documents": len(rows),
+            "num_documents": num_documents,
             "text_bytes": self.text_bytes,
-            "ids_bytes": size,
-            "ids_xxh3": self.digest.hexdigest(),
-            "docs_xxh3": xxhash.xxh3_64_hexdigest(rows.tobytes()),
+            "size_bytes": size,
+            "xxh3": self.digest.hexdigest(),
         }
 
     def abort(self) -> None:
@@ -129,9 +127,7 @@ def part_files(record: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
     """Yield (name, size in bytes, checksum) of the files of a part."""
     for split, each in enumerate(record["splits"]):
         if each["num_documents"]:
-            stem = f"{record['name']}.{split}"
-            yield f"{stem}.ids", each["ids_bytes"], each["ids_xxh3"]
-            yield f"{stem}.docs", each["num_documents"] * DOCUMENT_DTYPE.itemsize, each["docs_xxh3"]
+            yield f"{record['name']}.{split}.ids", each["size_bytes"], each["xxh3"]
 
 
 def part_counts(record: dict[str, Any]) -> tuple[int, int]:
@@ -170,18 +166,17 @@ def _checksum(path: Path, size: int) -> str | None:
     return digest.hexdigest()
 
 
-def part_name(number: int, writer: str) -> str:
+def part_name(unit: int, number: int, writer: str) -> str:
     """Return the name of a part; `writer` is the `attempt_token()` of the task's attempt."""
-    return f"{number:05d}-{writer}"
+    return f"{unit:05d}-{number:05d}-{writer}"
 
 
 class _Split(TypedDict):
     num_tokens: Count
     num_documents: Count
     text_bytes: Count
-    ids_bytes: Count
-    ids_xxh3: str
-    docs_xxh3: str
+    size_bytes: Count
+    xxh3: str
 
 
 class _Part(TypedDict):
@@ -198,17 +193,20 @@ class PartRecord(_Part, total=False):
     tally: dict[str, Any]
 
 
-def read_parts(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
+def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, Any]]:
     """Return the records of a unit's consecutive intact parts, starting with the first.
 
-    Removes all other files, except those that another process may still be writing.
+    Removes all other files of the unit, except those that another process may still be writing.
 
     Args:
         fingerprint: of everything that determines the parts; parts with another one are removed.
     """
     records: dict[str, dict[str, Any]] = {}
     unusable: set[str] = set()
-    for path in directory.glob("*.json"):
+    own = [path for path in directory.iterdir() if path.name.startswith(f"{unit:05d}-")]
+    for path in own:
+        if path.suffix != ".json":
+            continue
         record = None
         with contextlib.suppress(RecordError):
             record = read_record(path, PartRecord)
@@ -218,7 +216,7 @@ def read_parts(directory: Path, fingerprint: str) -> list[dict[str, Any]]:
             unusable.add(path.stem)
     chain = _longest_chain(directory, records)
     kept = {record["name"] for record in chain}
-    for path in directory.iterdir():
+    for path in own:
         name = path.name.partition(".")[0]
         if name not in kept and (name in unusable or _has_ended(name)):
             path.unlink(missing_ok=True)
@@ -248,7 +246,7 @@ def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[
 
 def _has_ended(name: str) -> bool:
     """Return whether the writer of a part was a process of this machine that has ended."""
-    match = re.fullmatch(r"\d+-(.*)-(\d+)-[0-9a-f]{8}", name)
+    match = re.fullmatch(r"\d+-\d+-(.*)-(\d+)-[0-9a-f]{8}", name)
     if match is None or match[1] != host_name():
         return match is None
     if int(match[2]) == os.getpid():

@@ -19,7 +19,8 @@ from data_prep.tokenize.parts import DOCUMENT_DTYPE
 class Slice:
     """Consecutive documents of a part; `last_document` and `last_token` are exclusive."""
 
-    part: str  # path without .ids and .docs
+    part: str  # path of the file
+    rows_start: int  # byte of the file at which the rows of its documents begin
     first_document: int
     last_document: int
     first_token: int
@@ -46,18 +47,25 @@ class Shard:
 
 
 def plan_output(
-    directory: Path, parts: Path, records: Sequence[Record], split: int, shard_tokens: int
+    directory: Path,
+    parts: Path,
+    records: Sequence[Record],
+    split: int,
+    shard_tokens: int,
+    token_bytes: int,
 ) -> list[Shard]:
     """Return the shards of an output, made of one split of all units.
 
     Args:
         parts: the directory of the parts.
         records: of all units, as returned by `EncodeUnits`.
+        token_bytes: size of an id.
     """
     unit_parts = (each for record in records for each in parts_of_unit(record, parts, split))
+    slices = plan_shards(unit_parts, shard_tokens, token_bytes)
     return [
         Shard(directory, number, tuple(each for _, each in group))
-        for number, group in groupby(plan_shards(unit_parts, shard_tokens), itemgetter(0))
+        for number, group in groupby(slices, itemgetter(0))
     ]
 
 
@@ -70,7 +78,7 @@ def parts_of_unit(record: Record, parts: Path, split: int) -> list[tuple[str, in
 
 
 def plan_shards(
-    parts: Iterable[tuple[str, int, int]], shard_tokens: int
+    parts: Iterable[tuple[str, int, int]], shard_tokens: int, token_bytes: int
 ) -> Iterator[tuple[int, Slice]]:
     """Yield (shard number, next slice of that shard).
 
@@ -78,7 +86,8 @@ def plan_shards(
     gets a shard of its own. Each slice is yielded before the next part is requested.
 
     Args:
-        parts: path without .docs, number of documents and number of tokens of each part.
+        parts: path, number of documents and number of tokens of each part.
+        token_bytes: size of an id.
     """
     number, is_empty, room = 0, True, shard_tokens
     for path, num_documents, num_tokens in parts:
@@ -89,15 +98,15 @@ def plan_shards(
                 last, stop = num_documents, num_tokens
             else:
                 if ends is None:
-                    lengths = np.fromfile(f"{path}.docs", DOCUMENT_DTYPE)["tokens"]
-                    ends = np.cumsum(lengths).astype(int)
+                    rows = np.fromfile(path, DOCUMENT_DTYPE, offset=num_tokens * token_bytes)
+                    ends = np.cumsum(rows["tokens"]).astype(int)
                 last = int(np.searchsorted(ends, start + room, side="right"))
                 if last <= first and not is_empty:  # the next document does not fit
                     number, is_empty, room = number + 1, True, shard_tokens
                     continue
                 last = max(last, first + 1)
                 stop = int(ends[last - 1])
-            yield number, Slice(path, first, last, start, stop)
+            yield number, Slice(path, num_tokens * token_bytes, first, last, start, stop)
             is_empty = False
             room -= stop - start
             first, start = last, stop

@@ -59,22 +59,22 @@ def write_shard(
 
 def _read_documents(each: Slice) -> np.ndarray:
     return np.fromfile(
-        f"{each.part}.docs",
+        each.part,
         DOCUMENT_DTYPE,
         count=each.last_document - each.first_document,
-        offset=each.first_document * DOCUMENT_DTYPE.itemsize,
+        offset=each.rows_start + each.first_document * DOCUMENT_DTYPE.itemsize,
     )
 
 
 def _token_blocks(each: Slice, token_bytes: int, buffer: memoryview) -> Iterator[memoryview]:
     """Yield the ids of a slice in blocks; each is valid until the next one is requested."""
     bytes_left = (each.last_token - each.first_token) * token_bytes
-    with open(f"{each.part}.ids", "rb", buffering=0) as file:
+    with open(each.part, "rb", buffering=0) as file:
         file.seek(each.first_token * token_bytes)
         while bytes_left:
             count = file.readinto(buffer[: min(bytes_left, len(buffer))])
             if not count:
-                raise EOFError(f"{each.part}.ids ends {bytes_left} bytes too early")
+                raise EOFError(f"{each.part} ends {bytes_left} bytes too early")
             bytes_left -= count
             yield buffer[:count]
 

@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,7 @@ BACKENDS = (*FAST_BACKENDS, "tokenizers", "transformers")
 ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: they determine the ids
 EXTRAS = {"gigatoken": "fast-tokenizers", "fastokens": "fast-tokenizers", "tiktoken": "tiktoken"}
 
-# (token ids of all texts (N,) uint32, end of each text among them (D,) int64)
-Ids = tuple[np.ndarray, np.ndarray]
+Ids = list[np.ndarray]  # for each text (N,) uint32
 Encode = Callable[[Sequence[str]], Ids]
 
 # A Rust panic is not an `Exception`, so all errors except these count as failures of the library.
@@ -136,14 +136,6 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{error}".split())[:200] or type(error).__name__
 
 
-def flatten(lists: Sequence[Any]) -> Ids:
-    """Concatenate the ids of documents."""
-    ends = np.cumsum([len(ids) for ids in lists], dtype=np.int64)
-    if not len(lists) or not ends[-1]:
-        return np.empty(0, np.uint32), ends
-    return np.concatenate([np.asarray(ids, np.uint32) for ids in lists]), ends
-
-
 def load_tokenizer_json(path: Path) -> Any:
     """Load a tokenizer.json with the library `tokenizers`.
 
@@ -171,7 +163,7 @@ def _open_tokenizers(directory: Path) -> Encode:
 
     def encode(texts: Sequence[str]) -> Ids:
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return flatten([encoding.ids for encoding in encodings])
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     return encode
 
@@ -181,23 +173,17 @@ def _open_tiktoken(directory: Path) -> Encode:
 
 
 def _encode_with_tiktoken(encoding: Any) -> Encode:
-    return lambda texts: flatten(
-        [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-    )
+    return lambda texts: [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
 
 def _open_transformers(directory: Path) -> Encode:
     tokenizer = load_auto_tokenizer(str(directory), local=True)
 
-    def encode(texts: Sequence[str]) -> Ids:
-        return flatten(
-            [
-                tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-                for text in texts
-            ]
-        )
+    def encode_one(text: str) -> np.ndarray:
+        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return np.array(encoded["input_ids"], np.uint32)
 
-    return encode
+    return lambda texts: [encode_one(text) for text in texts]
 
 
 def _open_gigatoken(directory: Path) -> Encode:
@@ -210,7 +196,7 @@ def _open_gigatoken(directory: Path) -> Encode:
     else:
         backend = load_hf_json(orjson.dumps(read_without_special_tokens(directory)))
     # One document per call: the arrays that a batch returns cost 0.5 s of imports in each worker.
-    return lambda texts: flatten([backend.encode(text) for text in texts])
+    return lambda texts: [backend.encode(text) for text in texts]
 
 
 def _open_fastokens(directory: Path) -> Encode:
@@ -230,9 +216,10 @@ def _open_fastokens(directory: Path) -> Encode:
     backend.no_padding()
 
     def encode(texts: Sequence[str]) -> Ids:
-        ids, offsets = backend.encode_batch_flat(list(texts), False, True)
-        ends = np.frombuffer(offsets, np.uint64).astype(np.int64)[1:]
-        return np.frombuffer(ids, np.uint32), ends
+        flat, offsets = backend.encode_batch_flat(list(texts), False, True)
+        ids = np.frombuffer(flat, np.uint32)
+        places = np.frombuffer(offsets, np.uint64).tolist()
+        return [ids[start:end] for start, end in pairwise(places)]
 
     return encode
 

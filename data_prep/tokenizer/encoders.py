@@ -19,7 +19,6 @@ from data_prep.tokenizer.backends import (
     BackendFailed,
     Encode,
     Ids,
-    flatten,
     open_backend,
     reference_backend,
 )
@@ -37,10 +36,9 @@ SCAN_CHARACTERS = 1 << 20  # scanned at a time, so that a giant document needs n
 
 
 class Encoded(NamedTuple):
-    """The concatenated ids of documents."""
+    """The ids of documents."""
 
-    ids: np.ndarray  # (N,) uint32
-    ends: np.ndarray  # (D,) int64: where each document's ids end
+    ids: Ids
     text_bytes: np.ndarray  # (D,) int64: the UTF-8 size of each document
 
 
@@ -76,14 +74,13 @@ class Encoder:
         text_bytes, unproven = self._scan(texts)
         choice, gave_up = self.choice, self.counts["failed.documents"] >= MAX_FAILED_DOCUMENTS
         if choice.backend == choice.reference or len(unproven) == len(texts) or gave_up:
-            ids, ends = self._encode_by_reference(texts, text_bytes)
-            return Encoded(ids, ends, text_bytes)
+            return Encoded(self._encode_by_reference(texts, text_bytes), text_bytes)
         if unproven:
-            ids, ends, by_reference = self._encode_by_both(texts, text_bytes, unproven)
+            ids, by_reference = self._encode_by_both(texts, text_bytes, unproven)
         else:
-            ids, ends, by_reference = self._encode_by_backend(texts, text_bytes)
-        self._check(texts, ids, ends, set(by_reference))
-        return Encoded(ids, ends, text_bytes)
+            ids, by_reference = self._encode_by_backend(texts, text_bytes)
+        self._check(texts, ids, set(by_reference))
+        return Encoded(ids, text_bytes)
 
     def _scan(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
         """Return the UTF-8 size of each text, and which texts have an unproven code point."""
@@ -112,9 +109,7 @@ class Encoder:
         try:
             return self._reference(texts)
         except BackendFailed:  # find the text
-            return flatten(
-                [self._encode_one_by_reference(number, text) for number, text in enumerate(texts)]
-            )
+            return [self._encode_one_by_reference(*each) for each in enumerate(texts)]
 
     def _encode_one_by_reference(self, number: int, text: str) -> np.ndarray:
         """Return the reference's ids of one text."""
@@ -130,24 +125,22 @@ class Encoder:
 
     def _encode_by_backend(
         self, texts: Sequence[str], text_bytes: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return ids, the end of each text's ids, and which texts the reference encoded."""
-        failed: list[int] = []
+    ) -> tuple[Ids, list[int]]:
+        """Return the ids, and which texts the reference encoded."""
         try:
-            ids, ends = self._fast(texts)
+            ids = self._fast(texts)
         except BackendFailed:
-            pieces = [self._try_backend(text) for text in texts]
-            failed = [number for number, piece in enumerate(pieces) if piece is None]
+            tried = [self._try_backend(text) for text in texts]
+            failed = [number for number, each in enumerate(tried) if each is None]
             self.counts["failed.documents"] += len(failed)
             self._count(self.choice.reference, text_bytes[failed])
-            ids, ends = flatten(
-                [
-                    self._encode_one_by_reference(number, text) if piece is None else piece
-                    for number, (text, piece) in enumerate(zip(texts, pieces, strict=True))
-                ]
-            )
-        self._count(self.choice.backend, np.delete(text_bytes, failed))
-        return ids, ends, failed
+            self._count(self.choice.backend, np.delete(text_bytes, failed))
+            return [
+                self._encode_one_by_reference(number, texts[number]) if each is None else each
+                for number, each in enumerate(tried)
+            ], failed
+        self._count(self.choice.backend, text_bytes)
+        return ids, []
 
     def _try_backend(self, text: str) -> np.ndarray | None:
         """Return the fast backend's ids of one text; None if it fails."""
@@ -158,34 +151,33 @@ class Encoder:
 
     def _encode_by_both(
         self, texts: Sequence[str], text_bytes: np.ndarray, unproven: list[int]
-    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    ) -> tuple[Ids, list[int]]:
         """Return as `_encode_by_backend`, with the unproven texts encoded by the reference."""
         proven = sorted(set(range(len(texts))) - set(unproven))
-        ids, ends = self._encode_by_reference(
+        by_reference = self._encode_by_reference(
             [texts[each] for each in unproven], text_bytes[unproven]
         )
-        pieces = dict(zip(unproven, np.split(ids, ends[:-1]), strict=True))
-        ids, ends, failed = self._encode_by_backend(
+        by_backend, failed = self._encode_by_backend(
             [texts[each] for each in proven], text_bytes[proven]
         )
-        pieces.update(zip(proven, np.split(ids, ends[:-1]), strict=True))
-        ids, ends = flatten([pieces[number] for number in range(len(texts))])
-        return ids, ends, unproven + [proven[each] for each in failed]
+        ids = dict(zip([*unproven, *proven], [*by_reference, *by_backend], strict=True))
+        return [ids[number] for number in range(len(texts))], [
+            *unproven,
+            *(proven[each] for each in failed),
+        ]
 
     def _count(self, name: str, text_bytes: np.ndarray) -> None:
         if len(text_bytes):
             self.counts[f"{name}.documents"] += len(text_bytes)
             self.counts[f"{name}.bytes"] += int(text_bytes.sum())
 
-    def _check(
-        self, texts: Sequence[str], ids: np.ndarray, ends: np.ndarray, by_reference: set[int]
-    ) -> None:
+    def _check(self, texts: Sequence[str], ids: Ids, by_reference: set[int]) -> None:
         """Compare a sample of the texts that the fast backend encoded with the reference."""
         for number, text in enumerate(texts):
             beginning = text[:64].encode()
             if zlib.crc32(beginning, len(text)) % CHECK_ONE_IN or number in by_reference:
                 continue
-            actual = ids[int(ends[number - 1]) if number else 0 : ends[number]]
+            actual = ids[number]
             if len(text) > MAX_CHECKED_CHARACTERS:
                 text = text[:MAX_CHECKED_CHARACTERS]
                 beginning_ids = self._try_backend(text)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from data_prep.tokenizer.backends import load_tokenizer_json
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.files import sha256_file, write_json
@@ -111,8 +113,8 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
         return None
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
-        backend_json = json.loads(backend_path.read_text(encoding="utf-8"))
-        special = {token["content"]: token for token in backend_json["added_tokens"]}
+        added = orjson.loads(backend_path.read_bytes())["added_tokens"]
+        special = {token["content"]: token for token in added}
         is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES
         is_plain = is_plain and set(config) <= _SPECIAL_TOKEN_KEYS | _INERT_KEYS
         named = [config[key] for key in _SPECIAL_TOKEN_KEYS & set(config)]
@@ -193,7 +195,7 @@ def _check_eos_token(directory: Path, eos_token: str) -> None:
 def _describe_backend(
     name: str, backend: Any, eos_id: int, length: int, save: Callable[[Path], object]
 ) -> Tokenizer:
-    content = json.loads(backend.to_str())
+    content = orjson.loads(backend.to_str())
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     definition = [*(content[key] for key in keys), eos_id]
     vocab = content["model"]["vocab"]  # for Unigram a list of (token, score) in the order of ids

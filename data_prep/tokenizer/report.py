@@ -20,8 +20,7 @@ BATCH_TEXTS = 64
 UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"}
 _WORD = re.compile(r"[^\W\d_]+")
 
-# texts -> (concatenated ids, end of each text among them, ...)
-Encode = Callable[[Sequence[str]], tuple[np.ndarray, ...]]
+Encode = Callable[[Sequence[str]], tuple[list[np.ndarray], np.ndarray]]  # ids, UTF-8 sizes
 
 
 def measure_tokenizer(
@@ -47,11 +46,11 @@ def measure_tokenizer(
         tokens = 0
         for start in range(0, len(texts), BATCH_TEXTS):
             batch = texts[start : start + BATCH_TEXTS]
-            ids, ends = encode(batch)[:2]
-            counts += np.bincount(ids, minlength=vocab_size)
-            tokens += len(ids)
-            for text, piece in zip(batch, np.split(ids, ends[:-1]), strict=True):
-                num_restored += decode(piece.tolist()) == text
+            ids = encode(batch)[0]
+            counts += np.bincount(np.concatenate(ids), minlength=vocab_size)
+            tokens += sum(map(len, ids))
+            for text, each in zip(batch, ids, strict=True):
+                num_restored += decode(each.tolist()) == text
         num_bytes = sum(len(text.encode()) for text in texts)
         by_source[name] = {
             "documents": len(texts),
@@ -100,9 +99,8 @@ def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dic
         if counts.total() < MIN_WORDS:
             continue
         space = "" if script in UNSPACED else " "
-        ends = encode([space + word for word in counts])[1]
-        lengths = np.diff(ends, prepend=0)
-        tokens = int((lengths * np.fromiter(counts.values(), np.int64)).sum())
+        ids = encode([space + word for word in counts])[0]
+        tokens = sum(len(each) * times for each, times in zip(ids, counts.values(), strict=True))
         result[script.lower()] = {
             "words": counts.total(),
             "tokens_per_word": round(tokens / counts.total(), 3),

@@ -19,7 +19,7 @@ def token_texts(directory: Path) -> dict[int, str]:
         return {rank: token.decode("utf-8", "ignore") for token, rank in ranks.items()}
     if not (directory / "tokenizer.json").is_file():
         return {}
-    content = json.loads((directory / "tokenizer.json").read_bytes())
+    content = _read(directory)
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # a Unigram model: pairs of token and score
         vocab = {token: number for number, (token, _) in enumerate(vocab)}
@@ -41,7 +41,7 @@ def unknown_id(directory: Path) -> int | None:
     """
     if not (directory / "tokenizer.json").is_file():
         return None
-    model = json.loads((directory / "tokenizer.json").read_bytes())["model"]
+    model = _read(directory)["model"]
     if "unk_id" in model:  # a Unigram model
         return model["unk_id"]
     token = model.get("unk_token")
@@ -54,13 +54,17 @@ def added_tokens(directory: Path) -> list[str]:
         return list(read_tiktoken(directory)._special_tokens)
     if not (directory / "tokenizer.json").is_file():
         return []
-    content = json.loads((directory / "tokenizer.json").read_bytes())
+    content = _read(directory)
     return [each["content"] for each in content["added_tokens"]]
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    return orjson.loads((directory / "tokenizer.json").read_bytes())
 
 
 def read_without_special_tokens(directory: Path) -> dict[str, Any]:
     """Return tokenizer.json without special tokens, so that they are encoded as ordinary text."""
-    content = orjson.loads((directory / "tokenizer.json").read_bytes())
+    content = _read(directory)
     content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
     content["truncation"] = content["padding"] = content["post_processor"] = None
     return content

@@ -159,7 +159,7 @@ def test_damaged_parts_and_changed_inputs_are_encoded_again(uninterrupted):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     assert kill(process, "group")
-    damaged = sorted(output.glob("parts/encoded/00000/*.0.ids"))[-1]
+    damaged = sorted(output.glob("parts/encoded/00000/00000-*.0.ids"))[-1]
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)

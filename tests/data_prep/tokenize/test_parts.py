@@ -40,7 +40,7 @@ def write_parts(
     limits = [0, *sorted(cuts), len(documents)]
     token, previous = token or attempt_token(), None
     for number, (first, last) in enumerate(pairwise(limits)):
-        name = part_name(number, token)
+        name = part_name(7, number, token)
         writer = PartWriter(directory, name, 1)
         own = documents[first:last]
         if own:
@@ -49,7 +49,7 @@ def write_parts(
         writer.close(previous, fingerprint="f", last=number == len(limits) - 2)
         previous = name
         if own:
-            parts.append([f"{name}.0", len(own), int(lengths.sum())])
+            parts.append([f"{name}.0.ids", len(own), int(lengths.sum())])
     return parts
 
 
@@ -127,9 +127,9 @@ def test_a_stopped_assembly_leaves_no_partial_shard(tmp_path):
 def test_parts_after_a_damaged_one_are_encoded_again(tmp_path, damage):
     documents = [np.full(5, number, "<u2") for number in range(9)]
     write_parts(tmp_path, documents, [3, 6])
-    before = read_parts(tmp_path, "f")
+    before = read_parts(tmp_path, 7, "f")
     names = [part["name"] for part in before]
-    assert [name[:6] for name in names] == ["00000-", "00001-", "00002-"]
+    assert [name[:12] for name in names] == ["00007-00000-", "00007-00001-", "00007-00002-"]
     record = {
         "files": {name: size for part in before for name, size, _ in part_files(part)},
         "checksums": [checksum for part in before for _, _, checksum in part_files(part)],
@@ -144,11 +144,11 @@ def test_parts_after_a_damaged_one_are_encoded_again(tmp_path, damage):
     elif damage == "remove":
         ids.unlink()
     elif damage == "record":
-        (tmp_path / f"{names[1]}.json").write_text('{"name": "00001", "spl')
+        (tmp_path / f"{names[1]}.json").write_text('{"name": "00007-00001", "spl')
     kept = 0 if damage == "other" else 1
     if damage in ("flip", "cut", "remove"):
         assert not is_record_intact(tmp_path, record)
-    assert read_parts(tmp_path, "g" if damage == "other" else "f") == before[:kept]
+    assert read_parts(tmp_path, 7, "g" if damage == "other" else "f") == before[:kept]
     assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == set(names[:kept])
 
 
@@ -158,10 +158,12 @@ def test_two_writers_of_a_unit_do_not_mix_their_parts(tmp_path):
     one = write_parts(tmp_path, documents, [3, 6], "othernode-1-0123abcd")
     two = write_parts(tmp_path, documents, [4], "thisnode-1-4567cdef")  # cut where its time ended
     for parts in (one, two):
-        ids = [np.fromfile(tmp_path / f"{name}.ids", "<u2") for name, _, _ in parts]
+        ids = [np.fromfile(tmp_path / name, "<u2", tokens) for name, _, tokens in parts]
         assert np.concatenate(ids).tolist() == np.concatenate(documents).tolist()
-    (tmp_path / "00002-othernode-1-0123abcd.json").unlink()  # it has only two of its parts by now
-    found = read_parts(tmp_path, "f")
+    (
+        tmp_path / "00007-00002-othernode-1-0123abcd.json"
+    ).unlink()  # it has only two of its parts by now
+    found = read_parts(tmp_path, 7, "f")
     assert [part["previous"] for part in found] == [None, found[0]["name"]]
     assert sum(part["splits"][0]["num_documents"] for part in found) in (6, 9)
-    assert (tmp_path / "00002-othernode-1-0123abcd.0.ids").exists()  # which is being written
+    assert (tmp_path / "00007-00002-othernode-1-0123abcd.0.ids").exists()  # which is being written

@@ -1,5 +1,6 @@
 """`python -m data_prep tokenize`: refusals before any work, and messages of failures."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -154,3 +155,28 @@ def test_a_full_disk_prints_one_line(tmp_path, tokenizer_directory):
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
     assert f"{tmp_path / 's'}: cannot be written" in result.stderr
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_not_taken_for_a_full_disk(
+    tmp_path, tokenizer_directory, unbuffered
+):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [
+                *(sys.executable, "-m", "data_prep", "tokenize", "--workers", "1"),
+                *("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer_directory),
+                *("--output", tmp_path / "s"),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "standard output cannot be written (No space left on device)" in result.stderr
+    assert "published and complete" in result.stderr and "othing was pub" not in result.stderr
+    assert open_source(tmp_path / "s").num_documents == len(TEXTS)
