@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from zerolm.common.values import count, parse_number
 from zerolm.config.settings import REDISTRIBUTE, WARN, Settings
 from zerolm.data.mixture import Mixture
-from zerolm.data.order import Order, exact_shares
+from zerolm.data.order import Order
+from zerolm.data.quotas import exact_shares
 from zerolm.data.skips import SkippedRanges, source_counts
 
 

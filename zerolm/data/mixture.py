@@ -17,7 +17,8 @@ from typing import Any
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_number, shown
 from zerolm.config.settings import REDISTRIBUTE, Settings
-from zerolm.data.order import MAX_SEQUENCES, Order, Stage, block_size, counts_at_end, exact_shares
+from zerolm.data.order import Order, Stage
+from zerolm.data.quotas import MAX_SEQUENCES, block_size, counts_at_end, exact_shares
 
 TEMPERATURE_DIGITS = 12  # of a weight, so that it is the same number on every machine
 

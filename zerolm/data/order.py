@@ -28,22 +28,13 @@ in the golden values of tests/zerolm/data/test_order.py would make existing runs
 docs/data_order.md is the user's guide; `zerolm.data.mixture` makes stages from the settings.
 """
 
-import math
 from collections.abc import Sequence
-from fractions import Fraction
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from zerolm.common.errors import ConfigError
 from zerolm.data.permutation import MASK_64, derive_key, domain_bits, permute
-
-# Small, so that any usual global batch is a multiple of a block and has the weights of the run, and
-# so that the epochs of a source overlap by no more than its part of one block.
-BLOCK_SEQUENCES = 64
-MAX_SEQUENCES = 1 << 62
-MIN_SHARE = Fraction(1, 1 << 20)  # bounds the size of a mixing block, and so the cost of counts()
+from zerolm.data.quotas import BLOCK_SEQUENCES, MAX_SEQUENCES, StageMixer, exact_shares
 
 _SLOTS_KEY, _WINDOWS_KEY, _STAGE_KEY = 1, 2, 3  # purposes of keys
 
@@ -113,7 +104,7 @@ class Order:
         all_stages = [Stage(0, tuple(weights)), *stages]
         self.starts = np.array([stage.start for stage in all_stages], np.int64)
         assert (np.diff(self.starts) > 0).all(), "stages ascend"
-        self._mixers: list[_StageMixer] = []
+        self._mixers: list[StageMixer] = []
         before = np.zeros(len(num_windows), np.int64)
         for number, stage in enumerate(all_stages):
             assert len(num_windows) == len(stage.weights) > 0, "one weight a source"
@@ -125,7 +116,7 @@ class Order:
             where = f"--data_stage at sequence {stage.start}" if number else "--data"
             shares = exact_shares(stage.weights, where, allow_zero=bool(stages))
             bounds = self.starts[number : number + 2].tolist()
-            self._mixers.append(_StageMixer(shares, block, key, before, *bounds))
+            self._mixers.append(StageMixer(shares, block, key, before, *bounds))
             before = self._mixers[-1].at_end
         self.block = self._mixers[0].block
 
@@ -171,159 +162,3 @@ class Order:
             mine = stage == number
             source[mine], sample[mine] = self._mixers[number](ids[mine])
         return source, sample
-
-
-class _StageMixer:
-    """Assigns the sequences of one stage to the sources, in mixing blocks.
-
-    Args:
-        shares: exact share of each source; 0 for those that the stage does not use.
-        block: minimum size of a mixing block.
-        key: of the stage.
-        before: sequences of each source in earlier stages, (S,) int64.
-        start: sequence number at which the stage starts.
-        stop: sequence number at which it ends; by default never.
-
-    Attributes:
-        at_end: sequences of each source up to the end of the stage, (S,) int64.
-    """
-
-    def __init__(
-        self,
-        shares: Sequence[Fraction],
-        block: int,
-        key: np.ndarray,
-        before: np.ndarray,
-        start: int,
-        stop: int = MAX_SEQUENCES,
-    ):
-        self.start, self._before, self._key = start, before, key
-        self.block = block_size(shares, block)
-        self._length = stop - start if stop < MAX_SEQUENCES else 2 * MAX_SEQUENCES
-        # Cumulative weights as integers over one denominator; the last one equals it.
-        self._denominator = math.lcm(*(share.denominator for share in shares))
-        parts = [share.numerator * (self._denominator // share.denominator) for share in shares]
-        self._cumulative = np.cumsum(np.array(parts, object))
-        self._used = np.array([share > 0 for share in shares])
-        num_blocks = -(-self._length // self.block)
-        self._last = num_blocks - 1
-        last_size = self._length - self._last * self.block
-        self._sizes = np.array([self.block, last_size], np.uint64)
-        self._bits = np.array([domain_bits(self.block), domain_bits(last_size)], np.uint64)
-        self.at_end = before
-        if stop < MAX_SEQUENCES:
-            self.at_end = before + np.array(counts_at_end(shares, self._length, block), np.int64)
-
-    def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sequence, and its number among that source's sequences."""
-        number, slot = np.divmod(ids - self.start, self.block)
-        blocks, row = np.unique(number, return_inverse=True)
-        before, first = self._quotas(blocks)
-        key = derive_key(self._key, blocks.astype(np.uint64))[row]
-        in_last = number == self._last
-        kind = in_last.astype(np.intp) if in_last.any() else 0  # one size for all is faster
-        place = permute(slot.astype(np.uint64), self._sizes[kind], self._bits[kind], key)
-        # The concatenated rows of `first` ascend, so one search finds every source. Of sources that
-        # start at the same place, only the last one has a quota.
-        edges = (first + np.arange(len(blocks))[:, None] * self.block).ravel()
-        place = place.astype(np.int64)
-        found = np.searchsorted(edges, row * self.block + place, side="right") - 1
-        source = found - row * len(self._before)
-        return source, before.ravel()[found] + place - first.ravel()[found]
-
-    def counts_after(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the sequences of each source up to the end of some numbers of blocks, (B, S)."""
-        # Arrays of Python integers, which are exact: the products soon exceed 64 bits.
-        lengths = np.minimum(blocks.astype(object) * self.block, self._length)
-        ends = lengths[:, None] * self._cumulative // self._denominator
-        counts = self._before + np.diff(ends, axis=1, prepend=0).astype(np.int64)
-        counts[blocks > self._last] = self.at_end
-        return counts
-
-    def _quotas(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (sequences of each source before each block, first place of each source in it).
-
-        (B, S) int64 each.
-        """
-        before = self.counts_after(blocks)
-        quotas = self.counts_after(blocks + 1) - before
-        complete = blocks != self._last
-        assert (quotas[complete][:, self._used] > 0).all(), "a source is starved"
-        return before, np.cumsum(quotas, axis=1) - quotas
-
-
-def counts_at_end(
-    shares: Sequence[Fraction], length: int, block: int = BLOCK_SEQUENCES
-) -> list[int]:
-    """Return the sequences of each source in a complete stage.
-
-    The floors of `length` times the cumulative shares, unless the last, short block would so have
-    fewer sequences of a source than none. Such a source keeps what it has had, and the sources
-    furthest above their share have one less.
-
-    Args:
-        length: of the stage, in sequences.
-        block: minimum size of a mixing block, as in `Order`.
-    """
-    block = block_size(shares, block)
-    before = _floors(shares, (length - 1) // block * block if length else 0)
-    counts = [max(pair) for pair in zip(before, _floors(shares, length), strict=True)]
-    while sum(counts) > length:
-        above = {
-            number: counts[number] - length * share
-            for number, share in enumerate(shares)
-            if counts[number] > before[number]
-        }
-        counts[max(above, key=above.__getitem__)] -= 1
-    return counts
-
-
-def _floors(shares: Sequence[Fraction], length: int) -> list[int]:
-    """Return differences of the floors of `length` times the cumulative shares."""
-    ends = [int(length * level) for level in accumulate(shares)]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def block_size(shares: Sequence[Fraction], block: int = BLOCK_SEQUENCES) -> int:
-    """Return the sequences of a mixing block for some shares: see `Order`."""
-    while block * min(share for share in shares if share) < 2:
-        block *= 2
-    return block
-
-
-def exact_shares(
-    weights: Sequence[float], where: str = "--data", *, allow_zero: bool
-) -> list[Fraction]:
-    """Return weights as exact shares of 1.
-
-    Args:
-        where: the flag of the weights, for messages.
-        allow_zero: accept 0, for all but one.
-
-    Raises:
-        ConfigError: see `Order`.
-    """
-    problems = []
-    for number, weight in enumerate(weights):
-        if not (math.isfinite(weight) and (weight > 0 or (allow_zero and weight == 0))):
-            problems.append(
-                f"{where}: weight {weight} of source {number} is not a number above 0. "
-                f"Correct it, or leave the source out."
-            )
-    if problems:
-        raise ConfigError(problems)
-    if not any(weights):
-        raise ConfigError(f"{where}: every weight is 0. Give a source a weight.")
-    # A float's shortest decimal form is what the user wrote: 0.7 means 7/10, not 0x1.666...p-1.
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    total = sum(exact)
-    shares = [weight / total for weight in exact]
-    problems = [
-        f"{where}: weight {weights[number]} of source {number} gives it {float(share):.1e} of the "
-        f"sequences; the minimum is 2^-20 (9.5e-07). Raise it, or leave the source out."
-        for number, share in enumerate(shares)
-        if 0 < share < MIN_SHARE
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return shares

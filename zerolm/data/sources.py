@@ -12,8 +12,9 @@ from zerolm.common.errors import ConfigError, ShardError, did_you_mean
 from zerolm.common.url import is_url
 from zerolm.config.settings import BEST_FIT, Settings, split_weight
 from zerolm.data.mixture import temperature_weights
-from zerolm.data.order import exact_shares, num_windows
+from zerolm.data.order import num_windows
 from zerolm.data.packing import open_packing
+from zerolm.data.quotas import exact_shares
 from zerolm.shards.manifest import MANIFEST
 from zerolm.shards.reader import Source, open_source
 

@@ -23,7 +23,7 @@ from zerolm.config.run_records import (
 )
 from zerolm.config.settings import Settings, split_weight
 from zerolm.data.mixture import stages_from_record
-from zerolm.data.order import block_size, exact_shares
+from zerolm.data.quotas import block_size, exact_shares
 from zerolm.data.skips import used_sequences_end
 from zerolm.data.sources import open_sources, source_names
 from zerolm.ds_config.profile import Profile, block

@@ -19,7 +19,7 @@ from zerolm.config.resolved import Resolved
 from zerolm.config.run_records import find_run_json, read_rollbacks
 from zerolm.config.settings import Settings
 from zerolm.data import skips
-from zerolm.data.order import MAX_SEQUENCES
+from zerolm.data.quotas import MAX_SEQUENCES
 from zerolm.ds_config import topology
 from zerolm.plan import memory
 from zerolm.plan.plan import Plan

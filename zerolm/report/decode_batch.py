@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from zerolm.common.errors import ConfigError
-from zerolm.data.order import MAX_SEQUENCES
+from zerolm.data.quotas import MAX_SEQUENCES
 from zerolm.data.window_text import render_window, source_decoder
 from zerolm.report.run_order import ids_of_step, open_run
 

@@ -10,7 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from zerolm.data.mixture import Mixture, redistribute, same_order_until, temperature_weights
-from zerolm.data.order import MAX_SEQUENCES, Order, Stage
+from zerolm.data.order import Order, Stage
+from zerolm.data.quotas import MAX_SEQUENCES
 
 M64 = (1 << 64) - 1
 NUM = 300  # sequences that the slow reference assigns

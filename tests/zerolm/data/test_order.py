@@ -1,5 +1,6 @@
 """The order of the data: exact, fair, stable, and equal to a plain scalar reference."""
 
+import hashlib
 import math
 from fractions import Fraction
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from zerolm.common.errors import ConfigError
-from zerolm.data.order import MAX_SEQUENCES, Order, exact_shares, num_windows
+from zerolm.data.order import Order, Stage, num_windows
+from zerolm.data.quotas import MAX_SEQUENCES, exact_shares
 
 M64 = (1 << 64) - 1
 
@@ -27,6 +29,9 @@ GOLDEN_MANY = [
     [72784105, 90901241, 127, 3909, 2396645],
     [0, 6, 31578941, 31578914168, 31456520226],
 ]
+
+
+GOLDEN_200 = "48c5e91646525520271e3b47114d8d6900bb9b389439663bf3c5817b2cf77241"
 
 
 def reference(sizes, weights, seed, block, sequence_id):
@@ -111,6 +116,40 @@ def test_order_never_changes():
     many = Order([123_456_789, 5000, 77], [8, 1.5, 1e-5], seed=2**63)
     assert many.block == 2097152
     assert [part.tolist() for part in many(far)] == GOLDEN_MANY
+
+
+def test_the_order_of_200_sources_never_changes():
+    """Golden digest: with stages, of which the last has a denominator beyond 64 bits."""
+    weights = [float(1 + number * number % 89) for number in range(200)]
+    stages = [
+        Stage(10**9, tuple(weights[::-1])),
+        Stage(10**9 + 200_001, tuple(0.1 + weight / 3 for weight in weights)),
+    ]
+    order = Order([1000 + number for number in range(200)], weights, seed=5, stages=stages)
+    assert [mixer._is_small for mixer in order._mixers] == [True, True, False]
+    far, close = 10**9 + 4096 * np.arange(100), np.arange(100)
+    placed = order(np.concatenate([close, far, 10**15 + close]))
+    assert hashlib.sha256(np.stack(placed).tobytes()).hexdigest() == GOLDEN_200
+
+
+@pytest.mark.parametrize("digits", [1, 6, 15, 17])
+@pytest.mark.parametrize("num_sources", [2, 3, 8, 23])
+def test_sources_are_those_of_the_reference_however_far_apart_the_sequences_are(
+    num_sources, digits
+):
+    """As ranks of a large run have them: few in each of many mixing blocks."""
+    draw = np.random.default_rng(num_sources)
+    weights = [float(f"{weight:.{digits}g}") for weight in draw.uniform(0.01, 1, num_sources)]
+    sizes = draw.integers(1, 10**6, num_sources).tolist()
+    starts = 10 ** draw.integers(0, 17, 3)
+    order, together = Order(sizes, weights, seed=3), []
+    for start in starts:  # with 64-bit arithmetic, if the weights allow
+        ids = start + 12_289 * np.arange(8)
+        expected = [reference(sizes, weights, 3, 64, int(number)) for number in ids]
+        assert list(zip(*(part.tolist() for part in order(ids)), strict=True)) == expected
+        together += expected
+    placed = order(np.concatenate([start + 12_289 * np.arange(8) for start in starts]))
+    assert list(zip(*(part.tolist() for part in placed), strict=True)) == together
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 63, 64, 65, 1000, 4096, 5000, 65537])
