@@ -56,6 +56,27 @@ def checkpoint_kwargs(recompute: Recompute) -> dict[str, Any]:
     return kwargs | ({"context_fn": _contexts} if recompute == SELECTIVE else {})
 
 
+def fix_zero3_linear() -> None:
+    """Make DeepSpeed's linear function add biases out of place. Replaces it for good.
+
+    `selective` keeps the output of a matmul. Under ZeRO-3 DeepSpeed 0.19.8 adds the bias to it in
+    place, inside an autograd function, where torch does not notice that the kept tensor changes;
+    the recomputation would add the bias a second time.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    LinearFunctionForZeroStage3.forward = staticmethod(_linear)
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    import torch
+
+    if bias is not None and input.dim() == 2:
+        return torch.addmm(bias, input, weight.t())
+    output = input.matmul(weight.t())
+    return output if bias is None else output + bias
+
+
 def _contexts() -> Any:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 

@@ -17,7 +17,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.config.settings import ATTENTION_IMPLEMENTATIONS, Recompute
 from zerolm.distributed.collectives import require_on_all_ranks, require_same_on_all_ranks
 from zerolm.model import attention
-from zerolm.model.activation_checkpointing import checkpoint_kwargs
+from zerolm.model.activation_checkpointing import checkpoint_kwargs, fix_zero3_linear
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.init_check import InitializationReport, check_initialization, gathered
 from zerolm.model.initialization import InitialWeights
@@ -165,6 +165,8 @@ def build_model(
         old_method = model.gradient_checkpointing_enable
         enable = getattr(model, "activation_checkpointing_enable", old_method)
         enable(checkpoint_kwargs(gradient_checkpointing))
+        if zero3_config is not None:
+            fix_zero3_linear()
     return model.train()
 
 
