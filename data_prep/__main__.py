@@ -118,6 +118,7 @@ COMMANDS = Group(
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
                 "reshard": "merge, split, shuffle, subset or reshard token shards",
+                "convert": "convert Megatron, MDS, litdata, Parquet and nanoGPT ids, both ways",
                 "table": "write the table of shards of an older release, for quick starts",
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",

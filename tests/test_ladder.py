@@ -48,6 +48,7 @@ LADDER = {
     "data_prep.filters": 2,
     "data_prep.shards": 2,
     "data_prep.tokenize": 2,
+    "data_prep.convert": 3,
     "data_prep.pipeline": 3,
     "data_prep.cli": 4,
     "launch.command": 0,

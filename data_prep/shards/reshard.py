@@ -196,7 +196,10 @@ class Reshard:
     def _common_keys(self) -> dict[str, Any]:
         """Return the manifest keys that describe the sources."""
         manifests = [source.manifest for source in self.sources]
-        keys: dict[str, Any] = {"inputs": [], "parents": [_parent(each) for each in self.sources]}
+        keys: dict[str, Any] = {
+            "inputs": [],
+            "parents": [parent_entry(each) for each in self.sources],
+        }
         for manifest in manifests:
             keys["inputs"] += [
                 each for each in manifest.get("inputs", []) if each not in keys["inputs"]
@@ -207,7 +210,7 @@ class Reshard:
         return keys
 
 
-def _parent(source: Source) -> dict[str, Any]:
+def parent_entry(source: Source) -> dict[str, Any]:
     """Return the manifest entry of a source that documents came from."""
     content = source.files.read_bytes(MANIFEST)
     own = {key: value for key, value in source.manifest.items() if key not in NOT_PROVENANCE}

@@ -1,0 +1,133 @@
+"""litdata's chunks of tokens, as its `TokensLoader` reads them: chunk-0-0.bin and index.json.
+
+    .bin   uint32 N; uint32 (N + 1,) offsets of the items in the file; then the ids of all items
+
+`TokensLoader` cuts a chunk's ids into blocks and ignores the items, which are documents here.
+Source: https://github.com/Lightning-AI/litData, streaming/writer.py and streaming/item_loader.py
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.convert.items import (
+    Content,
+    InputFile,
+    Items,
+    ReadOptions,
+    damaged,
+    grouped,
+    offsets_of,
+    read_whole,
+)
+from zerolm.common.errors import ConfigError
+from zerolm.common.records import read_record
+
+CHUNK_BYTES = 1 << 26
+# Numbers of litdata's tables of torch and of numpy dtypes, integers only.
+TORCH_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8",
+                18: "<i8", 20: "<u2"}  # fmt: skip
+NUMPY_DTYPES = dict(enumerate(["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"]))
+
+
+def find(path: Path, options: ReadOptions) -> list[InputFile]:
+    """Open a directory with index.json."""
+    directory = path.parent if path.name == "index.json" else path
+    index = directory / "index.json"
+    if not index.is_file():
+        raise ConfigError(f"{index}: no such file. Give the directory with index.json.")
+    try:
+        content = read_record(index, dict) or {}
+        config = content["config"]
+        kind, _, code = str((config["data_format"] or [""])[0]).partition(":")
+        dtype = _dtype(kind, code)
+        if dtype is None or len(config["data_format"]) != 1 or config.get("encryption"):
+            raise ConfigError(
+                f"{index}: data_format is {config['data_format']}; read are chunks of tokens of "
+                f"integers, no_header_tensor or no_header_numpy, as optimize(..., item_loader="
+                f"TokensLoader()) writes them, not encrypted."
+            )
+        return [
+            _open(directory, chunk, dtype, config.get("compression")) for chunk in content["chunks"]
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: is not an index of litdata chunks ({error!r}).") from None
+
+
+def _dtype(kind: str, code: str) -> str | None:
+    if not code.isdigit():
+        return None
+    if kind == "no_header_tensor":
+        return TORCH_DTYPES.get(int(code))
+    return NUMPY_DTYPES.get(int(code)) if kind == "no_header_numpy" else None
+
+
+def _open(directory: Path, chunk: dict[str, Any], dtype: str, compression: Any) -> InputFile:
+    path = directory / chunk["filename"]
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
+    size = path.stat().st_size
+    if compression is None and size != chunk["chunk_bytes"]:
+        raise damaged(path, f"has {size} bytes, index.json says {chunk['chunk_bytes']}")
+
+    def read() -> Iterator[Items]:
+        content = read_whole(path, compression)
+        offsets = offsets_of(path, content, chunk["chunk_size"])
+        width = np.dtype(dtype).itemsize
+        if (np.diff(offsets) % width).any() or (offsets[-1] - offsets[0]) // width != chunk["dim"]:
+            raise damaged(path, f"does not hold {chunk['dim']} ids of {width} bytes")
+        ids = content[offsets[0] :].view(dtype)
+        ends = (offsets - offsets[0]) // width
+        yield from grouped(
+            ids[start:end] for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False)
+        )
+
+    return InputFile(path, "document", size, chunk["dim"], read)
+
+
+def write(directory: Path, content: Content) -> None:
+    """Write chunks of complete documents."""
+    is_small = content.dtype.itemsize == 2
+    dtype = np.dtype("<u2" if is_small else "<i4")
+    chunks: list[dict[str, Any]] = []
+    parts: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+
+    def flush() -> None:
+        sizes = np.concatenate(lengths) * dtype.itemsize
+        offsets = np.cumsum(np.concatenate([[4 * (len(sizes) + 2)], sizes]))
+        name = f"chunk-0-{len(chunks)}.bin"
+        with open(directory / name, "wb") as file:
+            file.write(np.array([len(sizes)], "<u4").tobytes())
+            file.write(offsets.astype("<u4").tobytes())
+            for part in parts:
+                file.write(part.data)
+        dim = int(sizes.sum()) // dtype.itemsize
+        chunk = {"chunk_bytes": int(offsets[-1]), "chunk_size": len(sizes), "dim": dim}
+        chunks.append({**chunk, "filename": name})
+
+    filled = 0
+    for documents in content.documents():
+        ids = np.ascontiguousarray(documents.ids).astype(dtype)
+        if parts and filled + ids.nbytes > CHUNK_BYTES:
+            flush()
+            parts, lengths, filled = [], [], 0
+        parts.append(ids)
+        lengths.append(np.diff(documents.ends, prepend=0))
+        filled += ids.nbytes
+    flush()
+    config = {
+        "chunk_bytes": CHUNK_BYTES,
+        "chunk_size": None,
+        "compression": None,
+        "data_format": [f"no_header_tensor:{20 if is_small else 15}"],
+        "data_spec": '[1, {"type": null, "context": null, "children_spec": []}]',
+        "encryption": None,
+        "item_loader": "TokensLoader",
+    }
+    # A reader keeps copies of chunks by this text, so other ids need another one.
+    index = {"chunks": chunks, "config": config, "updated_at": content.fingerprint[:16]}
+    (directory / "index.json").write_text(json.dumps(index, sort_keys=True), encoding="utf-8")

@@ -1,0 +1,165 @@
+"""MosaicML's streaming format, MDS: shard.00000.mds with samples, index.json with their columns.
+
+    .mds   uint32 N; uint32 (N + 1,) offsets of the samples in the file; JSON of the columns; then
+           each sample: uint32 size of each column without a fixed one, then the columns' bytes
+
+A column `ndarray:uint16` has a byte `4 ndim + log2(bytes of a dimension)`, the shape, and the
+values; without a dtype, a byte with its code comes first; with a fixed shape, the values only.
+Source: https://github.com/mosaicml/streaming/tree/main/streaming/base/format/mds
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.convert.items import (
+    Content,
+    InputFile,
+    Items,
+    ReadOptions,
+    damaged,
+    grouped,
+    offsets_of,
+    read_whole,
+)
+from zerolm.common.errors import ConfigError
+from zerolm.common.records import read_record
+
+COLUMNS = ("tokens", "input_ids", "ids")
+SIZE_LIMIT = 1 << 26  # of a shard, as MDSWriter's default
+VALUE_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+INTEGERS = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
+
+
+def find(path: Path, options: ReadOptions) -> list[InputFile]:
+    """Open a directory with index.json."""
+    directory = path.parent if path.name == "index.json" else path
+    index = directory / "index.json"
+    if not index.is_file():
+        inner = sorted(each.parent.name for each in directory.glob("*/index.json"))
+        hint = f" Give {directory / inner[0]}." if inner else " Give the directory with index.json."
+        raise ConfigError(f"{index}: no such file.{hint}")
+    try:
+        shards = (read_record(index, dict) or {})["shards"]
+        return [_open(directory, shard, options) for shard in shards]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: is not an index of MDS shards ({error!r}).") from None
+
+
+def _open(directory: Path, shard: dict[str, Any], options: ReadOptions) -> InputFile:
+    stored = shard["zip_data"] or shard["raw_data"]
+    path = directory / stored["basename"]
+    if shard["format"] != "mds":
+        raise ConfigError(f"{path}: is {shard['format']}, not MDS.")
+    names, encodings = shard["column_names"], shard["column_encodings"]
+    found = [name for name in ([options.column] if options.column else COLUMNS) if name in names]
+    if not found:
+        raise ConfigError(
+            f"{path}: has no column {options.column or ' or '.join(COLUMNS)}, but "
+            f"{', '.join(names)}. Name the column of ids with --column."
+        )
+    place = names.index(found[0])
+    kind, _, rest = encodings[place].partition(":")
+    dtype = options.dtype if kind == "bytes" else rest.partition(":")[0]
+    if kind not in ("ndarray", "bytes") or dtype not in (INTEGERS | {""}):
+        raise ConfigError(
+            f"{path}: column {found[0]} is {encodings[place]}, not an ndarray of integers"
+            + (
+                ". Say what integers its bytes are: --dtype int64, for example, as LLM Foundry "
+                "writes them."
+                if kind == "bytes"
+                else ", nor bytes."
+            )
+        )
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
+    if path.stat().st_size != stored["bytes"]:
+        raise damaged(path, f"has {path.stat().st_size} bytes, index.json says {stored['bytes']}")
+    has_shape = kind == "bytes" or ":" in rest
+
+    def read() -> Iterator[Items]:
+        content = read_whole(path, shard["compression"] if shard["zip_data"] else None)
+        offsets = offsets_of(path, content, shard["samples"])
+        yield from grouped(_samples(path, content, offsets, shard["column_sizes"], place, dtype))
+
+    def _samples(
+        path: Path, content: np.ndarray, offsets: np.ndarray, sizes: Any, place: int, dtype: Any
+    ) -> Iterator[np.ndarray]:
+        dynamic = [number for number, size in enumerate(sizes) if not size]
+        for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            start = begin + 4 * len(dynamic)
+            known = list(sizes)
+            for number, size in zip(dynamic, content[begin:start].view("<u4"), strict=True):
+                known[number] = int(size)
+            if start + sum(known) != end:
+                raise damaged(path, f"the sample at byte {begin} does not have the sizes it says")
+            start += sum(known[:place])
+            yield _values(path, content[start : start + known[place]], dtype, has_shape)
+
+    return InputFile(path, "sample", stored["bytes"], None, read)
+
+
+def _values(path: Path, data: np.ndarray, dtype: str, has_shape: bool) -> np.ndarray:
+    """Return the ids of one encoded array."""
+    try:
+        if not dtype:
+            dtype, data = VALUE_DTYPES[int(data[0])], data[1:]
+        if not has_shape:
+            ndim, shape_bytes = int(data[0]) >> 2, 1 << (int(data[0]) & 3)
+            data = data[1 + ndim * shape_bytes :]
+        return np.frombuffer(data.tobytes(), np.dtype(dtype).newbyteorder("<"))
+    except (KeyError, IndexError, ValueError) as error:
+        raise damaged(path, f"an array cannot be decoded ({error!r})") from None
+
+
+def write(directory: Path, content: Content) -> None:
+    """Write a document per sample, in the column `tokens`."""
+    columns = {
+        "column_encodings": [f"ndarray:{content.dtype.name}"],
+        "column_names": ["tokens"],
+        "column_sizes": [None],
+        "compression": None,
+        "format": "mds",
+        "hashes": [],
+        "size_limit": SIZE_LIMIT,
+        "version": 2,
+    }
+    config = json.dumps(columns, sort_keys=True).encode()
+    shards: list[dict[str, Any]] = []
+    samples: list[bytes] = []
+    size = 0
+
+    def flush() -> None:
+        name = f"shard.{len(shards):05d}.mds"
+        start = 4 * (len(samples) + 2) + len(config)
+        offsets = np.cumsum([start, *map(len, samples)])
+        head = np.array([len(samples)], "<u4").tobytes() + offsets.astype("<u4").tobytes()
+        (directory / name).write_bytes(b"".join([head, config, *samples]))
+        raw = {"basename": name, "bytes": int(offsets[-1]), "hashes": {}}
+        shards.append({**columns, "raw_data": raw, "samples": len(samples), "zip_data": None})
+
+    for documents in content.documents():
+        starts = [0, *documents.ends.tolist()]
+        data = np.ascontiguousarray(documents.ids).view(np.uint8).data
+        width = documents.ids.itemsize
+        for start, end in pairwise(starts):
+            sample = _encode(end - start, data[start * width : end * width])
+            if samples and size + len(sample) + 4 > SIZE_LIMIT:
+                flush()
+                samples, size = [], 0
+            samples.append(sample)
+            size += len(sample) + 4
+    flush()
+    index = json.dumps({"shards": shards, "version": 2}, sort_keys=True)
+    (directory / "index.json").write_text(index, encoding="utf-8")
+
+
+def _encode(length: int, values: Any) -> bytes:
+    """Return a sample with one array of one dimension and a dtype that the column fixes."""
+    code = 0 if length < 1 << 8 else 1 if length < 1 << 16 else 2
+    shape = bytes([4 + code]) + length.to_bytes(1 << code, "little")
+    return (len(shape) + len(values)).to_bytes(4, "little") + shape + bytes(values)
