@@ -115,6 +115,13 @@ COMMANDS = Group(
             },
             "token shards": {
                 "tokenize": "encode documents into token shards",
+            },
+        },
+    )
+    | commands_in(
+        "data_prep.shard_commands",
+        {
+            "token shards": {
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
                 "reshard": "merge, split, shuffle, subset or reshard token shards",
@@ -123,6 +130,11 @@ COMMANDS = Group(
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },
+        },
+    )
+    | commands_in(
+        "data_prep.cli",
+        {
             "pipelines": {
                 "run": "run a recipe: clean, dedup, repeats, decontaminate, tokenize, pack",
                 "progress": "print the progress of a pipeline's tasks",

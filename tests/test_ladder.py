@@ -51,6 +51,7 @@ LADDER = {
     "data_prep.convert": 3,
     "data_prep.pipeline": 3,
     "data_prep.cli": 4,
+    "data_prep.shard_commands": 5,
     "launch.command": 0,
     "launch.demo": 0,
     "launch.plan": 1,
