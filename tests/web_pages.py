@@ -1,13 +1,17 @@
 """Web pages made of Python's own documentation topics, as HTML files and WARC archives."""
 
 import html
+import importlib
+import inspect
 import io
+import pkgutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
+PACKAGES = ("asyncio", "concurrent", "email", "html", "http", "json", "unittest", "xml")
 DATE = "2024-02-03T04:05:06Z"
 
 
@@ -31,6 +35,25 @@ def topic_pages(count: int) -> list[tuple[str, bytes]]:
         for number in range(1 + count // len(chosen))
         for name in chosen
     ][:count]
+
+
+def docstring_pages(count: int) -> list[tuple[str, bytes]]:
+    """Return (URL, page) of modules of Python's own library, with their docstrings."""
+    pages: list[tuple[str, bytes]] = []
+    for name in PACKAGES:
+        for info in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
+            if "__main__" in info.name or "windows" in info.name:
+                continue
+            module = importlib.import_module(info.name)
+            parts = [inspect.getdoc(module) or ""]
+            parts += [
+                inspect.getdoc(member) or ""
+                for key, member in sorted(vars(module).items())
+                if inspect.isclass(member) or inspect.isfunction(member)
+            ]
+            text = "\n\n".join(part for part in parts if part)
+            pages.append((f"https://docs.example/library/{info.name}", page(info.name, text)))
+    return pages[:count]
 
 
 def write_warc(path: Path, pages: list[tuple[str, bytes]], content_type: str = "text/html") -> Path:

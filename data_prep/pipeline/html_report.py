@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from data_prep.read.documents import BAD_REASONS, SKIP_REASONS, Problem
+
 STYLE = """
 :root { --ink: #1c2733; --soft: #5b6b7b; --line: #dde3ea; --kept: #2a7f62; --dropped: #c8553d;
   --wash: #f5f7f9 }
@@ -15,7 +17,9 @@ h1 { font-size: 26px; margin: 0 } h2 { margin: 44px 0 8px; border-top: 2px solid
   padding-top: 10px } h3 { margin: 24px 0 6px; font-size: 16px }
 p, .soft { color: var(--soft) } p { margin: 4px 0 12px }
 p, h1, h2, h3, summary { overflow-wrap: anywhere }
-.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100% }
+.scroll { overflow-x: auto; background: linear-gradient(270deg, #fff 40%, #fff0) right / 40px 100%
+  no-repeat local, linear-gradient(270deg, #1c273338, #1c273300) right / 14px 100% no-repeat }
+table { border-collapse: collapse; width: 100% }
 th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums; white-space: nowrap }
 th { color: var(--soft); font-weight: 600; font-size: 13px }
@@ -29,6 +33,9 @@ th:first-child, td:first-child { text-align: left; padding-left: 0 }
 svg { width: 100%; height: auto; display: block } svg text { fill: var(--soft); font-size: 11px }
 pre { background: var(--wash); padding: 12px; overflow-x: auto; font-size: 12px }
 details { margin: 10px 0 } summary { cursor: pointer; font-weight: 600 }
+@media (max-width: 600px) { body { padding: 16px 14px 40px } summary { line-break: anywhere }
+  th, td { padding: 5px 6px; font-size: 13px } .bar { min-width: 70px }
+  td:first-child { white-space: normal; overflow-wrap: break-word; min-width: 90px } }
 """
 
 
@@ -144,20 +151,36 @@ def _tokenizer(report: Mapping[str, Any]) -> str:
 def _reasons(source: Mapping[str, Any]) -> str:
     parts = []
     for stage in source["stages"]:
-        parts += [_not_read(stage), _dropped(stage)]
+        parts += [_read(stage), _dropped(stage)]
         if stage["changed"]:
             counts = ", ".join(f"{_text(key)} {count:,}" for key, count in stage["changed"].items())
             parts.append(f"<p>Documents changed in {stage['stage']}: {counts}</p>")
     return "".join(parts)
 
 
-def _not_read(stage: Mapping[str, Any]) -> str:
+def _read(stage: Mapping[str, Any]) -> str:
+    """Return what was not read as a document and where, and what was decoded or repaired."""
     reading = stage.get("reading", {})
-    not_read = {**reading.get("skipped", {}), **reading.get("bad", {})}
-    if not not_read:
-        return ""
-    counts = ", ".join(f"{_text(key)} {count:,}" for key, count in not_read.items())
-    return f"<p>Not read as documents: {counts}</p>"
+    counts = {SKIP_REASONS.get(key, key): n for key, n in reading.get("skipped", {}).items()}
+    counts |= {BAD_REASONS.get(key, key): n for key, n in reading.get("bad", {}).items()}
+    parts = []
+    if counts:
+        rows = "".join(f"<tr><td>{_text(what)}<td>{count:,}" for what, count in counts.items())
+        parts.append(
+            f"<h3>Not read as documents</h3><div class=scroll><table><tr><th>what<th>number{rows}"
+            f"</table></div>"
+        )
+    examples = [Problem(*each) for each in reading.get("bad_examples", [])]
+    if examples:
+        shown = "".join(
+            f"<div class=example><span>{_text(each.place)}</span>{_text(each.detail)}</div>"
+            for each in examples
+        )
+        parts.append(f"<details><summary>Examples of bad input</summary>{shown}</details>")
+    if changed := reading.get("changed"):
+        shown = ", ".join(f"{_text(name)} {count:,}" for name, count in changed.items())
+        parts.append(f"<p>Documents decoded from another encoding, or repaired: {shown}</p>")
+    return "".join(parts)
 
 
 def _dropped(stage: Mapping[str, Any]) -> str:
@@ -168,7 +191,7 @@ def _dropped(stage: Mapping[str, Any]) -> str:
     rows, examples = [], []
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         rows.append(
-            f"<tr><td>{_text(reason)}<td>{count:,}<td>{_share(count, stage['documents_in'])}"
+            f"<tr><td>{_name(reason)}<td>{count:,}<td>{_share(count, stage['documents_in'])}"
             f"<td>{_bytes(stage['dropped_bytes'].get(reason, 0))}"
             f'<td><div class=bar><b style="width:{100 * count / highest:.2f}%"></b></div>'
         )
@@ -234,7 +257,7 @@ def _times(source: Mapping[str, Any]) -> str:
             )
             seconds = sorted(phase["seconds"])
             rows.append(
-                f"<tr><td>{_text(phase['phase'])}<td>{phase['num_tasks']:,}"
+                f"<tr><td>{_name(phase['phase'])}<td>{phase['num_tasks']:,}"
                 f"<td>{phase['wall_seconds']:,.1f}<td>{phase['task_seconds']:,.1f}"
                 f"<td>{seconds[len(seconds) // 2]:.2f}<td>{_text(slowest)}"
                 f"<td>{len(phase['hosts']):,}"
@@ -258,6 +281,11 @@ def _bytes(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} TB"
+
+
+def _name(value: str) -> str:
+    """Return a name that may be divided between its words."""
+    return _text(value).replace("_", "_<wbr>").replace(".", ".<wbr>")
 
 
 def _text(value: Any) -> str:

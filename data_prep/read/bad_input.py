@@ -85,11 +85,11 @@ def describe_problems(
         for problem in sorted((p for p in problems if p.name == name), key=lambda p: p.start):
             suffix = inputs[problem.input].suffix
             if problem.is_row:
-                places[problem] = f"{name}:{problem.start + 1}"
+                places[problem] = problem.place
             elif problem.reason == "unreadable" or suffix.startswith(PAGE_FORMATS):
                 places[problem] = name
             else:
-                places[problem] = f"{name} (byte {problem.start:,})"
+                places[problem] = problem.place
                 is_text = not suffix.startswith(ARCHIVE_FORMATS)
                 if is_text and problem.start < MAX_COUNTED_BYTES:
                     countable.append(problem)

@@ -70,6 +70,11 @@ class Problem(NamedTuple):
     num_documents: int = 1  # lost, as far as is known
     lost_bytes: int = 0  # of the stored file that could not be read
 
+    @property
+    def place(self) -> str:
+        """The file, with the row (from 1) or the byte (from 0) in it."""
+        return f"{self.name}{f':{self.start + 1}' if self.is_row else f' (byte {self.start:,})'}"
+
 
 BAD_REASONS = {
     "bad_json": "lines that are not JSON",
@@ -80,7 +85,7 @@ BAD_REASONS = {
     "lone_surrogate": "documents with a lone surrogate",
     "too_long": "documents longer than --max_document_bytes",
     "cut": "truncated files",
-    "damaged": "damaged files or row groups",
+    "damaged": "damaged files, records or row groups",
     "expands": "files that expand more than --max_expansion times",
     "unreadable": "files that cannot be opened",
     "encoding": "files in an unknown encoding",
