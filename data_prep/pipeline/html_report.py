@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from data_prep.read.bad_input import describe_changes
 from data_prep.read.documents import BAD_REASONS, SKIP_REASONS, Problem
 
 STYLE = """
@@ -178,8 +179,7 @@ def _read(stage: Mapping[str, Any]) -> str:
         )
         parts.append(f"<details><summary>Examples of bad input</summary>{shown}</details>")
     if changed := reading.get("changed"):
-        shown = ", ".join(f"{_text(name)} {count:,}" for name, count in changed.items())
-        parts.append(f"<p>Documents decoded from another encoding, or repaired: {shown}</p>")
+        parts.append(f"<p>Documents {_text(', '.join(describe_changes(changed)))}</p>")
     return "".join(parts)
 
 

@@ -1,6 +1,7 @@
 """Fingerprints of the stages of a pipeline, and the plan that `run --check` prints."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +11,7 @@ from data_prep.dedup.dedup import dedup_identity
 from data_prep.dedup.repeats import repeats_identity
 from data_prep.filters.build import filters_identity
 from data_prep.pipeline.recipe import Recipe, Source
-from data_prep.pipeline.recipe_options import TokenizerOptions
+from data_prep.pipeline.recipe_options import SourceOptions, TokenizerOptions
 from data_prep.read.work_units import inputs_fingerprint, plan_units
 from data_prep.tasks.phases import fingerprint
 from zerolm.common.provenance import versions
@@ -94,12 +95,27 @@ def print_plan(
         size = "of unknown size" if None in sizes else f"{sum(sizes) / 1e6:,.1f} MB"
         units = plan_units(source.inputs, recipe.clean.unit_bytes)
         print(f"{source.name}: {len(sizes):,} inputs, {size}, {len(units):,} tasks per stage")
+        names = {"hub": "hub data sets", ".code": "source files"}
+        kinds = Counter(names.get(each.suffix, each.suffix) for each in source.inputs)
+        print(f"    {'read':<14}" + ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common()))
+        for line in _reading_of(source.options):
+            print(f"        {line}")
         for stage in pipeline.removed_stages():
             print(f"    {stage:<14}is no longer in the recipe; its files are kept")
         for stage, state in pipeline.states().items():
             print(f"    {stage:<14}{state}")
             for line in _options_of(recipe, stage):
                 print(f"        {line}")
+
+
+def _reading_of(options: SourceOptions) -> Sequence[str]:
+    """Return the options for reading that are not defaults."""
+    default = SourceOptions(())
+    return [
+        f"{key}: {value}"
+        for key, value in asdict(options).items()
+        if key not in ("input", "val_fraction") and value != getattr(default, key)
+    ]
 
 
 def _options_of(recipe: Recipe, stage: str) -> Sequence[str]:

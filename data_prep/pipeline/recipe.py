@@ -190,9 +190,8 @@ def read_recipe(path: Path) -> Recipe:
         options["train_tokenizer"], options["pack"], executor,
     )  # fmt: skip
     for source in sources:
-        if problem := held_out_problem(
-            source.inputs, source.options.rules(), recipe.val_fraction(source)
-        ):
+        arguments = source.inputs, source.options.rules(), recipe.val_fraction(source)
+        if problem := _collect(problems, held_out_problem, *arguments):
             problems.append(f"{path}: sources.{source.name}.val_fraction: {problem}")
     if problems:
         raise ConfigError(problems)

@@ -20,6 +20,7 @@ from data_prep.filters.clean import run_clean
 from data_prep.pipeline.plan import stage_fingerprints, tokenizer_fingerprint
 from data_prep.pipeline.report import write_report
 from data_prep.pipeline.state import lock_output, make_directory, read_state, write_state
+from data_prep.read.bad_input import describe_changes
 from data_prep.read.discovery import find_inputs
 from data_prep.read.stage_files import provenance_of, read_stage
 from data_prep.stages.documents import stage_documents
@@ -212,8 +213,10 @@ class Pipeline:
         if stage == "shards":
             return f"{manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens"
         kept = f"kept {manifest['documents_out']:,} of {manifest['documents_in']:,} documents"
-        bad = sum(manifest.get("reading", {}).get("bad", {}).values())
-        return kept + (f", skipped {bad:,} that could not be read" if bad else "")
+        reading = manifest.get("reading", {})
+        bad = sum(reading.get("bad", {}).values())
+        kept += f", skipped {bad:,} that could not be read" if bad else ""
+        return ", ".join([kept, *describe_changes(reading.get("changed", {}))])
 
     def _started(self) -> dict[str, str]:
         """Return {stage: fingerprint with which it was started}."""

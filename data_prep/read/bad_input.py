@@ -5,7 +5,7 @@ publish it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,21 @@ def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -
     }
 
 
+def describe_changes(changed: Mapping[str, int]) -> list[str]:
+    """Return how many documents were decoded from another encoding, and changed by a repair."""
+    return [
+        f"{'decoded' if name.startswith('from ') else 'repaired by'} {name}: {count:,}"
+        for name, count in sorted(changed.items())
+    ]
+
+
 def summary_lines(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> list[str]:
     """Return the lines that a command prints about skipped documents and bad input."""
     lines = [
         f"skipped: {count:,} {SKIP_REASONS.get(reason, reason)}"
         for reason, count in sorted(tally.skipped.items())
     ]
-    lines += [
-        f"decoded: {count:,} documents {name}"
-        if name.startswith("from ")
-        else f"repaired: {count:,} documents by {name}"
-        for name, count in sorted(tally.changed.items())
-    ]
+    lines += [f"documents {line}" for line in describe_changes(tally.changed)]
     for reason, count in sorted(tally.bad.items()):
         examples = [each for each in tally.examples if each.reason == reason]
         lines.append(f"bad input: {count:,} in {BAD_REASONS[reason]}; for example")

@@ -78,7 +78,7 @@ def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure 
     if rules.text_field not in names:
         detail = (
             f"no column {rules.text_field!r}; it has {', '.join(names)[:500]}. Choose one with "
-            f"--text_field."
+            f"--text_field; a file with another one needs a command or a source of its own."
         )
         return header, Failure("no_text_field", detail)
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -193,7 +193,7 @@ def read_fields(chunk: Chunk, rules: InputRules) -> Parsed:
             size = len("".join(fields).encode())
         except UnicodeEncodeError as error:
             byte = ord(error.object[error.start]) & 0xFF
-            detail = f"not UTF-8: byte 0x{byte:02x}. Name its encoding with --encoding."
+            detail = f"not UTF-8: byte 0x{byte:02x}. Name its encoding with --encoding, or auto."
             add_problem("not_utf8", start, detail)
             continue
         if size > rules.max_document_bytes:

@@ -7,6 +7,7 @@ and can name the line of a broken document (docs/inputs.md). Work units read the
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ SUFFIXES = tuple(
     + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
     + [*COMPRESSED, ".parquet"]
 )
+SHOWN_KINDS = 6
 KindOf = Callable[[str], str | None]  # from a path to its suffix, or None if it is not read
 DATASET_CARD = "README.md"  # describes the files beside it
 SHOWN_SUFFIXES = (
@@ -247,8 +249,8 @@ def _walk(
     known = sorted([path for path in paths if kind_of(path) is not None] + [*unreadable])
     if ignored:
         notes.append(
-            f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files, which are "
-            f"not {_shown(kind_of)} The first is {ignored[0]}"
+            f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files "
+            f"({_kinds(ignored)}), which are not {_shown(kind_of)} The first is {ignored[0]}"
         )
     if hidden:
         notes.append(
@@ -323,8 +325,16 @@ def _shown(kind_of: KindOf) -> str:
     return "the names of text files that identify knows (.py, .c, Makefile, ...)."
 
 
+def _kinds(paths: Sequence[str]) -> str:
+    """Return the most frequent endings of file names, with their numbers."""
+    counts = Counter(Path(path).suffix or "no suffix" for path in paths)
+    more = ", ..." if len(counts) > SHOWN_KINDS else ""
+    return ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common(SHOWN_KINDS)) + more
+
+
 def _suffix(path: str) -> str | None:
-    return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), None)
+    name = path.lower()
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Iterator[Input]:

@@ -1,6 +1,7 @@
 """`python -m data_prep run`: recipes, restarts and refusals."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from data_prep.dedup.dedup import DedupOptions
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.options import parse_options
 from tests import ROOT, tracked
+from tests.documents import text_of
 from zerolm.common.errors import ConfigError
 from zerolm.data.packing import index_file
 from zerolm.shards.manifest import read_manifest
@@ -396,3 +398,26 @@ def test_numbers_may_be_written_as_in_flags():
 def test_invalid_numbers_are_refused(number, key):
     with pytest.raises(ConfigError, match=f"r.{key}: .* is not a whole number"):
         parse_options(DedupOptions, {key: json.loads(number)}, "r")
+
+
+def test_the_recipe_for_a_folder_of_ones_own_is_valid_and_its_plan_says_what_is_read(
+    tmp_path, capsys
+):
+    (text,) = re.findall(r"```json\n(.*?)```", text_of(ROOT / "docs" / "inputs.md"), re.DOTALL)
+    folder = tmp_path / "mytext"
+    for name in ("notes", "old", "web", "code"):
+        (folder / name).mkdir(parents=True)
+    (folder / "notes" / "a.TXT").write_text("note " * 30)
+    (folder / "notes" / "scan.pdf").write_bytes(b"%PDF")
+    (folder / "old" / "b.txt").write_bytes("Größe über Maß und Übermut ".encode("cp1252") * 9)
+    (folder / "data.jsonl").write_text(json.dumps({"text": "line"}))
+    (folder / "web" / "c.html").write_text(f"<html><body><p>{'page ' * 50}</p></body></html>")
+    (folder / "reviews.csv").write_bytes("id;review\n1;élève\n".encode("cp1252"))
+    (folder / "code" / "d.py").write_text("x = 1\n")
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(text.replace('"val_fraction": 0.05', '"val_fraction": 0.9999'))
+    assert main(["run", str(recipe), "--check"]) == 0
+    shown = capsys.readouterr()
+    for line in ("2 .txt, 1 .jsonl", "1 .html", "1 .csv", "1 source files", "encoding: auto"):
+        assert line in shown.out
+    assert "ignored 1 of 2 files (1 .pdf)" in shown.err
