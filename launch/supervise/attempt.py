@@ -23,6 +23,7 @@ from zerolm.common import jsonl, processes
 from zerolm.common.jsonl import EventRow
 from zerolm.common.run_files import RunFiles
 from zerolm.watchdog import progress
+from zerolm.watchdog.heartbeats import HEARTBEATS_PER_SECOND
 from zerolm.watchdog.progress import Heartbeat
 
 POLL_SECONDS = 0.2
@@ -60,6 +61,8 @@ class Attempt:
         self.output: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         self.kill_reason: str | None = None
         self._written: dict[int, tuple[int, float]] = {}  # heartbeats: (mtime, seen since)
+        self._beats: list[Heartbeat] = []
+        self._beats_read_at = 0.0
         self._gone_since: float | None = None
         self._stopped_since: float | None = None
         self._started = self._checked = time.monotonic()
@@ -157,7 +160,9 @@ class Attempt:
 
     def _stuck_reason(self, now: float) -> str | None:
         """Return why this launch can make no progress, None if it can."""
-        beats = self.heartbeats()
+        if now - self._beats_read_at > len(self._beats) / HEARTBEATS_PER_SECOND:
+            self._beats, self._beats_read_at = self.heartbeats(), now
+        beats = self._beats
         if not beats:
             waited = now - self._started
             late = waited > self.start_seconds
@@ -227,9 +232,9 @@ class Attempt:
     def _wait_for_orphans(self) -> list[int]:
         """Wait until no process of this launch is left on this host; kill and return late ones."""
         deadline = time.monotonic() + ORPHAN_SECONDS
+        launchers = {beat["launcher_pid"] for beat in self.heartbeats()}
         while alive := processes.marked_pids(self.mark):
             # While a node launcher lives, its ranks are saving: only `deepspeed` itself has ended.
-            launchers = {beat["launcher_pid"] for beat in self.heartbeats()}
             if launchers.isdisjoint(alive) and time.monotonic() > deadline:
                 return self.kill()
             time.sleep(POLL_SECONDS)

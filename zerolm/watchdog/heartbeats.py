@@ -1,7 +1,8 @@
 """The heartbeat files of the ranks, which the other ranks and `status` read.
 
 Each heartbeat has the token of its launch of the run, so that files of earlier launches are
-ignored.
+ignored. Thousands of ranks share their directory: a heartbeat overwrites the last one in place,
+which changes no directory, and all ranks together write few of them a second.
 """
 
 import json
@@ -15,6 +16,15 @@ from zerolm.common import processes
 from zerolm.common.files import write_atomically
 from zerolm.common.run_files import RunFiles
 from zerolm.watchdog import liveness, progress
+
+HEARTBEATS_PER_SECOND = 32  # of all ranks, while that allows one in `MAX_SECONDS` to each
+MIN_SECONDS, MAX_SECONDS = 2.0, 20.0  # between two heartbeats of a rank
+SIZE_BYTES = 1024  # of a heartbeat, whose end is blank, so that it covers the last one
+
+
+def interval_seconds(world_size: int) -> float:
+    """Return the time between two heartbeats of a rank."""
+    return min(MAX_SECONDS, max(MIN_SECONDS, world_size / HEARTBEATS_PER_SECOND))
 
 
 class Heartbeats:
@@ -30,6 +40,7 @@ class Heartbeats:
         state: `running` or `ended`.
         reason: why this rank has ended.
         written_at: `time.monotonic()` of the last successful write; 0: never.
+        seconds: between two heartbeats.
     """
 
     def __init__(
@@ -43,7 +54,7 @@ class Heartbeats:
         self.process = process
         self.token: str | None = None
         self.state, self.reason = "running", ""
-        self.written_at = 0.0
+        self.written_at, self.seconds = 0.0, MIN_SECONDS
 
     def identity(self) -> dict[str, Any]:
         """Return the constant part of the heartbeat: which process this rank is."""
@@ -73,9 +84,10 @@ class Heartbeats:
         if self.rank and self.token is None:
             return
         path = self.files.heartbeat(self.rank)
-        content = f"{json.dumps(self.status())}\n".encode()
+        content = json.dumps(self.status()).encode().ljust(SIZE_BYTES - 1) + b"\n"
         try:
-            write_atomically(path, content, durable=False)
+            if not self.written_at or not _overwrite(path, content):
+                write_atomically(path, content, durable=False)
         except OSError:
             try:
                 os.utime(path)
@@ -98,3 +110,18 @@ class Heartbeats:
         """Remove the files of earlier launches that no rank of this launch will overwrite."""
         for path in self.files.stale_rank_files(world_size):
             path.unlink(missing_ok=True)
+
+
+def _overwrite(path: Path, content: bytes) -> bool:
+    """Write over the start of a file; return False if there is none, or it is longer."""
+    try:
+        file = os.open(path, os.O_WRONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        if os.fstat(file).st_size > len(content):
+            return False
+        os.pwrite(file, content, 0)
+    finally:
+        os.close(file)  # which sends it to a network file system
+    return True

@@ -26,6 +26,8 @@ PHASES = {
     "end": True,
 }
 
+OVERWRITE_SECONDS = 0.05  # a file that is read while it is overwritten may seem damaged
+
 Item = TypeVar("Item")
 
 
@@ -118,6 +120,10 @@ def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat |
     Args:
         problems: a line is appended if it is damaged.
     """
+    try:
+        return read_record(path, Heartbeat)
+    except RecordError:
+        time.sleep(OVERWRITE_SECONDS)
     try:
         return read_record(path, Heartbeat)
     except RecordError as error:

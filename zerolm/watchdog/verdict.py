@@ -24,6 +24,8 @@ def write_once(path: Path, value: Mapping[str, Any]) -> bool:
     On a full disk, or without hard links, returns True: each rank then acts on its own verdict.
     """
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    if path.exists():  # spares thousands of ranks that follow a verdict their temporary files
+        return False
     try:
         temporary.write_text(json.dumps(value) + "\n")
         os.link(temporary, path)

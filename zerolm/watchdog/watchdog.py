@@ -4,6 +4,7 @@ It writes this rank's heartbeat file, ends the rank if its launcher is gone, and
 if a rank has died, is stopped, or makes no progress. How long a phase may take is learned from the
 run; a rank that reads, writes, or waits for a working one does not hang. Ranks on the same machine
 are watched through the kernel. Across machines, rank 0 watches all ranks, and all watch rank 0.
+With more ranks each looks at files less often, so that a file system sees few accesses a second.
 """
 
 import contextlib
@@ -23,10 +24,11 @@ from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
 from zerolm.distributed import collectives
 from zerolm.watchdog import hang_detection, liveness, progress, stacks, verdict
-from zerolm.watchdog.heartbeats import Heartbeats
+from zerolm.watchdog.heartbeats import Heartbeats, interval_seconds
 
 POLL_SECONDS = 0.5  # between two checks of the processes on this machine
-HEARTBEAT_SECONDS = 2.0  # between two heartbeats
+REQUEST_SECONDS = 2.0  # between two checks for a verdict of another rank, or a request to stop
+JUDGES = 4  # the first ranks read all heartbeats when they are stuck; the others follow a verdict
 SILENT_SECONDS = 60.0  # without a heartbeat, while this rank is stuck too: a rank is lost
 STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for so long is lost
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
@@ -60,6 +62,8 @@ class Watchdog:
         # Before the ranks connect, only rank 0 knows that the directory belongs to this run.
         self.stacks = stacks.StackFile(self.files.stacks(rank)) if rank == 0 else None
         self._seen: dict[int, tuple[int, float]] = {}  # heartbeat files: (mtime, when it changed)
+        self._suspects: dict[int, tuple[int, float]] = {}  # hung ranks: (beats, time of heartbeat)
+        self._leads_machine = True  # lowest rank of its machine; the others see it exit
         self._stopped_since: dict[int, float] = {}
         self._orphan_since: float | None = None
         self._lock = threading.Lock()  # either the thread or the main thread's error ends the run
@@ -75,11 +79,14 @@ class Watchdog:
         token = collectives.broadcast_object(secrets.token_hex(4))
         if self.stacks is None:
             self.stacks = stacks.StackFile(self.files.stacks(self.rank))
-        self.heartbeats.token = token
+        self.heartbeats.token, self.heartbeats.seconds = token, interval_seconds(world_size)
         self.heartbeats.write()  # so that every rank has one of this launch when they are gathered
         identity = {**self.heartbeats.identity(), "start_bytes": self.stacks.start_bytes}
         identities = collectives.gather_objects(identity)
         self.peers = {peer["rank"]: peer for peer in identities if peer["rank"] != self.rank}
+        machine = self.heartbeats.machine
+        local = (rank for rank, peer in self.peers.items() if peer["machine"] == machine)
+        self._leads_machine = self.rank < min(local, default=world_size)
 
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank ends with an error, unless the end of another rank explains it.
@@ -111,7 +118,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         error_printed = False
-        polled = beaten = time.monotonic()
+        polled = beaten = followed = time.monotonic()
         while not self._quit.wait(POLL_SECONDS):
             now = time.monotonic()
             if now - polled > SUSPENDED_SECONDS:
@@ -121,12 +128,15 @@ class Watchdog:
             polled = now
             try:
                 self._check_processes()
-                if now - beaten >= HEARTBEAT_SECONDS or not self.heartbeats.written_at:
+                beats_due = now - beaten >= self.heartbeats.seconds
+                if beats_due or not self.heartbeats.written_at:
                     beaten = now
                     self.monitor.update()
                     self.heartbeats.write()
-                    self._follow_requests()
                     self._check_progress()
+                if beats_due or (self._leads_machine and now - followed >= REQUEST_SECONDS):
+                    followed = now
+                    self._follow_requests()
             except Exception as error:  # a failure of the watchdog itself must not end a run
                 if not error_printed:
                     print(f"watchdog: rank {self.rank}: {error!r}", file=sys.stderr, flush=True)
@@ -187,17 +197,30 @@ class Watchdog:
                 self._exit_alone(f"no progress for {quiet:.0f} s while the ranks connect", "hang")
             return
         silent = limit if self.monitor.is_starting else min(SILENT_SECONDS, limit)
+        silent = max(silent, 3 * self.heartbeats.seconds)
         if quiet > silent:
             self._check_heartbeats(silent)
-        # Rank 0 first, so that thousands of ranks do not all read all heartbeats at once.
-        delay = 0.0 if self.rank == 0 else 3 * HEARTBEAT_SECONDS + self.rank % 10
-        if quiet > limit + delay:
-            beats: list[Any] = [self.heartbeats.read(rank) for rank in self.peers]
-            beats.append(self.heartbeats.status())
-            running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
-            hung = hang_detection.find_hung_ranks(running, complete=None not in beats)
-            if hung is not None:
-                self._end_run(dict.fromkeys(*hung), "hang")
+        # Rank 0 first, and few others, because each reads all heartbeats.
+        if self.rank < JUDGES and quiet > limit + 4 * self.rank * self.heartbeats.seconds:
+            self._judge()
+
+    def _judge(self) -> None:
+        """End the run if the heartbeats of all ranks, read twice, say that ranks hang."""
+        beats: list[Any] = [self.heartbeats.read(rank) for rank in self.peers]
+        beats.append(self.heartbeats.status())
+        running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
+        hung = hang_detection.find_hung_ranks(running, complete=None not in beats)
+        ranks, reason = hung or ([], "")
+        suspects = {
+            beat["rank"]: (beat["beats"], beat["monotonic"])
+            for beat in running
+            if beat["rank"] in ranks
+        }
+        before, same = self._suspects, suspects.keys() == self._suspects.keys()
+        if not same or any(before[rank][0] != suspects[rank][0] for rank in suspects):
+            self._suspects = suspects  # a heartbeat may be old: wait for the next ones
+        elif suspects and all(before[rank][1] < suspects[rank][1] for rank in suspects):
+            self._end_run(dict.fromkeys(ranks, reason), "hang")
 
     def _check_heartbeats(self, silent: float) -> None:
         """End the run if another rank's heartbeats have stopped; called while this rank is stuck.
@@ -208,7 +231,7 @@ class Watchdog:
             silent: seconds without a new heartbeat after which a rank is lost.
         """
         now = time.monotonic()
-        if now - self.heartbeats.written_at > 2 * HEARTBEAT_SECONDS:
+        if now - self.heartbeats.written_at > 2 * self.heartbeats.seconds:
             return  # where this rank cannot write, others may not be able to either
         for rank in self.peers if self.rank == 0 else [0]:
             try:
@@ -218,8 +241,8 @@ class Watchdog:
             if self._seen.setdefault(rank, (mtime, now))[0] != mtime:
                 self._seen[rank] = (mtime, now)
             quiet = now - self._seen[rank][1]
-            heartbeat = self.heartbeats.read(rank)
-            if quiet > silent and heartbeat is not None and heartbeat["state"] == "running":
+            heartbeat = self.heartbeats.read(rank) if quiet > silent else None
+            if heartbeat is not None and heartbeat["state"] == "running":
                 self._end_run({rank: f"has been silent for {quiet:.0f} s"}, "hang")
 
     def _follow_requests(self) -> None:

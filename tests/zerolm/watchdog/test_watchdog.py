@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.launching import ROOT, environment
 from zerolm.common import processes
-from zerolm.watchdog import liveness, progress
+from zerolm.common.run_files import RunFiles
+from zerolm.watchdog import liveness, progress, watchdog
 from zerolm.watchdog.hang_detection import find_hung_ranks
+from zerolm.watchdog.heartbeats import Heartbeats, interval_seconds
 from zerolm.watchdog.verdict import write_once
 
 SECONDS = 60
@@ -65,6 +68,76 @@ def test_a_verdict_is_written_completely_and_once(tmp_path) -> None:
     assert write_once(path, {"event": "hang"}) and not write_once(path, {"event": "rank_lost"})
     assert json.loads(path.read_text()) == {"event": "hang"}
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.fixture
+def heartbeats(tmp_path):
+    files = RunFiles(tmp_path)
+    files.ranks.mkdir()
+    found = Heartbeats(tmp_path, 3, None, liveness.ProgressMonitor(600))
+    found.token = "now"
+    return found
+
+
+def test_a_heartbeat_overwrites_the_last_one_in_place(heartbeats) -> None:
+    path = heartbeats.files.heartbeat(3)
+    path.write_text("{" + "x" * 5000)  # of an earlier launch, and longer
+    heartbeats.write()
+    inode, first = path.stat().st_ino, heartbeats.read(3)
+    heartbeats.mark_ended("done")
+    last = heartbeats.read(3)
+    assert [first["state"], last["state"]] == ["running", "ended"]
+    assert path.stat().st_ino == inode and [each.name for each in path.parent.iterdir()] == [
+        path.name
+    ], "no directory changes"
+    assert json.loads(path.read_text())["reason"] == "done"
+    path.unlink()
+    heartbeats.write()
+    assert heartbeats.read(3)["state"] == "ended"
+
+
+def test_a_heartbeat_that_is_read_while_it_is_overwritten_is_read_again(
+    heartbeats, monkeypatch
+) -> None:
+    heartbeats.write()
+    path = heartbeats.files.heartbeat(3)
+    complete = path.read_bytes()
+    path.write_bytes(complete[:100] + b"0" * 50)
+    monkeypatch.setattr(progress.time, "sleep", lambda seconds: path.write_bytes(complete))
+    assert heartbeats.read(3)["token"] == "now"
+
+
+def test_thousands_of_ranks_write_few_heartbeats_a_second() -> None:
+    assert interval_seconds(2) == interval_seconds(64) == 2.0
+    for world_size in (64, 512, 4096):
+        seconds = interval_seconds(world_size)
+        assert seconds <= 20 and (world_size / seconds <= 32 or seconds == 20)
+
+
+def test_ranks_are_blamed_only_if_their_next_heartbeats_say_the_same(tmp_path, monkeypatch) -> None:
+    dog = object.__new__(watchdog.Watchdog)  # without its thread
+    dog.peers, dog._suspects, dog.rank = {1: {}, 2: {}}, {}, 0
+    dog.heartbeats, ended, found = Mock(), [], {}
+    dog._end_run = lambda blamed, event: ended.append(sorted(blamed))
+    dog.heartbeats.read = found.get
+    dog.heartbeats.status = lambda: beat(0, 700, True, 5) | {
+        "beats": 1, "monotonic": 0.0, "state": "running",
+    }  # fmt: skip
+    history = [  # quiet seconds, records and time of rank 1's heartbeats
+        (700, 8, 1.0),  # hung
+        (700, 8, 1.0),  # the same heartbeat again
+        (20, 9, 2.0),  # it was only slow
+        (700, 9, 3.0),
+    ]
+    for quiet, records, when in history:
+        for rank, slow in ((1, quiet), (2, 700)):
+            more = {"beats": records, "monotonic": when, "state": "running"}
+            found[rank] = beat(rank, slow, rank == 2, 5 if rank == 2 else 4) | more
+        dog._judge()
+        assert ended == []
+    found[1] = found[1] | {"monotonic": 4.0}
+    dog._judge()
+    assert ended == [[1]]
 
 
 def test_a_phase_that_was_slow_before_may_be_slow_again(monkeypatch) -> None:
