@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -264,7 +265,7 @@ class LocalFiles:
                 raise ShardReadError(
                     f"{self._place(entry, block)} is damaged: its checksum differs. Restore the "
                     f"file (and check its disk), or tokenize again. To find all damage, run: "
-                    f"python -m data_prep verify {self.directory}"
+                    f"python -m data_prep verify {quote(str(self.directory))}"
                 )
             largest = int(shard.tokens[block * ids : (block + 1) * ids].max())
             if largest >= self.head["vocab_size"]:

@@ -5,6 +5,7 @@ docs/formats.md describes each key. Reads no file but the manifest.
 
 import re
 from pathlib import Path, PurePath
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -63,13 +64,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         shards = directory.with_name(directory.name.partition(".")[0] + "-shards")
         raise ShardError(
             f"{directory}: is a file, not a token shard directory. Tokenize it, and give {shards}: "
-            f"python -m data_prep tokenize --input {directory} --tokenizer DIR --output {shards}"
+            f"python -m data_prep tokenize --input {quote(str(directory))} --tokenizer DIR "
+            f"--output {quote(str(shards))}"
         )
     if not path.is_file():
         raise ShardError(
             f"{directory}: no {MANIFEST}, so this is not a token shard directory (or its "
             f"tokenization did not finish). Make one with: "
-            f"python -m data_prep tokenize --output {directory} ..."
+            f"python -m data_prep tokenize --output {quote(str(directory))} ..."
         )
     try:
         content = path.read_bytes()

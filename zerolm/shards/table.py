@@ -9,6 +9,7 @@ used. docs/formats.md describes the file.
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, overload
 
 import numpy as np
@@ -170,7 +171,8 @@ def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
 
 
 def _unusable(path: Path, reason: str) -> ShardError:
-    return ShardError(f"{path}: {reason}. Make it again: python -m data_prep table {path.parent}")
+    again = f"python -m data_prep table {quote(str(path.parent))}"
+    return ShardError(f"{path}: {reason}. Make it again: {again}")
 
 
 def _digest(path: Path) -> bytes:

@@ -7,6 +7,7 @@ slow or broken there affects training. A supervisor uses `start_for` after a fai
 import os
 import time
 from pathlib import Path
+from shlex import quote
 
 from zerolm.common.errors import RecordError
 from zerolm.common.run_files import RunFiles
@@ -90,7 +91,7 @@ class HtmlReport:
         if not self._warned:
             print_safely(
                 f"report: {RunFiles(self.run_dir).report} was not updated: {reason}. To write it: "
-                f"python -m zerolm report {self.run_dir}"
+                f"python -m zerolm report {quote(str(self.run_dir))}"
             )
         self._warned = True
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypedDict
 
 from zerolm.common.errors import RecordError
@@ -137,7 +138,7 @@ class WandbTracker(Tracker):
 
     @classmethod
     def repair(cls, run_dir: Path) -> str:
-        return f"metrics.jsonl has everything: python -m zerolm wandb-sync {run_dir}"
+        return f"metrics.jsonl has everything: python -m zerolm wandb-sync {quote(str(run_dir))}"
 
     # ---- Called in the tracker's process
 

@@ -7,6 +7,7 @@ sends what is missing and ends. That process logs its own events; its failures n
 import contextlib
 import time
 from pathlib import Path
+from shlex import quote
 
 from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common import jsonl
@@ -73,7 +74,7 @@ class Uploads:
             print_safely(
                 f"upload: not in {self.url} at the end of the run: {', '.join(missing)}. The next "
                 f"start of this run sends them, or: "
-                f"python -m zerolm upload {self.run_dir} {self.url}"
+                f"python -m zerolm upload {quote(str(self.run_dir))} {quote(self.url)}"
             )
 
     def _published(self) -> set[tuple[str, int]]:
