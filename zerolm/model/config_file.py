@@ -211,6 +211,9 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
         value = getattr(text_config, key, None)
         if isinstance(value, int) and value < 1:
             problems.append(f"{file}: {key}: {value}, must be at least 1.")
+    for key, value in vars(text_config).items():
+        if key.rpartition("_")[2] in ("eps", "epsilon") and value is not None and not value >= 0:
+            problems.append(f"{file}: {key}: {value}, must not be negative: its root is taken.")
     layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
     for heads, groups in dict.fromkeys(map(_heads, layers)):
         if isinstance(heads, int) and heads < 1:

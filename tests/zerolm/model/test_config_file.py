@@ -94,6 +94,7 @@ def test_all_problems_are_reported_at_once(refusal):
         ({**LLAMA, "hidden_size": 65}, "not a multiple of the number of attention heads"),
         ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads, 4"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: 0, must be at least 1"),
+        ({**LLAMA, "rms_norm_eps": -1.0}, "rms_norm_eps: -1.0, must not be negative"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "there are only 8 experts"),
     ],
 )
