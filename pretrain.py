@@ -39,7 +39,7 @@ from zerolm.preflight import check
 from zerolm.train import run_directory, stability
 from zerolm.train.run import Run
 from zerolm.upload import restore
-from zerolm.watchdog import watchdog
+from zerolm.watchdog import startup, watchdog
 
 # -------------------------------------------------------------------------------------------------
 # Preflight: report every problem of the configs, the data and the machine at once; then train
@@ -47,6 +47,7 @@ from zerolm.watchdog import watchdog
 
 def main(argv: list[str]) -> int:
     """Check the command line, train, and return the exit code."""
+    startup.mark("imports")
     open_standard_streams()
     mask_tracebacks()
     rank, local_rank, _ = process_group.environment_rank()
@@ -65,6 +66,7 @@ def main(argv: list[str]) -> int:
         process_group.rendezvous()
     except ConfigError as error:
         return process_group.report_config_error(error, rank, local_rank)
+    startup.mark("checks")
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock starts here
     dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
     try:
@@ -106,16 +108,20 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
         "settings, files, versions or devices differ from those of rank 0, so the ranks would "
         "train different models or read different data. Make the hosts identical.",
     )
+    startup.mark("connection")
     print_rank0 = partial(collectives.print_rank0, rank)
     print_rank0(plan.summary())
     run = Run(plan, build_engine(plan, device, print_rank0), device, stop)
+    startup.mark("model")
     resumed = run.start()
+    startup.mark("states")
     batches = run.batches()
     try:
         if resumed:
             run.evaluate_if_due()  # if the run ended between a checkpoint and its evaluation
         while not run.finished and not run.stopping:
             run.step(batches)
+            run.journal.log_startup(run.progress.step, dog.runner)
             if run.due(run.settings.log_interval):
                 run.report()
             if (rollback := run.respond_to_anomaly()) is not None:

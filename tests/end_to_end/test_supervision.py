@@ -20,6 +20,7 @@ STEPS, SAVE = 60, 6
 REPORT_SECONDS = 30
 # So that a signal does not arrive after the end, nor the end before a lost launcher is noticed.
 SLOW = "step.begin:*:*:sleep=0.15"
+PARTS = ["launcher", "imports", "checks", "connection", "model", "states", "first step"]
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,10 @@ def test_killed_ranks_and_launchers_are_reported_and_the_run_resumes_exactly(
     # The save of step 12 waits for that of step 6, from which the run can then resume.
     step = random.randrange(2 * SAVE + 1, STEPS - 40)
     variables |= {"FAULT": SLOW, "FAULT_ONCE": ""}
+    started = time.monotonic()
     with Supervised(run_dir, arguments, **variables) as run:
         run.wait_for_step(step)
+        first_step_seconds = time.monotonic() - started
         pid = run.heartbeats()[victim]["pid"]
         run.send(pid, signal.SIGKILL)
         report = f"rank {victim} on {os.uname().nodename} (pid {pid})"
@@ -93,6 +96,14 @@ def test_killed_ranks_and_launchers_are_reported_and_the_run_resumes_exactly(
     assert "the node launcher on" in output or "the ranks still trained; they saved" in output
     assert names_of(run.events()).count("attempt_failed") == 2
     assert differences(run_dir, uninterrupted) == [], f"rank {victim} killed at step {step}"
+    starts = [event for event in run.events() if event["event"] == "startup"]
+    assert [list(start["parts"]) for start in starts] == [PARTS] * 3
+    for start in starts:
+        assert start["seconds"] == pytest.approx(sum(start["parts"].values()))
+        assert all(seconds >= 0 for seconds in start["parts"].values())
+    assert starts[0]["seconds"] < first_step_seconds
+    assert "lost_seconds" not in starts[0]
+    assert all(start["lost_seconds"] > start["parts"]["imports"] for start in starts[1:])
 
 
 @pytest.mark.soak

@@ -141,6 +141,16 @@ def _changes(event: Event) -> str:
     )
 
 
+def _startup(event: Event) -> str:
+    parts = event.get("parts")
+    found = parts.items() if isinstance(parts, Mapping) else ()
+    shown = ", ".join(f"{name} {seconds} s" for name, seconds in found)
+    template = "first step after {seconds:seconds}: " + shown
+    if "lost_seconds" in event:
+        template += "; {lost_seconds:seconds} after the last row of metrics"
+    return _TEMPLATES.vformat(template, (), event)
+
+
 def _ranks(event: Event) -> str:
     ranks = event.get("ranks")
     found = [rank for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
@@ -161,6 +171,9 @@ _KINDS: tuple[EventKind, ...] = (
         "the run resumes from `checkpoint`: `world_size`, `zero_stage`; `resharded`: what has "
         "changed in its topology, `old -> new` each", _resumed,
         AlertRule("INFO", "restarted", "checkpoint"), RUNNING),
+    EventKind("startup", "quiet",
+        "the first step of this start is done: `seconds` since the launcher began; `parts` of "
+        "them; `lost_seconds` since the last row of metrics of an earlier start", _startup),
     EventKind("rows_lost", "notable",
         "the run resumes, but `metrics.jsonl` lacks rows before its checkpoint: `problem`"),
     EventKind("changed", "notable",

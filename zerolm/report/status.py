@@ -98,6 +98,7 @@ def status_of(run: RunHistory) -> Row:
         "seconds_left": run.seconds_left() if state == events.RUNNING else None,
         "checkpoint": run.checkpoints[-1].name if run.checkpoints else None,
         "checkpoint_age_seconds": _age(run, "checkpoint", now),
+        "startup": _startup(run),
         "evaluation": _evaluation(run),
         "events": [
             {
@@ -114,6 +115,12 @@ def status_of(run: RunHistory) -> Row:
         "findings": findings(run),
         "problems": run.problems,
     }
+
+
+def _startup(run: RunHistory) -> Row | None:
+    """Return how long the last start took, in parts."""
+    found = [event for event in run.events if event["event"] == "startup"]
+    return {key: found[-1].get(key) for key in ("seconds", "parts")} if found else None
 
 
 def _interval_means(values: Sequence[float]) -> list[float]:
@@ -204,6 +211,8 @@ def lines(status: Row) -> list[tuple[str, str]]:
         if status["seconds_left"] is not None:
             speed += f", {duration(status['seconds_left'])} to go"
         found.append(("speed", speed))
+    if status["startup"]:
+        found.append(("startup", events.message({"event": "startup", **status["startup"]})))
     if status["checkpoint"]:
         age = status["checkpoint_age_seconds"]
         ago = f", {duration(age)} ago" if age is not None else ""

@@ -3,11 +3,15 @@
 Between `Run`, which reports what has happened, and the `RunLog` with its trackers.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from zerolm.checkpoint.load import DamagedCheckpoint
 from zerolm.checkpoint.manifest import Progress
+from zerolm.common.processes import Process
+from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
 from zerolm.model import compile
@@ -18,6 +22,7 @@ from zerolm.tracking.console import Console
 from zerolm.tracking.tracker_processes import Trackers
 from zerolm.train import stability, throughput
 from zerolm.train.step import StepResult
+from zerolm.watchdog import startup
 
 
 class Journal:
@@ -52,6 +57,8 @@ class Journal:
         self.console = Console(rank == 0)
         self.changed = plan.changed
         self.trackers: Trackers | None = None  # handed over to the next log
+        self.started = False  # and logged
+        self.last_row_at = _modified_at(RunFiles(plan.run_dir).metrics)
         self.printed_breaks: str | None = None  # the last notice on torch.compile graph breaks
 
     def open(self, step: int) -> None:
@@ -96,6 +103,22 @@ class Journal:
         self.log.track(self.settings, before=self.trackers)
         self.trackers = self.log.trackers
         self.console.start(step, self.plan.total_steps)
+
+    def log_startup(self, step: int, launcher: Process | None) -> None:
+        """Log how long the parts of this start took, after its first step.
+
+        Args:
+            launcher: the process that began the start, if there is one.
+        """
+        if self.started or self.rank:
+            return
+        self.started = True
+        startup.mark("first step")
+        parts = startup.parts(launcher)
+        lost = {} if self.last_row_at is None else {"lost_seconds": time.time() - self.last_row_at}
+        shown = {key: round(value, 2) for key, value in lost.items()}
+        total = round(sum(parts.values()), 2)
+        self.log.event("startup", step, seconds=total, parts=parts, **shown)
 
     def log_stage(self, step: int, stage: int) -> None:
         """Log that this step has reached a new stage of the mixture, numbered from 0."""
@@ -169,3 +192,11 @@ class Journal:
         """Close the console and the log; pass on to the trackers how the run has ended."""
         self.console.close()
         self.log.close(how)
+
+
+def _modified_at(path: Path) -> float | None:
+    """Return when a file was last written, in seconds since the epoch; None without it."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
