@@ -28,7 +28,13 @@ from zerolm.distributed import collectives, process_group
 from zerolm.preflight import check
 from zerolm.report import plot  # noqa: F401
 
-RUNS = {"zero2": (2, False), "zero3": (3, False), "mask": (2, True)}  # stage, document mask
+# {phase: (stage, bf16, document mask)}
+RUNS = {
+    "zero2": (2, False, False),
+    "zero3": (3, False, False),
+    "bf16": (3, True, False),
+    "mask": (2, False, True),
+}
 
 
 class Trial:
@@ -46,11 +52,11 @@ class Trial:
         self.recipe = reference.Recipe(directory / "shards", EOS, SEQ_LEN)
 
     def flags(self, phase: str) -> list[str]:
-        stage, mask = RUNS[phase]
+        mask = RUNS[phase][2]
         recipe = self.recipe
         step_tokens = recipe.batch * recipe.seq_len
         flags: list[object] = [
-            "--deepspeed_config", self.directory / f"zero{stage}.json",
+            "--deepspeed_config", self.directory / f"ds-{phase}.json",
             "--model_config", self.model_dir, "--data", recipe.shards,
             "--run_dir", self.directory / phase, "--seq_len", recipe.seq_len,
             "--batch_tokens", step_tokens, "--micro_batch_size", recipe.micro_batch,
@@ -66,12 +72,12 @@ class Trial:
         """Write the model config and the DeepSpeed configs."""
         self.model_dir.mkdir(parents=True, exist_ok=True)
         write_json(self.model_dir / "config.json", toy_config(self.family))
-        for stage in (2, 3):
+        for phase, (stage, bf16, _) in RUNS.items():
             write_json(
-                self.directory / f"zero{stage}.json",
+                self.directory / f"ds-{phase}.json",
                 {
                     "zero_optimization": {"stage": stage},
-                    "bf16": {"enabled": False},
+                    "bf16": {"enabled": bf16},
                     "gradient_clipping": self.recipe.clipping,
                 },
             )
@@ -130,7 +136,12 @@ class Trial:
         found = dict(model.named_parameters())
         if found.keys() != expected.keys():
             return f"other parameters: {sorted(found.keys() ^ expected.keys())[:3]}"
-        wrong = [name for name in found if not torch.equal(found[name], expected[name])]
+        dtype = torch.bfloat16 if RUNS[phase][1] else torch.float32
+        wrong = [
+            name
+            for name, value in found.items()
+            if not torch.equal(value.to(dtype), expected[name].to(dtype))
+        ]
         return f"other values: {wrong[:3]}" if wrong else "equal"
 
 

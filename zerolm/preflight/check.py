@@ -196,6 +196,9 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     if given.model is None:
         return settings
     config = given.model.config
+    if profile.json:
+        precision = profile.compute_precision
+        found.problems += model_rules.precision_problems(settings, config, precision)
     found.problems += model_rules.model_problems(settings, config, device)
     found.problems += parallel_rules.model_problems(settings, config, profile, host.world_size)
     found.problems += muon.shape_problems(profile, given.model.shapes)

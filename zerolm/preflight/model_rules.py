@@ -52,6 +52,26 @@ def matmul_problems(settings: Settings, precision: str, device: str) -> list[str
     return [f"{where}, needs a GPU. Remove the flag."] if device == "cpu" else []
 
 
+# Families whose code multiplies float32 values by weights of the run's precision, which torch
+# refuses: in transformers 5.17 to 5.23, found by tests/model_families.
+FLOAT32_ONLY = frozenset({"inkling2_text", "reformer", "xlstm"})
+
+
+def precision_problems(settings: Settings, config: "PretrainedConfig", precision: str) -> list[str]:
+    """Refuse bf16 and fp16 for families that can only be computed in float32.
+
+    Args:
+        precision: of matrix products, from the DeepSpeed JSON.
+    """
+    if precision == "fp32" or config.model_type not in FLOAT32_ONLY:
+        return []
+    return [
+        f"{settings.deepspeed_config}: {precision}, but the code of {config.model_type} works in "
+        f"fp32 only ({settings.model_config}). Give --precision fp32, and no bf16 or fp16 in the "
+        f"file."
+    ]
+
+
 def model_problems(
     settings: Settings, config: "PretrainedConfig", device: str = "absent"
 ) -> list[str]:

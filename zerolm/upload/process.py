@@ -74,7 +74,7 @@ class Uploads:
             print_safely(
                 f"upload: not in {self.url} at the end of the run: {', '.join(missing)}. The next "
                 f"start of this run sends them, or: "
-                f"python -m zerolm upload {quote(str(self.run_dir))} {quote(self.url)}"
+                f"python -m zerolm upload {quote(str(self.run_dir))} {quote(str(self.url))}"
             )
 
     def _published(self) -> set[tuple[str, int]]:

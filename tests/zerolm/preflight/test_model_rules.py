@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from tests.model_families.toy_configs import toy_config
 from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
 from zerolm.model.model import max_positions
-from zerolm.preflight.model_rules import model_problems, router_notices
+from zerolm.preflight.model_rules import model_problems, precision_problems, router_notices
 
 
 def layers(model_type, **more):
@@ -128,3 +129,13 @@ def test_losses_of_routers_are_refused_for_models_without_router_logits():
     config.router_aux_loss_coef = 0.0
     [problem] = model_problems(settings, config)
     assert "a coefficient above 0" in problem
+
+
+def test_families_that_torch_cannot_compute_in_bf16_are_refused():
+    """The column bf16 of docs/models.md is from running all of them."""
+    settings, _ = parse_settings(["--seq_len", "16"])
+    config = CONFIG_MAPPING["xlstm"](**toy_config("xlstm"))
+    (problem,) = precision_problems(settings, config, "bf16")
+    assert "xlstm works in fp32 only" in problem and "--precision fp32" in problem
+    assert precision_problems(settings, config, "fp32") == []
+    assert precision_problems(settings, layers("llama"), "bf16") == []
