@@ -21,6 +21,7 @@ from data_prep.filters.parameters import (
     missing_package,
     parameters_of,
 )
+from data_prep.filters.score_filters import TAGS
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 
@@ -34,14 +35,15 @@ class FilterResult(NamedTuple):
     reason: str  # "gopher_quality.gopher_short_doc"; empty for a kept document
     text: str  # after all filters; of a dropped document, before the filter that dropped it
     changed: tuple[str, ...]  # names of the filters that changed the text
-    added: Json  # keys that the filters added, such as the language
+    added: Json  # keys that the filters added, such as the language; also of a dropped document
 
 
 @dataclass
 class Filters:
     """The filters of a recipe, in order, built once per process."""
 
-    steps: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
+    # name, function, and whether it tags documents instead of dropping them
+    steps: list[tuple[str, Callable[[Any], Any], bool]] = field(default_factory=list)
 
     def apply(self, text: str, document_id: str, record: Json) -> FilterResult:
         """Pass a document through the filters, up to the first that drops it.
@@ -55,24 +57,37 @@ class Filters:
 
         document = Document(text=text, id=document_id, metadata=dict(record))
         changed: list[str] = []
-        for name, step in self.steps:
+        tags: list[str] = []
+        for name, step, is_tag in self.steps:
             before = document.text
             try:
                 result = step(document)
             except ZeroDivisionError:  # datatrove divides by the number of words or lines
                 result = False, "nothing_to_count"
             kept, reason = result if isinstance(result, tuple) else (result, None)
-            if not kept:
-                reason = f"{name}.{reason}" if reason else name
-                return FilterResult(False, reason, before, tuple(changed), {})
-            if document.text != before:
+            reason = f"{name}.{reason}" if reason else name
+            if is_tag:
+                if not kept or document.text != before:
+                    tags.append(f"{name}.changed" if kept else reason)
+                document.text = before
+            elif not kept:
+                added = _added(document.metadata, record, tags)
+                return FilterResult(False, reason, before, tuple(changed), added)
+            elif document.text != before:
                 changed.append(name)
-        added = {
-            key: value
-            for key, value in document.metadata.items()
-            if key not in record or record[key] is not value
-        }
+        added = _added(document.metadata, record, tags)
         return FilterResult(True, "", document.text, tuple(changed), added)
+
+
+def _added(metadata: Json, record: Json, tags: list[str]) -> Json:
+    """Return the keys that filters have added to a record, or changed."""
+    if tags:
+        metadata[TAGS] = list(dict.fromkeys([*(record.get(TAGS) or ()), *tags]))
+    return {
+        key: value
+        for key, value in metadata.items()
+        if key not in record or record[key] is not value
+    }
 
 
 def build_filters(specifications: Sequence[Json]) -> Filters:
@@ -85,7 +100,8 @@ def build_filters(specifications: Sequence[Json]) -> Filters:
     for specification in specifications:
         name = specification["filter"]
         try:
-            filters.steps.append((name, _build_filter(name, parameters_of(specification))))
+            step = _build_filter(name, parameters_of(specification))
+            filters.steps.append((name, step, specification.get("tag", False)))
         except ImportError as error:
             raise ConfigError(missing_package("filters", name, error)) from error
     return filters
@@ -122,7 +138,7 @@ def filters_identity(specifications: Sequence[Json]) -> Json:
             for package in ("datatrove", "spacy", "tldextract")[: 3 if name == "url" else 2]:
                 with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                     identity[package] = importlib.metadata.version(package)
-        if name == "language":
+        if "model" in specification:
             status = Path(specification["model"]).stat()
             identity[specification["model"]] = [status.st_size, status.st_mtime_ns]
     return identity

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from data_prep.filters.build import Filters, build_filters, filters_identity
+from data_prep.filters.score_filters import TAGS, scores_of
 from data_prep.read.bad_input import Tally, check_bad_fraction
 from data_prep.read.documents import Document, InputRules, replace_text
 from data_prep.read.readers import Input
@@ -67,6 +68,7 @@ class CleanOptions:
     unit_bytes: int | None = None  # of input per task; None: from the size of all inputs
     keep_dropped: Path | None = None  # directory for dropped documents
     piece_bytes: int = PIECE_BYTES  # of text read per file of the stage
+    stage: str = "clean"  # name of the stage
 
 
 @dataclass(frozen=True)
@@ -160,17 +162,22 @@ class CleanTask:
         size = len(document.text.encode())
         others = {key: value for key, value in record.items() if key not in (text_field, ID)}
         result = filters.apply(document.text, str(document_id), others)
+        scores = scores_of({**others, **result.added})
+        file.counts.add_scores("scores_in", scores, size)
         reason, shown = result.reason, result.text
         if result.kept and not result.text:
             reason, shown = "emptied", document.text
         if reason:
-            note = {**replace_text(record, text_field, document.text), "dropped_by": reason}
+            note = replace_text(record, text_field, document.text) | result.added
+            note["dropped_by"] = reason
             file.drop(reason, size, document_id, shown, note)
             return
         for name in result.changed:
             file.counts.add_changed(name)
         size_out = len(result.text.encode()) if result.changed else size
         kept = replace_text(record, text_field, result.text) | result.added
+        file.counts.add_scores("scores_out", scores, size_out)
+        file.counts.add_tags(kept.get(TAGS) or ())
         file.keep(json_line(kept), size, size_out)
 
 
@@ -213,7 +220,7 @@ def run_clean(
         remove_unlisted_files(options.keep_dropped, {entry["file"] for entry in entries})
     return publish_stage(
         output,
-        "clean",
+        options.stage,
         entries,
         inputs=phase.inputs,
         text_field=options.rules.text_field,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep.filters.score_filters import FastText, Score, Stats, Tags
 from zerolm.common.errors import ConfigError, ZerolmError
 
 Json = dict[str, Any]
@@ -169,6 +170,10 @@ CUSTOM: dict[str, Callable[..., Callable[[Any], Any]]] = {
     "url": Url,
     "language": Language,
     "python": UserFilter,
+    "fasttext": FastText,
+    "stats": Stats,
+    "score": Score,
+    "tags": Tags,
 }
 
 

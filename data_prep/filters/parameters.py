@@ -20,9 +20,12 @@ DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that
     "c4_paragraphs": "filters.c4_filters:C4ParagraphFilter",
     "fineweb_quality": "filters.fineweb_quality_filter:FineWebQualityFilter",
     "language": "filters.language_filter:LanguageFilter",
+    "fasttext": "filters.fasttext_filter:FastTextClassifierFilter",
     "url": "filters.url_filter:URLFilter",
     "pii": "formatters.pii:PIIFormatter",
 }
+UNTAGGED = ("stats", "score", "tags")  # filters that `tag` has no effect on, or no meaning for
+OURS = ("exclusion_writer", "model_url", "save_labels_in_metadata")  # set by wrappers
 NAMES = tuple(dict.fromkeys([*DATATROVE, *CUSTOM]))
 
 Json = dict[str, Any]
@@ -49,6 +52,11 @@ def filter_problems(specifications: Any, where: str) -> list[str]:
                 f"Known: {', '.join(NAMES)}."
             )
             continue
+        tag = specification.get("tag", False)
+        if not isinstance(tag, bool):
+            problems.append(f"{place} ({name}): tag: {tag!r} is not true or false.")
+        elif tag and name in UNTAGGED:
+            problems.append(f"{place} ({name}): tag: has no meaning for this filter. Remove it.")
         try:
             problems += _parameter_problems(name, parameters_of(specification), f"{place} ({name})")
         except ImportError as error:
@@ -73,8 +81,8 @@ def resolve_model_paths(directory: Path, specifications: Any) -> Any:
 
 
 def parameters_of(specification: Json) -> Json:
-    """Return the parameters of a filter: all keys but its name."""
-    return {key: value for key, value in specification.items() if key != "filter"}
+    """Return the parameters of a filter: all keys but its name and `tag`."""
+    return {key: value for key, value in specification.items() if key not in ("filter", "tag")}
 
 
 def datatrove_class(name: str) -> Any:
@@ -91,7 +99,7 @@ def filter_parameters(name: str) -> dict[str, inspect.Parameter]:
         key: parameter
         for constructor in constructors
         for key, parameter in inspect.signature(constructor).parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD and key != "exclusion_writer"
+        if parameter.kind is not parameter.VAR_KEYWORD and key not in OURS
     }
 
 

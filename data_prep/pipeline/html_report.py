@@ -1,10 +1,10 @@
 """Renders the report of a pipeline, made by `data_prep.pipeline.report`, as an HTML page."""
 
-import html
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from data_prep.pipeline.html_quality import escape, name_of, scores, share_of, shares, size_of
 from data_prep.read.bad_input import describe_changes
 from data_prep.read.documents import BAD_REASONS, SKIP_REASONS, Problem
 
@@ -44,24 +44,24 @@ def render(report: Mapping[str, Any]) -> str:
     """Return the HTML page for a report."""
     parts = [_header(report)]
     for name, source in report["sources"].items():
-        parts.append(f"<h2>{_text(name)}</h2>")
-        parts += [_funnel(source), _packing(source), _lengths(source), _reasons(source)]
-        parts.append(_times(source))
+        parts.append(f"<h2>{escape(name)}</h2>")
+        parts += [_funnel(source), _packing(source), shares(source), _lengths(source)]
+        parts += [scores(source), _reasons(source), _times(source)]
         inputs = source["provenance"].get("inputs", [])
         shown = json.dumps({**source["provenance"], "recipe": "below"}, indent=2)
         parts.append(
             f"<details><summary>Provenance: {len(inputs):,} input files, versions</summary>"
-            f"<pre>{_text(shown)}</pre></details>"
+            f"<pre>{escape(shown)}</pre></details>"
         )
     if "tokenizer" in report:
         parts.append(_tokenizer(report["tokenizer"]))
     shown = json.dumps(report["recipe"].get("content"), indent=2, ensure_ascii=False)
-    parts.append(f"<h2>Recipe</h2><p>sha256 {_text(report['recipe'].get('sha256'))}</p>")
-    parts.append(f"<pre>{_text(shown)}</pre>")
+    parts.append(f"<h2>Recipe</h2><p>sha256 {escape(report['recipe'].get('sha256'))}</p>")
+    parts.append(f"<pre>{escape(shown)}</pre>")
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{_text(report['recipe'].get('file'))}: data</title><style>{STYLE}</style>"
+        f"<title>{escape(report['recipe'].get('file'))}: data</title><style>{STYLE}</style>"
         f"<body>{''.join(parts)}</body></html>\n"
     )
 
@@ -70,9 +70,9 @@ def _header(report: Mapping[str, Any]) -> str:
     sources = report["sources"].values()
     tokens = sum(part["num_tokens"] for each in sources for part in each["shards"].values())
     read = sum(each["stages"][0]["text_bytes_in"] for each in sources if each["stages"])
-    summary = f"{len(report['sources']):,} sources, {_bytes(read)} of text in"
+    summary = f"{len(report['sources']):,} sources, {size_of(read)} of text in"
     summary += f", {tokens:,} tokens out" if tokens else ""
-    return f"<h1>{_text(report['recipe'].get('file'))}</h1><p>{summary}</p>"
+    return f"<h1>{escape(report['recipe'].get('file'))}</h1><p>{summary}</p>"
 
 
 def _funnel(source: Mapping[str, Any]) -> str:
@@ -86,8 +86,8 @@ def _funnel(source: Mapping[str, Any]) -> str:
         num_in, num_out = stage["documents_in"], stage["documents_out"]
         kept, dropped = 100 * num_out / first, 100 * (num_in - num_out) / first
         rows.append(
-            f"<tr><td>{stage['stage']}<td>{num_in:,}<td>{num_out:,}<td>{_share(num_out, num_in)}"
-            f"<td>{_bytes(stage['text_bytes_in'])}<td>{_bytes(stage['text_bytes_out'])}"
+            f"<tr><td>{stage['stage']}<td>{num_in:,}<td>{num_out:,}<td>{share_of(num_out, num_in)}"
+            f"<td>{size_of(stage['text_bytes_in'])}<td>{size_of(stage['text_bytes_out'])}"
             f"<td>{_estimate(stage, 'in')}<td>{_estimate(stage, 'out')}"
             f'<td><div class=bar title="of all documents read"><i style="width:{kept:.3f}%"></i>'
             f'<b style="width:{dropped:.3f}%"></b></div>'
@@ -95,7 +95,7 @@ def _funnel(source: Mapping[str, Any]) -> str:
     for name, shards in source["shards"].items():
         rows.append(
             f"<tr><td>{name}<td>{shards['num_documents']:,}<td>{shards['num_documents']:,}<td>"
-            f"<td>{_bytes(shards['text_bytes'])}<td><td><td>{shards['num_tokens']:,}<td>"
+            f"<td>{size_of(shards['text_bytes'])}<td><td><td>{shards['num_tokens']:,}<td>"
         )
     note = ""
     if "estimated_tokens_per_byte" in source:
@@ -123,10 +123,10 @@ def _packing(source: Mapping[str, Any]) -> str:
         for way in packed["efficiency"]:
             ids = way["rows"] * (packed["seq_len"] + 1)
             rows.append(
-                f"<tr><td>{_text(name)}, {_text(way['packing'])}<td>{packed['seq_len']:,}"
-                f"<td>{way['rows']:,}<td>{_share(way['padding'], ids)}"
-                f"<td>{_share(way['cut_documents'], shards['num_documents'])}"
-                f"<td>{_share(way['cut_tokens'], shards['num_tokens'])}"
+                f"<tr><td>{escape(name)}, {escape(way['packing'])}<td>{packed['seq_len']:,}"
+                f"<td>{way['rows']:,}<td>{share_of(way['padding'], ids)}"
+                f"<td>{share_of(way['cut_documents'], shards['num_documents'])}"
+                f"<td>{share_of(way['cut_tokens'], shards['num_tokens'])}"
             )
     if not rows:
         return ""
@@ -139,7 +139,7 @@ def _packing(source: Mapping[str, Any]) -> str:
 
 def _tokenizer(report: Mapping[str, Any]) -> str:
     rows = [
-        f"<tr><td>{_text(name)}<td>{_text(each['bytes_per_token'])}"
+        f"<tr><td>{escape(name)}<td>{escape(each['bytes_per_token'])}"
         for name, each in report["sources"].items()
     ]
     return (
@@ -153,9 +153,10 @@ def _reasons(source: Mapping[str, Any]) -> str:
     parts = []
     for stage in source["stages"]:
         parts += [_read(stage), _dropped(stage)]
-        if stage["changed"]:
-            counts = ", ".join(f"{_text(key)} {count:,}" for key, count in stage["changed"].items())
-            parts.append(f"<p>Documents changed in {stage['stage']}: {counts}</p>")
+        for key, what in (("changed", "changed"), ("tags", "kept with a tag")):
+            if stage.get(key):
+                counts = ", ".join(f"{escape(name)} {n:,}" for name, n in stage[key].items())
+                parts.append(f"<p>Documents {what} in {stage['stage']}: {counts}</p>")
     return "".join(parts)
 
 
@@ -166,7 +167,7 @@ def _read(stage: Mapping[str, Any]) -> str:
     counts |= {BAD_REASONS.get(key, key): n for key, n in reading.get("bad", {}).items()}
     parts = []
     if counts:
-        rows = "".join(f"<tr><td>{_text(what)}<td>{count:,}" for what, count in counts.items())
+        rows = "".join(f"<tr><td>{escape(what)}<td>{count:,}" for what, count in counts.items())
         parts.append(
             f"<h3>Not read as documents</h3><div class=scroll><table><tr><th>what<th>number{rows}"
             f"</table></div>"
@@ -174,12 +175,12 @@ def _read(stage: Mapping[str, Any]) -> str:
     examples = [Problem(*each) for each in reading.get("bad_examples", [])]
     if examples:
         shown = "".join(
-            f"<div class=example><span>{_text(each.place)}</span>{_text(each.detail)}</div>"
+            f"<div class=example><span>{escape(each.place)}</span>{escape(each.detail)}</div>"
             for each in examples
         )
         parts.append(f"<details><summary>Examples of bad input</summary>{shown}</details>")
     if changed := reading.get("changed"):
-        parts.append(f"<p>Documents {_text(', '.join(describe_changes(changed)))}</p>")
+        parts.append(f"<p>Documents {escape(', '.join(describe_changes(changed)))}</p>")
     return "".join(parts)
 
 
@@ -191,15 +192,15 @@ def _dropped(stage: Mapping[str, Any]) -> str:
     rows, examples = [], []
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         rows.append(
-            f"<tr><td>{_name(reason)}<td>{count:,}<td>{_share(count, stage['documents_in'])}"
-            f"<td>{_bytes(stage['dropped_bytes'].get(reason, 0))}"
+            f"<tr><td>{name_of(reason)}<td>{count:,}<td>{share_of(count, stage['documents_in'])}"
+            f"<td>{size_of(stage['dropped_bytes'].get(reason, 0))}"
             f'<td><div class=bar><b style="width:{100 * count / highest:.2f}%"></b></div>'
         )
         shown = "".join(
-            f"<div class=example><span>{_text(each['id'])}</span>{_text(each['text'])}</div>"
+            f"<div class=example><span>{escape(each['id'])}</span>{escape(each['text'])}</div>"
             for each in stage["examples"].get(reason, [])
         )
-        examples.append(f"<details><summary>{_text(reason)}</summary>{shown}</details>")
+        examples.append(f"<details><summary>{escape(reason)}</summary>{shown}</details>")
     return (
         f"<h3>Dropped in {stage['stage']}</h3><div class=scroll><table><tr><th>reason<th>documents"
         f"<th>share<th>text<th>{''.join(rows)}</table></div>"
@@ -240,11 +241,11 @@ def _histogram(counts: Mapping[int, int]) -> str:
         height, left = 120 * count / highest, 4 + number * width
         marks.append(
             f'<rect x="{left:.1f}" y="{130 - height:.1f}" width="{width - 2:.1f}" '
-            f'height="{height:.1f}" fill="#2a7f62"><title>{_bytes(size)} to {_bytes(2 * size)}: '
+            f'height="{height:.1f}" fill="#2a7f62"><title>{size_of(size)} to {size_of(2 * size)}: '
             f"{count:,} documents</title></rect>"
         )
         if number % -(-len(bins) // 6) == 0:
-            marks.append(f'<text x="{left:.1f}" y="145">{_bytes(size)}</text>')
+            marks.append(f'<text x="{left:.1f}" y="145">{size_of(size)}</text>')
     return f'<svg viewBox="0 0 430 150" role=img>{"".join(marks)}</svg>'
 
 
@@ -257,9 +258,9 @@ def _times(source: Mapping[str, Any]) -> str:
             )
             seconds = sorted(phase["seconds"])
             rows.append(
-                f"<tr><td>{_name(phase['phase'])}<td>{phase['num_tasks']:,}"
+                f"<tr><td>{name_of(phase['phase'])}<td>{phase['num_tasks']:,}"
                 f"<td>{phase['wall_seconds']:,.1f}<td>{phase['task_seconds']:,.1f}"
-                f"<td>{seconds[len(seconds) // 2]:.2f}<td>{_text(slowest)}"
+                f"<td>{seconds[len(seconds) // 2]:.2f}<td>{escape(slowest)}"
                 f"<td>{len(phase['hosts']):,}"
             )
     if not rows:
@@ -269,24 +270,3 @@ def _times(source: Mapping[str, Any]) -> str:
         "<th>task seconds<th>median task<th>slowest tasks<th>hosts"
         f"{''.join(rows)}</table></div>"
     )
-
-
-def _share(part: int, total: int) -> str:
-    return f"{100 * part / total:.1f} %" if total else ""
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
-
-
-def _name(value: str) -> str:
-    """Return a name that may be divided between its words."""
-    return _text(value).replace("_", "_<wbr>").replace(".", ".<wbr>")
-
-
-def _text(value: Any) -> str:
-    return html.escape(str(value))

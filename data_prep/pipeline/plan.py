@@ -32,6 +32,9 @@ def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[s
         if stage == "clean":
             fingerprints[stage] = before = _clean_fingerprint(recipe, source)
             continue
+        if stage == "select":
+            fingerprints[stage] = before = _select_fingerprint(recipe, source)
+            continue
         if recipe.dedup is not None and stage == "dedup":
             fingerprints[stage] = before = _dedup_fingerprint(recipe, source)
             continue
@@ -55,6 +58,15 @@ def _clean_fingerprint(recipe: Recipe, source: Source) -> str:
     return fingerprint([inputs, "clean", options])
 
 
+def _select_fingerprint(recipe: Recipe, source: Source) -> str:
+    """Return the fingerprint of the select stage; of clean, if there is none."""
+    before = _clean_fingerprint(recipe, source)
+    if recipe.select is None:
+        return before
+    options = [recipe.content["select"], filters_identity(recipe.select.filters)]
+    return fingerprint([before, "select", options])
+
+
 def _dedup_fingerprint(recipe: Recipe, source: Source) -> str:
     """Return the fingerprint of a source's dedup stage, which covers the sources before it."""
     assert recipe.dedup is not None
@@ -62,7 +74,7 @@ def _dedup_fingerprint(recipe: Recipe, source: Source) -> str:
     # That of the last one covers all before it.
     against = [*recipe.against, *(_dedup_fingerprint(recipe, each) for each in earlier[-1:])]
     options = dedup_identity(recipe.dedup.of_stage(()), against)
-    return fingerprint([_clean_fingerprint(recipe, source), "dedup", options])
+    return fingerprint([_select_fingerprint(recipe, source), "dedup", options])
 
 
 def tokenizer_fingerprint(options: TokenizerOptions, stages: Sequence[str]) -> str:
@@ -89,6 +101,8 @@ def print_plan(
         print(f"tokenizer trained on the documents that all sources keep: {training.state}")
         for key, value in asdict(recipe.training).items():
             print(f"        {key}: {value}")
+    if recipe.report is not None:
+        print(f"report    with shares by {', '.join(recipe.report.shares_by)}")
     for pipeline in pipelines:
         source = pipeline.source
         sizes = [each.size_bytes for each in source.inputs]
@@ -119,7 +133,7 @@ def _reading_of(options: SourceOptions) -> Sequence[str]:
 
 
 def _options_of(recipe: Recipe, stage: str) -> Sequence[str]:
-    if stage == "clean":
-        return [json.dumps(each) for each in recipe.clean.filters] or ["no filters"]
     options = getattr(recipe, stage)
+    if stage in ("clean", "select"):
+        return [json.dumps(each) for each in options.filters] or ["no filters"]
     return [f"{key}: {value}" for key, value in asdict(options).items()]

@@ -1,15 +1,15 @@
 """Reads a recipe: the JSON file that describes a pipeline, checked completely before it runs.
 
 Paths are relative to the recipe. Every source passes through the same stages, each with its own
-directory: `OUTPUT/SOURCE/clean`, `dedup`, `repeats`, `decontaminate`, `shards`. All sources share a
-tokenizer that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
+directory: `OUTPUT/SOURCE/clean`, `select`, `dedup`, ..., `shards`. All sources share a tokenizer
+that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
 `data_prep/recipes/` has examples.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from data_prep.filters.clean import CleanOptions
 from data_prep.filters.parameters import filter_problems, resolve_model_paths
 from data_prep.pipeline.recipe_options import (
     PackOptions,
+    ReportOptions,
     ShardOptions,
     SourceOptions,
     SourcesDedupOptions,
     TokenizerOptions,
+    tokenizer_problems,
 )
 from data_prep.read.discovery import HUB_ID, find_inputs
 from data_prep.read.readers import Input
@@ -43,11 +45,12 @@ OPTION_KEYS: dict[str, type] = {
     "train_tokenizer": TokenizerOptions,
     "tokenize": ShardOptions,
     "pack": PackOptions,
+    "report": ReportOptions,
 }
-KEYS = ("output", "sources", "clean", *OPTION_KEYS, "executor")
+KEYS = ("output", "sources", "clean", "select", *OPTION_KEYS, "executor")
 CLEAN_KEYS = ("filters", "keep_dropped", "unit_bytes")
-STAGES = ("clean", "dedup", "repeats", "decontaminate", "shards", "pack")
-TOKENIZER = "tokenizer"  # directory of the tokenizer that a pipeline trains
+SELECT_KEYS = ("filters", "keep_dropped")
+STAGES = ("clean", "select", "dedup", "repeats", "decontaminate", "shards", "pack")
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 Json = dict[str, Any]
@@ -82,6 +85,7 @@ class Recipe:
     output: Path
     sources: tuple[Source, ...]
     clean: CleanOptions
+    select: CleanOptions | None
     dedup: SourcesDedupOptions | None
     against: tuple[str, ...]
     repeats: RepeatsOptions | None
@@ -90,6 +94,7 @@ class Recipe:
     tokenizer: Tokenizer | None
     training: TokenizerOptions | None
     pack: PackOptions | None
+    report: ReportOptions | None
     executor: Json
 
     def val_fraction(self, source: Source) -> float:
@@ -117,7 +122,8 @@ class Recipe:
     def stages(self) -> tuple[str, ...]:
         """The stages of each source, in order."""
         options = (
-            self.clean, self.dedup, self.repeats, self.decontaminate, self.shards, self.pack,
+            self.clean, self.select, self.dedup, self.repeats, self.decontaminate, self.shards,
+            self.pack,
         )  # fmt: skip
         return tuple(
             stage for stage, given in zip(STAGES, options, strict=True) if given is not None
@@ -154,7 +160,10 @@ def read_recipe(path: Path) -> Recipe:
     for key, kind in OPTION_KEYS.items():
         if key in content:
             options[key] = _collect(problems, parse_options, kind, content[key], f"{path}: {key}")
-    clean = _clean(content.get("clean", {}), f"{path}: clean", base, problems)
+    clean = _clean(content.get("clean", {}), f"{path}: clean", base, CLEAN_KEYS, problems)
+    select = None
+    if "select" in content:
+        select = _clean(content["select"], f"{path}: select", base, SELECT_KEYS, problems)
     output = content.get("output")
     if not isinstance(output, str) or not output:
         problems.append(f"{path}: output: {output!r} is not the path of a directory.")
@@ -175,7 +184,7 @@ def read_recipe(path: Path) -> Recipe:
         names = list(content.get("sources") or ())
         found = options["dedup"].problems_with_sources(names, base / output)
         problems += [f"{path}: dedup.{problem}" for problem in found]
-    problems += _tokenizer_problems(content, options, f"{path}")
+    problems += tokenizer_problems(content, options, f"{path}")
     tokenizer = None
     if options["tokenize"] is not None and options["tokenize"].tokenizer:
         name = _tokenizer_name(base, options["tokenize"].tokenizer)
@@ -185,9 +194,10 @@ def read_recipe(path: Path) -> Recipe:
     if problems:
         raise ConfigError(problems)
     recipe = Recipe(
-        path, content, base / output, sources, clean, options["dedup"], against,
+        path, content, base / output, sources, clean, select, options["dedup"], against,
         options["repeats"], options["decontaminate"], options["tokenize"], tokenizer,
-        options["train_tokenizer"], options["pack"], executor,
+        options["train_tokenizer"], options["pack"], options["report"],
+        executor,
     )  # fmt: skip
     for source in sources:
         arguments = source.inputs, source.options.rules(), recipe.val_fraction(source)
@@ -214,38 +224,17 @@ def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
         return None
 
 
-def _tokenizer_problems(content: Json, options: Mapping[str, Any], where: str) -> list[str]:
-    """Return the contradictions between the keys that train, need and use a tokenizer."""
-    problems = []
-    if options["train_tokenizer"] is not None:
-        lines = options["train_tokenizer"].bpe().problems()
-        problems += [f"{where}: train_tokenizer.{line.removeprefix('--')}" for line in lines]
-        if "tokenize" not in content:
-            problems.append(f"{where}: train_tokenizer: needs tokenize, which uses it. Add it.")
-        if TOKENIZER in (content.get("sources") or ()):
-            problems.append(
-                f"{where}: sources.{TOKENIZER}: is the name of the tokenizer's directory. Rename "
-                f"the source."
-            )
-    if "pack" in content and "tokenize" not in content:
-        problems.append(f"{where}: pack: needs tokenize, whose shards it packs. Add it.")
-    shards = options["tokenize"]
-    if shards is not None and bool(shards.tokenizer) == ("train_tokenizer" in content):
-        problems.append(
-            f"{where}: tokenize.tokenizer: give exactly one of this key and train_tokenizer."
-        )
-    return problems
-
-
-def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOptions:
+def _clean(
+    given: Any, where: str, base: Path, keys: Sequence[str], problems: list[str]
+) -> CleanOptions:
+    """Return the options of `clean` or `select`, which is the last part of `where`."""
     if not isinstance(given, Mapping):
         problems.append(f"{where}: {given!r} is not an object of options.")
         return CleanOptions()
     problems += [
-        f"{where}.{key}: is not an option.{did_you_mean(key, CLEAN_KEYS)} "
-        f"Known: {', '.join(CLEAN_KEYS)}."
+        f"{where}.{key}: is not an option.{did_you_mean(key, keys)} Known: {', '.join(keys)}."
         for key in given
-        if key not in CLEAN_KEYS
+        if key not in keys
     ]
     filters = resolve_model_paths(base, given.get("filters", []))
     problems += filter_problems(filters, f"{where}.filters")
@@ -258,7 +247,7 @@ def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOpti
     keep = Path("dropped") if given.get("keep_dropped") is True else None
     unit_bytes = None if size is None else int(size)
     return CleanOptions(tuple(filters) if isinstance(filters, list) else (), unit_bytes=unit_bytes,
-                        keep_dropped=keep)  # fmt: skip
+                        keep_dropped=keep, stage=where.rpartition(" ")[2])  # fmt: skip
 
 
 def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterator[Source]:

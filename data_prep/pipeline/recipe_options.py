@@ -3,9 +3,10 @@
 Defines and checks values only. The options of the other stages are defined beside the stages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from data_prep.dedup.dedup import DedupOptions
 from data_prep.dedup.signatures import against_problems
@@ -16,6 +17,7 @@ from data_prep.tokenizer.bpe import BpeOptions
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 ENCODERS = ("auto", *BACKENDS)
+TOKENIZER = "tokenizer"  # directory of the tokenizer that a pipeline trains
 MAX_SEQ_LEN = (1 << 24) - 1
 
 
@@ -173,3 +175,44 @@ class PackOptions:
         """Yield (option, message) for each invalid value."""
         if not 1 <= self.seq_len <= MAX_SEQ_LEN:
             yield "seq_len", f"{self.seq_len} is not between 1 and {MAX_SEQ_LEN:,}."
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What the report shows beside the counts of the stages.
+
+    Attributes:
+        shares_by: keys of documents, by whose values documents, bytes and tokens are counted.
+    """
+
+    shares_by: tuple[str, ...]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (option, message) for each invalid value."""
+        if not self.shares_by or len(set(self.shares_by)) < len(self.shares_by):
+            yield "shares_by", f"{list(self.shares_by)} does not name at least one key, each once."
+
+
+def tokenizer_problems(
+    content: Mapping[str, Any], options: Mapping[str, Any], where: str
+) -> list[str]:
+    """Return the contradictions between the keys that train, need and use a tokenizer."""
+    problems = []
+    if options["train_tokenizer"] is not None:
+        lines = options["train_tokenizer"].bpe().problems()
+        problems += [f"{where}: train_tokenizer.{line.removeprefix('--')}" for line in lines]
+        if "tokenize" not in content:
+            problems.append(f"{where}: train_tokenizer: needs tokenize, which uses it. Add it.")
+        if TOKENIZER in (content.get("sources") or ()):
+            problems.append(
+                f"{where}: sources.{TOKENIZER}: is the name of the tokenizer's directory. Rename "
+                f"the source."
+            )
+    if "pack" in content and "tokenize" not in content:
+        problems.append(f"{where}: pack: needs tokenize, whose shards it packs. Add it.")
+    shards = options["tokenize"]
+    if shards is not None and bool(shards.tokenizer) == ("train_tokenizer" in content):
+        problems.append(
+            f"{where}: tokenize.tokenizer: give exactly one of this key and train_tokenizer."
+        )
+    return problems

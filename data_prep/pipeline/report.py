@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.pipeline.html_report import render
+from data_prep.pipeline.shares import SHARES
 from data_prep.read.stage_files import read_stage
 from data_prep.tasks.phases import TaskRecord
 from zerolm.common.files import write_atomically, write_json
@@ -17,7 +18,7 @@ from zerolm.common.records import read_record
 from zerolm.data.packing import PackingManifest, index_file
 from zerolm.shards.manifest import read_manifest
 
-STAGES = ("clean", "dedup", "repeats", "decontaminate")
+STAGES = ("clean", "select", "dedup", "repeats", "decontaminate")
 REPORT_JSON, REPORT_HTML = "report.json", "report.html"
 MAX_SLOW_TASKS = 5
 Json = dict[str, Any]
@@ -61,6 +62,8 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
             source["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}
             if (packed := _packing(path.parent, recipe)) is not None:
                 source["packing"][name] = packed
+    if "report" in recipe:
+        source["shares"] = read_record(directory / SHARES, dict)
     _estimate_tokens(source)
     return source
 

@@ -18,7 +18,9 @@ from data_prep.dedup.repeats import run_repeats
 from data_prep.dedup.signatures import signatures_manifest
 from data_prep.filters.clean import run_clean
 from data_prep.pipeline.plan import stage_fingerprints, tokenizer_fingerprint
+from data_prep.pipeline.recipe_options import TOKENIZER
 from data_prep.pipeline.report import write_report
+from data_prep.pipeline.shares import count_shares
 from data_prep.pipeline.state import lock_output, make_directory, read_state, write_state
 from data_prep.read.bad_input import describe_changes
 from data_prep.read.discovery import find_inputs
@@ -32,8 +34,6 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import versions
 from zerolm.data.packing import index_file
 from zerolm.shards.reader import open_source
-
-TOKENIZER = "tokenizer"  # directory of the tokenizer that is trained
 
 Json = dict[str, Any]
 
@@ -60,6 +60,7 @@ def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training
             training.run()
         for pipeline in pipelines:
             pipeline.run(recipe.stages[len(pipeline.text_stages) :])
+            pipeline.count_shares()
         return write_report(recipe.output, recipe.provenance())
 
 
@@ -133,12 +134,32 @@ class Pipeline:
                 print(f"{name}: {self._outcome(stage)}, {time.monotonic() - start:,.1f} s")
             before = output
 
+    def count_shares(self) -> None:
+        """Count documents, bytes and tokens by the keys that the report asks for."""
+        recipe = self.recipe
+        if recipe.report is None:
+            return
+        shards = [] if recipe.shards is None else self._shard_directories()
+        last = self.directory / self.text_stages[-1]
+        fraction = recipe.val_fraction(self.source)
+        keys = recipe.report.shares_by
+        count_shares(self.directory, last, shards, keys, fraction, self.executor)
+
     def _run_clean(self, output: Path, before: Path | None) -> None:
         recipe, source = self.recipe, self.source
         options = replace(recipe.clean, rules=source.options.rules())
         if options.keep_dropped is not None:
             options = replace(options, keep_dropped=output / "dropped")
         run_clean(options, source.inputs, output, self.executor, self._provenance())
+
+    def _run_select(self, output: Path, before: Path | None) -> None:
+        assert before is not None
+        stage = read_stage(before)
+        inputs, _ = find_inputs([str(before)], stage.text_field)
+        options = replace(self.recipe.select, rules=self.source.options.rules())
+        if options.keep_dropped is not None:
+            options = replace(options, keep_dropped=output / "dropped")
+        run_clean(options, inputs, output, self.executor, provenance_of(stage))
 
     def _run_dedup(self, output: Path, before: Path | None) -> None:
         run_dedup(self._dedup_options(), *_documents(before), output, self.executor)

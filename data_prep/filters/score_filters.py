@@ -1,0 +1,204 @@
+"""Filters that give documents scores, and filters that drop documents by scores or tags.
+
+A score is a number in the object `scores` of a document. So a first pass runs the models, and later
+ones choose thresholds without them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from zerolm.common.errors import ConfigError
+
+SCORES, TAGS = "scores", "tags"  # keys of a document
+STATS = {  # modules and classes of datatrove.pipeline.stats that need no other text or model
+    "document": "doc_stats:DocStats",
+    "lines": "line_stats:LineStats",
+    "paragraphs": "paragraph_stats:ParagraphStats",
+}
+PREFIX = "__label__"
+
+Json = dict[str, Any]
+
+
+class FastText:
+    """datatrove's fastText filter with a model file; also stores the scores of all labels.
+
+    Args:
+        model: path of the file.
+        name: of the scores: `scores["NAME.LABEL"]`; default: the name of the file.
+
+    Raises:
+        ConfigError: the file is not a model, or it has other labels.
+    """
+
+    def __init__(self, model: str, name: str = "", **parameters: Any):
+        from datatrove.pipeline.filters.fasttext_filter import FastTextClassifierFilter
+        from fasttext.FastText import _FastText
+
+        for key in ("keep_labels", "remove_labels"):
+            parameters[key] = [(label, low) for label, low in parameters.get(key) or ()] or None
+        self.step = FastTextClassifierFilter(model_url=model, **parameters)
+        self.name = name or Path(model).stem.replace(".", "_")
+        try:
+            self.step._model = _FastText(model)
+        except ValueError as error:
+            raise ConfigError(f"filters: fasttext: model: {model}: {error}") from error
+        known = [label.removeprefix(PREFIX) for label in self.step._model.labels]
+        asked = [*(parameters["keep_labels"] or ()), *(parameters["remove_labels"] or ())]
+        if unknown := [label for label, _ in asked if label not in known]:
+            raise ConfigError(
+                f"filters: fasttext: {model} has no label {', '.join(unknown)}. It has "
+                f"{', '.join(known[:20])}{', ...' if len(known) > 20 else ''}."
+            )
+
+    @staticmethod
+    def problems(parameters: Json) -> Iterator[str]:
+        if (model := parameters.get("model")) is None:
+            yield "needs `model`, the path of a fastText model file."
+        elif not Path(model).is_file():
+            yield f"model: {model}: no such file. Check the path."
+        if parameters.get("keep_labels") and parameters.get("remove_labels"):
+            yield "keep_labels: cannot be combined with remove_labels. Use two filters."
+        for key in ("keep_labels", "remove_labels"):
+            pairs = parameters.get(key) or []
+            if not all(_is_label(pair) for pair in pairs):
+                yield f"{key}: {pairs!r} is not a list of [label, threshold from 0 to 1] pairs."
+        if parameters.get("filter_mode", "DOCUMENT") not in ("DOCUMENT", "PARAGRAPH", "SENTENCE"):
+            yield "filter_mode: is not DOCUMENT, PARAGRAPH or SENTENCE."
+
+    def __call__(self, document: Any) -> bool | tuple[bool, str]:
+        before = document.text
+        is_kept = self.step.filter(document)
+        found = {key: value for key, value in document.metadata.items() if key.startswith(PREFIX)}
+        for key in found:
+            del document.metadata[key]
+        add_scores(
+            document,
+            {f"{self.name}.{key.removeprefix(PREFIX)}": value for key, value in found.items()},
+        )
+        if is_kept:
+            return True
+        document.text = before  # a dropped document is listed with the text it had
+        return False, self.name
+
+
+def _is_label(pair: Any) -> bool:
+    return (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], int | float)
+        and 0 <= pair[1] <= 1
+    )
+
+
+class Stats:
+    """Stores datatrove's statistics of a text as scores: `document.digit_ratio`, for example."""
+
+    def __init__(self, of: Sequence[str] = ("document",)):
+        import importlib
+
+        self.steps = {}
+        for group in of:
+            module, name = STATS[group].split(":")
+            loaded = importlib.import_module(f"datatrove.pipeline.stats.{module}")
+            self.steps[group] = getattr(loaded, name)("memory://")  # nothing is written there
+
+    @staticmethod
+    def problems(parameters: Json) -> Iterator[str]:
+        of = parameters.get("of", ["document"])
+        if not isinstance(of, list) or not of or not set(of) <= set(STATS):
+            yield f"of: {of!r} is not a list of {', '.join(STATS)}."
+
+    def __call__(self, document: Any) -> bool:
+        for group, step in self.steps.items():
+            found = step.extract_stats(document)
+            add_scores(document, {f"{group}.{key}": value for key, value in found.items()})
+        return True
+
+
+class Score:
+    """Drops documents by a number that they have, from an earlier stage or from the input."""
+
+    def __init__(
+        self,
+        key: str,
+        min: float | None = None,  # the names of the recipe
+        max: float | None = None,
+        missing: str = "drop",
+    ):
+        self.key, self.min, self.max, self.missing = key, min, max, missing
+
+    @staticmethod
+    def problems(parameters: Json) -> Iterator[str]:
+        if not isinstance(parameters.get("key"), str):
+            yield "needs `key`, the path of a number such as scores.quality.hq."
+        low, high = parameters.get("min"), parameters.get("max")
+        for key, limit in (("min", low), ("max", high)):
+            if limit is not None and not _is_number(limit):
+                yield f"{key}: {limit!r} is not a number."
+        if low is None and high is None:
+            yield "needs `min` or `max`."
+        elif _is_number(low) and _is_number(high) and low > high:
+            yield f"min: {low} is above max, {high}."
+        if parameters.get("missing", "drop") not in ("drop", "keep"):
+            yield f"missing: {parameters['missing']!r} is not drop or keep."
+
+    def __call__(self, document: Any) -> bool | tuple[bool, str]:
+        value = value_at(document.metadata, self.key)
+        if not _is_number(value):
+            return self.missing == "keep" or (False, f"{self.key}.missing")
+        if self.min is not None and not value >= self.min:  # also NaN
+            return False, f"{self.key}.too_low"
+        if self.max is not None and not value <= self.max:
+            return False, f"{self.key}.too_high"
+        return True
+
+
+class Tags:
+    """Drops documents with certain tags: what filters with `"tag": true` would have dropped."""
+
+    def __init__(self, drop: Sequence[str]):
+        self.drop = drop
+
+    @staticmethod
+    def problems(parameters: Json) -> Iterator[str]:
+        drop = parameters.get("drop")
+        if not isinstance(drop, list) or not drop or not all(isinstance(d, str) for d in drop):
+            yield f"drop: {drop!r} is not a list of tags, such as gopher_quality."
+
+    def __call__(self, document: Any) -> bool | tuple[bool, str]:
+        for tag in document.metadata.get(TAGS) or ():
+            for name in self.drop:
+                if tag == name or tag.startswith(f"{name}."):
+                    return False, tag
+        return True
+
+
+def add_scores(document: Any, scores: Mapping[str, float]) -> None:
+    """Add scores to a datatrove document; its record is not changed in place."""
+    document.metadata[SCORES] = {**(document.metadata.get(SCORES) or {}), **scores}
+
+
+def scores_of(record: Mapping[str, Any]) -> Json:
+    """Return the scores of a document for histograms, with datatrove's score of its language."""
+    scores = record.get(SCORES)
+    found = dict(scores) if isinstance(scores, dict) else {}
+    if "language_score" in record:
+        found["language_score"] = record["language_score"]
+    return found
+
+
+def value_at(record: Any, key: str) -> Any:
+    """Return the value of a key, in which dots may be part of names or lead into objects."""
+    if not isinstance(record, Mapping):
+        return None
+    if key in record:
+        return record[key]
+    first, dot, rest = key.partition(".")
+    return value_at(record.get(first), rest) if dot else None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
