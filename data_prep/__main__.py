@@ -1,7 +1,7 @@
 """Entry point of `python -m data_prep COMMAND` and `zerolm data COMMAND`.
 
 Lists the commands, from cleaning raw text to inspecting token shards. Each is a module of
-`data_prep.cli`, imported when the command runs.
+`data_prep.cli` or `data_prep.shard_commands`, imported when the command runs.
 """
 
 import gc

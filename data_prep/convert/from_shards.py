@@ -107,7 +107,7 @@ def _write(
 
     def ends() -> Iterator[np.ndarray]:
         for each in sources:
-            for shard in range(len(each.manifest["shards"])):
+            for shard in range(len(each.shards)):
                 yield each.document_ends(shard).astype(np.int64)
 
     content = Content(
@@ -116,7 +116,7 @@ def _write(
         sum(each.num_documents for each in sources),
         num_tokens,
         source.dtype,
-        source.manifest.get("split", {}).get("part") == "validation",
+        source.head.get("split", {}).get("part") == "validation",
         source_decoder(source) if with_text else None,
         "".join(each.fingerprint for each in sources),
     )
@@ -136,7 +136,7 @@ def _write(
         **counts,
         "vocab_size": source.vocab_size,
         "eos_id": source.eos_id,
-        "tokenizer": source.manifest["tokenizer"],
+        "tokenizer": source.head["tokenizer"],
         "files": [
             {
                 "file": path.relative_to(directory).as_posix(),

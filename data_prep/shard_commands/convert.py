@@ -7,6 +7,7 @@ from typing import Any
 
 from data_prep.cli.input_flags import add_output_flag, provenance
 from data_prep.cli.problems import Problems
+from data_prep.shard_commands.reshard import inside_problems
 from zerolm.common.url import path_or_url
 
 NAMES = ("megatron", "mds", "litdata", "parquet", "nanogpt")
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> None:
         if getattr(options, name):
             direction = "--from" if options.target else "--to"
             problems.lines.append(f"--{name}: applies to {direction} only. Leave it out.")
+    problems.lines += inside_problems(options.output, options.inputs)
     (_to_shards if options.source else _from_shards)(options, problems)
 
 

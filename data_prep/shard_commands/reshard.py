@@ -2,12 +2,13 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.cli.input_flags import add_output_flag, provenance
 from data_prep.cli.problems import Problems
-from zerolm.common.url import path_or_url
+from zerolm.common.url import is_url, path_or_url
 
 LIMIT = (1 << 62) - 1
 PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -101,18 +102,21 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_outputs(options: argparse.Namespace, outputs: list[Path], problems: Problems) -> None:
-    from zerolm.common.url import is_url
     from zerolm.shards.directory import output_problems
 
     for output in outputs:
         problems.lines += [f"--output {line}" for line in output_problems(output)]
-    target = options.output.resolve()
-    for path in options.shards:
-        if not is_url(str(path)) and path.resolve() in (target, *target.parents):
-            problems.lines.append(
-                f"--output {options.output}: is {path}, which is read, or inside of it. Choose "
-                f"another directory."
-            )
+    problems.lines += inside_problems(options.output, options.shards)
+
+
+def inside_problems(output: Path, inputs: Sequence[Any]) -> list[str]:
+    """Return why an output cannot be written: it is an input, or inside of one."""
+    target = output.resolve()
+    return [
+        f"--output {output}: is {path}, which is read, or inside of it. Choose another directory."
+        for path in inputs
+        if not is_url(str(path)) and path.resolve() in (target, *target.parents)
+    ]
 
 
 def _optional(problems: Problems, name: str, text: str | None) -> int | None:

@@ -3,6 +3,7 @@
 A selection of documents is made from document ends and origins alone, before any id is read.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from zerolm.shards.origins import MAX_INPUTS, POSITION_BITS, list_inputs, pack_o
 from zerolm.shards.reader import Source
 
 PIECE_TOKENS = 1 << 22  # read at a time, unless a document is longer
+PIECES_AHEAD = 2  # that are fetched from a store while one is read
 
 
 class Documents(NamedTuple):
@@ -141,7 +143,7 @@ class Inputs:
         """
         mapped = self._numbers[number]
         if isinstance(mapped, int):
-            count = source.manifest["shards"][shard]["num_documents"]
+            count = source.shards[shard]["num_documents"]
             return pack_origins(mapped, np.arange(first, first + count))
         old = np.frombuffer(source.files.read_sidecar(shard, "origins"), "<u8")
         positions = old & np.uint64((1 << POSITION_BITS) - 1)
@@ -181,29 +183,37 @@ class Chosen(NamedTuple):
         """
         starts = self.ends - np.diff(self.ends, prepend=0)
         new_ends = np.cumsum(self.lengths)
-        for one, two in piece_bounds(new_ends):
-            numbers = self.numbers[one:two]
-            low, high = int(starts[numbers[0]]), int(self.ends[numbers[-1]])
-            if high - low <= 2 * PIECE_TOKENS:
+        bounds = list(piece_bounds(new_ends))
+        ranges = [self._ranges(starts, self.numbers[one:two]) for one, two in bounds]
+        fetches: deque[Any] = deque()  # which keep what has arrived from a store
+        for place, (one, two) in enumerate(bounds):
+            while place + len(fetches) < min(len(bounds), place + 1 + PIECES_AHEAD):
+                fetches.append(self.source.files.prefetch(ranges[place + len(fetches)]))
+            numbers, (_, low, high) = self.numbers[one:two], ranges[place][0]
+            if len(ranges[place]) == 1:
                 ids = self.source.ids(self.shard, low, high)
                 ids = _gather(ids, starts - low, self.ends - low, numbers)
-            else:  # few of the documents between them are chosen
-                ids = np.concatenate(
-                    [
-                        self.source.ids(self.shard, int(starts[each]), int(self.ends[each]))
-                        for each in numbers
-                    ]
-                )
+            else:
+                ids = np.concatenate([self.source.ids(*each) for each in ranges[place]])
+            fetches.popleft()
             ends = new_ends[one:two] - (new_ends[one - 1] if one else 0)
             wrong = np.flatnonzero(ids[ends - 1] != self.source.eos_id)
             if len(wrong):
-                path = self.source.directory / self.source.manifest["shards"][self.shard]["file"]
+                path = self.source.directory / self.source.shards[self.shard]["file"]
                 raise ShardError(
                     f"{path}: document {numbers[wrong[0]]} does not end in id "
                     f"{self.source.eos_id}, the EOS of its manifest. Tokenize again."
                 )
             chosen_keys = None if keys is None else keys[one:two]
             yield Documents(ids, ends, self.origins[numbers], chosen_keys)
+
+    def _ranges(self, starts: np.ndarray, numbers: np.ndarray) -> list[tuple[int, int, int]]:
+        """Return (shard, first id, end) to read for documents: all between them, unless few are."""
+        low, high = int(starts[numbers[0]]), int(self.ends[numbers[-1]])
+        if high - low <= 2 * PIECE_TOKENS:
+            return [(self.shard, low, high)]
+        pairs = zip(starts[numbers].tolist(), self.ends[numbers].tolist(), strict=True)
+        return [(self.shard, start, end) for start, end in pairs]
 
 
 def choose(
@@ -224,7 +234,7 @@ def choose(
     first = documents = tokens = 0
     for number, source in enumerate(sources):
         first_of_source = first
-        for shard, entry in enumerate(source.manifest["shards"]):
+        for shard, entry in enumerate(source.shards):
             ends = source.document_ends(shard).astype(np.int64)
             _check_ends(source, entry, ends)
             origins = inputs.origins(source, number, shard, first - first_of_source)

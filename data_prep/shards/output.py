@@ -22,7 +22,7 @@ from zerolm.shards.origins import INPUTS
 from zerolm.shards.token_bytes import TokenBytes, read_token_bytes
 from zerolm.shards.writer import ShardWriter
 
-SPARE_BYTES = 64 << 20  # for the file system and small files
+SPARE_BYTES = 16 << 20  # for the file system and small files
 
 
 class Output:

@@ -66,7 +66,7 @@ def differences(sources: Sequence[Source]) -> list[str]:
             ("dtype", "Reshard each by itself first."),
         ):
             one, two = (
-                each.manifest["tokenizer"][key] if key == "fingerprint" else each.manifest[key]
+                each.head["tokenizer"][key] if key == "fingerprint" else each.head[key]
                 for each in (first, other)
             )
             if one != two:
@@ -74,7 +74,7 @@ def differences(sources: Sequence[Source]) -> list[str]:
                 problems.append(
                     f"{other.directory}: {name} is {two}, but {one} in {first.directory}. {fix}"
                 )
-        one, two = (each.manifest.get("split", {}).get("part") for each in (first, other))
+        one, two = (each.head.get("split", {}).get("part") for each in (first, other))
         if {one, two} == {"training", "validation"}:
             problems.append(
                 f"{other.directory}: holds {two} documents, and {first.directory} {one} documents, "
@@ -155,7 +155,7 @@ class Reshard:
 
         def keys(number: int, output: Output) -> dict[str, Any]:
             found = {**common, **output.counted(), "reshard": self._record(number)}
-            texts = [each.manifest.get("text_bytes") for each in self.sources]
+            texts = [each.head.get("text_bytes") for each in self.sources]
             if options.keeps_all and None not in texts:
                 found["text_bytes"] = sum(texts)
             return found
@@ -181,7 +181,7 @@ class Reshard:
             if path.is_file():
                 (target / path.relative_to(copy)).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target / path.relative_to(copy))
-        return source.manifest["tokenizer"]
+        return source.head["tokenizer"]
 
     def _record(self, number: int) -> dict[str, Any]:
         """Return what was done, for the manifest of one output."""
@@ -195,7 +195,7 @@ class Reshard:
 
     def _common_keys(self) -> dict[str, Any]:
         """Return the manifest keys that describe the sources."""
-        manifests = [source.manifest for source in self.sources]
+        manifests = [source.head for source in self.sources]
         keys: dict[str, Any] = {
             "inputs": [],
             "parents": [parent_entry(each) for each in self.sources],
@@ -213,7 +213,7 @@ class Reshard:
 def parent_entry(source: Source) -> dict[str, Any]:
     """Return the manifest entry of a source that documents came from."""
     content = source.files.read_bytes(MANIFEST)
-    own = {key: value for key, value in source.manifest.items() if key not in NOT_PROVENANCE}
+    own = {key: value for key, value in source.head.items() if key not in NOT_PROVENANCE}
     return {
         "directory": str(source.directory),
         "fingerprint": source.fingerprint,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zerolm.common.errors import ShardError
-from zerolm.shards.table import column
+from zerolm.shards.table import all_have, column
 
 if TYPE_CHECKING:  # tokenization workers import this module, but must not load the reader
     from zerolm.shards.reader import Source
@@ -90,7 +90,6 @@ def list_inputs(source: Source) -> list[dict[str, Any]] | None:
     Raises:
         ShardError: the list is missing or damaged.
     """
-    has_origins = all("origins" in shard for shard in source.manifest["shards"])
-    if not has_origins or "input_files" not in source.manifest:
+    if not all_have(source.shards, "origins") or "input_files" not in source.head:
         return None
     return _inputs(source.files)

@@ -16,6 +16,7 @@ from data_prep.shards import documents as documents_module
 from data_prep.shards import shuffle
 from tests.data_prep.shards.corpus import tokenize, write_corpus
 from tests.data_prep.tokenize.tokenized import documents_of
+from tests.range_server import range_server
 from zerolm.shards.origins import find_origin
 from zerolm.shards.reader import open_source, verify
 from zerolm.shards.writer import ShardWriter
@@ -221,6 +222,31 @@ def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, cap
     assert reshard(one, "--output", tmp_path / "new", "--min_length", 10**6) == 2
     assert "no document is chosen of 200" in capfd.readouterr().err
     assert not (tmp_path / "new").exists() and not (one / "inside").exists()
+
+
+def test_shards_in_a_store_are_read_in_large_requests(corpus, tmp_path):
+    _, one, two, _ = corpus
+    merged = tmp_path / "merged"
+    assert reshard(one, two, "--output", merged) == 0
+    assert (merged / "shard-00000.bin").stat().st_size > 1 << 16, "more than one block"
+    with range_server(tmp_path) as server:
+        url = f"{server.url}/merged"
+        assert reshard(url, "--output", tmp_path / "new", "--shuffle", 2) == 0
+        # Two of them check the store when it is opened; one has both blocks.
+        assert server.requests["merged/shard-00000.bin"] == 3
+    assert reshard(merged, "--output", tmp_path / "expected", "--shuffle", 2) == 0
+    assert content_of(tmp_path / "new") == content_of(tmp_path / "expected")
+    assert manifest_of(tmp_path / "new")["parents"][0]["directory"] == url
+
+
+def test_many_shards_with_a_table_are_read_like_few(corpus, tmp_path, monkeypatch):
+    _, one, two, _ = corpus
+    monkeypatch.setattr("zerolm.shards.directory.MIN_SHARDS", 10)
+    assert reshard(one, two, "--output", tmp_path / "many", "--shard_tokens", 4000) == 0
+    assert (tmp_path / "many" / "shards.table").exists()
+    assert reshard(tmp_path / "many", "--output", tmp_path / "few") == 0
+    assert reshard(one, two, "--output", tmp_path / "merged") == 0
+    assert content_of(tmp_path / "few") == content_of(tmp_path / "merged")
 
 
 def test_a_source_without_sums_is_verified_and_one_without_origins_is_named(corpus, tmp_path):
