@@ -1,7 +1,9 @@
 """Muon and Lion in plain PyTorch, from their papers, on unsharded parameters."""
 
 import math
+from functools import partial
 
+import numpy as np
 import torch
 
 PRECISION = torch.float64  # of the Newton-Schulz iteration
@@ -112,3 +114,75 @@ def lion(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.O
     matrices = [master for master in masters.values() if master.ndim >= 2]
     others = [master for master in masters.values() if master.ndim < 2]
     return Lion([{"params": matrices, "decay": weight_decay}, {"params": others, "decay": 0.0}])
+
+
+class QkClip:
+    """QK-clip (arXiv 2507.20534, algorithm 1) for models of Llama's kind, with all scores at once.
+
+    Queries and keys are the outputs of `q_proj` and `k_proj`, rotated by RoFormer's formula
+    (arXiv 2104.09864, equation 34). A key that several heads share is left alone.
+
+    Attributes:
+        largest: (layers, heads) largest scores since the last step.
+    """
+
+    def __init__(self, model: torch.nn.Module, threshold: float):
+        config = model.config
+        self.threshold = threshold
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.largest = torch.full((config.num_hidden_layers, self.heads), -math.inf)
+        for number, layer in enumerate(model.model.layers):
+            found: dict[str, torch.Tensor] = {}
+
+            def keep(module, args, output, name, found=found, number=number):
+                found[name] = output.detach()
+                if len(found) == 2:
+                    self.add(number, found.pop("q"), found.pop("k"))
+
+            for name in "qk":
+                projection = getattr(layer.self_attn, f"{name}_proj")
+                projection.register_forward_hook(partial(keep, name=name))
+
+    def add(self, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        batch, length, width = queries.shape
+        dim = width // self.heads
+        q = rotated(queries.view(batch, length, self.heads, dim))
+        k = rotated(keys.view(batch, length, self.groups, dim))
+        k = k.repeat_interleave(self.heads // self.groups, 2)
+        scores = torch.einsum("bihd,bjhd->hbij", q, k) / math.sqrt(dim)
+        scores = scores.masked_fill(torch.ones(length, length).tril() == 0, -math.inf)
+        largest = scores.flatten(1).max(1).values
+        self.largest[layer] = torch.maximum(self.largest[layer], largest.float())
+
+    @torch.no_grad()
+    def step(self, masters: dict[str, torch.Tensor]) -> tuple[float, int]:
+        """Rescale the masters; return the largest score, and the number of clipped heads."""
+        for (layer, head), largest in np.ndenumerate(self.largest.numpy()):
+            if largest <= self.threshold:
+                continue
+            gamma = self.threshold / float(largest)
+            prefix = f"model.layers.{layer}.self_attn."
+            for name, own in (("q_proj", True), ("k_proj", self.heads == self.groups)):
+                if not own:
+                    continue
+                for kind in ("weight", "bias"):
+                    if (master := masters.get(f"{prefix}{name}.{kind}")) is not None:
+                        rows = master.view(-1, len(master) // self.count(name), *master.shape[1:])
+                        rows[head] *= gamma**0.5 if self.heads == self.groups else gamma
+        result = float(self.largest.max()), int((self.largest > self.threshold).sum())
+        self.largest.fill_(-math.inf)
+        return result
+
+    def count(self, projection: str) -> int:
+        return self.heads if projection == "q_proj" else self.groups
+
+
+def rotated(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
+    """Rotate pairs of values, dim / 2 apart, by the position: (batch, length, heads, dim)."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(
+        torch.arange(x.shape[1]).double(), base ** (-torch.arange(half).double() / half)
+    )
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([turned.real, turned.imag], -1)

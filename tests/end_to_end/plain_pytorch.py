@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.end_to_end import plain_optimizers
 from zerolm.data.order import Order
 
 
@@ -36,6 +37,7 @@ class Step:
         clipped_to: norm that the gradient was clipped to.
         biases: {name: value after the step} of routers with a bias.
         penalties: {metric: value} of `Penalties`.
+        attention: largest attention logit, and number of clipped heads.
     """
 
     loss: float
@@ -49,6 +51,7 @@ class Step:
     clipped_to: float = math.inf
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
     penalties: dict[str, float] = field(default_factory=dict)
+    attention: tuple[float, int] = (0.0, 0)
 
 
 # Of a Llama with two layers: {block: substring of the names of its parameters}.
@@ -317,12 +320,16 @@ def clip(
 
 
 def update(
-    model: torch.nn.Module, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer
+    model: torch.nn.Module,
+    masters: list[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    after_step: Callable[[], None],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Take a step; return the norms of the weights after it, and of their changes."""
     names = [name for name, _ in model.named_parameters()]
     before = [master.clone() for master in masters]
     optimizer.step()
+    after_step()
     for parameter, master in zip(model.parameters(), masters, strict=True):
         parameter.data.copy_(master)
     changes = [new - old for new, old in zip(masters, before, strict=True)]
@@ -350,6 +357,7 @@ def train(
     source: Path | None = None,
     balance_rate: float | None = None,
     penalties: Penalties | None = None,
+    qk_clip: float = 0.0,
 ) -> list[Step]:
     """Train, and return the figures of each step.
 
@@ -361,6 +369,7 @@ def train(
         source: model directory to start from, as `from_pretrained` loads it.
         balance_rate: of the routers' biases; None for a model without them.
         penalties: minimized with the loss, instead of the router loss of each chunk.
+        qk_clip: threshold of attention logits; 0: off.
     """
     if source is None:
         model = initial_model(config, seed)
@@ -372,6 +381,7 @@ def train(
             parameter.data = parameter.data.bfloat16()
     named = {name: each.detach().float().clone() for name, each in model.named_parameters()}
     masters, optimizer = list(named.values()), optimizer_of(named, weight_decay)
+    attention = plain_optimizers.QkClip(model, qk_clip) if qk_clip else None
     zclip = ZClip(adaptive_clip) if adaptive_clip else None
     tokens, total_tokens = read_tokens(shards), steps * batch_sequences * seq_len
     order = Order([(len(tokens) - 1) // seq_len], [1.0], seed)
@@ -387,7 +397,13 @@ def train(
         rate = cosine(done, total_tokens, warmup_tokens, peak, minimum)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("ratio", 1.0)
-        weights, updates = update(model, masters, optimizer)
+        clipped: list[tuple[float, int]] = []
+        weights, updates = update(
+            model,
+            masters,
+            optimizer,
+            lambda clipped=clipped: clipped.append(attention.step(named)) if attention else None,
+        )
         routing = batch.routing()
         if balance is not None:
             routing["biases"], counts = balance.step()
@@ -401,6 +417,7 @@ def train(
                 update_ratios={block: updates[block] / weights[block] for block in weights},
                 clipped_to=bound,
                 penalties=penalties.end_step() if penalties is not None else {},
+                attention=clipped[0] if clipped else (0.0, 0),
                 **routing,
             )
         )

@@ -93,6 +93,8 @@ CORE = Panel("CORE", points=True,
     about="Mean centered accuracy of the tasks of CORE: random answers get 0.")
 GRADIENT_NORM = Panel("Gradient norm", smooth=True, log=True,
     about="2-norm before clipping. Above the dashed line the gradient is clipped.")
+ATTENTION_LOGIT = Panel("Largest attention logit", smooth=True,
+    about="Of all heads in a step's batch, before softmax; with `--qk_clip`.")
 NOISE_SCALE = Panel("Gradient noise scale", smooth=True, log=True,
     about="Above this batch size more tokens per step help little (McCandlish et al., 2018). Drawn "
         "with the actual batch size.")
@@ -193,6 +195,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
                 about="Share of the steps since the previous line."),
             "share of the steps since the previous line whose gradient was clipped; absent without "
             "`gradient_clipping` or `--adaptive_clip`"),
+        Metric("train/max_attention_logit", "", ATTENTION_LOGIT,
+            "with `--qk_clip`: largest attention logit of all heads in the last step's batch"),
+        Metric("train/max_attention_logit/<block>", "",
+            Panel("Largest attention logit by block", many=True, ordered=True, smooth=True),
+            "the same for one block"),
+        Metric("train/clipped_heads", "heads", Panel("Clipped heads", smooth=True),
+            "with `--qk_clip`: heads whose query and key weights the last step scaled down"),
         Metric("train/param_norm", "", Panel("Parameter norm", about="2-norm of all weights."),
             "2-norm of all parameters; absent if they are on NVMe"),
         Metric("train/param_norm/<block>", "",

@@ -275,6 +275,15 @@ class Settings:
         "N",
         minimum=0,
     )
+    qk_clip: float = _flag(
+        "model",
+        "real",
+        "after each step scale down the query and key weights of heads whose largest attention "
+        "logit exceeds X; 100 is usual with Muon, 0: off (default: 0)",
+        shows="X",
+        default=0.0,
+        minimum=0.0,
+    )
     balance_rate: float = _flag(
         "model",
         "real",

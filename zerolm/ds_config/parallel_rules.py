@@ -144,6 +144,11 @@ def model_problems(
         for what in divided
         if getattr(text, what) % size
     ]
+    if settings.qk_clip:
+        found.append(
+            f"{settings.where('qk_clip')}: {settings.qk_clip:g}, not supported together with "
+            f"{name}: no rank has the logits of all heads and tokens. Remove one of them."
+        )
     if settings.compile:
         found.append(f"{name}: not supported together with --compile. Remove one of them.")
     if settings.gradient_checkpointing == SELECTIVE:

@@ -50,7 +50,7 @@ class Ema:
         An average that is not this run's is dropped: without `--ema_tokens`, or from the optimizer
         states that a new run took along. Without one the average begins with the next step.
         """
-        states = [self._states.get(master, {}) for master in self._masters()]
+        states = [self._states.get(master, {}) for master in master_partitions(self._engine)]
         if self._half_life and counted:
             assert all(STATE in state for state in states)
             return counted
@@ -73,7 +73,7 @@ class Ema:
             return 0.0
         weight = -math.expm1(-math.log(2.0) * tokens / self._half_life)
         total = counted + weight * (1.0 - counted)
-        for master in self._masters():
+        for master in master_partitions(self._engine):
             if counted:
                 self._states[master][STATE].lerp_(master.detach(), weight / total)
             else:
@@ -99,7 +99,7 @@ class Ema:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for master in self._masters():
+        for master in master_partitions(self._engine):
             both = master.detach(), self._states[master][STATE]
             parts = (each.view(-1).split(CHUNK_VALUES) for each in both)
             for values, averages in zip(*parts, strict=True):
@@ -124,13 +124,13 @@ class Ema:
         """The states of the optimizer that ZeRO wraps."""
         return self._engine.optimizer.optimizer.state
 
-    def _masters(self) -> list[torch.Tensor]:
-        """Return this rank's flat partitions of master weights."""
-        optimizer = self._engine.optimizer
-        names = (
-            "fp32_partitioned_groups_flat",  # stage 3
-            "fp32_groups_flat_partition",  # BF16_Optimizer
-            "single_partition_of_fp32_groups",
-        )
-        name = next(name for name in names if hasattr(optimizer, name))
-        return list(getattr(optimizer, name))
+
+def master_partitions(engine: Any) -> list[torch.Tensor]:
+    """Return this rank's flat partitions of master weights."""
+    names = (
+        "fp32_partitioned_groups_flat",  # stage 3
+        "fp32_groups_flat_partition",  # BF16_Optimizer
+        "single_partition_of_fp32_groups",
+    )
+    name = next(name for name in names if hasattr(engine.optimizer, name))
+    return list(getattr(engine.optimizer, name))

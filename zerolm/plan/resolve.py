@@ -12,7 +12,7 @@ from zerolm.config import defaults
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.ds_config import implied, muon
-from zerolm.ds_config.optimizers import average_problems, beta_problems, takes_betas
+from zerolm.ds_config.optimizers import beta_problems, master_problems, takes_betas
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.model import loss_chunks
@@ -85,7 +85,7 @@ def _with_schedule(
     found.problems += [f"{profile.name}: {problem}" for problem in problems]
     found.problems += beta_problems(profile, settings)
     found.problems += muon.setting_problems(profile, settings)
-    found.problems += average_problems(profile, settings)
+    found.problems += master_problems(profile, settings)
     lion = profile.optimizer.kind == "lion"
     betas = defaults.LION_BETAS if lion else defaults.BETAS
     return budget.fill_remaining(

@@ -105,6 +105,7 @@ def model_problems(
             f"flag."
         )
     problems += _balance_problems(settings, config)
+    problems += _qk_clip_problems(settings, config)
     problems += _router_loss_problems(settings, config)
     kernel = settings.attn_implementation
     if settings.document_mask and (
@@ -159,6 +160,28 @@ def _balance_problems(settings: Settings, config: "PretrainedConfig") -> list[st
         problems.append(
             f"{where}, not supported together with --compile: a compiled block does not count the "
             f"tokens of its experts. Remove one of the flags."
+        )
+    return problems
+
+
+def _qk_clip_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    if not settings.qk_clip:
+        return []
+    from zerolm.model import attention_logits  # imports torch
+
+    where = f"{settings.where('qk_clip')}: {settings.qk_clip:g}"
+    problems = []
+    if why := attention_logits.unsupported_reason(config):
+        problems.append(f"{where}, but {why} ({settings.model_config}). Remove the flag.")
+    if settings.compile:
+        problems.append(
+            f"{where}, not supported together with --compile: the logits cannot be measured in a "
+            f"compiled block. Remove one of the flags."
+        )
+    if settings.attn_implementation == "flex_attention":
+        problems.append(
+            f"{where}, not supported together with --attn_implementation flex_attention, whose "
+            f"masks cannot be read. Use sdpa or auto."
         )
     return problems
 

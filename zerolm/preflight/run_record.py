@@ -46,6 +46,7 @@ CURVE_SETTINGS = (
     "balance_rate",
     "ema_tokens",
     "global_router_loss",
+    "qk_clip",
     "router_z_loss",
     "z_loss",
 )
@@ -58,6 +59,7 @@ LEGACY_DEFAULTS = {
     "balance_rate": 0.0,
     "ema_tokens": 0,
     "global_router_loss": False,
+    "qk_clip": 0.0,
     "router_z_loss": 0.0,
     "z_loss": 0.0,
 }

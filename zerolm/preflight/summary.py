@@ -75,6 +75,8 @@ def figures(plan: Plan) -> dict[str, str]:
     }
     if any(losses.values()):
         lines["other losses"] = ", ".join(name for name, used in losses.items() if used)
+    if settings.qk_clip:
+        lines["attention logits"] = _qk_clip_line(plan)
     if settings.balance_rate:
         lines["experts"] = f"balanced by a bias, {settings.balance_rate:g} a step"
     if settings.batch_ramp_start:
@@ -119,6 +121,22 @@ def _average_line(plan: Plan) -> str:
     return (
         f"of the weights, half-life {plan.settings.ema_tokens:,} tokens, about "
         f"{shown_bytes(count)} per rank {place}"
+    )
+
+
+def _qk_clip_line(plan: Plan) -> str:
+    from zerolm.model import attention_logits  # imports torch
+
+    settings, layers = plan.settings, attention_logits.attention_layers(plan.model.config)
+    extra = attention_logits.flops_per_token(layers, settings.seq_len)
+    values = attention_logits.block_values(
+        layers, settings.micro_batch_size, settings.seq_len, plan.device
+    )
+    held = values * (4 if plan.profile.compute_precision == "fp32" else 2)
+    return (
+        f"at most about {settings.qk_clip:g} in each of {sum(one.num_heads for one in layers):,} "
+        f"heads, by clipping weights; measuring them takes {extra:.3g} FLOPs per token "
+        f"({extra / plan.flops_per_token:.1%} more), {shown_bytes(held)} at a time"
     )
 
 

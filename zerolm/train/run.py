@@ -4,6 +4,8 @@ It connects data feed, step, spike guard, checkpointing, evaluations, journal an
 know each other.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from zerolm.config.run_records import Rollback
 from zerolm.distributed import collectives, process_group, ulysses
 from zerolm.ds_config import topology
 from zerolm.evaluate.evaluator import Evaluations
+from zerolm.model.attention_logits import AttentionLogits, attention_layers
 from zerolm.optim import adaptive_clip, ema
+from zerolm.optim.qk_clip import QkClip
 from zerolm.optim.spikes import COOL_DOWN, History
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
@@ -98,6 +102,9 @@ class Run:
             global_loss=plan.settings.global_router_loss,
             z_loss=plan.settings.router_z_loss,
         )
+        layers = attention_layers(plan.model.config) if plan.settings.qk_clip else ()
+        self.attention_logits = AttentionLogits(engine.module, layers, device)
+        self.qk_clip = QkClip(engine, plan.settings.qk_clip, [layer.outputs for layer in layers])
         self.profiler = StepProfiler(self.settings.profile, self.run_dir, device, self.journal)
         self.anomaly_response: str | None = None  # to the last step, from the spike guard
 
@@ -208,6 +215,7 @@ class Run:
         train_step.seed_step(self.settings.seed, progress.position, self.rank)
         self.health.begin(progress.step + 1, micro_steps)
         self.routing.begin(progress.step + 1)
+        self.attention_logits.begin()
         fault = fault_point("step.backward", progress.step + 1)
         result = train_step.forward_backward(
             self.engine,
@@ -218,6 +226,7 @@ class Run:
             flags=(float(self.stop.poll()), *self.checkpointing.flags()),
             fault=fault,
             timing_forward=stopwatch.timing_forward,
+            observing_forward=self._observing_forward,
             observing_backward=self.health.observe_backward,
             token_bytes=self.token_bytes,
             routing=self.routing,
@@ -226,23 +235,30 @@ class Run:
         tokens = progress.tokens + self.batch_tokens
         rate = plan.learning_rate(tokens) if plan.learning_rate else None
         instrumentation.record_memory(self.engine, progress.step + 1)
+        result.attention_logits = self.attention_logits.largest()
         self.health.before_update()
-        train_step.apply_step(
-            self.engine,
-            self.gate,
-            result,
-            rate,
-            self.rate_ratios,
-            factor=self.spike_guard.factor,
-            refused=self.spike_guard.check_loss(result.loss),
-            should_refuse=self.spike_guard.check_grad_norm,
-            clip_norm=self.clipping.bound,
-        )
+        with self.qk_clip.clipping(result.attention_logits):
+            train_step.apply_step(
+                self.engine,
+                self.gate,
+                result,
+                rate,
+                self.rate_ratios,
+                factor=self.spike_guard.factor,
+                refused=self.spike_guard.check_loss(result.loss),
+                should_refuse=self.spike_guard.check_grad_norm,
+                clip_norm=self.clipping.bound,
+            )
         self.routing.end_step(result.applied)
         if result.applied:
             progress.ema_counted = self.ema.update(progress.ema_counted, self.batch_tokens)
         progress.routing = self.routing.state
         return micro_batches, result
+
+    @contextmanager
+    def _observing_forward(self, batch: train_step.Batch) -> Iterator[None]:
+        with self.routing.observing(), self.attention_logits.observing(batch):
+            yield
 
     # ---- Anomalies
 
@@ -298,6 +314,7 @@ class Run:
             **health_row,
             **self.clipping.metrics(result.clipped_to),
             **result.router,
+            **metrics.attention_row(result, self.attention_logits.layers, self.settings.qk_clip),
             "train/batch_tokens": self.batch_tokens,
             **metrics.data_row(
                 self.feed.order,

@@ -42,6 +42,7 @@ class StepResult:
         penalties: weighted losses that are minimized with the loss, by metric: the router loss of
             a mixture of experts, and z-losses.
         router: router metrics, if they were measured in this step.
+        attention_logits: of each layer, the largest of each head, if they were measured.
         grad_norm: 2-norm of the gradient before clipping; infinite if it is not finite.
         clipped_to: clipping norm of this step; 0 for no clipping.
         learning_rate: of this step.
@@ -56,6 +57,7 @@ class StepResult:
     text_bytes: list[float] = field(default_factory=list)
     penalties: dict[str, float] = field(default_factory=dict)
     router: dict[str, float] = field(default_factory=dict)
+    attention_logits: list[list[float]] = field(default_factory=list)
     grad_norm: float = 0.0
     clipped_to: float = 0.0
     learning_rate: float = 0.0
@@ -78,6 +80,7 @@ def forward_backward(
     flags: Sequence[float],
     fault: str | None = None,
     timing_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    observing_forward: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
     observing_backward: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
     token_bytes: torch.Tensor | None = None,
     routing: Routing | None = None,
@@ -94,7 +97,8 @@ def forward_backward(
         flags: numbers to sum over ranks along with the losses.
         fault: injected fault for this rank, from `fault_point`; for tests.
         timing_forward: context manager for each forward pass.
-        observing_backward: context manager for each backward pass, given its micro-batch.
+        observing_forward, observing_backward: context managers for each forward and backward pass,
+            given its micro-batch.
         token_bytes: bytes of text of each token, for `sums_by_source`.
         routing: observes the routers of the model.
         z_loss: weight of the mean squared log-partition of the output logits.
@@ -113,12 +117,11 @@ def forward_backward(
     router_at = flags_at + len(flags)
     sums = torch.zeros(router_at, dtype=torch.float64, device=device)
     by_source = sums[:auxiliary_at].view(num_sums, num_sources)
-    observing = routing.observing if routing is not None else nullcontext
     measured: set[str] = set()
     for number, batch in enumerate(batches):
         record_progress("step")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
-        with timing_forward(), observing(), record_function("forward"):
+        with timing_forward(), observing_forward(batch), record_function("forward"):
             outputs: list[Any] = []
             losses_BT, auxiliary = token_losses(engine, batch, outputs.append)
             penalties = {}

@@ -160,9 +160,9 @@ def test_adaptive_clipping_is_refused_with_muon():
 )
 def test_an_average_is_refused_without_float32_masters_in_memory(more, why):
     profile = Profile.parse({"optimizer": {"type": "AdamW"}, **more}, "the JSON")
-    problems = optimizers.average_problems(profile, Settings(ema_tokens=1000))
+    problems = optimizers.master_problems(profile, Settings(ema_tokens=1000))
     assert [why in problem for problem in problems] == [True] * bool(why)
-    assert not optimizers.average_problems(profile, Settings())
+    assert not optimizers.master_problems(profile, Settings())
 
 
 def test_stacked_experts_are_refused_where_muon_supports_only_2d_tensors():

@@ -1,0 +1,127 @@
+"""QK-clip: rescale query and key weights of heads whose attention logits exceed a threshold.
+
+It follows each optimizer step (Kimi K2, arXiv 2507.20534, section 2.1). Each rank rescales its own
+part of the float32 master weights, after the optimizer has changed them and before DeepSpeed
+computes the model's weights from them: nothing is gathered or sent, a step that is not taken clips
+nothing, and checkpoints and averages hold clipped weights. Knows where DeepSpeed 0.19.8 keeps
+master weights; must not know how logits are measured.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolm.optim.ema import CHUNK_VALUES, master_partitions
+
+QUERY_AND_KEY, QUERY_ONLY, UNCHANGED = 0.5, 1.0, 0.0  # powers of a head's factor
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """The outputs of a projection, some of which are queries or keys of a head.
+
+    Attributes:
+        parameter: name of the weight or bias.
+        pieces: consecutive outputs: (head, power of its factor, number of outputs).
+        outputs_last: the outputs are the last dimension of the weight, not the first.
+    """
+
+    parameter: str
+    pieces: tuple[tuple[int, float, int], ...]
+    outputs_last: bool = False
+
+    def factors(self, of_heads: Sequence[float]) -> torch.Tensor:
+        """Return the factor of each output, (outputs,) float32."""
+        factors = [of_heads[head] ** power for head, power, _ in self.pieces]
+        counts = torch.tensor([count for *_, count in self.pieces])
+        return torch.tensor(factors, dtype=torch.float64).float().repeat_interleave(counts)
+
+
+class QkClip:
+    """Rescales the master weights of one rank. Every rank makes the same calls.
+
+    With S the largest logit of a head in the global batch, its factor is min(1, threshold / S).
+
+    Args:
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory. Its
+            optimizer gets a hook for good.
+        threshold: 0: no clipping.
+        layers: the outputs of each layer with attention.
+    """
+
+    def __init__(self, engine: Any, threshold: float, layers: Sequence[Sequence[HeadOutputs]]):
+        self._engine, self._threshold, self._layers = engine, threshold, layers
+        self._parameters = dict(engine.module.named_parameters())
+        self._factors: list[tuple[HeadOutputs, torch.Tensor]] = []  # of the step that is taken
+        optimizer = engine.optimizer
+        # The second one is for parameters on the device, with optimizer states partly offloaded.
+        for inner in (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)):
+            if layers and inner is not None:
+                inner.register_step_post_hook(self._after_step)
+
+    @contextmanager
+    def clipping(self, logits: Sequence[Sequence[float]]) -> Iterator[None]:
+        """Rescale the weights in the optimizer step inside this context, if it is taken.
+
+        Args:
+            logits: of each layer, the largest logit of each head. NaN clips nothing.
+        """
+        for layer, of_heads in zip(self._layers, logits, strict=True):
+            scales = [
+                self._threshold / each if each > self._threshold else 1.0 for each in of_heads
+            ]
+            if min(scales) < 1.0:
+                self._factors += [(outputs, outputs.factors(scales)) for outputs in layer]
+        try:
+            yield
+        finally:
+            self._factors = []
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Rescale the weights that an optimizer has just changed: one group of ZeRO's, or all."""
+        changed = [id(flat) for group in optimizer.param_groups for flat in group["params"]]
+        for outputs, factors in self._factors:
+            flat, offset, start, count = self._slice_of(self._parameters[outputs.parameter])
+            if flat is not None and id(flat) in changed:
+                _scale(flat.data.narrow(0, offset, count), start, factors, self._width(outputs))
+
+    def _width(self, outputs: HeadOutputs) -> int:
+        """Return the number of consecutive values with one factor; 0: of each row, all factors."""
+        parameter = self._parameters[outputs.parameter]
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        return 0 if outputs.outputs_last else int(shape[1]) if len(shape) > 1 else 1
+
+    def _slice_of(self, parameter: Any) -> tuple[torch.Tensor | None, int, int, int]:
+        """Return where this rank has values of a parameter in its master weights.
+
+        Returns:
+            Flat master weights, offset in them, offset in the parameter, and number of values.
+        """
+        masters, optimizer = master_partitions(self._engine), self._engine.optimizer
+        if hasattr(parameter, "ds_tensor"):  # stage 3
+            group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = torch.distributed.get_rank(group=parameter.ds_process_group) * length
+            return masters[group], offset, start, max(0, min(length, parameter.ds_numel - start))
+        if (part := parameter._hp_mapping) is None:
+            return None, 0, 0, 0
+        address, start = part.hp_fragment_address, part.lp_fragment_address.start
+        return masters[part.param_group_index], address.start, start, address.numel
+
+
+def _scale(values: torch.Tensor, start: int, factors: torch.Tensor, width: int) -> None:
+    """Multiply values of a flattened weight by the factors of its outputs, in place.
+
+    Args:
+        values: (N,), from the value `start` of the weight on.
+        width: number of consecutive values with one factor; 0: consecutive values have
+            consecutive factors.
+    """
+    factors = factors.to(values.device)
+    for chunk in values.split(CHUNK_VALUES):
+        index = torch.arange(start, start + len(chunk), device=values.device)
+        chunk.mul_(factors[index // width if width else index % len(factors)])
+        start += len(chunk)
