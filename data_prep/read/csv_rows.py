@@ -70,10 +70,13 @@ def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure 
         missing = Failure("fields", "has no header, a first row with the names of its columns.")
         return None, stream.failure or missing
     choices = DELIMITERS[source.suffix[:4]]
-    for delimiter in (*choices, choices[0]):
-        names = next(csv.reader([line], delimiter=delimiter))
-        if rules.text_field in names:
-            break
+    try:
+        for delimiter in (*choices, choices[0]):
+            names = next(csv.reader([line], delimiter=delimiter))
+            if rules.text_field in names:
+                break
+    except csv.Error as error:
+        return None, Failure("fields", f"has a header that is not CSV ({error}). Correct it.")
     header = Header(names, delimiter, lines.stop)
     if rules.text_field not in names:
         detail = (

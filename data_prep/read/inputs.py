@@ -4,6 +4,7 @@ Independent of how a format is read.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -97,6 +98,7 @@ def packages_of(suffix: str, encoding: str) -> tuple[str, ...]:
     return package_versions(names)
 
 
+@lru_cache(maxsize=64)
 def package_versions(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return each name with its version, which decides what is read.
 

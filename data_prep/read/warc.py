@@ -103,6 +103,7 @@ def read_records(
         if failure is not None and failure.reason != "too_long":
             found = find(raw, place + 1)
             following = size if found is None else found
+        following = min(following, size)  # the line ends after the last record may be missing
         yield Record(place, following, data, failure)
         place = following
 
@@ -203,9 +204,7 @@ def _too_long(size: int, max_bytes: int) -> Failure:
 
 def page_of(record: Record) -> Page | Failure | None:
     """Return the page in a record, a page to skip, or None for a record that describes others."""
-    from warcio.exceptions import ArchiveLoadFailed
     from warcio.recordloader import ArcWarcRecordLoader
-    from warcio.statusandheaders import StatusAndHeadersParserException
 
     stream = BytesIO(record.data)
     messages = StringIO()  # warcio prints what it cannot decompress, and returns less
@@ -217,7 +216,7 @@ def page_of(record: Record) -> Page | Failure | None:
         with redirect_stderr(messages):
             source = parsed.content_stream() if is_page else parsed.raw_stream
             content = source.read(MAX_PAGE_BYTES + 1)
-    except (ArchiveLoadFailed, StatusAndHeadersParserException, EOFError, ValueError) as error:
+    except Exception as error:  # warcio has its own, and fails in other ways on missing headers
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return Failure("damaged", f"cannot be read as a WARC record ({reason}).")
     coding = (parsed.http_headers and parsed.http_headers.get_header("Content-Encoding")) or ""

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 from data_prep.read.bad_input import Tally
 from data_prep.read.documents import InputRules
-from data_prep.read.readers import Input
+from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input
 from data_prep.read.work_units import plan_units, read_batches
+from zerolm.common.url import is_url
 
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
-MAX_SEARCHED_BYTES = 64 << 20  # of a source, to find a document that is held out
+MAX_SEARCHED_BYTES = 64 << 20  # of a source, to find a document that is held out; see `_cost`
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:
@@ -22,6 +23,12 @@ def is_held_out(utf8: bytes, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * (1 << 64)
 
 
+def _cost(source: Input) -> int:
+    """Return how much slower an input is read than local text of its size."""
+    is_slow = source.suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)) or is_url(source.name)
+    return 16 if is_slow else 1
+
+
 def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float) -> str | None:
     """Return why a small source could not be divided: none of its documents would be held out.
 
@@ -30,7 +37,7 @@ def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float
     Raises:
         ConfigError: bad input that `rules` do not allow.
     """
-    size = sum(each.size_bytes or 0 for each in inputs)
+    size = sum((each.size_bytes or 0) * _cost(each) for each in inputs)
     if not fraction or size > MAX_SEARCHED_BYTES or any(each.hub for each in inputs):
         return None
     tally, number = Tally(), 0

@@ -44,7 +44,7 @@ def read(path, encoding="utf-8", **rules):
     for batch in read_batches(inputs, unit, rules, tally, 2000):
         documents += batch.documents
         states.append((len(documents), tally.record(), json.loads(json.dumps(batch.next))))
-    for done, record, position in RNG.sample(states, min(4, len(states))):
+    for done, record, position in RNG.sample(states, min(2, len(states))):
         later = Tally.from_records([record])
         batches = read_batches(inputs, unit, rules, later, 999, position)
         rest = [each for batch in batches for each in batch.documents]
@@ -123,8 +123,10 @@ def test_a_header_without_the_text_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "a.csv").write_text("id;body\n1;x\n")
     (tmp_path / "b.csv").write_text("")
     (tmp_path / "c.tsv").write_text("text\ttext\nx\ty\n")
+    (tmp_path / "d.csv").write_bytes(b"id,text\r1,x\r2,y\r")
     with pytest.raises(ConfigError) as caught:
         find_inputs([str(tmp_path)], "text")
-    first, second, third = caught.value.problems
+    first, second, third, fourth = caught.value.problems
+    assert "d.csv: has a header that is not CSV (new-line character" in fourth
     assert "no column 'text'; it has id;body. Choose one with --text_field" in first
     assert "b.csv: has no header" in second and "several columns 'text'" in third

@@ -13,7 +13,7 @@ from warcio.archiveiterator import ArchiveIterator
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
-from data_prep.read import pages, warc
+from data_prep.read import inputs, pages, warc
 from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
@@ -23,7 +23,7 @@ from zerolm.common.errors import ConfigError
 
 KEEP = InputRules(keep_records=True)
 SKIP = InputRules(keep_records=True, on_bad_input="skip", max_bad_fraction=1)
-PAGES = topic_pages(24)
+PAGES = topic_pages(16)
 FOX = "Der schnelle braune Fuchs springt über den faulen Hund. Größe, Maß und Übermut."
 
 
@@ -35,7 +35,7 @@ def read(path, rules=KEEP, unit_bytes=None, chunk_bytes=20_000):
         for batch in read_batches(inputs, unit, rules, tally, chunk_bytes):
             documents += batch.documents
             states.append((unit, len(documents), json.loads(json.dumps(batch.next))))
-    for unit, done, position in random.Random(0).sample(states, min(3, len(states))):
+    for unit, done, position in random.Random(0).sample(states, min(2, len(states))):
         later = Tally()
         batches = read_batches(inputs, unit, rules, later, chunk_bytes, position)
         rest = [each for batch in batches for each in batch.documents]
@@ -65,7 +65,7 @@ def test_pages_of_an_archive_are_those_of_warcio_and_trafilatura(archive, tmp_pa
                 content = record.content_stream().read()
                 expected.append((extracted(content), url, records.get_record_offset()))
     assert [(each.text, each.record["url"], each.start) for each in documents] == expected
-    assert len(documents) == 24 == tally.num_documents and not tally.bad and not tally.skipped
+    assert len(documents) == 16 == tally.num_documents and not tally.bad and not tally.skipped
     first = documents[0].record
     assert set(first) == {"text", "id", "url", "date", "title"} and first["date"] == DATE
     assert first["id"].startswith("<urn:uuid:0000") and first["title"].endswith("(0)")
@@ -76,7 +76,7 @@ def test_pages_of_an_archive_are_those_of_warcio_and_trafilatura(archive, tmp_pa
 
 def test_an_archive_is_read_in_units_of_any_size(archive):
     whole, tally = read(archive)
-    for unit_bytes in (5_000, 12_345, 40_000):
+    for unit_bytes in (5_000, 12_345):
         documents, again = read(archive, unit_bytes=unit_bytes)
         assert documents == whole and again.record() == tally.record()
     inputs, _ = find_inputs([str(archive)], "text")
@@ -101,18 +101,18 @@ def test_a_damaged_record_costs_only_itself(archive, tmp_path, unit_bytes):
     places = offsets(archive)
     start, length = places[7]
     data[start + length // 2] ^= 16
-    data[places[15][0]] ^= 255
+    data[places[11][0]] ^= 255
     damaged = tmp_path / "damaged.warc.gz"
     damaged.write_bytes(data)
     with pytest.raises(ConfigError) as caught:
         read(damaged)
     (first, second) = caught.value.problems
     assert f"{damaged} (byte {start:,}): " in first and "record is damaged" in first
-    assert f"(byte {places[15][0]:,}): " in second and "restore the file" in second
+    assert f"(byte {places[11][0]:,}): " in second and "restore the file" in second
     documents, tally = read(damaged, SKIP, unit_bytes)
     bad = {each.start for each in whole} - {each.start for each in documents}
-    assert bad == {start, places[15][0]} and len(documents) == 22
-    assert tally.bad == {"damaged": 2} and tally.lost_bytes == length + places[15][1]
+    assert bad == {start, places[11][0]} and len(documents) == 14
+    assert tally.bad == {"damaged": 2} and tally.lost_bytes == length + places[11][1]
 
 
 def test_a_truncated_archive_and_one_gzip_member_for_all_are_named(archive, tmp_path):
@@ -161,11 +161,12 @@ def test_what_is_not_a_page_is_counted(tmp_path):
     add("200 OK", "text/html", packed, **{"Content-Encoding": "gzip"})
     add("", "text/plain", FOX.encode(), "conversion")
     add("", "application/json", b"{}", "metadata")
+    add("", "text/dns", b"a.example A 192.0.2.1", "resource")
     path = tmp_path / "a.warc.wet.gz"
     path.write_bytes(stream.getvalue())
     documents, tally = read(path)
     assert [FOX in each.text for each in documents] == [True] * 4
-    assert tally.skipped == {"not_a_page": 1, "http_error": 1, "no_main_text": 1}
+    assert tally.skipped == {"not_a_page": 2, "http_error": 1, "no_main_text": 1}
     broken = packed[:30] + b"0000" + packed[34:]
     for coding, content in (("gzip", broken), ("zstd", b"abc")):
         add("200 OK", "text/html", content, **{"Content-Encoding": coding})
@@ -259,6 +260,7 @@ def test_missing_packages_are_named_with_the_extra(tmp_path, monkeypatch):
 
     (tmp_path / "a.warc").write_bytes(b"")
     monkeypatch.setattr("data_prep.read.inputs.version", version)
+    inputs.package_versions.cache_clear()
     with pytest.raises(ConfigError, match=r"a\.warc needs trafilatura.*zerolm\[inputs\]"):
         read(tmp_path)
 

@@ -3,11 +3,13 @@
 import datetime
 import decimal
 import gzip
+import hashlib
 import itertools
 import json
 import os
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -120,6 +122,23 @@ def test_origins_are_bytes_or_rows(corpus):
             assert rows[start] == text
         elif corpus[number].suffix != ".txt":
             assert json.loads(DATA[start:].partition(b"\n")[0])["text"] == text
+
+
+def test_options_that_were_added_later_leave_older_fingerprints_as_they_are(tmp_path):
+    """Otherwise an update would throw away unfinished work and stages."""
+    (tmp_path / "a.txt").write_text("a")
+    inputs, _ = find_inputs([str(tmp_path)], "text")
+    rules = InputRules(max_bad_fraction=0)
+    first = (
+        "InputRules(text_field='text', on_bad_input='fail', max_bad_fraction=0, "
+        "max_document_bytes=67108864, max_expansion=200, keep_records=False)"
+    )
+    listed = [[str(tmp_path / "a.txt"), ".txt", 1, inputs[0].modified_ns]]
+    content = json.dumps([listed, first], separators=(",", ":"))
+    assert inputs_fingerprint(inputs, rules) == hashlib.sha256(content.encode()).hexdigest()
+    assert inputs_fingerprint(inputs, replace(rules, repairs=("nfc",))) != inputs_fingerprint(
+        inputs, rules
+    )
 
 
 def test_units_depend_on_the_inputs_only(tmp_path):
