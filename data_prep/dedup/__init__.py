@@ -1,5 +1,5 @@
-"""The dedup and decontaminate stages: drop exact copies, near-duplicates and evaluation text.
+"""The dedup, repeats and decontaminate stages: drop copies, repeated parts and evaluation text.
 
-Both compare documents by the hashes of their words. Must not depend on filters, tokenizers or
+They compare documents by hashes. Must not depend on filters, tokenizers or
 shards.
 """

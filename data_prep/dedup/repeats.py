@@ -81,7 +81,7 @@ class WriteTask:
     def __call__(self, task: int) -> Record:
         found = found_in_unit(self.output / WORK, "repeats", self.num_partitions, task)
         numbers, starts = np.unique(found["document"] & NUMBER_MASK, return_index=True)
-        positions = np.split(found["position"], starts[1:])
+        positions = np.split(found["position"], starts)[1:]
         repeats = dict(zip(numbers.tolist(), positions, strict=True))
         tally, removed_bytes = Tally(), 0
         with task_output(self.output, task) as output:

@@ -11,39 +11,49 @@ MAX_BARS = 50
 
 
 def scores(source: Mapping[str, Any]) -> str:
-    """Return the histograms of the scores in each stage, and thresholds with what they keep."""
-    parts = []
-    for stage in source["stages"]:
-        for name, bins in stage.get("scores_in", {}).items():
-            kept = stage.get("scores_out", {}).get(name, {})
-            parts.append(f"<div><p>{name_of(name)} in {stage['stage']}</p>{_bars(bins, kept)}")
-            parts.append(f"{_thresholds(bins)}</div>")
-    if not parts:
+    """Return the histogram of each score, and thresholds with what they keep."""
+    stages = [stage for stage in source["stages"] if "scores_in" in stage]
+    if not stages:
         return ""
-    note = "grey all documents with the score, green those that the stage kept"
-    return f"<h3>Scores</h3><p>{note}</p><div class=grid>{''.join(parts)}</div>"
+    before: Mapping[str, Any] = stages[0]["scores_in"]
+    after: Mapping[str, Any] = stages[-1].get("scores_out", {})
+    parts = [
+        f"<div><p>{name_of(name)}</p>{_bars(bins, after.get(name, {}))}{_thresholds(bins)}</div>"
+        for name, bins in before.items()
+    ]
+    return (
+        f"<h3>Scores</h3><p>All documents with the score, green those that "
+        f"{stages[-1]['stage']} kept.</p><div class=grid>{''.join(parts)}</div>"
+    )
 
 
 def _bars(bins: Mapping[str, list[int]], kept: Mapping[str, list[int]]) -> str:
-    lows = [low for low in bins if low not in ("nan", "inf", "-inf")]
-    group = -(-len(lows) // MAX_BARS) or 1
-    bars = [lows[start : start + group] for start in range(0, len(lows), group)]
-    counts = [sum(bins[low][0] for low in bar) for bar in bars]
+    bars = _grouped([low for low in bins if low not in ("nan", "inf", "-inf")])
+    counts = [sum(bins.get(low, (0,))[0] for low in lows) for _, lows in bars]
     highest, width = max(counts, default=1), 420 / max(1, len(bars))
     marks = []
-    for number, (bar, count) in enumerate(zip(bars, counts, strict=True)):
+    for number, ((name, lows), count) in enumerate(zip(bars, counts, strict=True)):
         left = 4 + number * width
-        own = sum(kept.get(low, (0,))[0] for low in bar)
-        title = f"from {bar[0]}: {count:,} documents, {own:,} kept"
-        for part, color in ((count, "#dde3ea"), (own, "#2a7f62")):
+        own = sum(kept.get(low, (0,))[0] for low in lows)
+        title = f"from {name}: {count:,} documents, {own:,} kept"
+        for part, color in ((count, "#c9d2dc"), (own, "#2a7f62")):
             height = 120 * part / highest
             marks.append(
                 f'<rect x="{left:.1f}" y="{130 - height:.1f}" width="{max(width - 1, 1):.1f}" '
                 f'height="{height:.1f}" fill="{color}"><title>{title}</title></rect>'
             )
         if number % -(-len(bars) // 6) == 0:
-            marks.append(f'<text x="{left:.1f}" y="145">{bar[0]}</text>')
+            marks.append(f'<text x="{left:.1f}" y="145">{name}</text>')
     return f'<svg viewBox="0 0 430 150" role=img>{"".join(marks)}</svg>'
+
+
+def _grouped(lows: list[str]) -> list[tuple[str, list[str]]]:
+    """Return the bins of each bar, with the name of the bar; from -1 to 1 also empty bars."""
+    if lows and float(lows[0]) >= -1 and float(lows[-1]) <= 1:
+        first, last = round(float(lows[0]) * 100), round(float(lows[-1]) * 100)
+        lows = [f"{number / 100:.2f}" for number in range(first, last + 1)]
+    group = -(-len(lows) // MAX_BARS) or 1
+    return [(lows[start], lows[start : start + group]) for start in range(0, len(lows), group)]
 
 
 def _thresholds(bins: Mapping[str, list[int]]) -> str:
@@ -78,12 +88,12 @@ def shares(source: Mapping[str, Any]) -> str:
             rows.append(f"<tr><td>{name_of(name)}{cells}")
         hidden = found["num_groups"] - len(rows)
         more = f"<p>{hidden:,} more are in report.json or added up there.</p>" if hidden > 0 else ""
-        heads = "".join(
-            f"<th>documents {escape(end)}<th>share<th>text {escape(end)}<th>share" for end in ends
-        )
-        heads += "<th>tokens<th>share" if counted["has_tokens"] else ""
+        columns = 6 if counted["has_tokens"] else 4
+        heads = f"<th><th colspan=4>{escape(ends[0])}<th colspan={columns}>{escape(ends[1])}"
+        names = "<th>documents<th>share<th>text<th>share"
+        heads += f"<tr><th>{escape(key)}{names}{names}{'<th>tokens<th>share' * (columns == 6)}"
         parts.append(
-            f"<h3>Shares by {escape(key)}</h3><div class=scroll><table><tr><th>{escape(key)}"
+            f"<h3>Shares by {escape(key)}</h3><div class=scroll><table><tr>"
             f"{heads}{''.join(rows)}</table></div>{more}"
         )
     return "".join(parts)

@@ -147,6 +147,14 @@ def test_no_word_is_cut_where_words_are_separated():
     assert covered_spans("日" * 40, [3], 30) == [(3, 33)]
 
 
+@pytest.mark.parametrize("unit", ["lines", "substrings"])
+@pytest.mark.parametrize("texts", [[], ["alone"], ["short"] * 3])
+def test_documents_without_repeats_are_kept_unchanged(tmp_path, unit, texts):
+    source = write_stage(tmp_path / "clean", texts, 2)
+    manifest, kept, notes = run(source, tmp_path / "out", unit=unit)
+    assert list(kept.values()) == texts and not notes and manifest["removed_bytes"] == 0
+
+
 def test_a_killed_run_resumes_with_the_same_bytes(source, tmp_path):
     options = ["--unit", "substrings", "--min_characters", str(LENGTH), "--workers", "1"]
     command = [sys.executable, "-m", "data_prep", "repeats", "--input", source, *options]
