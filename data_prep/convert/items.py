@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from data_prep.shards.documents import PIECE_TOKENS, Documents
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.records import read_record
+
+T = TypeVar("T")
 
 
 class Items(NamedTuple):
@@ -96,6 +99,25 @@ def grouped(arrays: Iterable[np.ndarray]) -> Iterator[Items]:
 
 def _join(group: list[np.ndarray]) -> Items:
     return Items(np.concatenate(group), np.cumsum([len(array) for array in group]))
+
+
+def read_index(path: Path, kind: type[T]) -> T:
+    """Read a JSON file of another program as a `TypedDict`.
+
+    Raises:
+        ConfigError: it is absent, damaged, or of another format.
+    """
+    try:
+        content = read_record(path, kind)
+    except RecordError as error:
+        raise ConfigError(f"{error} Check --from, if it is of another format.") from None
+    if content is None:
+        inner = sorted(each.parent for each in path.parent.glob("*/index.json"))
+        raise ConfigError(
+            f"{path}: no such file. Give the directory with it"
+            + (f", such as {inner[0]}." if inner else ".")
+        )
+    return content
 
 
 def damaged(path: Path, what: str) -> ConfigError:

@@ -9,7 +9,7 @@ Source: https://github.com/Lightning-AI/litData, streaming/writer.py and streami
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -21,10 +21,11 @@ from data_prep.convert.items import (
     damaged,
     grouped,
     offsets_of,
+    read_index,
     read_whole,
 )
 from zerolm.common.errors import ConfigError
-from zerolm.common.records import read_record
+from zerolm.common.records import Count, Name
 
 CHUNK_BYTES = 1 << 26
 # Numbers of litdata's tables of torch and of numpy dtypes, integers only.
@@ -33,31 +34,45 @@ TORCH_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 
 NUMPY_DTYPES = dict(enumerate(["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"]))
 
 
+class _Chunk(TypedDict):
+    filename: Name
+    chunk_bytes: Count
+    chunk_size: Count
+    dim: int | None
+
+
+class _Always(TypedDict):
+    compression: str | None
+    data_format: list[str] | None
+
+
+class _Config(_Always, total=False):
+    encryption: dict[str, Any] | None
+
+
+class _Index(TypedDict):
+    chunks: list[_Chunk]
+    config: _Config
+
+
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
     """Open a directory with index.json."""
     directory = path.parent if path.name == "index.json" else path
-    index = directory / "index.json"
-    if not index.is_file():
-        raise ConfigError(f"{index}: no such file. Give the directory with index.json.")
-    try:
-        content = read_record(index, dict) or {}
-        config = content["config"]
-        kind, _, code = str((config["data_format"] or [""])[0]).partition(":")
-        dtype = _dtype(kind, code)
-        if dtype is None or len(config["data_format"]) != 1 or config.get("encryption"):
-            raise ConfigError(
-                f"{index}: data_format is {config['data_format']}; read are chunks of tokens of "
-                f"integers, no_header_tensor or no_header_numpy, as optimize(..., item_loader="
-                f"TokensLoader()) writes them, not encrypted."
-            )
-        return [
-            _open(directory, chunk, dtype, config.get("compression")) for chunk in content["chunks"]
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index}: is not an index of litdata chunks ({error!r}).") from None
+    index = read_index(directory / "index.json", _Index)
+    config = index["config"]
+    formats = config["data_format"] or []
+    dtype = _dtype(formats[0]) if len(formats) == 1 else None
+    if dtype is None or config.get("encryption"):
+        raise ConfigError(
+            f"{directory / 'index.json'}: data_format is {formats}; read are chunks of tokens of "
+            f"integers, no_header_tensor or no_header_numpy, as optimize(..., item_loader="
+            f"TokensLoader()) writes them, not encrypted."
+        )
+    return [_open(directory, chunk, dtype, config["compression"]) for chunk in index["chunks"]]
 
 
-def _dtype(kind: str, code: str) -> str | None:
+def _dtype(data_format: str) -> str | None:
+    kind, _, code = data_format.partition(":")
     if not code.isdigit():
         return None
     if kind == "no_header_tensor":
@@ -65,7 +80,7 @@ def _dtype(kind: str, code: str) -> str | None:
     return NUMPY_DTYPES.get(int(code)) if kind == "no_header_numpy" else None
 
 
-def _open(directory: Path, chunk: dict[str, Any], dtype: str, compression: Any) -> InputFile:
+def _open(directory: Path, chunk: _Chunk, dtype: str, compression: Any) -> InputFile:
     path = directory / chunk["filename"]
     if not path.is_file():
         raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from data_prep.convert.items import (
     damaged,
     grouped,
     offsets_of,
+    read_index,
     read_whole,
 )
 from zerolm.common.errors import ConfigError
-from zerolm.common.records import read_record
+from zerolm.common.records import Count, Name
 
 COLUMNS = ("tokens", "input_ids", "ids")
 SIZE_LIMIT = 1 << 26  # of a shard, as MDSWriter's default
@@ -35,22 +36,34 @@ VALUE_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64
 INTEGERS = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
 
 
+class _File(TypedDict):
+    basename: Name
+    bytes: Count
+
+
+class _Shard(TypedDict):
+    format: str
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[int | None]
+    compression: str | None
+    samples: Count
+    raw_data: _File
+    zip_data: _File | None
+
+
+class _Index(TypedDict):
+    shards: list[_Shard]
+
+
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
     """Open a directory with index.json."""
     directory = path.parent if path.name == "index.json" else path
-    index = directory / "index.json"
-    if not index.is_file():
-        inner = sorted(each.parent.name for each in directory.glob("*/index.json"))
-        hint = f" Give {directory / inner[0]}." if inner else " Give the directory with index.json."
-        raise ConfigError(f"{index}: no such file.{hint}")
-    try:
-        shards = (read_record(index, dict) or {})["shards"]
-        return [_open(directory, shard, options) for shard in shards]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index}: is not an index of MDS shards ({error!r}).") from None
+    index = read_index(directory / "index.json", _Index)
+    return [_open(directory, shard, options) for shard in index["shards"]]
 
 
-def _open(directory: Path, shard: dict[str, Any], options: ReadOptions) -> InputFile:
+def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
     stored = shard["zip_data"] or shard["raw_data"]
     path = directory / stored["basename"]
     if shard["format"] != "mds":

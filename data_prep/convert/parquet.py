@@ -37,7 +37,10 @@ def _open(path: Path, options: ReadOptions) -> InputFile:
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
-        raise damaged(path, f"cannot be read as Parquet ({error})") from None
+        raise ConfigError(
+            f"{path}: is not Parquet, or damaged ({str(error).rstrip('.')}). Check --from, or "
+            f"restore the file."
+        ) from None
     candidates = [options.column] if options.column else COLUMNS
     found = [name for name in candidates if name in schema.names]
     if not found:

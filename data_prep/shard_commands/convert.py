@@ -61,7 +61,7 @@ def _to_shards(options: argparse.Namespace, problems: Problems) -> None:
     from data_prep.tokenizer.load import load_tokenizer
     from zerolm.common.url import is_url
     from zerolm.shards.directory import output_problems
-    from zerolm.shards.manifest import token_dtype
+    from zerolm.shards.manifest import MANIFEST, token_dtype
     from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
     form, tokenizer = FORMATS[options.source], None
@@ -83,7 +83,9 @@ def _to_shards(options: argparse.Namespace, problems: Problems) -> None:
     if tokenizer is not None and options.source == "nanogpt" and dtype is None:
         dtype = token_dtype(tokenizer.vocab_size).name
     for path in options.inputs:
-        if is_url(str(path)):
+        if not is_url(str(path)) and (path / MANIFEST).is_file():
+            problems.lines.append(f"{path}: holds token shards already. Convert them with --to.")
+        elif is_url(str(path)):
             problems.lines.append(f"{path}: other formats are read from this machine. Copy it.")
         else:
             files += problems.collect(form.find, path, ReadOptions(options.column, dtype)) or []

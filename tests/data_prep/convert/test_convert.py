@@ -258,9 +258,11 @@ def patch(name, place, data):
         ("lit1", "litdata", cut("lit1/chunk-0-1.bin", 2), "chunk-0-1.bin: has 602 bytes"),
         ("lit1", "litdata", patch("lit1/chunk-0-0.bin", 8, b"\x19"), "does not hold 7 ids of 2"),
         ("absent", "litdata", lambda root: None, "absent/index.json: no such file"),
+        ("mds0", "litdata", lambda root: None, "chunks: missing."),
+        ("lit1", "mds", lambda root: None, "shards: missing."),
         ("absent", "nanogpt", lambda root: None, "absent: no such file"),
         ("a.bin", "nanogpt", cut("a.bin", 1), "has 605 bytes, which are not ids of 2 bytes"),
-        ("a.bin", "parquet", lambda root: None, "a.bin: cannot be read as Parquet"),
+        ("a.bin", "parquet", lambda root: None, "a.bin: is not Parquet, or damaged"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_named_and_leave_nothing(
@@ -295,7 +297,7 @@ def test_the_wrong_tokenizer_is_noticed(corpus, shards, tmp_path, capfd):
 
 
 def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, capfd):
-    one, _, _ = corpus
+    one, _, tokenizer = corpus
     assert convert(one, "--to", "mds", "--from", "mds", "--output", tmp_path / "o") == 2
     assert "needs either --from FORMAT or --to FORMAT" in capfd.readouterr().err
     flags = ["--column", "x", "--dtype", "int8", "--boundaries", "items", "--with_text"]
@@ -307,6 +309,9 @@ def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, cap
                      "nanogpt files have none", "--shard_tokens 0", "--dtype int8: is not one of",
                      "--with_text: applies to --to only", "absent: no such file"):  # fmt: skip
         assert expected in error, expected
+    words = ["--from", "megatron", "--output", tmp_path / "o", "--tokenizer", tokenizer]
+    assert convert(one, *words) == 2
+    assert "holds token shards already. Convert them with --to" in capfd.readouterr().err
     words = ["--to", "mds", "--output", one, "--tokenizer", "x", "--with_text", "--append_eos"]
     assert convert(one, tmp_path / "absent", *words) == 2
     error = capfd.readouterr().err
