@@ -8,6 +8,7 @@ returns each window of one epoch once, shuffled, as int64 inputs and targets.
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -39,14 +40,19 @@ from benchmarks.stream_copies import (  # noqa: E402 - this file may be run as a
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def zerolm(directory: Path, options: argparse.Namespace, with_checksums: bool = True) -> Batches:
+def zerolm(directory: Path, options: argparse.Namespace, without: tuple[str, ...] = ()) -> Batches:
     from zerolm.data.loader import TokenStream, make_loader
     from zerolm.optim.schedule import BatchSchedule
+    from zerolm.shards.local import LocalFiles
     from zerolm.shards.reader import open_source
 
     source = open_source(directory)
-    for shard in () if with_checksums else source.manifest["shards"]:
-        del shard["sums"]  # as in shards of an older release
+    for shard in source.manifest["shards"]:
+        for key in without:  # as in shards of an older release
+            shard.pop(key, None)
+    source = dataclasses.replace(
+        source, files=LocalFiles(directory, source.manifest, source.manifest["shards"])
+    )
     stream = TokenStream(
         [source],
         [1.0],
@@ -170,7 +176,8 @@ def megatron(directory: Path, options: argparse.Namespace) -> Batches:
 
 READERS: dict[str, Any] = {
     "zerolm": zerolm,
-    "zerolm, blocks unchecked": lambda *arguments: zerolm(*arguments, with_checksums=False),
+    "zerolm, blocks of 64 KiB": lambda *arguments: zerolm(*arguments, ("fine",)),
+    "zerolm, blocks unchecked": lambda *arguments: zerolm(*arguments, ("fine", "sums")),
     "np.memmap, nanoGPT's loop": memory_map,
     "np.memmap, tight": lambda *arguments: memory_map(*arguments, kind=TightMap),
     "mosaicml-streaming": mosaic,

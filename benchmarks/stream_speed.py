@@ -7,7 +7,9 @@ A window has 2,049 IDs. Every reader returns each window of one epoch once, shuf
 8 rows of int64 inputs and targets. An untimed run first checks that the windows are the same. The
 readers, in benchmarks/stream_readers.py:
 
-    zerolm                    TokenStream; each block of 64 KiB is verified when it is first read
+    zerolm                    TokenStream; each block of 8 KiB is verified when it is first read
+    zerolm, blocks of 64 KiB  the same shards without the small checksums, as older releases have
+                              written them
     zerolm, blocks unchecked  the same shards without checksums
     np.memmap, nanoGPT's loop the usual loop
     np.memmap, tight          the same, optimized

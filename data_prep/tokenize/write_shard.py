@@ -15,7 +15,7 @@ import numpy as np
 from data_prep.tokenize.parts import DOCUMENT_DTYPE
 from data_prep.tokenize.shard_plan import Slice
 from zerolm.common.files import temporary_path
-from zerolm.shards.checksums import CHECKSUMS_SUFFIX, BlockChecksums
+from zerolm.shards.checksums import ShardChecksums
 
 BLOCK_BYTES = 1 << 19  # copied at a time; a block is hashed while in the CPU cache
 SYNC_BYTES = 1 << 25  # written between two syncs
@@ -26,7 +26,7 @@ def write_shard(
 ) -> dict[str, Any]:
     """Write the files of a shard, and return its entry for the manifest."""
     stem = directory / f"shard-{number:05d}"
-    checksums = BlockChecksums()
+    checksums = ShardChecksums()
     documents: list[np.ndarray] = []
     buffer = memoryview(bytearray(BLOCK_BYTES))
 
@@ -48,7 +48,7 @@ def write_shard(
     for key, suffix, content in (
         ("index", ".idx", ends.tobytes()),
         ("origins", ".org", rows["origin"].astype("<u8").tobytes()),
-        ("sums", CHECKSUMS_SUFFIX, checksums.content()),
+        *((key, *file) for key, file in checksums.contents().items()),
     ):
         size, sha256 = _write(stem.with_suffix(suffix), iter([content]))
         entry[key] = stem.name + suffix

@@ -46,6 +46,7 @@ class WindowReader:
         self.num_windows = np.array(counts, np.int64)
         self.dtype = np.result_type(*(source.dtype for source in sources))
         self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
+        self._smallest_vocabulary = min(source.vocab_size for source in sources)
         # The shards of all sources concatenated, so that one search finds any window's shard.
         lengths = [source.num_tokens for source in sources]
         self._source_starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
@@ -89,6 +90,13 @@ class WindowReader:
         """Compare the sizes of files that the start has not compared, in the background."""
         for source in self.sources:
             source.files.check_sizes()
+
+    def _require_ids(self, shards: np.ndarray, starts: np.ndarray) -> None:
+        """Compare the ids of windows that are in one shard each with their source's vocabulary."""
+        for shard, start in zip(shards.tolist(), starts.tolist(), strict=True):
+            files = self.sources[self._owners[shard]].files
+            if not files.is_remote:
+                files.require_ids(int(self._numbers[shard]), start, start + self.seq_len + 1)
 
     def prefetch(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
         """Start to read located windows.
@@ -138,10 +146,12 @@ class WindowReader:
             strict=True,
         ):
             if inside:
-                row[:] = ids[owner](number, start, start + length)
+                row[:] = ids[owner](number, start, start + length, False)
             else:  # the window crosses into the next shard
                 source = self.sources[owner]
                 source.read(int(source.starts[number]) + start, row)
+        if tokens.size and tokens.max() >= self._smallest_vocabulary:
+            self._require_ids(all_shards[is_inside], starts[is_inside])
         return tokens.reshape(*shards.shape, length)
 
 

@@ -28,6 +28,9 @@ PLACED_SEQUENCES = 8192
 # Read-ahead for shards in a store. Most requests are for one block, so 512 take 32 MiB of memory.
 # Cached groups need no request, so their number is limited too: looking them up costs time.
 AHEAD_REQUESTS, AHEAD_GROUPS = 512, 32
+LOCAL_AHEAD_GROUPS = (
+    4  # of some 50 windows each: enough for a queue in the disk, little for the end
+)
 READ_BYTES = 1 << 18  # read at a time in the training process: a few micro-batches, in CPU cache
 
 Batch = dict[str, torch.Tensor]
@@ -145,6 +148,7 @@ class WindowStream(IterableDataset):
         waiting: deque[tuple[Located, list[Any]]] = deque()
         num_requests = 0
         # Local disks respond at once, so there the first batch does not wait for further requests.
+        most = AHEAD_GROUPS if reader.is_remote else LOCAL_AHEAD_GROUPS
         groups = AHEAD_GROUPS if reader.is_remote else 0
         for part in located:
             fetches = reader.prefetch(part.shards, part.offsets)
@@ -153,7 +157,7 @@ class WindowStream(IterableDataset):
             while num_requests > AHEAD_REQUESTS or len(waiting) > groups:
                 part, fetches = waiting.popleft()
                 num_requests -= len(fetches)
-                groups = min(groups + 1, AHEAD_GROUPS)
+                groups = min(groups + 1, most)
                 yield part
         while waiting:
             part, fetches = waiting.popleft()  # `fetches` keeps the blocks while the part is read

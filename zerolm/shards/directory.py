@@ -21,7 +21,7 @@ UNFINISHED = ".unfinished"
 PARTS = "parts"  # intermediate files of a tokenization, removed when the shards are published
 
 _OUR_FILE = re.compile(
-    r"shard-\d{5,}\.(bin|idx|org|sums)(\.[\w-]+)?(\.tmp)?|(manifest|inputs)\.json\.tmp|inputs\.json|"
+    r"shard-\d{5,}\.(bin|idx|org|sums|fine)(\.[\w-]+)?(\.tmp)?|(manifest|inputs)\.json\.tmp|inputs\.json|"
     r"shards\.table(\.tmp)?"
 )
 

@@ -1,19 +1,27 @@
-"""The files of a shard directory on this machine: their sizes, maps and SHA-256.
+"""The files of a shard directory on this machine: sizes, SHA-256, and shards mapped and verified.
 
-Knows the entries of shards in a manifest, but not the content of the files.
+Knows the entries of shards in a manifest, but not which shards are open.
 """
 
 import contextlib
 import hashlib
 import mmap
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from zerolm.common.errors import ShardReadError
-from zerolm.shards.manifest import FILE_KEYS
+import numpy as np
 
+from zerolm.common.errors import ShardReadError
+from zerolm.shards.checksums import BLOCK_BYTES, FINE_BYTES, block_checksum
+from zerolm.shards.manifest import DTYPES, FILE_KEYS, wrong_id
+
+MAX_FAULTS = 4  # small blocks that are read without prefetching them: a stream has done so
+SIZE_HOLDS_SECONDS = 1.0  # until the size of a mapped file is compared again
+MAX_READ_AHEAD_BYTES = 1 << 20  # of small checksums when a shard is opened
 MAX_SAMPLED_FILES = 4096  # whose sizes a node compares when a run starts: 10 ms on a local disk
 
 
@@ -108,3 +116,154 @@ def _file_sizes(directory: Path) -> dict[str, int]:
     finally:
         os.close(descriptor)
     return sizes
+
+
+class OpenShard:
+    """A shard with its memory map, verified in blocks.
+
+    With `block_bytes` of `FINE_BYTES` its blocks are compared with the small checksums. These need
+    no check of their own: where one differs, the checksum of the block of 64 KiB decides, which the
+    manifest vouches for.
+
+    Args:
+        directory: of the shard.
+        entry: of the shard in the manifest.
+        head: of the manifest.
+        block_bytes: `FINE_BYTES` or `BLOCK_BYTES`.
+        sums_are_verified: whether the checksums of its blocks of 64 KiB match the manifest.
+
+    Attributes:
+        tokens: all its ids.
+        unverified: a byte for each block, 1 until it is verified; None: each read is verified.
+        sums_are_verified: as above, so far.
+
+    Raises:
+        ShardReadError: a file is missing, or has another size.
+    """
+
+    __slots__ = (
+        "_block_bytes",
+        "_content",
+        "_directory",
+        "_entry",
+        "_fine",
+        "_head",
+        "_mapped",
+        "_size_required_until",
+        "_sums",
+        "sums_are_verified",
+        "tokens",
+        "unverified",
+    )
+
+    def __init__(
+        self,
+        directory: Path,
+        entry: dict[str, Any],
+        head: dict[str, Any],
+        block_bytes: int,
+        sums_are_verified: bool,
+    ):
+        self._directory, self._entry, self._head = directory, entry, head
+        self._block_bytes, self.sums_are_verified = block_bytes, sums_are_verified
+        self._mapped = map_file(directory / entry["file"], entry["size_bytes"])
+        self._mapped.madvise(mmap.MADV_RANDOM)
+        self._content = memoryview(self._mapped)
+        # A plain ndarray: slicing np.memmap itself costs 2 us of subclass bookkeeping.
+        self.tokens = np.frombuffer(self._mapped, DTYPES[head["dtype"]])
+        self.unverified: bytearray | None = None
+        self._size_required_until = 0.0
+        self._sums: np.ndarray | None = None
+        self._fine: np.ndarray | None = None
+        if block_bytes == FINE_BYTES:
+            fine = map_file(directory / entry["fine"], entry["fine_size_bytes"])
+            fine.madvise(mmap.MADV_WILLNEED, 0, min(len(fine), MAX_READ_AHEAD_BYTES))
+            self._fine = np.frombuffer(fine, "<u8")
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Make the kernel read these bytes, without waiting for them."""
+        start -= start % mmap.PAGESIZE
+        self._mapped.madvise(mmap.MADV_WILLNEED, start, stop - start)
+
+    def verify(self, first: int, end: int, check_ids: bool) -> int:
+        """Verify those blocks of [first, end) that have not been verified; return their number.
+
+        Args:
+            check_ids: compare ids with the vocabulary. Blocks of 64 KiB always are.
+
+        Raises:
+            ShardReadError: a block is damaged, or has an id beyond the vocabulary.
+        """
+        if (now := time.monotonic()) > self._size_required_until:
+            self._require_size()
+            self._size_required_until = now + SIZE_HOLDS_SECONDS
+        size, unverified, num_verified = self._block_bytes, self.unverified, 0
+        if end - first > MAX_FAULTS or size == BLOCK_BYTES:
+            self.prefetch(first * size, end * size)
+        sums = self._open_sums() if self._fine is None else self._fine
+        for block in range(first, end):
+            if unverified is not None and not unverified[block]:
+                continue
+            part = self._content[block * size : (block + 1) * size]
+            if sums is not None and block_checksum(part) != sums.item(block):
+                self._require_block(block * size // BLOCK_BYTES)
+            num_verified += 1
+        if check_ids or size == BLOCK_BYTES:
+            self.require_ids(first * size, end * size)
+        if unverified is not None:
+            unverified[first:end] = bytes(end - first)
+        return num_verified
+
+    def _require_block(self, block: int) -> None:
+        """Raise an error if a block of 64 KiB differs from its checksum."""
+        sums = self._open_sums()
+        part = self._content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        if sums is not None and block_checksum(part) != sums.item(block):
+            raise ShardReadError(
+                f"{self._place(block)} is damaged: its checksum differs. Restore the "
+                f"file (and check its disk), or tokenize again. To find all damage, run: "
+                f"python -m data_prep verify {quote(str(self._directory))}"
+            )
+
+    def require_ids(self, start: int, stop: int) -> None:
+        """Raise an error if there is an id beyond the vocabulary in the bytes [start, stop)."""
+        size = self.tokens.itemsize
+        tokens = self.tokens[start // size : stop // size]
+        if tokens.max() < self._head["vocab_size"]:
+            return
+        block = (start + int(tokens.argmax()) * size) // BLOCK_BYTES
+        part = self._content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        raise ShardReadError(f"{self._place(block)} {wrong_id(part, self._head)}")
+
+    def _require_size(self) -> None:
+        """Check that the file has not been truncated: its map would kill this process (SIGBUS)."""
+        actual, size = self._mapped.size(), self._entry["size_bytes"]  # of the file, now
+        if actual < size:
+            raise ShardReadError(size_problem(self._directory / self._entry["file"], size, actual))
+
+    def _place(self, block: int) -> str:
+        """Return where a block of 64 KiB is, for messages."""
+        per_block = BLOCK_BYTES // self.tokens.itemsize
+        stop = min((block + 1) * per_block, self._entry["num_tokens"])
+        return (
+            f"{self._directory / self._entry['file']}: block {block} (bytes from "
+            f"{block * BLOCK_BYTES}, tokens {block * per_block} to {stop})"
+        )
+
+    def _open_sums(self) -> np.ndarray | None:
+        """Return the mapped checksums of blocks of 64 KiB, compared with the manifest once.
+
+        Later damage to them is detected too: they then differ from their blocks'. None for shards
+        without them.
+
+        Raises:
+            ShardReadError: the checksum file is damaged.
+        """
+        if self._sums is None and "sums" in self._entry:
+            path = self._directory / self._entry["sums"]
+            content = map_file(path, self._entry["sums_size_bytes"])
+            if not self.sums_are_verified:
+                require_digest(path, content, self._entry["sums_sha256"])
+                self.sums_are_verified = True
+            self._sums = np.frombuffer(content, "<u8")
+        return self._sums

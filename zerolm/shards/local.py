@@ -4,7 +4,6 @@
 sources, windows or documents.
 """
 
-import mmap
 import os
 import resource
 import sys
@@ -14,23 +13,21 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import numpy as np
 
 from zerolm.common.errors import ShardError, ShardReadError
-from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
+from zerolm.shards.checksums import BLOCK_BYTES, FINE_BYTES, num_blocks
 from zerolm.shards.disk import (
     MAX_SAMPLED_FILES,
-    map_file,
+    OpenShard,
     require_digest,
     sampled_size_problems,
-    size_problem,
     size_problems,
 )
-from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, read_manifest, wrong_id
-from zerolm.shards.table import ShardTable, column, read_table
+from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, read_manifest
+from zerolm.shards.table import ShardTable, all_have, column, read_table
 from zerolm.shards.tokenizer import copy_problems
 
 # A map keeps a file descriptor, and an open shard has two maps: this is a quarter of the process's
@@ -57,7 +54,11 @@ class LocalFiles:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         size = head["num_tokens"] * self.dtype.itemsize
         self._stays_cached = size <= memory // CACHED_SHARE
-        self._open: dict[int, _OpenShard] = {}
+        is_fine = all_have(shards, "fine") and all_have(shards, "sums")
+        self._block_bytes = FINE_BYTES if is_fine else BLOCK_BYTES
+        # Which small blocks of 20 TB are verified would take 0.3 GB, and each is read rarely.
+        self._keeps_verified = self._stays_cached or not is_fine
+        self._open: dict[int, OpenShard] = {}
         self._closed: dict[int, bytes] = {}  # which blocks are unverified, a bit each
         self._verified_checksums: set[int] = set()  # shards whose .sums file matches the manifest
         self._num_verified = 0
@@ -146,28 +147,37 @@ class LocalFiles:
         """
         if self._wrong_sizes:
             raise ShardReadError(self._wrong_sizes)
-        size = self.dtype.itemsize
+        size, block_bytes = self.dtype.itemsize, self._block_bytes
         for number, start, stop in ranges:
             shard = self._open.get(number) or self._open_shard(number)
-            first, end = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
-            if shard.unverified.find(1, first, end) >= 0:
-                shard.prefetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
+            first, end = start * size // block_bytes, -(-stop * size // block_bytes)
+            if shard.unverified is None or shard.unverified.find(1, first, end) >= 0:
+                shard.prefetch(first * block_bytes, end * block_bytes)
             elif not self._stays_cached:
                 shard.prefetch(start * size, stop * size)
         return []
 
-    def ids(self, number: int, start: int, stop: int) -> np.ndarray:
+    def ids(self, number: int, start: int, stop: int, check_ids: bool = True) -> np.ndarray:
         """Return the ids at [start, stop) of a shard, a read-only view.
+
+        Args:
+            check_ids: False: the caller compares them with the vocabulary, which is quicker for
+                many windows together; with `require_ids` for the message.
 
         Raises:
             ShardReadError: a block of them is damaged.
         """
         shard = self._open.get(number) or self._open_shard(number)
-        size = self.dtype.itemsize
-        first, end = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
-        if shard.unverified.find(1, first, end) >= 0:
-            self._verify(number, shard, first, end)
+        size, block_bytes = self.dtype.itemsize, self._block_bytes
+        first, end = start * size // block_bytes, -(-stop * size // block_bytes)
+        if shard.unverified is None or shard.unverified.find(1, first, end) >= 0:
+            self._num_verified += shard.verify(first, end, check_ids)
         return shard.tokens[start:stop]
+
+    def require_ids(self, number: int, start: int, stop: int) -> None:
+        """Raise a `ShardReadError` if there is an id beyond the vocabulary at [start, stop)."""
+        shard, size = self._open.get(number) or self._open_shard(number), self.dtype.itemsize
+        shard.require_ids(start * size, stop * size)
 
     def shard(self, number: int) -> np.ndarray:
         """Return all ids of a shard, unverified."""
@@ -227,107 +237,35 @@ class LocalFiles:
     @cached_property
     def _num_blocks(self) -> int:
         """Number of blocks of all shards, with checksums or without."""
-        return int((-(-column(self.shards, "size_bytes") // BLOCK_BYTES)).sum())
+        return int((-(-column(self.shards, "size_bytes") // self._block_bytes)).sum())
 
-    def _open_shard(self, number: int) -> "_OpenShard":
+    def _open_shard(self, number: int) -> OpenShard:
         _close_oldest()
         entry = self.shards[number]
-        mapped = map_file(self.directory / entry["file"], entry["size_bytes"])
-        blocks = num_blocks(entry["size_bytes"])
-        known = self._closed.pop(number, None)
-        if known is None:
-            unverified = bytearray(b"\1" * blocks)
-        else:
-            unverified = bytearray(np.unpackbits(np.frombuffer(known, np.uint8), count=blocks))
-        shard = self._open[number] = _OpenShard(mapped, self.dtype, unverified)
+        shard = OpenShard(
+            self.directory, entry, self.head, self._block_bytes, number in self._verified_checksums
+        )
+        if self._keeps_verified:
+            count = num_blocks(entry["size_bytes"], self._block_bytes)
+            known = self._closed.pop(number, None)
+            if known is None:
+                shard.unverified = bytearray(b"\1" * count)
+            else:
+                bits = np.unpackbits(np.frombuffer(known, np.uint8), count=count)
+                shard.unverified = bytearray(bits)
+        self._open[number] = shard
         _OPENED.append((weakref.ref(self), number))
         return shard
 
     def _close_shard(self, number: int) -> None:
         """Close a shard; a reader that is using it keeps its map."""
         shard = self._open.pop(number, None)
-        if shard is not None:
+        if shard is None:
+            return
+        if shard.unverified is not None:
             self._closed[number] = np.packbits(np.frombuffer(shard.unverified, np.uint8)).tobytes()
-
-    def _verify(self, number: int, shard: "_OpenShard", first: int, end: int) -> None:
-        """Verify those blocks of [first, end) that have not been verified yet."""
-        entry = self.shards[number]
-        if shard.checksums is None and "sums" in entry:
-            shard.checksums = self._checksums(number)
-        self._require_size(shard.mapped, entry)
-        shard.prefetch(first * BLOCK_BYTES, end * BLOCK_BYTES)
-        content, ids = memoryview(shard.mapped), BLOCK_BYTES // self.dtype.itemsize
-        for block in range(first, end):
-            if not shard.unverified[block]:
-                continue
-            part = content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            if shard.checksums is not None and block_checksum(part) != int(shard.checksums[block]):
-                raise ShardReadError(
-                    f"{self._place(entry, block)} is damaged: its checksum differs. Restore the "
-                    f"file (and check its disk), or tokenize again. To find all damage, run: "
-                    f"python -m data_prep verify {quote(str(self.directory))}"
-                )
-            largest = int(shard.tokens[block * ids : (block + 1) * ids].max())
-            if largest >= self.head["vocab_size"]:
-                problem = wrong_id(part, self.head)
-                raise ShardReadError(f"{self._place(entry, block)} {problem}")
-            shard.unverified[block] = 0
-            self._num_verified += 1
-
-    def _require_size(self, mapped: mmap.mmap, entry: dict[str, Any]) -> None:
-        """Check that a file has not been truncated: its map would kill this process (SIGBUS)."""
-        path, actual = self.directory / entry["file"], mapped.size()  # of the file, now
-        if actual < entry["size_bytes"]:
-            raise ShardReadError(size_problem(path, entry["size_bytes"], actual))
-
-    def _place(self, entry: dict[str, Any], block: int) -> str:
-        """Return where a block is, for messages."""
-        per_block = BLOCK_BYTES // self.dtype.itemsize
-        stop = min((block + 1) * per_block, entry["num_tokens"])
-        return (
-            f"{self.directory / entry['file']}: block {block} (bytes from {block * BLOCK_BYTES}, "
-            f"tokens {block * per_block} to {stop})"
-        )
-
-    def _checksums(self, number: int) -> np.ndarray:
-        """Return the mapped block checksums of a shard, compared with the manifest on first use.
-
-        Later damage to the checksums is detected too: they then differ from their blocks'.
-
-        Raises:
-            ShardReadError: the checksum file is damaged.
-        """
-        entry = self.shards[number]
-        path = self.directory / entry["sums"]
-        content = map_file(path, entry["sums_size_bytes"])
-        if number not in self._verified_checksums:
-            require_digest(path, content, entry["sums_sha256"])
+        if shard.sums_are_verified:
             self._verified_checksums.add(number)
-        return np.frombuffer(content, "<u8")
-
-
-class _OpenShard:
-    """A shard with its memory map.
-
-    Attributes:
-        tokens: all its ids.
-        unverified: a byte for each block, 1 until it is verified.
-        checksums: of the blocks; None until the first verification, and for shards without them.
-    """
-
-    __slots__ = ("checksums", "mapped", "tokens", "unverified")
-
-    def __init__(self, mapped: mmap.mmap, dtype: np.dtype, unverified: bytearray):
-        mapped.madvise(mmap.MADV_RANDOM)
-        self.mapped, self.unverified = mapped, unverified
-        # A plain ndarray: slicing np.memmap itself costs 2 us of subclass bookkeeping.
-        self.tokens = np.frombuffer(mapped, dtype)
-        self.checksums: np.ndarray | None = None
-
-    def prefetch(self, start: int, stop: int) -> None:
-        """Make the kernel read these bytes, without waiting for them."""
-        start -= start % mmap.PAGESIZE
-        self.mapped.madvise(mmap.MADV_WILLNEED, start, stop - start)
 
 
 def _is_first_of_node() -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from zerolm.common.errors import ShardError
-from zerolm.shards.checksums import BLOCK_BYTES, CHECKSUM_BYTES, num_blocks
+from zerolm.shards.checksums import CHECKSUM_BYTES, CHECKSUM_FILES, num_blocks
 
 FORMAT = "zerolm-shards"
 VERSION = 1
@@ -40,7 +40,7 @@ _SHARD_KEYS: dict[str, type] = {
     "index_sha256": str,
 }
 # Files beside a shard that older releases did not write: block checksums, origins of documents.
-SIDECARS = ("sums", "origins")
+SIDECARS = ("sums", "origins", "fine")
 # The files of a shard: manifest key of the name -> manifest key of the size.
 FILE_KEYS = {"file": "size_bytes"} | {key: f"{key}_size_bytes" for key in ("index", *SIDECARS)}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # cannot leave the directory
@@ -219,7 +219,10 @@ def _all_shards_valid(manifest: dict[str, Any]) -> bool:
     if any(number.min() < 0 or number.max() >= 1 << 56 for number in numbers.values()):
         return False
     documents, size = numbers["num_documents"], numbers["size_bytes"]
-    sums = CHECKSUM_BYTES * -(-size // BLOCK_BYTES)
+    sums = {
+        key: CHECKSUM_BYTES * -(-size // block_bytes)
+        for key, (_, block_bytes) in CHECKSUM_FILES.items()
+    }
     return bool(
         _are_file_names(names)
         and all(sum(columns[key]) == manifest[key] for key in ("num_tokens", "num_documents"))
@@ -227,7 +230,9 @@ def _all_shards_valid(manifest: dict[str, Any]) -> bool:
         and (size == numbers["num_tokens"] * dtype.itemsize).all()
         and (numbers["index_size_bytes"] == documents * 8).all()
         and (numbers.get("origins_size_bytes", documents * 8) == documents * 8).all()
-        and (numbers.get("sums_size_bytes", sums) == sums).all()
+        and all(
+            (numbers.get(f"{key}_size_bytes", each) == each).all() for key, each in sums.items()
+        )
     )
 
 
@@ -276,13 +281,13 @@ def _contradictions(manifest: dict[str, Any], shards: list[dict[str, Any]]) -> l
                 f"{shard['index']}: index_size_bytes {shard['index_size_bytes']} is not "
                 f"{shard['num_documents']} documents of 8 bytes."
             )
-        if "sums" in shard and shard["sums_size_bytes"] != CHECKSUM_BYTES * num_blocks(
-            shard["size_bytes"]
-        ):
-            problems.append(
-                f"{shard['sums']}: sums_size_bytes {shard['sums_size_bytes']} is not "
-                f"{num_blocks(shard['size_bytes'])} blocks of {CHECKSUM_BYTES} bytes."
-            )
+        for key, (_, block_bytes) in CHECKSUM_FILES.items():
+            blocks = num_blocks(shard["size_bytes"], block_bytes)
+            if key in shard and shard[f"{key}_size_bytes"] != CHECKSUM_BYTES * blocks:
+                problems.append(
+                    f"{shard[key]}: {key}_size_bytes {shard[f'{key}_size_bytes']} is not "
+                    f"{blocks} blocks of {CHECKSUM_BYTES} bytes."
+                )
         if "origins" in shard and shard["origins_size_bytes"] != shard["num_documents"] * 8:
             problems.append(
                 f"{shard['origins']}: origins_size_bytes {shard['origins_size_bytes']} is not "

@@ -207,8 +207,10 @@ class RemoteFiles:
                 self._pending[blocks.key(number, block)] = fetch
         return new, list(pending)
 
-    def ids(self, number: int, start: int, stop: int) -> np.ndarray:
+    def ids(self, number: int, start: int, stop: int, check_ids: bool = True) -> np.ndarray:
         """Return the ids at [start, stop) of a shard; waits for blocks being fetched.
+
+        They have been compared with the vocabulary, whatever `check_ids` is.
 
         Raises:
             ShardReadError: the store does not deliver a block, or delivers it damaged.

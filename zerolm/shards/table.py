@@ -23,7 +23,7 @@ from zerolm.shards.manifest import FILE_KEYS, MANIFEST, read_manifest
 
 TABLE = "shards.table"
 MIN_SHARDS = 256  # a manifest of fewer is parsed in a millisecond
-SUFFIXES = {"file": ".bin", "index": ".idx", "sums": ".sums", "origins": ".org"}
+SUFFIXES = {"file": ".bin", "index": ".idx", "sums": ".sums", "origins": ".org", "fine": ".fine"}
 COUNTS = ("num_tokens", "num_documents")
 
 _MAGIC = b"zlmtbl01"

@@ -15,7 +15,7 @@ import numpy as np
 
 from zerolm.common.errors import ShardError
 from zerolm.common.files import write_atomically
-from zerolm.shards.checksums import CHECKSUMS_SUFFIX, BlockChecksums
+from zerolm.shards.checksums import ShardChecksums
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.manifest import FORMAT, VERSION, token_dtype
 from zerolm.shards.origins import ORIGINS_SUFFIX
@@ -119,7 +119,7 @@ class ShardWriter:
         self._name = f"shard-{len(self.shards):05d}"
         self._file = open(self.directory / f"{self._name}.bin.tmp", "wb")
         self._digest = hashlib.sha256()
-        self._checksums = BlockChecksums()
+        self._checksums = ShardChecksums()
         self._shard_tokens = 0
         self._ends: list[np.ndarray] = []
         self._origins: list[np.ndarray] = []
@@ -161,7 +161,7 @@ class ShardWriter:
                 "index": index.name,
                 "index_size_bytes": len(ends),
                 "index_sha256": hashlib.sha256(ends).hexdigest(),
-                **self._checksums.write(self.directory / f"{self._name}{CHECKSUMS_SUFFIX}"),
+                **self._checksums.write(self.directory / self._name),
                 **self._write_origins(),
             }
         )

@@ -1,5 +1,6 @@
 """Small shards for tests."""
 
+import json
 import os
 from pathlib import Path
 
@@ -20,6 +21,17 @@ def write(directory, documents=((1, 2, EOS), (3, EOS), (4, 5, 6, EOS)), **option
         for document in documents:
             open_writer.add(np.array(document))
     return Path(directory)
+
+
+def without_fine(directory: Path) -> Path:
+    """Remove the small checksums, as of shards of an older release."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        (directory / shard["fine"]).unlink()
+        for key in ("fine", "fine_size_bytes", "fine_sha256"):
+            del shard[key]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return directory
 
 
 def many_shards(directory, count, monkeypatch) -> Path:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.zerolm.shards.small_shards import EOS, TOKENIZER, write, writer
+from tests.zerolm.shards.small_shards import EOS, TOKENIZER, without_fine, write, writer
 from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.data.window_readers import WindowReader
 from zerolm.shards.reader import open_source, verify
 
 
@@ -168,7 +169,7 @@ def test_damaged_document_ends_are_never_used(tmp_path):
 
 
 def test_damaged_checksums_are_never_used(tmp_path):
-    sums = write(tmp_path / "s") / "shard-00000.sums"
+    sums = without_fine(write(tmp_path / "s")) / "shard-00000.sums"
     intact = sums.read_bytes()
     for bit in range(8 * len(intact)):
         content = bytearray(intact)
@@ -176,6 +177,53 @@ def test_damaged_checksums_are_never_used(tmp_path):
         sums.write_bytes(content)
         with pytest.raises(ShardReadError, match=r"shard-00000\.sums: its SHA-256 differs"):
             open_source(tmp_path / "s").ids(0, 0, 2)
+
+
+def test_damaged_small_checksums_neither_stop_a_run_nor_let_damage_pass(tmp_path):
+    """Where one differs, the checksum of the block of 64 KiB decides."""
+    directory = write(tmp_path / "s", [[7] * 40_000 + [EOS]])
+    fine, data = directory / "shard-00000.fine", directory / "shard-00000.bin"
+    intact = bytearray(fine.read_bytes())
+    for bit in range(0, 8 * len(intact), 7):
+        content = bytearray(intact)
+        content[bit // 8] ^= 1 << bit % 8
+        fine.write_bytes(content)
+        assert open_source(directory).ids(0, 0, 40_001).tolist() == [7] * 40_000 + [EOS]
+    with pytest.raises(ShardError, match=r"shard-00000\.fine: SHA-256"):
+        verify(directory)
+    damaged = bytearray(data.read_bytes())
+    damaged[66_000] ^= 1
+    data.write_bytes(damaged)
+    for content in (intact, bytes(len(intact))):
+        fine.write_bytes(content)
+        source = open_source(directory)
+        assert source.ids(0, 0, 4000).tolist() == [7] * 4000
+        with pytest.raises(ShardReadError, match=r"block 1 \(bytes from 65536, tokens 32768 to 40"):
+            source.ids(0, 32_990, 33_010)
+    (directory / "shard-00000.sums").write_bytes(bytes(16))
+    with pytest.raises(ShardReadError, match=r"shard-00000\.sums: its SHA-256 differs"):
+        open_source(directory).ids(0, 0, 4000)
+
+
+def test_windows_with_ids_beyond_the_vocabulary_are_refused_wherever_they_are(tmp_path):
+    """Each window alone: the ids of many windows are compared together."""
+    directory = write(tmp_path / "s", [[7] * 200 + [999, EOS]])
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "vocab_size": 999}))
+    for seq_len in (5, 20):
+        reader = WindowReader([open_source(directory)], seq_len)
+        shards, offsets = reader.locate(*np.zeros((2, 1), int))
+        assert reader.read(shards, offsets).max() == 7
+        found = 0
+        for window in range(reader.num_windows[0]):
+            shards, offsets = reader.locate(np.zeros(2, int), np.array([0, window]))
+            if window * seq_len <= 200 <= (window + 1) * seq_len:
+                found += 1
+                with pytest.raises(ShardReadError, match=r"block 0 .* has token id 999"):
+                    reader.read(shards, offsets)
+            else:
+                assert reader.read(shards, offsets).max() == 7
+        assert found
 
 
 def test_only_one_process_of_a_node_checks_the_files(tmp_path, monkeypatch):

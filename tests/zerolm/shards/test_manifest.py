@@ -108,7 +108,10 @@ def test_a_shard_without_documents_or_without_tokens_is_refused(tmp_path, empty)
     """Although its other numbers agree with that."""
     directory = write(tmp_path / "s")
     manifest = json.loads((directory / "manifest.json").read_text())
-    keys = {"num_tokens": ("size_bytes", "sums_size_bytes"), "num_documents": ("index_size_bytes",)}
+    keys = {
+        "num_tokens": ("size_bytes", "sums_size_bytes", "fine_size_bytes"),
+        "num_documents": ("index_size_bytes",),
+    }
     manifest[empty] = 0
     manifest["shards"][0] |= dict.fromkeys((empty, *keys[empty]), 0)
     (directory / "manifest.json").write_text(json.dumps(manifest))

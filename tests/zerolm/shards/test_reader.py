@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from tests.zerolm.shards.small_shards import EOS, TOKENIZER, many_shards, write, writer
 from zerolm.common.errors import ShardError
-from zerolm.shards import local
+from zerolm.shards import disk, local
 from zerolm.shards.checksums import block_checksum
 from zerolm.shards.directory import output_problems
 from zerolm.shards.manifest import token_dtype
 from zerolm.shards.reader import open_source, verify
 from zerolm.shards.writer import ShardWriter
 
-ENDINGS = ("bin", "idx", "sums")
+ENDINGS = ("bin", "idx", "sums", "fine")
 
 
 @given(
@@ -72,7 +72,12 @@ def test_files_are_what_the_format_says(tmp_path):
     assert [shard["num_documents"] for shard in manifest["shards"]] == [2, 1]
     assert np.fromfile(directory / "shard-00000.idx", "<u8").tolist() == [3, 5]
     for shard in manifest["shards"]:
-        for key, prefix in (("file", ""), ("index", "index_"), ("sums", "sums_")):
+        for key, prefix in (
+            ("file", ""),
+            ("index", "index_"),
+            ("sums", "sums_"),
+            ("fine", "fine_"),
+        ):
             content = (directory / shard[key]).read_bytes()
             assert hashlib.sha256(content).hexdigest() == shard[f"{prefix}sha256"]
             assert len(content) == shard[f"{prefix}size_bytes"]
@@ -193,7 +198,7 @@ def test_few_shards_are_open_at_a_time_and_each_block_is_verified_once(tmp_path,
     verified = []
     monkeypatch.setattr(local, "MAX_OPEN", 3)
     monkeypatch.setattr(local, "MIN_OPEN", 3)
-    monkeypatch.setattr(local, "block_checksum", lambda b: verified.append(b) or block_checksum(b))
+    monkeypatch.setattr(disk, "block_checksum", lambda b: verified.append(b) or block_checksum(b))
     names = ("a", "b")
     sources = [open_source(many_shards(tmp_path / name, 4, monkeypatch)) for name in names]
     for _ in range(3):

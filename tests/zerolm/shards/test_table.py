@@ -22,7 +22,7 @@ COUNT = 12
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch) -> Path:
-    """Shards with a table; their sizes are checked in a sample of one shard in five."""
+    """Shards with a table; their sizes are checked in a sample of one shard in seven."""
     monkeypatch.setattr(shard_directory, "MIN_SHARDS", COUNT)
     monkeypatch.setattr(disk, "MAX_SAMPLED_FILES", COUNT)
     monkeypatch.setattr(local, "MAX_SAMPLED_FILES", COUNT)
@@ -140,7 +140,7 @@ def test_a_wrong_file_that_the_start_did_not_look_at_is_found(
     with pytest.raises(ShardReadError, match=rf"shard-00001\.bin: .*{in_full}"):
         while time.monotonic() < deadline:
             source.files.prefetch([(0, 0, 2)])
-    monkeypatch.setenv("RANK", "6")
+    monkeypatch.setenv("RANK", "8")
     with pytest.raises(ShardError, match=rf"shard-00001\.bin: .*{in_full}"):
         open_source(shards)
     monkeypatch.setenv("RANK", "0")
@@ -170,7 +170,7 @@ def test_nodes_look_at_different_shards_and_at_all_of_them_together(monkeypatch)
         seen: list[int] = []
         monkeypatch.setenv("RANK", str(8 * node))
         assert disk.sampled_size_problems(Path("none"), Looked([{}] * 40_000)) == []
-        assert len(seen) * len(manifest.FILE_KEYS) <= disk.MAX_SAMPLED_FILES + 4
+        assert len(seen) * len(manifest.FILE_KEYS) <= disk.MAX_SAMPLED_FILES + 5
         together.update(seen)
     assert together == set(range(40_000))
 
@@ -229,12 +229,12 @@ def test_the_table_is_what_the_format_says(shards):
         np.frombuffer(content[40:48] + content[48:56], "<u8")[0],
         *(np.frombuffer(content[48:56], "<u4")),
     )
-    assert content[:8] == b"zlmtbl01" and num_shards == COUNT and files == 0b111
+    assert content[:8] == b"zlmtbl01" and num_shards == COUNT and files == 0b10111
     head = json.loads(content[56 : 56 + head_size])
     assert {**head, "shards": values["shards"]} == values
     record = np.dtype(
         [("num_tokens", "<u8"), ("num_documents", "<u8")]
-        + [field for n in "abc" for field in ((f"{n}_size", "<u8"), (f"{n}_sha256", "S32"))]
+        + [field for n in "abcd" for field in ((f"{n}_size", "<u8"), (f"{n}_sha256", "S32"))]
     )
     rows = np.frombuffer(content, record, offset=56 + int(head_size))
     assert rows["num_tokens"].tolist() == [shard["num_tokens"] for shard in values["shards"]]
