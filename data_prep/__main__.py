@@ -44,6 +44,7 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
         with redirect_stdout(output):
             yield
             output.flush()
+            gc.freeze()  # otherwise the end of the process looks for garbage among all objects
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, an output that cannot be written

@@ -262,14 +262,19 @@ def read_line_blocks(
         at_stop = bool(lines_end) and stop is not None and first + lines_end >= stop
         next_too_long = lines_end and pending_bytes - lines_end > max_bytes
         if lines_end >= chunk_bytes or next_too_long or at_stop:
-            data = b"".join(pending)
-            pending, pending_bytes = [data[lines_end:]], pending_bytes - lines_end
             if at_stop:
                 assert stop is not None
+                data = b"".join(pending)
                 lines_end = data.find(b"\n", stop - 1 - first) + 1
                 yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
                 return
-            yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
+            if not newline:  # the last complete line ends before this block
+                pending = [b"".join(pending)]
+                newline = lines_end
+            last = pending.pop()
+            data = b"".join([*pending, last[:newline]])
+            yield LineBlock(first, data, first + lines_end, stream.read_bytes)
+            pending, pending_bytes = [last[newline:]], pending_bytes - lines_end
             first, lines_end = first + lines_end, 0
         if not lines_end and pending_bytes > max_bytes:
             pending, pending_bytes, too_long = [], 0, True

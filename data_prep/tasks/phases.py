@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypedDict
 
 from data_prep.tasks.workers import ordered_map
 from zerolm.common.errors import ConfigError, RecordError, ZerolmError
-from zerolm.common.files import write_atomically, write_json
+from zerolm.common.files import temporary_path, write_atomically, write_json
 from zerolm.common.records import Count, read_record
 
 RECORDS = "records"
@@ -186,7 +186,7 @@ def run_task(phase: Phase, task: int) -> Record:
         if phase.sync:
             write_json(phase.path(task), record, many_writers=True)
         else:
-            _write_note(phase.path(task), record)
+            _replace_note(running, phase.path(task), record)
     except Exception as error:
         refused = error.problems if isinstance(error, ConfigError) else None
         note = {**process, "refused": refused, "traceback": traceback.format_exc()}
@@ -206,6 +206,21 @@ def _host() -> str:
 def _write_note(path: Path, value: Any) -> None:
     """Write a small file atomically, but without syncing it."""
     write_atomically(path, json.dumps(value).encode(), many_writers=True, durable=False)
+
+
+def _replace_note(note: Path, path: Path, value: Any) -> None:
+    """Write a small file as `_write_note` does, using the file of a note that is needed no more.
+
+    On ext4 creating a file, and finding space for it after others were removed, takes up to 0.5 ms.
+    """
+    temporary = temporary_path(path)
+    try:
+        os.replace(note, temporary)
+    except FileNotFoundError:  # another attempt of the task has removed it
+        _write_note(path, value)
+        return
+    temporary.write_bytes(json.dumps(value).encode())
+    os.replace(temporary, path)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,8 @@ class EncodeUnits:
         progress = TaskProgress(self.running / f"{task:05d}.running", unit.size_bytes)
         for record in records:
             progress.add(record["input_bytes"], *parts.part_counts(record))
-        if not (records and records[-1]["last"]):
-            _UnitEncoder(self, task, directory, records, progress).encode()
-        return _unit_record(name, records)
+        _UnitEncoder(self, task, directory, records, progress).encode()
+        return {"fingerprint": fingerprint, **_unit_record(name, records)}
 
 
 class _UnitEncoder:
@@ -152,9 +151,9 @@ class _UnitEncoder:
         self.records.append(
             self.part.close(
                 self.records[-1]["name"] if self.records else None,
+                last,
                 fingerprint=self.fingerprint,
                 position=self.position,
-                last=last,
                 tally=self.tally.record(),
                 encoded=dict(self.job.encoder.counts - self.encoded_before),
                 **self.counts,

@@ -5,8 +5,10 @@ A part holds consecutive documents of a unit, for training (split 0) and validat
 and `NAME.json` counts, checksums and the position in the input where the next part begins. A task
 writes a part every few seconds, so a killed task resumes inside its input. Each writer uses unique
 names and each part names the previous one, so two writers of a unit cannot mix their parts (Slurm
-may restart a task while the first attempt is still ending). Several units share a directory:
-creating a file or a directory takes as long as encoding 20 KB.
+may restart a task while the first attempt is still ending).
+
+Creating a file or a directory takes as long as encoding 20 KB. So several units share a directory,
+and the last part of a unit has no `NAME.json`: the record of the task has its content.
 
 Parts are not synced to disk. Checksums detect damage by a power cut or a failing disk before a part
 is reused, and a damaged part is encoded again.
@@ -62,17 +64,19 @@ class PartWriter:
         """Whether the part must be closed to bound memory and the size of its files."""
         return self.num_documents >= MAX_PART_DOCUMENTS or self.num_bytes >= MAX_PART_BYTES
 
-    def close(self, previous: str | None, **extra: Any) -> dict[str, Any]:
-        """Finish the part, and write and return its record.
+    def close(self, previous: str | None, last: bool, **extra: Any) -> dict[str, Any]:
+        """Finish the part, and return its record; write it, unless the part is the last one.
 
         Args:
             previous: name of the previous part; None for the first.
+            last: whether the unit ends here.
             extra: further keys of the record.
         """
         splits = [each.close() for each in self._splits]
         record = {"name": self.name, "previous": previous, "splits": splits, **extra}
-        content = json.dumps(record, ensure_ascii=False).encode()
-        write_atomically(self.directory / f"{self.name}.json", content, durable=False)
+        if not last:
+            content = json.dumps(record, ensure_ascii=False).encode()
+            write_atomically(self.directory / f"{self.name}.json", content, durable=False)
         return record
 
     def abort(self) -> None:
@@ -189,12 +193,11 @@ class _Part(TypedDict):
 class PartRecord(_Part, total=False):
     """The record of a part; the keys of its `tally` are those of `Tally`."""
 
-    last: bool
     tally: dict[str, Any]
 
 
 def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, Any]]:
-    """Return the records of a unit's consecutive intact parts, starting with the first.
+    """Return the records of a unit's consecutive intact parts, from the first, without the last.
 
     Removes all other files of the unit, except those that another process may still be writing.
 

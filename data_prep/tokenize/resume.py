@@ -16,7 +16,7 @@ from zerolm.common.records import read_record
 from zerolm.shards.directory import PARTS, ShardDirectory
 
 STATE_FILE = "state.json"  # in the directory of the parts
-PARTS_VERSION = 4  # of the content of parts; parts of another version are encoded again
+PARTS_VERSION = 5  # of the content of parts; parts of another version are encoded again
 CHECKING_THREADS = 4
 
 

@@ -18,6 +18,7 @@ from data_prep.read.documents import InputRules
 from data_prep.read.readers import Input
 from data_prep.read.work_units import WorkUnit, plan_units
 from data_prep.tasks.phases import (
+    RECORDS,
     Executor,
     LocalExecutor,
     Phase,
@@ -178,8 +179,14 @@ class _Run:
             copy, self.options.encoder, input_bytes=self.progress.total_bytes
         )
         phase = self._encode_phase(copy)
+        job = phase.run
+        assert isinstance(job, EncodeUnits)
         resume.discard_damaged(
-            phase, lambda task, record: parts.is_record_intact(self.parts, record)
+            phase,
+            lambda task, record: (
+                record["fingerprint"] == job.units[task][1]  # otherwise an input has changed
+                and parts.is_record_intact(self.parts, record)
+            ),
         )
         if isinstance(executor, LocalExecutor):
             records = self._run_locally(phase, executor)
@@ -214,7 +221,7 @@ class _Run:
             directory=self.parts,
             num_tasks=len(units),
             run=lambda task: {},
-            inputs=fingerprint(fingerprints),
+            inputs=fingerprint(self.settings),
             labels=[self._label(unit) for unit in units],
             sync=False,
         )
@@ -323,7 +330,8 @@ class _Run:
             keep_parts: whether to keep parts, if there are any.
         """
         unpublished = [output for output in self.directories if output.is_locked]
-        has_parts = unpublished and any(self.parts.glob(f"{ENCODED_DIRECTORY}/*/*.json"))
+        encoded = (f"{ENCODED_DIRECTORY}/*/*.json", f"{RECORDS}/*/*.json")
+        has_parts = unpublished and any(path for each in encoded for path in self.parts.glob(each))
         if not (keep_parts and has_parts):
             for output in unpublished:
                 output.remove()

@@ -23,7 +23,8 @@ COMMAND = """
 import sys
 from dataclasses import replace
 from data_prep import __main__
-from data_prep.tokenize import run as tokenization
+from data_prep.tokenize import encode_units, run as tokenization
+encode_units.READ_BYTES = 1 << 16
 run = tokenization.run_tokenization
 def with_small_parts(inputs, tokenizer, outputs, options, *more):
     options = replace(options, part_seconds=0.02, unit_bytes=int(sys.argv[1]))

@@ -46,7 +46,7 @@ def write_parts(
         if own:
             lengths = np.array([len(each) for each in own])
             writer.add(0, Batch(np.concatenate(own), lengths, np.arange(first, last), 7))
-        writer.close(previous, fingerprint="f", last=number == len(limits) - 2)
+        writer.close(previous, False, fingerprint="f")
         previous = name
         if own:
             parts.append([f"{name}.0.ids", len(own), int(lengths.sum())])

@@ -39,7 +39,7 @@ def endless(tmp_path, tokenizer_directory):
     )
     deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
-        if len(list((tmp_path / "s").glob("parts/encoded/*/*.json"))) >= 2:
+        if len(list((tmp_path / "s").glob("parts/records/tokenize.encode/*.json"))) >= 2:
             break
         time.sleep(0.02)
     yield process
