@@ -15,13 +15,16 @@ from transformers import AutoTokenizer
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import Document
 from data_prep.tasks.phases import LocalExecutor
+from data_prep.tokenize import manifests as shard_manifests
 from data_prep.tokenize.encode_documents import DocumentEncoder
+from data_prep.tokenize.encode_units import EncodeUnits
 from data_prep.tokenize.run import TokenizeOptions, run_tokenization
 from data_prep.tokenizer.encoders import load_encoder
 from data_prep.tokenizer.load import load_tokenizer
 from tests.data_prep.small_corpus import TEXTS, data_prep, write_jsonl
 from tests.data_prep.tokenize.golden_corpus import write_golden_corpus, write_golden_tokenizer
 from tests.data_prep.tokenize.tokenized import documents_of, files_of, run_here
+from zerolm.common.errors import ZerolmError
 from zerolm.data.window_text import load_decoder
 from zerolm.shards.writer import ShardWriter
 
@@ -159,3 +162,40 @@ def test_the_same_input_gives_the_shards_of_the_first_release(tmp_path, unit_byt
         paths = sorted((tmp_path / name).glob(f"*{suffix}"))
         content = b"".join(path.read_bytes() for path in paths)
         assert len(paths) == count and hashlib.sha256(content).hexdigest() == sha256
+
+
+def test_only_the_units_of_a_changed_input_are_encoded_again(
+    tmp_path, tokenizer_directory, monkeypatch
+):
+    """After a failure at the very end, when every unit has a record."""
+    for name in "abc":
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(100)])
+    files = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+    encoded = []
+    call = EncodeUnits.__call__
+    monkeypatch.setattr(
+        EncodeUnits, "__call__", lambda job, task: encoded.append(task) or call(job, task)
+    )
+
+    def tokenize(output):
+        run_tokenization(
+            find_inputs(files, "text")[0],
+            load_tokenizer(str(tokenizer_directory)),
+            [tmp_path / output],
+            TokenizeOptions(encoder="tokenizers", unit_bytes=500),
+            LocalExecutor(1),
+            {"command": ["python", "-m", "data_prep", "tokenize"]},
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_manifests, "publish_all", lambda *_: (_ for _ in ()).throw(OSError(28)))
+        with pytest.raises(ZerolmError, match="cannot be written"):
+            tokenize("s")
+    num_units = len(encoded)
+    assert num_units > 3 and encoded == list(range(num_units))
+    write_jsonl(tmp_path / "b.jsonl", [f"B {number}" for number in range(100)])
+    encoded.clear()
+    tokenize("s")
+    assert encoded and len(encoded) * 3 == num_units
+    tokenize("whole")
+    assert files_of(tmp_path / "s") == files_of(tmp_path / "whole")
