@@ -20,7 +20,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.__main__ import main
-from data_prep.convert import from_shards, items, litdata, mds, megatron, parquet
+from data_prep.convert import formats, from_shards, items, litdata, mds, megatron, parquet
+from data_prep.shard_commands.convert import NAMES
 from data_prep.shards import documents as documents_module
 from tests.data_prep.shards.corpus import write_corpus
 from tests.data_prep.tokenize.tokenized import documents_of
@@ -30,7 +31,6 @@ from zerolm.shards.writer import ShardWriter
 
 EOS = 0
 DOCUMENTS = [[1, 2, 3, EOS], [4, EOS], [EOS], [*range(5, 300), EOS]]
-FORMATS = ("megatron", "mds", "litdata", "parquet", "nanogpt")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,11 @@ def convert(*words) -> int:
 
 def manifest_of(directory) -> dict:
     return json.loads((Path(directory) / "manifest.json").read_text())
+
+
+def test_the_command_offers_every_format():
+    """It lists them itself, because `--help` imports no reader."""
+    assert set(NAMES) == set(formats.FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_our_files_equal_those_that_the_peers_wrote(peers, shards, tmp_path, mon
     assert ours["config"].items() <= theirs["config"].items()
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", NAMES)
 def test_there_and_back_gives_the_same_shards(corpus, tmp_path, monkeypatch, form):
     """With every limit of size far below the data."""
     one, two, _ = corpus
