@@ -87,6 +87,7 @@ def find_inputs(
         candidates += _expand(argument, kind_of, notes, problems)
     inputs: list[Input] = []
     seen: dict[str, str] = {}
+    missing: dict[str, str] = {}  # packages, once for all files that need them
     for each in candidates:
         is_local = each.suffix != "hub" and not is_url(each.name)
         key = os.path.realpath(each.name) if is_local else each.name
@@ -96,23 +97,25 @@ def find_inputs(
                 f"Its documents would be read twice: remove one of them."
             )
         elif each.problem is None and not each.of_stage:
-            each = _completed(each, text_field, encoding, problems)
+            each = _completed(each, text_field, encoding, missing)
         seen.setdefault(key, each.argument)
         if each.problem is not None and not skip_bad:
             prefix = f"--input {each.argument}: " if each.argument != each.name else ""
             problems.append(f"{prefix}{each.name}: {each.problem.detail}")
         inputs.append(each)
+    problems += missing.values()
     if problems:
         raise ConfigError(problems)
     return inputs, notes
 
 
-def _completed(each: Input, text_field: str, encoding: str, problems: list[str]) -> Input:
+def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, str]) -> Input:
     """Return a file with what decides how it is read, and its `problem` if it has no text."""
     try:
         packages = packages_of(each.suffix, encoding)
     except ConfigError as error:
-        problems.append(f"--input {each.argument}: {each.name} {error.problems[0]}")
+        problem = error.problems[0]
+        missing.setdefault(problem, f"--input {each.argument}: {each.name} {problem}")
         return each
     keys: tuple[tuple[str, str], ...] = ()
     if each.suffix == CODE:

@@ -64,7 +64,10 @@ def list_files(url: str) -> tuple[list[Entry], str]:
             f"credentials and the network."
         ) from None
     if not entries:
-        raise ConfigError(f"--input {url}: there is no such file or directory. Check the URL.")
+        raise ConfigError(
+            f"--input {url}: there is no such file or directory, or its server does not answer. "
+            f"Check the URL."
+        )
     return sorted(entries), url.rstrip("/") + "/"
 
 

@@ -259,10 +259,14 @@ def test_missing_packages_are_named_with_the_extra(tmp_path, monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     (tmp_path / "a.warc").write_bytes(b"")
+    for number in range(3):
+        (tmp_path / f"{number}.html").write_bytes(page("t", FOX))
     monkeypatch.setattr("data_prep.read.inputs.version", version)
     inputs.package_versions.cache_clear()
-    with pytest.raises(ConfigError, match=r"a\.warc needs trafilatura.*zerolm\[inputs\]"):
+    with pytest.raises(ConfigError) as caught:
         read(tmp_path)
+    (problem,) = caught.value.problems
+    assert "0.html needs trafilatura" in problem and "zerolm[inputs]" in problem
 
 
 def test_search_finds_members_across_blocks(archive, monkeypatch):
