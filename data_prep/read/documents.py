@@ -20,6 +20,7 @@ CONTENTS = {  # what begins so is not text, or not UTF-8
     b"\x1f\x8b": "it is compressed with gzip. Rename the file to end in .gz.",
     b"\x28\xb5\x2f\xfd": "it is compressed with Zstandard. Rename the file to end in .zst.",
 }
+PARQUET_TEXT = "not UTF-8, as the text of a table must be. Write the file again, or remove the row."
 BEYOND_64_BITS = float(1 << 63)
 
 
@@ -295,7 +296,7 @@ def _parse_values(
                 value = value.removeprefix(BYTE_ORDER_MARK if not is_row else b"").decode("utf-8")
             except UnicodeDecodeError as error:
                 at = start if is_row else error.start
-                detail = _utf8_error(error)
+                detail = PARQUET_TEXT if is_row else _utf8_error(error)
                 problems.append(Problem("not_utf8", chunk.name, input_index, at, is_row, detail))
                 continue
         if value is None:
