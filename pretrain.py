@@ -28,6 +28,7 @@ from zerolm.common.errors import EXIT_DONE, CheckpointWriteError, ConfigError, G
 from zerolm.common.secrets import mask_tracebacks
 from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
+from zerolm.ds_config.profile import Profile
 from zerolm.optim import custom
 from zerolm.optim.parameter_groups import (
     describe_groups,
@@ -156,39 +157,71 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
         ConfigError: the initial weights are not as the model config implies, or the attention
             kernel ignores the document mask.
     """
-    # Imported here: they take seconds, which --help and --check need not wait for.
-    import deepspeed
+    # Imported here and below: they take seconds, which --help and --check need not wait for.
     from deepspeed.utils import logger
 
     from zerolm.distributed import ulysses
-    from zerolm.ds_config import muon
     from zerolm.model import biased_routers, build, chunked_loss, compile
-    from zerolm.model.attention import unfused_attention_notice
     from zerolm.pretrained import check as pretrained
-    from zerolm.pretrained import masters
     from zerolm.train import mask_check
 
-    settings, model_config, profile = plan.settings, plan.model.config, plan.profile
+    settings = plan.settings
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if not profile.json.get("wall_clock_breakdown"):
+    if not plan.profile.json.get("wall_clock_breakdown"):
         logger.setLevel(logging.WARNING)
+    existing = pretrained.verified(plan.initial)
+    model = build_checked_model(plan, existing, device, print_rank0)
 
-    # Attention: the same kernel on every host.
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(profile.precision, torch.float32)
-    torch.set_float32_matmul_precision(settings.float32_matmul)
-    attention = build.agreed_attention(
-        model_config, settings.attn_implementation, device.type, dtype
+    # Changes to the model that must precede deepspeed.initialize.
+    if settings.balance_rate:
+        biased_routers.move_biases_to_buffers(model)
+    buffers = build.float32_buffers(model)
+    if settings.loss_chunk_tokens:
+        chunked_loss.install(model, settings.loss_chunk_tokens, settings.z_loss > 0)
+    if settings.compile:
+        compile.mark_leaf_modules(model, plan.profile.zero_stage)
+    mpu = ulysses.register_attention(
+        model, plan.layout, settings.micro_batch_size, settings.seq_len
     )
+    engine = initialize(plan, model, mpu, existing, print_rank0)
+
+    # Restore the buffers that DeepSpeed has cast, compile the blocks, and test the document mask.
+    build.restore_float32_buffers(engine.module, buffers)
+    if settings.compile:
+        print_rank0(compile.compile_blocks(engine.module))
+    engine.train()
+    if settings.document_mask:
+        print_rank0(mask_check.check(engine, plan, device))
+    return engine
+
+
+def build_checked_model(
+    plan: Plan, existing: Any, device: Any, print_rank0: Callable[..., None]
+) -> Any:
+    """Build the model with the same attention kernel and initial weights on every host.
+
+    The weights do not depend on the ZeRO stage. Every rank must call.
+
+    Args:
+        existing: weights to start from, as `verified` returns them; None for random ones.
+
+    Raises:
+        ConfigError: the weights are not as the model config or the existing ones imply.
+    """
+    from zerolm.model import build
+    from zerolm.model.attention import unfused_attention_notice
+    from zerolm.pretrained import check as pretrained
+
+    settings, config, profile = plan.settings, plan.model.config, plan.profile
+    dtype = torch_dtype(profile)
+    torch.set_float32_matmul_precision(settings.float32_matmul)
+    attention = build.agreed_attention(config, settings.attn_implementation, device.type, dtype)
     print_rank0(f"attention: {attention}")
-    masked = settings.document_mask
-    notice = unfused_attention_notice(model_config, device, dtype, document_mask=masked)
+    notice = unfused_attention_notice(config, device, dtype, document_mask=settings.document_mask)
     if attention == "sdpa" and notice:
         print_rank0(f"note: {notice}")
-
-    # The model: initial weights that do not depend on the ZeRO stage, checked before training.
-    existing = pretrained.verified(plan.initial)
     model = build.build_model(
-        model_config,
+        config,
         seed=settings.seed,
         dtype=dtype,
         zero3_config=profile.json if profile.zero_stage == 3 else None,
@@ -200,26 +233,32 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     if existing is not None:
         report = pretrained.check_loaded(model, existing)
     else:
-        report = build.check_initialization(model, model_config)
+        report = build.check_initialization(model, config)
     if report.problems:
         raise ConfigError(["the model was not initialised:", *report.problems])
     print_rank0(f"{report}; fingerprint {build.weights_fingerprint(model)}")
+    return model
 
-    # Changes to the model that must precede deepspeed.initialize.
-    if settings.balance_rate:
-        biased_routers.move_biases_to_buffers(model)
-    buffers = build.float32_buffers(model)
-    if settings.loss_chunk_tokens:
-        chunked_loss.install(model, settings.loss_chunk_tokens, settings.z_loss > 0)
-    if settings.compile:
-        compile.mark_leaf_modules(model, profile.zero_stage)
-    mpu = ulysses.register_attention(
-        model, plan.layout, settings.micro_batch_size, settings.seq_len
-    )
 
-    # The engine. Parameter groups are for weight decay; Muon also needs its matrices tagged.
-    # DeepSpeed builds the optimizer from its JSON, unless the JSON names a class by dotted path.
-    print_rank0(describe_groups(model, settings.weight_decay))
+def initialize(
+    plan: Plan, model: Any, mpu: Any, existing: Any, print_rank0: Callable[..., None]
+) -> Any:
+    """Return the DeepSpeed engine of a model, with its optimizer. Every rank must call.
+
+    Parameter groups are for weight decay; Muon also needs its matrices tagged. DeepSpeed builds the
+    optimizer from its JSON, unless the JSON names a class by dotted path.
+
+    Args:
+        mpu: of `ulysses.register_attention`.
+        existing: weights that the model started from, or None.
+    """
+    import deepspeed
+
+    from zerolm.ds_config import muon
+    from zerolm.pretrained import masters
+
+    profile, weight_decay = plan.profile, plan.settings.weight_decay
+    print_rank0(describe_groups(model, weight_decay))
     optimizer = None
     if custom.is_dotted(profile.optimizer.name):
         kind = custom.optimizer_class(profile.optimizer.name)
@@ -229,24 +268,22 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
             model=model,
             optimizer=optimizer,
             mpu=mpu,
-            model_parameters=parameter_groups(model, settings.weight_decay),
+            model_parameters=parameter_groups(model, weight_decay),
             config=profile.json,
         )
+    dtype = torch_dtype(profile)
     if existing is not None and existing.is_rounded_to(dtype) and plan.layout.tensor == 1:
         masters.set_masters(engine, existing.weights)
     if profile.uses_muon:
         print_rank0(muon.describe(model))
     if profile.optimizer.kind == "lion":
         fix_lion_zero_updates(engine.optimizer.optimizer)
-
-    # Restore the buffers that DeepSpeed has cast, compile the blocks, and test the document mask.
-    build.restore_float32_buffers(engine.module, buffers)
-    if settings.compile:
-        print_rank0(compile.compile_blocks(engine.module))
-    engine.train()
-    if settings.document_mask:
-        print_rank0(mask_check.check(engine, plan, device))
     return engine
+
+
+def torch_dtype(profile: Profile) -> torch.dtype:
+    """Return the dtype of the weights."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(profile.precision, torch.float32)
 
 
 if __name__ == "__main__":
