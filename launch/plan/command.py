@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Flags that pretrain.py has too, parsed by the same code.
 SETTINGS = {
     "model_config": ("PATH", "a Hugging Face config.json"),
+    "init_from": ("MODEL|RUN[@STEP]", "existing weights, whose config is used"),
+    "branch": ("RUN[@STEP]", "a run to continue from a checkpoint, with its config and settings"),
     "deepspeed_config": ("PATH", "DeepSpeed JSON (default: ds_configs/zero2.json)"),
     "total_tokens": ("TOKENS", "tokens to train on (default: 20 per parameter)"),
     "batch_tokens": ("TOKENS", "tokens per optimizer step (default: depends on the compute)"),
@@ -143,8 +145,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _published()
     if arguments.budget:
         return _budget(arguments)
-    if not arguments.model_config:
+    if not (arguments.model_config or arguments.init_from or arguments.branch):
         raise ConfigError("command line: --model_config: missing. Name a config.json.")
+    if arguments.probe and (arguments.init_from or arguments.branch):
+        raise ConfigError("command line: --probe: needs --model_config alone. Name a config.json.")
     logging.disable(logging.WARNING)  # DeepSpeed warns that it finds no accelerator
     try:
         if arguments.search:
@@ -180,7 +184,7 @@ def _print_notices(arguments: argparse.Namespace) -> None:
     from zerolm.common.shipped import shipped_notice
 
     for name in (arguments.model_config, arguments.deepspeed_config or DEFAULT_DS_CONFIG):
-        if notice := shipped_notice(name):
+        if name and (notice := shipped_notice(name)):
             print(f"note: {notice}")
 
 
@@ -189,9 +193,8 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
     from zerolm.ds_config.precision import with_precision
     from zerolm.ds_config.profile import Profile
     from zerolm.ds_config.schema import schema_problems
-    from zerolm.model.model import Model
 
-    settings = settings_of(arguments)
+    settings, model, begun = _settings_and_model(arguments)
     profile = Profile.read(settings.deepspeed_config or DEFAULT_DS_CONFIG)
     problems = schema_problems(profile)
     profile, notices = with_precision(profile, settings, problems)
@@ -199,8 +202,47 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
         print(f"note: {notice}")
     if problems:
         raise ConfigError(problems)
-    model, hardware = Model.load(arguments.model_config), hardware_of(arguments)
-    return plan_run(model, profile, settings, hardware, arguments.devices, per_node(arguments))
+    return plan_run(
+        model,
+        profile,
+        settings,
+        hardware_of(arguments),
+        arguments.devices,
+        per_node(arguments),
+        begun_tokens=begun,
+    )
+
+
+def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """Return the settings, the model, and the tokens of a trunk before its branch.
+
+    Reads the configs of other runs and of existing weights, but no weights.
+    """
+    from dataclasses import replace
+
+    from transformers import AutoConfig
+
+    from zerolm.common.errors import Findings
+    from zerolm.model.model import Model
+    from zerolm.preflight import branch, initial_weights
+
+    settings, found = settings_of(arguments), Findings([])
+    if arguments.branch:
+        settings, start = branch.find(settings, found)
+        if start is None or start.trunk is None or found.problems:
+            raise ConfigError(found.problems)
+        if "micro_batch_size" in settings.inherited:  # chosen for the devices of the trunk
+            settings = replace(settings, micro_batch_size=None)
+        values = dict(start.trunk["model_config"])
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        return settings, Model.from_config(config, start.trunk_record), start.record["tokens"]
+    given = Model.load(arguments.model_config) if arguments.model_config else None
+    if arguments.init_from:
+        opened = initial_weights.open_source(settings, found)
+        given = initial_weights.model_of(opened, given, found) if opened is not None else None
+    if found.problems or given is None:
+        raise ConfigError(found.problems)
+    return settings, given, 0
 
 
 def settings_of(arguments: argparse.Namespace) -> Any:
@@ -301,12 +343,11 @@ def _probe(arguments: argparse.Namespace) -> int:
 
 def _search(arguments: argparse.Namespace) -> int:
     from launch.plan import search
-    from zerolm.model.model import Model
 
-    model = Model.load(arguments.model_config)
+    settings, model, _ = _settings_and_model(arguments)
     candidates = search.search(
         model,
-        settings_of(arguments),
+        settings,
         hardware_of(arguments),
         arguments.devices,
         per_node(arguments),

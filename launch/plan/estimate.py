@@ -99,7 +99,7 @@ def estimate(
     """
     step = step_time(run, mfu)
     settings, hardware, model = run.settings, run.hardware, run.model
-    steps = -(-run.settings.total_tokens // run.settings.batch_tokens)
+    steps = -(-run.tokens // run.settings.batch_tokens)
     run_seconds = steps * step.seconds
     rate = run.settings.batch_tokens / step.seconds
     peak = hardware.peak(run.profile.compute_precision)
@@ -209,7 +209,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "flops_per_token": run.flops_per_token,
         "attention_flops_per_token": run.attention_flops,
         "hardware_flops_per_token": found.hardware_flops_per_token,
-        "total_flops": run.flops_per_token * run.settings.total_tokens,
+        "total_flops": run.flops_per_token * run.tokens,
         "total_tokens": run.settings.total_tokens,
         "seq_len": run.settings.seq_len,
         "batch_tokens": run.settings.batch_tokens,

@@ -29,6 +29,7 @@ class PlannedRun:
         profile: resolved.
         flops_per_token: of the model, without recomputation.
         attention_flops: the part of `flops_per_token` that grows with the sequence length.
+        begun_tokens: that the trunk of a branch has trained on before it.
     """
 
     model: Model
@@ -39,6 +40,12 @@ class PlannedRun:
     devices_per_node: int
     flops_per_token: float
     attention_flops: float
+    begun_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to train on: from the branch point, if it is a branch."""
+        return self.settings.total_tokens - self.begun_tokens
 
     @property
     def layout(self) -> Layout:
@@ -70,6 +77,8 @@ def plan_run(
     hardware: Hardware,
     devices: int,
     devices_per_node: int,
+    *,
+    begun_tokens: int = 0,
 ) -> PlannedRun:
     """Resolve a run for a number of devices.
 
@@ -104,5 +113,13 @@ def plan_run(
     attention = flops - flops_per_token(model.config, model.shapes, 0)
     profile = resolve_ds_config(profile, resolved, model, world_size=devices, on_gpu=True)
     return PlannedRun(
-        model, resolved, profile, hardware, devices, devices_per_node, flops, attention
+        model,
+        resolved,
+        profile,
+        hardware,
+        devices,
+        devices_per_node,
+        flops,
+        attention,
+        begun_tokens,
     )

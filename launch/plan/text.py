@@ -37,9 +37,10 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),
-        ("FLOPs of the run", f"{run.flops_per_token * settings.total_tokens:.4g}"),
+        ("FLOPs of the run", f"{run.flops_per_token * run.tokens:.4g}"),
         ("tokens", f"{settings.total_tokens:,}, "
-         f"{settings.total_tokens / model.num_parameters:.3g} per parameter"),
+         f"{settings.total_tokens / model.num_parameters:.3g} per parameter"
+         f"{f', {run.tokens:,} from the branch point' if run.begun_tokens else ''}"),
         ("batch", f"{settings.batch_tokens:,} tokens = {run.accumulation} x micro-batch "
          f"{settings.micro_batch_size} x {run.layout.replicas} {unit} x {settings.seq_len:,}"),
         ("profile", f"ZeRO-{run.profile.zero_stage}, {run.profile.precision}{offload}"

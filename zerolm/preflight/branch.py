@@ -68,7 +68,8 @@ def find(settings: Settings, found: Findings) -> tuple[Settings, Start | None]:
             return _resume(settings, own, where)
         if settings.branch is None:
             return settings, None
-        if Path(settings.run_dir or "").resolve() == run_of(settings.branch)[0].resolve():
+        trunk = run_of(settings.branch)[0].resolve()
+        if settings.run_dir is not None and Path(settings.run_dir).resolve() == trunk:
             raise ConfigError(f"{where}, is the --run_dir itself. Choose another --run_dir.")
         if not RunFiles(run_of(settings.branch)[0]).record.is_file():
             return settings, None  # reported when the settings are parsed
@@ -152,7 +153,9 @@ def _checkpoint(reference: str, where: str) -> Checkpoint:
     try:
         found = locate(reference)
     except CheckpointError as error:
-        raise ConfigError([f"{where}: {problem}" for problem in error.problems]) from None
+        named = f"{reference}: ", f"{run_of(reference)[0]}: "  # `where` names it already
+        problems = [one.removeprefix(named[0]).removeprefix(named[1]) for one in error.problems]
+        raise ConfigError([f"{where}: {problem}" for problem in problems]) from None
     for entry in read_rollbacks(found.directory.parents[1]):
         if entry["number"] > found.progress.rollbacks and entry["to_step"] < found.progress.step:
             raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.__main__ import main
 from tests.launching import LLAMA, write_json
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, shards, write_record
 from tests.zerolm.pretrained.small_models import save_model
@@ -123,6 +124,8 @@ def test_what_a_branch_cannot_be_is_refused(inputs, trunk, flags, parts) -> None
     other = write_json(trunk.parent / "other.json", {**LLAMA, "hidden_size": 32})
     problems = refused(trunk, flags.format(inputs=inputs, trunk=trunk, other=other))
     assert all(any(part in problem for problem in problems) for part in parts), problems
+    if "@15" in flags:
+        assert len(problems) == 1 and problems[0].count("@15") == 1, problems
     if "gone" in flags:
         assert len(problems) == 1, "the settings are in the trunk, and are not missing"
 
@@ -255,3 +258,27 @@ def test_a_branch_needs_no_initial_weights_of_its_trunk(inputs, tmp_path) -> Non
     assert plan.initial.weights is None and plan.settings.init_from == f"{tmp_path}/model"
     (problem,) = refused(tmp_path / "trunk", f"--init_from {tmp_path}/trunk@10")
     assert "settings.init_from" in problem and "cannot change" in problem
+
+
+def test_a_branch_and_existing_weights_are_planned_without_a_model_config(trunk, capsys) -> None:
+    def planned(*words, code: int = 0) -> str:
+        assert main(["plan", "--json", "--devices", "2", *map(str, words)]) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    batch = json.loads((trunk / "run.json").read_text())["settings"]["batch_tokens"]
+    found = json.loads(planned("--branch", f"{trunk}@20", "--total_tokens", 15360))
+    assert found["total_tokens"] == 15360 and found["batch_tokens"] == batch
+    assert found["steps"] == (15360 - 20 * STEP_TOKENS) / batch
+    assert found["total_flops"] == found["flops_per_token"] * (15360 - 20 * STEP_TOKENS)
+    model = trunk.parent / "model"
+    save_model(model)
+    plans = [
+        json.loads(planned(*words, "--seq_len", 32))
+        for words in (["--init_from", model], ["--model_config", model / "config.json"])
+    ]
+    assert plans[0].pop("model") + "/config.json" == plans[1].pop("model")
+    assert plans[0] == plans[1]
+    refusal = planned("--branch", f"{trunk}@15", code=2)
+    assert f"--branch: {trunk}@15: {trunk} has no complete checkpoint of step 15" in refusal
+    assert "gone: no such" in planned("--init_from", trunk.parent / "gone", code=2)
