@@ -19,6 +19,9 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
         def step(self, batches) -> None:
             self.finished = self.stopping = True
 
+        journal = SimpleNamespace(log_startup=lambda *_: None)
+        progress = SimpleNamespace(step=1)
+
         def start(self) -> bool:
             return False
 
@@ -37,5 +40,5 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
     monkeypatch.setattr(pretrain.process_group, "init", lambda: (0, 1, device))
     monkeypatch.setattr(pretrain.collectives, "require_same_on_all_ranks", lambda *_: None)
     plan = SimpleNamespace(summary=lambda: "", fingerprint=lambda: "")
-    pretrain.train(plan, None, SimpleNamespace(connect=lambda world_size: None))
+    pretrain.train(plan, None, SimpleNamespace(connect=lambda world_size: None, runner=None))
     assert calls == ["batches", "report", "save", "evaluate_if_due", "end"]
