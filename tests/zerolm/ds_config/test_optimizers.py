@@ -158,9 +158,10 @@ def test_adaptive_clipping_is_refused_with_muon():
         ),
     ],
 )
-def test_an_average_is_refused_without_float32_masters_in_memory(more, why):
+@pytest.mark.parametrize("flag", [{"ema_tokens": 1000}, {"qk_clip": 100.0}], ids=str)
+def test_changes_of_masters_are_refused_unless_these_are_float32_in_memory(more, why, flag):
     profile = Profile.parse({"optimizer": {"type": "AdamW"}, **more}, "the JSON")
-    problems = optimizers.master_problems(profile, Settings(ema_tokens=1000))
+    problems = optimizers.master_problems(profile, Settings(**flag))
     assert [why in problem for problem in problems] == [True] * bool(why)
     assert not optimizers.master_problems(profile, Settings())
 

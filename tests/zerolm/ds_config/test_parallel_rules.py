@@ -123,6 +123,8 @@ BAD_FLAGS = {
     "heads": (SEQUENCE, {**LLAMA, "num_key_value_heads": 1}, {}, "num_key_value_heads 1"),
     "a width": (TENSOR, {**LLAMA, "vocab_size": 511}, {}, "must divide vocab_size 511"),
     "compile": (TENSOR, LLAMA, {"compile": True}, "--compile"),
+    "qk-clip": (TENSOR, LLAMA, {"qk_clip": 100.0}, "the logits of all heads and tokens"),
+    "qk-clip of slices": (SEQUENCE, LLAMA, {"qk_clip": 100.0}, "the logits of all heads"),
     "selective": (SEQUENCE, LLAMA, {"gradient_checkpointing": "selective"}, "Use full"),
     "chunks": (TENSOR, LLAMA, {"loss_chunk_tokens": 8}, "--loss_chunk_tokens"),
     "samples": (TENSOR, LLAMA, {"prompts": "x.txt"}, "evaluate an export"),
