@@ -30,6 +30,7 @@ SETTINGS = {
     "micro_batch_size": ("SEQUENCES|auto", "sequences per micro-batch (default: auto)"),
     "loss_chunk_tokens": ("N", "tokens per chunk of the loss (default: by the size of the logits)"),
     "ema_tokens": ("TOKENS", "half-life of a moving average of the weights (default: none)"),
+    "qk_clip": ("X", "largest attention logit of a head; measuring it takes FLOPs (default: off)"),
     "attn_implementation": (
         "NAME",
         "for the activations: eager keeps its score matrices, all others count alike",

@@ -19,6 +19,7 @@ from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
+from zerolm.preflight import model_rules
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class PlannedRun:
         profile: resolved.
         flops_per_token: of the model, without recomputation.
         attention_flops: the part of `flops_per_token` that grows with the sequence length.
+        measured_flops: FLOPs per token of measuring attention logits for `--qk_clip`.
         begun_tokens: that the trunk of a branch has trained on before it.
     """
 
@@ -40,6 +42,7 @@ class PlannedRun:
     devices_per_node: int
     flops_per_token: float
     attention_flops: float
+    measured_flops: float
     begun_tokens: int = 0
 
     @property
@@ -106,6 +109,7 @@ def plan_run(
         round_batch=True,
     )
     found.problems += model_problems(settings, model.config, profile, devices)
+    found.problems += model_rules.qk_clip_problems(settings, model.config)
     if found.problems:
         raise ConfigError(list(dict.fromkeys(found.problems)))
     resolved = Resolved.of(settings)
@@ -121,5 +125,15 @@ def plan_run(
         devices_per_node,
         flops,
         attention,
+        _measured_flops(resolved, model),
         begun_tokens,
     )
+
+
+def _measured_flops(settings: Resolved, model: Model) -> float:
+    if not settings.qk_clip:
+        return 0.0
+    from zerolm.model import attention_logits  # imports torch
+
+    layers = attention_logits.attention_layers(model.config)
+    return attention_logits.flops_per_token(layers, settings.seq_len)

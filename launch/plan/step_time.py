@@ -95,6 +95,7 @@ def step_time(
         kept *= 1 + RECOMPUTATION_COST / TRAINING_TO_FORWARD
     if run.settings.loss_chunk_tokens:
         flops += head_flops_per_token(run.model.config, run.model.shapes)
+    flops += run.measured_flops
     compute = tokens * flops / (peak * hardware.attained)
     elementwise = tokens * kept * ACTIVATION_PASSES / hardware.memory_bandwidth
     shapes, ranks = run.shapes_of_rank

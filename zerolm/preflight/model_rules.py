@@ -105,7 +105,7 @@ def model_problems(
             f"flag."
         )
     problems += _balance_problems(settings, config)
-    problems += _qk_clip_problems(settings, config)
+    problems += qk_clip_problems(settings, config)
     problems += _router_loss_problems(settings, config)
     kernel = settings.attn_implementation
     if settings.document_mask and (
@@ -164,7 +164,8 @@ def _balance_problems(settings: Settings, config: "PretrainedConfig") -> list[st
     return problems
 
 
-def _qk_clip_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
+def qk_clip_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    """Refuse `--qk_clip` where logits cannot be measured or the weights not be scaled by head."""
     if not settings.qk_clip:
         return []
     from zerolm.model import attention_logits  # imports torch

@@ -48,6 +48,19 @@ def test_plans_are_those_of_the_golden_table(model, place, capsys):
             assert found[key] == pytest.approx(golden[key], rel=0.02), key
 
 
+def test_measuring_attention_logits_takes_flops(capsys):
+    words = ["--model_config", "model_configs/llama-160m.json", "--seq_len", 1024]
+    plain, clipped = (plan_json(capsys, *words, *more) for more in ([], ["--qk_clip", 100]))
+    extra = clipped["hardware_flops_per_token"] - plain["hardware_flops_per_token"]
+    config = json.loads((ROOT / "model_configs" / "llama-160m.json").read_text())
+    queries = config["num_hidden_layers"] * config["hidden_size"]
+    assert extra == queries * 1024  # 2 FLOPs for half of the keys
+    assert clipped["flops_per_token"] == plain["flops_per_token"]
+    assert clipped["tokens_per_second"] < plain["tokens_per_second"]
+    assert plan("--model_config", "model_configs/qwen3-0.6b.json", "--qk_clip", 100) == 2
+    assert "normalizes queries and keys (q_norm)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
 def test_parameter_counts_equal_those_of_the_real_class(model, capsys):
     import torch
