@@ -64,6 +64,12 @@ def run(options: argparse.Namespace) -> None:
         name: _optional(problems, name, getattr(options, name))
         for name in ("max_tokens", "max_documents", "min_length", "max_length")
     }
+    low, high = limits["min_length"], limits["max_length"]
+    if low is not None and high is not None and low > high:
+        problems.lines.append(
+            f"--min_length {low}: above --max_length {high}, so no document has such a length. "
+            f"Correct one of them."
+        )
     lists = {
         name: _numbers(problems, name, getattr(options, name), total) for name in ("keep", "drop")
     }

@@ -60,7 +60,7 @@ def differences(sources: Sequence[Source]) -> list[str]:
     first = sources[0]
     for other in sources[1:]:
         for key, fix in (
-            ("fingerprint", "Tokenize one of them again, or train on both with --data."),
+            ("fingerprint", "Tokenize one of them again."),
             ("vocab_size", "Tokenize one of them again."),
             ("eos_id", "Tokenize one of them again."),
             ("dtype", "Reshard each by itself first."),

@@ -206,6 +206,7 @@ def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, cap
     capfd.readouterr()
     flags = ["--split", "a=0.5,b=0.6", "--keep", tmp_path / "list", "--drop", tmp_path / "none"]
     flags += ["--max_tokens", 0, "--shuffle", "x", "--shard_tokens", 0]
+    flags += ["--min_length", 9, "--max_length", 5]
     sources = [one, other, tmp_path / "train", tmp_path / "val", tmp_path / "absent", one]
     assert reshard(*sources, "--output", one / "inside", *flags) == 2
     error = capfd.readouterr().err
@@ -214,7 +215,7 @@ def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, cap
         "other: dtype is uint32", "absent: no manifest.json",
         "a directory is given twice", "do not add up to 1", "list: line 2: '-1' is not the number",
         "none: cannot be read", "--max_tokens 0", "--shuffle x", "--shard_tokens 0",
-        "is read, or inside of it",
+        "--min_length 9: above --max_length 5", "is read, or inside of it",
     ):  # fmt: skip
         assert expected in error, expected
     assert reshard(tmp_path / "train", tmp_path / "val", "--output", tmp_path / "new") == 2
