@@ -185,11 +185,13 @@ class Litdata:
         return np.split(stream, np.flatnonzero(stream == stream[-1])[:-1] + 1)
 
     def write(self, directory: Path, documents: Documents, vocab_size: int) -> list[object]:
-        path = directory.with_suffix(".npy")
-        np.save(path, np.array(documents, object), allow_pickle=True)
+        path = directory.with_suffix(".npz")
+        ends = np.cumsum([len(document) for document in documents])
+        np.savez(path, ids=np.concatenate(documents), ends=ends)
         code = (  # in a process of its own, since it starts workers
             "import sys, numpy, torch, litdata\n"
-            "items = numpy.load(sys.argv[1], allow_pickle=True)\n"
+            "content = numpy.load(sys.argv[1], allow_pickle=False)\n"
+            "items = numpy.split(content['ids'], content['ends'][:-1])\n"
             "kind = torch.uint16 if sys.argv[3] == 'uint16' else torch.int32\n"
             "def tokens(number):\n"
             "    yield torch.from_numpy(items[number].astype(numpy.int64)).to(kind)\n"
