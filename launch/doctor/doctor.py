@@ -23,7 +23,7 @@ from launch.doctor.host_session import HostError, Session
 from launch.doctor.requirements import Requirements, checkpoint_bytes, required_operators
 from launch.supervise.hosts import Host, read_hostfile
 from zerolm.common.command_line import count, duration
-from zerolm.common.errors import EXIT_REFUSED, ConfigError
+from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import masked
 from zerolm.common.values import shown_bytes
@@ -116,7 +116,7 @@ class Doctor:
             hostfile = DEFAULT_HOSTFILE
         self.hostfile = hostfile
         self.hosts = read_hostfile(Path(hostfile)) if hostfile else []
-        self.slots = {host.name: _num_slots(host) for host in self.hosts}
+        self.slots = {host.name: host.num_slots for host in self.hosts}
         if not self.hosts:
             ranks = launcher_option(command, "--num_gpus") or "1"
             self.hosts, self.slots = [Host("localhost", "slots=1")], {"localhost": int(ranks)}
@@ -271,15 +271,6 @@ class Doctor:
         if fact["devices"]["kind"] == "cpu":
             return 2 if len(self.sessions) == 1 else 1
         return min(self.slots[name], fact["devices"]["count"]) or 1
-
-
-def _num_slots(host: Host) -> int:
-    number = host.slots.removeprefix("slots=")
-    if not number.isdigit() or int(number) < 1:
-        raise ConfigError(
-            f"hostfile: {host.name} {host.slots}, must be slots=N with N of 1 or more. Correct it."
-        )
-    return int(number)
 
 
 def _unreachable_fix(name: str, problem: str) -> str:

@@ -4,6 +4,7 @@ DeepSpeed starts on the first `--num_nodes` hosts of a hostfile; further hosts a
 """
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from zerolm.common.run_files import RunFiles
 
 CHECK_SECONDS = 60.0
 MAX_CONCURRENT_CHECKS = 64
+HOST_LINE = re.compile(r"(?!-)[!-~]+ slots=0*[1-9][0-9]*", re.ASCII)  # "-x" is an option of ssh
 
 
 @dataclass(frozen=True)
@@ -28,31 +30,39 @@ class Host:
     name: str
     slots: str
 
+    @property
+    def num_slots(self) -> int:
+        return int(self.slots.removeprefix("slots="))
+
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile's `name slots=N` lines.
+    """Read a hostfile's `name slots=N` lines, as strictly as DeepSpeed and ssh need them.
 
     Raises:
         ConfigError: the file cannot be read or names no host, or every line that is malformed.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error}). List your hosts in it.") from None
-    hosts, problems = [], []
+    hosts: dict[str, Host] = {}
+    problems = []
     for number, line in enumerate(lines, start=1):
         fields = line.partition("#")[0].split()
         if not fields:
             continue
-        if len(fields) != 2 or not fields[1].startswith("slots="):
-            problems.append(f"{path}: line {number}: {line!r}, is not `name slots=N`. Correct it.")
+        where = f"{path}: line {number}: {line!r},"
+        if len(fields) != 2 or not HOST_LINE.fullmatch(" ".join(fields)):
+            problems.append(f"{where} is not `name slots=N` with N of 1 or more. Correct it.")
+        elif fields[0] in hosts:
+            problems.append(f"{where} lists {fields[0]} again. Keep one line of it.")
         else:
-            hosts.append(Host(*fields))
+            hosts[fields[0]] = Host(*fields)
     if not hosts and not problems:
         problems.append(f"{path}: lists no host. Write a line `name slots=N` for each host.")
     if problems:
         raise ConfigError(problems)
-    return hosts
+    return list(hosts.values())
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
