@@ -99,6 +99,8 @@ def classify(
     if outcome.sequences is None:
         known = [beat["sequences"] for beat in heartbeats if beat["step"] == outcome.step]
         outcome.sequences = next(filter(None, known), None)
+    if outcome.exit_code == EXIT_REFUSED:
+        outcome.reasons += _refusal(output)
     if rank_exit is not None and not outcome.reasons:
         outcome.reasons.append(f"a rank ended with {rank_exit}")
     if outcome.exit_code == EXIT_BUG and not outcome.reasons:
@@ -123,6 +125,12 @@ def _exit_code(returncode: int, events: Sequence[dict[str, Any]]) -> int:
         if name in logged:
             return code
     return returncode if returncode in (EXIT_REFUSED, EXIT_STOPPED, EXIT_GAVE_UP) else EXIT_BUG
+
+
+def _refusal(output: Sequence[str]) -> list[str]:
+    """Return the first problem of a refusal, with the line before it; nothing if none is shown."""
+    first = (n for n, line in enumerate(output) if line.startswith("pretrain.py: refused"))
+    return [" ".join(output[n : n + 2]) for n in first][-1:]
 
 
 def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -> None:

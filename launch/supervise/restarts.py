@@ -17,7 +17,8 @@ class Policy:
 
     Attributes:
         max_restarts: restarts in a row without a newer checkpoint.
-        same_step_limit: failures in one step after which the supervisor stops.
+        same_step_limit: failures in one step, or before the first step of a run that has never
+            taken one, after which the supervisor stops.
         backoff, max_backoff: seconds before a restart; doubled for each one without progress.
         deadline: seconds from the start of the supervisor after which the run is asked to stop.
         min_hosts: minimum number of hosts to start on; None: as many as the command requests.
@@ -41,16 +42,21 @@ class Restarts:
     def __init__(self, policy: Policy, run_dir: Path):
         self.policy, self.run_dir = policy, run_dir
         self.count = 0
+        self.has_trained = False  # a launch of this supervisor has begun a step
         self._failures: Counter[int | None] = Counter()  # by step
         self._checkpoint_at_failure = self._newest = -1
 
     def add_failure(self, outcome: Outcome) -> str | None:
         """Count a failure; return a diagnosis if a restart would not help, else None."""
-        self._failures[outcome.step] += 1
         checkpoint = self._newest_checkpoint()
         if checkpoint > self._checkpoint_at_failure:
             self._checkpoint_at_failure, self.count = checkpoint, 0
-        if self._failures[outcome.step] >= self.policy.same_step_limit:
+            self._failures.clear()
+        self._failures[outcome.step] += 1
+        # A start that fails after others have worked: a file server or a host is away for a while.
+        self.has_trained = self.has_trained or outcome.step is not None
+        repeats = outcome.step is not None or not self.has_trained
+        if repeats and self._failures[outcome.step] >= self.policy.same_step_limit:
             return self._diagnosis(outcome)
         if self.count >= self.policy.max_restarts:
             return (

@@ -113,9 +113,13 @@ class Supervisor:
                 attempt = self._start(command)
             except OSError as error:  # no process, no space for the hostfile
                 outcome = Outcome(EXIT_BUG, reasons=[f"cannot start the run: {error}"])
+            except ConfigError as error:  # too few hosts pass their check
+                if policy.requeue or not self.restarts.has_trained:
+                    raise
+                outcome = Outcome(EXIT_REFUSED, reasons=error.problems)
             else:
                 outcome = self._watch(attempt)
-            if outcome.exit_code in FINAL and not self._is_still_in_use(outcome):
+            if outcome.exit_code in FINAL and not self._is_refused_for_now(outcome):
                 self.log(f"{FINAL[outcome.exit_code]}: exit code {outcome.exit_code}")
                 for reason in outcome.reasons:
                     self.log(f"  {reason}")
@@ -131,16 +135,19 @@ class Supervisor:
             if diagnosis is not None:
                 self.log(diagnosis)
                 self._event("supervisor_stopped", outcome, reason=diagnosis)
-                return EXIT_BUG
+                return EXIT_REFUSED if outcome.exit_code == EXIT_REFUSED else EXIT_BUG
             self._wait(self.restarts.pause_seconds())
             self.restarts.count += 1
 
-    def _is_still_in_use(self, outcome: Outcome) -> bool:
-        """Return whether a restart was refused because ranks of the last launch have not ended."""
-        return (
-            outcome.exit_code == EXIT_REFUSED
-            and self.attempts > 1
-            and any(IN_USE in line for line in outcome.error_lines)
+    def _is_refused_for_now(self, outcome: Outcome) -> bool:
+        """Return whether a refusal of a restart may end: what it refuses worked before.
+
+        A file server or a host is away for some minutes, or ranks of the last launch have not ended
+        yet.
+        """
+        return outcome.exit_code == EXIT_REFUSED and (
+            self.restarts.has_trained
+            or (self.attempts > 1 and any(IN_USE in line for line in outcome.error_lines))
         )
 
     # ---- One launch

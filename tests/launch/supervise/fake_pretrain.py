@@ -47,13 +47,15 @@ elif action == "gave_up":
     log_event("gave_up", reason="a NaN")
     sys.exit(76)
 elif action == "refuse":
-    print("pretrain.py: refused, nothing was written.")
+    print("pretrain.py: refused, nothing was written.\ndata: gone")
     sys.exit(2)
 elif action == "crash":
     rank = {"rank": 3, "host": "node7", "pid": 9, "step": 7, "phase": "step",
             "sequences": [48, 8], "reason": "ended: SIGKILL", "stacks": None}  # fmt: skip
     log_event("rank_lost", ended="SIGKILL", ranks=[rank])
     print("RuntimeError: out of something")
+    sys.exit(1)
+elif action == "early":  # before its first step
     sys.exit(1)
 elif action == "sigbus":  # as the launcher does after a rank has died of it
     print("[ERROR] [launch.py:341:sigkill_handler] Process 9 exits with return code = -7")

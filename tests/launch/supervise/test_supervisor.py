@@ -72,7 +72,11 @@ def fake_run(tmp_path):
         ("silent done", 0, 2, "the run logged no `done` event"),
         ("stopped", 75, 1, "stopped on request"),
         ("gave_up", 76, 1, "gave up"),
-        ("crash refuse", 2, 2, "refused"),
+        ("refuse", 2, 1, "refused"),
+        ("crash refuse refuse refuse done", 0, 5, "refused, nothing was written. data: gone"),
+        ("early early early done", 1, 3, "the run has failed 3 times before its first step"),
+        ("crash early early early done", 0, 5, "failed before its first step"),
+        ("early advance early advance early crash done", 0, 7, "attempt 6 failed"),
     ],
 )
 def test_the_exit_code_is_that_of_the_run(fake_run, plan, code, num_starts, message) -> None:
