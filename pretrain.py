@@ -40,7 +40,7 @@ from zerolm.preflight import check
 from zerolm.train import run_directory, stability
 from zerolm.train.run import Run
 from zerolm.upload import restore
-from zerolm.watchdog import startup, watchdog
+from zerolm.watchdog import limits, startup, watchdog
 
 # -------------------------------------------------------------------------------------------------
 # Preflight: report every problem of the configs, the data and the machine at once; then train
@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     startup.mark("imports")
     open_standard_streams()
     mask_tracebacks()
+    limits.raise_file_limit()
     rank, local_rank, _ = process_group.environment_rank()
     try:
         plan = check.check(argv)
@@ -65,8 +66,8 @@ def main(argv: list[str]) -> int:
             branch.begin(plan, partial(run_directory.record, plan), print)
             candidates(run_dir)  # raises if the run has checkpoints, but no complete one
         process_group.rendezvous()
-    except ConfigError as error:
-        return process_group.report_config_error(error, rank, local_rank)
+    except (ConfigError, OSError) as error:
+        return process_group.report_config_error(limits.refusal(error), rank, local_rank)
     startup.mark("checks")
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock starts here
     dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
@@ -85,7 +86,11 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     except Exception as error:
         dog.report_failure(error)
-        raise
+        if (cause := limits.explain(error)) is None:
+            raise
+        where, trace = f"rank {rank} on {dog.heartbeats.host}", dog.files.stacks(rank)
+        print(f"pretrain.py: {where}: {cause} Traceback: {trace}", file=sys.stderr, flush=True)
+        return ZerolmError.exit_code
     finally:
         if lock is not None:
             lock.release()

@@ -39,6 +39,7 @@ from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
 from zerolm.config.run_records import find_run_json
 from zerolm.tracking import report_process
+from zerolm.watchdog import limits
 from zerolm.watchdog.child import Child
 
 IN_USE = "another run is writing to it now"  # part of the refusal of zerolm/train/run_directory.py
@@ -202,7 +203,7 @@ class Supervisor:
 
     def _log_failure(self, outcome: Outcome) -> None:
         if any(signal.SIGBUS.name in reason for reason in outcome.reasons):
-            outcome.reasons += shortened_files(self.run_dir)
+            outcome.reasons += shortened_files(self.run_dir) or [limits.bus_error()]
         self.log(f"attempt {self.attempts} failed {outcome.place}")
         for reason in outcome.reasons:
             self.log(f"  {reason}")

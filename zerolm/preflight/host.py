@@ -16,9 +16,10 @@ from zerolm.common.run_files import RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.tracking.tracker import enabled_trackers, tracker_class
+from zerolm.watchdog import limits
+from zerolm.watchdog.limits import SHARED_MEMORY
 
 NO_DEVICE = machine.Device("cpu", None, True)
-SHARED_MEMORY = Path("/dev/shm")
 # DeepSpeed 0.19.8's collectives of one CPU rank take 69 MB there (measured:
 # zerolm/distributed/process_group.py).
 # For GPUs NVIDIA recommends 1 GB per container, here for eight GPUs: "Troubleshooting, shared
@@ -109,6 +110,8 @@ def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> 
     if shared is not None and ranks.isdigit():
         problem = shared_memory_problem(shared[0], int(ranks))
         found.notices += [problem] if problem else []
+    if problem := limits.file_limit_problem(int(environment.get("WORLD_SIZE", 1))):
+        found.problems.append(problem)
     port = environment.get("MASTER_PORT", "")
     # With torchrun the port is in use: its agent holds the store.
     own = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
@@ -155,11 +158,8 @@ def shared_memory_problem(free: int, num_ranks: int) -> str | None:
     required = num_ranks * SHARED_BYTES_PER_RANK
     if free >= required:
         return None
-    return (
-        f"{SHARED_MEMORY}: {shown_bytes(free)} free, {num_ranks} rank(s) need about "
-        f"{shown_bytes(required)}. Make it larger: docker run --shm-size, a memory emptyDir in "
-        f"Kubernetes, or mount -o remount,size=; or delete stale files in it."
-    )
+    needed = f"{num_ranks} rank(s) need about {shown_bytes(required)}"
+    return f"{SHARED_MEMORY}: {shown_bytes(free)} free, {needed}. {limits.LARGER_SHARED_MEMORY}"
 
 
 def port_problem(port: int) -> str | None:

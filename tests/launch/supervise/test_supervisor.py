@@ -93,6 +93,12 @@ def test_a_shard_whose_truncation_killed_a_rank_is_named(fake_run) -> None:
     code, output = fake_run.supervise("sigbus done")
     assert code == 0 and "a rank ended with SIGBUS" in output
     assert f"{shards / 'shard-00000.bin'}: 100 bytes, the manifest says " in output
+    assert "/dev/shm" not in output
+
+
+def test_a_sigbus_without_a_truncated_shard_names_shared_memory(fake_run) -> None:
+    code, output = fake_run.supervise("sigbus done")
+    assert code == 0 and "no shard is shorter than its manifest says; /dev/shm" in output
 
 
 def test_three_failures_of_one_step_end_in_a_diagnosis(fake_run) -> None:

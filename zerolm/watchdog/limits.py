@@ -1,0 +1,158 @@
+"""Limits of this process and its machine: on open files, memory, processes and disk space.
+
+`explain` names the limit behind an error, which Python and torch report by its symptom.
+"""
+
+import errno
+import os
+import re
+import resource
+import shutil
+from pathlib import Path
+
+from zerolm.common.errors import ConfigError
+from zerolm.common.values import shown_bytes
+
+MAX_FILES = 1 << 16
+FIXED_FILES, FILES_PER_RANK = 48, 4
+SHARED_MEMORY = Path("/dev/shm")
+FULL_BYTES = 1 << 20  # less free space is none
+
+_AGAIN = "Run the same command again once it works: the run resumes."
+LARGER_SHARED_MEMORY = (
+    "Make it larger: docker run --shm-size, a memory emptyDir in Kubernetes, or mount -o "
+    "remount,size=; or delete stale files in it."
+)
+_TEXTS = {  # {error: cause and fix}
+    errno.EMFILE: "too many open files: {files} are allowed. {raise_files}",
+    errno.ENFILE: "too many open files on this host. Raise sysctl fs.file-max.",
+    errno.ENOMEM: "out of memory{address_space}. Lower --micro_batch_size or --num_workers, use "
+    "more hosts, or end other processes; a container or a job may have a limit of its own.",
+    errno.EAGAIN: "no more processes or threads{processes}. Raise `ulimit -u`, or the limit on "
+    "PIDs of the container; or lower --num_workers and OMP_NUM_THREADS.",
+    errno.ENOSPC: "{path}: no {what} left. Remove files there, and run the same command again.",
+    errno.EDQUOT: "{path}: the disk quota is used up. Remove files, or ask for more.",
+    errno.EROFS: "{path}: the file system is read-only; after an error the kernel makes it so, "
+    f"see dmesg. {_AGAIN}",
+    errno.ESTALE: f"{{path}}: the file server has lost this file. {_AGAIN}",
+    errno.EIO: f"{{path}}: its disk or file server fails (input/output error). {_AGAIN}",
+}
+_PHRASES = {  # of errors of torch and Python without a number
+    "can't allocate memory": errno.ENOMEM,
+    "can't start new thread": errno.EAGAIN,
+    "insufficient shared memory": errno.ENOSPC,
+} | {os.strerror(number): number for number in _TEXTS}
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit on open files, usually 1,024, to the hard one, or `MAX_FILES`.
+
+    The soft limit is that low for programs with select(2). A rank has connections to the others,
+    and two maps for each open shard.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def file_limit_problem(world_size: int) -> str | None:
+    """Return why a rank may not open enough files for a run, None if it may."""
+    limit, required = _limit(resource.RLIMIT_NOFILE), FIXED_FILES + FILES_PER_RANK * world_size
+    if limit is None or limit >= required:
+        return None
+    return (
+        f"environment: ulimit -n: {limit} open files are allowed, a rank needs {required}. "
+        f"{_raise_files(max(4096, required))}"
+    )
+
+
+def explain(error: BaseException | None) -> str | None:
+    """Return which limit of the machine has caused an error, and the fix; None if none has."""
+    while error is not None:
+        if "OutOfMemoryError" in type(error).__name__:  # torch's, of a GPU
+            return (
+                f"{str(error).partition('.')[0]}. Lower --micro_batch_size, or add "
+                f"--gradient_checkpointing: the loss curve stays the same. `python -m launch plan` "
+                f"shows what takes the memory."
+            )
+        number = _number(error)
+        if number is not None:
+            return _cause(number, _path(error))
+        error = error.__cause__
+    return None
+
+
+def bus_error() -> str:
+    """Return a likely cause of a SIGBUS that no shortened file explains."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return (
+        f"a memory map lost its file: no shard is shorter than its manifest says; {SHARED_MEMORY} "
+        f"may have been full ({shown_bytes(free)} are free now). {LARGER_SHARED_MEMORY}"
+    )
+
+
+def refusal(error: ConfigError | OSError) -> ConfigError:
+    """Return the refusal of a run that met an error before it began; raise one without a cause."""
+    if isinstance(error, ConfigError):
+        return error
+    cause = explain(error)
+    if cause is None:
+        raise error
+    return ConfigError(cause)
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if isinstance(error, OSError):
+        return error.errno if error.errno in _TEXTS else None
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return next((number for phrase, number in _PHRASES.items() if phrase in text), None)
+
+
+def _path(error: BaseException) -> Path | None:
+    if isinstance(error, OSError):
+        return Path(os.fsdecode(error.filename)) if error.filename is not None else None
+    found = re.search(r"(?:file|open) <?(/[^\s<>]+)", str(error))
+    return Path(found[1]) if found else None
+
+
+def _cause(number: int, path: Path | None) -> str:
+    """Return the text of an error of the system.
+
+    Args:
+        path: the file that it names, if any.
+    """
+    full = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free < FULL_BYTES
+    if number == errno.ENOSPC and (SHARED_MEMORY in path.parents if path else full):
+        return f"{SHARED_MEMORY}: no space left. {LARGER_SHARED_MEMORY}"
+    space, processes = _limit(resource.RLIMIT_AS), _limit(resource.RLIMIT_NPROC)
+    return _TEXTS[number].format(
+        path=path or "a file",
+        what="inodes" if path and _no_inodes(path) else "space",
+        files=_limit(resource.RLIMIT_NOFILE),
+        raise_files=_raise_files(4096),
+        address_space=f": ulimit -v allows {shown_bytes(space)}, raise it" if space else "",
+        processes=f": ulimit -u allows this user {processes}" if processes else "",
+    )
+
+
+def _no_inodes(path: Path) -> bool:
+    try:
+        file_system = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
+    except OSError:
+        return False
+    return file_system.f_files > 0 and file_system.f_favail == 0
+
+
+def _limit(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _raise_files(number: int) -> str:
+    return (
+        f"Raise it: `ulimit -n {number}`, nofile in /etc/security/limits.conf, LimitNOFILE= of a "
+        f"service, or docker run --ulimit nofile={number}."
+    )
