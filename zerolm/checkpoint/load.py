@@ -12,6 +12,7 @@ from typing import Any
 from zerolm.checkpoint.directory import Checkpoint, candidates, read, set_aside, verify_files
 from zerolm.checkpoint.safe_load import pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
+from zerolm.common.files import wait_until_visible
 from zerolm.common.run_files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 from zerolm.distributed.collectives import broadcast_object, gather_objects, require_on_all_ranks
 from zerolm.ds_config import topology
@@ -87,6 +88,7 @@ def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
     """
     mine, problem = None, ""
     try:
+        wait_until_visible(directory / MANIFEST)
         mine = read(directory)
         if mine.digest != digest:
             problem = f"{directory / MANIFEST}: differs from the manifest that rank 0 reads."

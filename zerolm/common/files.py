@@ -12,11 +12,13 @@ import re
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 HASH_CHUNK_BYTES = 1 << 22
+VISIBLE_SECONDS, VISIBLE_POLL_SECONDS = 75.0, 0.1  # acdirmax of nfs(5) is 60 s
 
 
 def sha256_file(path: str | Path) -> str:
@@ -41,6 +43,21 @@ def sync_file(path: str | Path) -> None:
     """Make the content of a file durable."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def wait_until_visible(path: Path, seconds: float = VISIBLE_SECONDS) -> bool:
+    """Wait for a file that another host has written; return whether it is seen in that time.
+
+    An NFS client that looked for a name before it existed may keep "no such file" for a minute.
+    """
+    deadline = time.monotonic() + seconds
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(OSError):
+            list(path.parent.iterdir())  # opening a directory makes the client ask the server
+        time.sleep(VISIBLE_POLL_SECONDS)
+    return True
 
 
 # ---- Atomic writes

@@ -9,6 +9,7 @@ only.
 import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,6 +203,9 @@ def append_line(path: Path, text: str) -> None:
 class LineFile:
     """A file that lines are appended to, which survives a disk that is full for a while.
 
+    If someone removes it, `sync` writes all of its lines again: the kernel keeps them as long as
+    the file is open here.
+
     Args:
         path: created if it does not exist.
         warn: prints a message for the user.
@@ -212,7 +216,7 @@ class LineFile:
 
     def __init__(self, path: Path, warn: Callable[[str], object]):
         self.path, self._warn = path, warn
-        self._file = open(path, "ab", buffering=0)
+        self._file = open(path, "a+b", buffering=0)
         self._pending = b""  # not written yet; may begin in the middle of a line
         self._failed = False
         self._num_lost = 0
@@ -246,10 +250,28 @@ class LineFile:
         Raises:
             OSError: some could not be written.
         """
+        self._follow_path()
         self._flush()
         if self._pending:
             raise OSError(f"{self.path}: not all of it could be written")
         os.fsync(self._file.fileno())
+
+    def _follow_path(self) -> None:
+        """Continue in the file of this name, if it is no longer the one that is open."""
+        removed = not self.path.exists()
+        if not removed and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+            return
+        file = open(self.path, "a+b", buffering=0)
+        if removed:
+            with contextlib.suppress(OSError):  # a file server may not keep it
+                self._file.seek(0)
+                shutil.copyfileobj(self._file, file)
+        self._file.close()
+        self._file = file
+        self._warn(
+            f"{self.path}: was {'removed' if removed else 'replaced'} while the run writes to it; "
+            + ("written again" if removed else "the last lines before that may be missing")
+        )
 
     def close(self) -> None:
         """Try once more to write pending lines, and report those that are lost."""

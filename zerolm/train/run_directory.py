@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError
-from zerolm.common.files import write_json
+from zerolm.common.files import wait_until_visible, write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.provenance import git_commit, versions
 from zerolm.common.run_files import RunFiles, foreign_entries
@@ -76,6 +76,6 @@ def write(run_dir: Path, content: dict[str, Any], rank: int) -> None:
         write_json(path, content)
     collectives.barrier()  # until rank 0 has written
     collectives.require_on_all_ranks(
-        path.is_file(),
+        wait_until_visible(path),
         f"--run_dir {run_dir}: not every host sees it. Use a file system that all hosts share.",
     )

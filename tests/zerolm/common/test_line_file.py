@@ -59,3 +59,33 @@ def test_the_device_that_is_always_full_ends_nothing(tmp_path):
     log.write("second")
     log.close()
     assert len(told) == 2 and "2 lines" in told[1]
+
+
+def test_a_removed_file_is_written_again_with_all_of_its_lines(tmp_path):
+    told = []
+    path = tmp_path / "log"
+    log = LineFile(path, told.append)
+    log.write("first")
+    path.unlink()
+    log.write("second")
+    log.sync()
+    assert path.read_text() == "first\nsecond\n"
+    assert told == [f"{path}: was removed while the run writes to it; written again"]
+    log.write("third")
+    log.sync()
+    log.close()
+    assert path.read_text() == "first\nsecond\nthird\n" and len(told) == 1
+
+
+def test_a_file_that_is_saved_from_an_editor_is_continued(tmp_path):
+    told = []
+    path, edited = tmp_path / "log", tmp_path / "log.swp"
+    log = LineFile(path, told.append)
+    log.write("first")
+    edited.write_text("edited\n")
+    edited.rename(path)
+    log.sync()
+    log.write("second")
+    log.close()
+    assert path.read_text() == "edited\nsecond\n"
+    assert len(told) == 1 and "was replaced while the run writes to it" in told[0]
