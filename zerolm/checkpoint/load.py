@@ -4,7 +4,8 @@ Nothing is unpickled before the manifest matches its digest and every file match
 Must not depend on rollbacks or resharding; `zerolm.train.resume` combines them with this module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,34 @@ def load(
             raise CheckpointError(problems)
         reshard(engine, checkpoint.directory, checkpoint.manifest)
         return
-    with safe_loading(engine):
+    with safe_loading(engine), names_without_lookups(engine):
         path, _ = engine.load_checkpoint(
             str(checkpoint.directory.parent), tag=checkpoint.directory.name
         )
     if path is None:
         raise CheckpointError(f"{checkpoint.directory}: DeepSpeed found nothing to load in it.")
+
+
+@contextmanager
+def names_without_lookups(engine: Any) -> Iterator[None]:
+    """Make DeepSpeed's engine trust that the files of a checkpoint exist, inside this context.
+
+    They have been verified. It would list the directory on each rank, and look for the file of
+    every rank on every rank: 16.8 million calls at 4,096 ranks.
+    """
+
+    def of_weights(load_dir: str, tag: str) -> list[str]:
+        ranks = range(engine.mp_world_size)
+        return [engine._get_ckpt_name(load_dir, tag, f"{rank:02d}") for rank in ranks]
+
+    def of_states(load_dir: str, tag: str, bf16_mode: bool) -> list[str]:
+        size = engine.loaded_checkpoint_dp_world_size
+        return engine._get_mp_rank_zero_checkpoint_names(
+            load_dir, tag, engine.checkpoint_mp_rank, size, bf16_mode
+        )
+
+    engine._get_all_ckpt_names, engine._get_all_zero_checkpoint_names = of_weights, of_states
+    try:
+        yield
+    finally:
+        del engine._get_all_ckpt_names, engine._get_all_zero_checkpoint_names
