@@ -1,7 +1,7 @@
 """The layout of checkpoints on disk: publish, find, verify and remove them.
 
 A checkpoint is a directory `checkpoints/step-00001000`. Its `MANIFEST.json` is written last and has
-the size and SHA-256 of every other file; a directory without one is not a checkpoint. Checkpoints
+the size and checksum of every other file; a directory without one is not a checkpoint. Checkpoints
 that are being written or removed have names that begin with `.tmp-`. The run's progress is in the
 manifest. Links are never followed: one that has such a name is removed. Must not depend on torch or
 DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py loads them.
@@ -9,14 +9,16 @@ DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py lo
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerolm.checkpoint.checksums import piece_problem, share
 from zerolm.checkpoint.manifest import Progress, manifest_digest, parse_manifest
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
-from zerolm.common.files import sha256_file, sync_directory, write_json
+from zerolm.common.files import sync_directory, write_json
 from zerolm.common.records import read_file, why
 from zerolm.common.run_files import (
     DAMAGED,
@@ -119,33 +121,34 @@ def verify_files(
     """Compare files with the manifest; return a line for each difference.
 
     Args:
-        rank, world_size: reads only this rank's share of the files: every `world_size`-th.
+        rank, world_size: reads only this rank's share: its own files, and a part of the others.
         checksums: read the files; otherwise only names and sizes are compared.
     """
-    problems = []
     listed = checkpoint.manifest["files"]
-    for entry in listed[rank::world_size]:
-        path = checkpoint.directory / entry["file"]
-        if not path.is_file():
-            problems.append(f"{path}: missing; the manifest lists {entry['size_bytes']} bytes")
-        elif path.stat().st_size != entry["size_bytes"]:
-            problems.append(
-                f"{path}: {path.stat().st_size} bytes, the manifest says {entry['size_bytes']}"
-            )
-        elif checksums and (actual := sha256_file(path)) != entry["sha256"]:
-            problems.append(f"{path}: SHA-256 {actual}, the manifest says {entry['sha256']}")
+    pieces = share(listed, rank, world_size, checkpoint.manifest.get("world_size"))
+    found = (
+        piece_problem(checkpoint.directory / piece.entry["file"], piece, read=checksums)
+        for piece in pieces
+    )
+    problems = [problem for problem in found if problem is not None]
     if rank == 0:
         names = {entry["file"] for entry in listed}
-        present = {
-            str(path.relative_to(checkpoint.directory))
-            for path in checkpoint.directory.rglob("*")
-            if path.is_file() and path.name != MANIFEST
-        }
+        present = set(_files_below(checkpoint.directory)) - {MANIFEST}
         problems += [
             f"{checkpoint.directory / name}: the manifest does not list this file"
             for name in sorted(present - names)
         ]
     return problems
+
+
+def _files_below(directory: Path, prefix: str = "") -> Iterator[str]:
+    """Yield the relative paths of the files in a directory, without a system call for each."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files_below(directory / entry.name, f"{prefix}{entry.name}/")
+            elif entry.is_file():
+                yield prefix + entry.name
 
 
 def newest(run_dir: str | Path) -> Checkpoint | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zerolm.checkpoint.checksums import share
 from zerolm.checkpoint.directory import Checkpoint, candidates, read, set_aside, verify_files
 from zerolm.checkpoint.safe_load import pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
@@ -59,8 +60,8 @@ def newest_complete(
         raise CheckpointError(errors)
     for name, digest in listed:
         checkpoint = _same_on_all_ranks(RunFiles(run_dir).checkpoint(name), digest)
-        share = verify_files(checkpoint, rank, world_size)
-        problems = [line for lines in gather_objects(share) for line in lines]
+        found_here = verify_files(checkpoint, rank, world_size)
+        problems = [line for lines in gather_objects(found_here) for line in lines]
         if not problems:
             newer = [
                 damaged
@@ -119,8 +120,13 @@ def load(
         CheckpointError: on every rank: a file holds more than data, or the states cannot be
             resharded, or DeepSpeed found nothing to load.
     """
-    share = checkpoint.manifest["files"][engine.global_rank :: engine.world_size]
-    paths = [checkpoint.directory / entry["file"] for entry in share]
+    pieces = share(
+        checkpoint.manifest["files"],
+        engine.global_rank,
+        engine.world_size,
+        checkpoint.manifest.get("world_size"),
+    )
+    paths = [checkpoint.directory / entry["file"] for entry, number in pieces if not number]
     found = [line for path in paths if path.suffix == ".pt" for line in pickle_problems(path)]
     problems = [line for lines in gather_objects(found) for line in lines]
     if problems:

@@ -5,15 +5,17 @@ Must not know the other files of a checkpoint, or where checkpoints are.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from zerolm.checkpoint.checksums import DIGEST_CHARACTERS, RANGE_BYTES, SHA256, XXH3
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.records import Count, Range, RelativePath, mismatch, parse_record
 
 FORMAT = "zerolm-checkpoint"
-VERSION = 2
+VERSION = 3
+READABLE = (2, 3)  # 2: each file has a `sha256` in place of `xxh3_128`
 
 
 @dataclass
@@ -51,12 +53,21 @@ class Progress:
     routing: dict[str, Any] = field(default_factory=dict)
 
 
-class ListedFile(TypedDict):
-    """A file of a checkpoint."""
-
+class _ListedFile(TypedDict):
     file: RelativePath
     size_bytes: Count
+
+
+class ListedFile(_ListedFile, total=False):
+    """A file of a checkpoint, with one of the checksums of zerolm/checkpoint/checksums.py.
+
+    `rank` is that of the only rank which reads it on the topology that wrote it; absent if several
+    ranks do.
+    """
+
+    xxh3_128: str
     sha256: str
+    rank: Count
 
 
 class _Probe(TypedDict):
@@ -106,7 +117,7 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
         manifest: dict[str, Any] = dict(parse_record(content, path, _Header, "It is damaged."))
     except RecordError as error:
         raise CheckpointError(error.problems) from None
-    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+    if manifest["format"] != FORMAT or manifest["version"] not in READABLE:
         raise CheckpointError(
             f"{path}: format {manifest['format']!r} version {manifest['version']!r}, but this "
             f"release reads {FORMAT!r} version {VERSION}. Use the release that wrote it."
@@ -116,9 +127,21 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
             f"{path}: digest: {str(manifest.get('digest'))[:64]!r}, but its content has SHA-256 "
             f"{actual}. It is damaged."
         )
-    if problem := mismatch(manifest, Manifest):
+    problem = mismatch(manifest, Manifest) or files_problem(manifest["files"])
+    if problem:
         raise CheckpointError(f"{path}: {problem}. It is damaged.")
     return manifest
+
+
+def files_problem(files: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return which listed file has no checksum that this release knows, None if all have one."""
+    for entry in files:
+        ranges = -(-entry["size_bytes"] // RANGE_BYTES) or 1
+        if XXH3 in entry and len(entry[XXH3]) != ranges * DIGEST_CHARACTERS:
+            return f"files: {entry['file']}: {XXH3}: must have {ranges} checksums"
+        if XXH3 not in entry and SHA256 not in entry:
+            return f"files: {entry['file']}: has no {XXH3}"
+    return None
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:

@@ -1,20 +1,23 @@
 """Removal of checkpoints: those that are not retained, and what a killed run has left.
 
-Called after a checkpoint is published, or before one is written. Only rank 0 changes files. Must
-not depend on torch or DeepSpeed.
+Called after a checkpoint is published, or before one is written. Rank 0 decides; each rank deletes
+the files that it has written. Must not depend on torch or DeepSpeed.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zerolm.checkpoint.directory import make_way, published_checkpoints, read
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_atomically
 from zerolm.common.run_files import (
+    MANIFEST,
     TEMPORARY,
     RunFiles,
     checkpoint_step,
@@ -35,19 +38,24 @@ class Retention:
     every_tokens: int | None = None
 
 
-def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> list[str]:
-    """Update `latest`, and remove the checkpoints that are not retained, after `publish`.
+def rotate(
+    newest: Path,
+    retention: Retention,
+    best: Collection[str] = (),
+) -> tuple[list[Path], list[str]]:
+    """Update `latest`, and retire the checkpoints that are not retained, after `publish`.
 
-    Only rank 0 calls. The new checkpoint exists, whatever fails here.
+    Only rank 0 calls. The new checkpoint exists, whatever fails here. The files of a retired one
+    are deleted by the ranks that wrote them (`delete_own`), and what is left by the next save.
 
     Args:
-        newest: the one just published, whose files were read back; always kept.
+        newest: the one just published; always kept.
         best: names of further checkpoints to keep.
 
     Returns:
-        A line for each thing that failed.
+        The renamed directories that are to be deleted, and a line for each thing that failed.
     """
-    step, problems = checkpoint_step(newest.name), []
+    step, retired, problems = checkpoint_step(newest.name), [], []
     try:
         point_to(newest)
     except OSError as error:
@@ -56,10 +64,13 @@ def rotate(newest: Path, retention: Retention, best: Collection[str] = ()) -> li
         if directory != newest:
             try:
                 fault_point("checkpoint.rotate", step)
-                remove(directory, lambda: fault_point("checkpoint.rotated", step))
+                renamed = retire(directory)
+                fault_point("checkpoint.rotated", step)
+                (renamed / MANIFEST).unlink()
+                retired.append(renamed)
             except OSError as error:
                 problems.append(f"{directory} cannot be removed: {error}")
-    return problems
+    return retired, problems
 
 
 def removable(
@@ -81,14 +92,25 @@ def removable(
     return obsolete
 
 
-def remove(directory: Path, half_way: Callable[[], object] = lambda: None) -> None:
-    """Delete a checkpoint; renamed first, so that a kill never leaves it looking complete."""
+def retire(directory: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that a kill never leaves it half deleted."""
     renamed = directory.with_name(TEMPORARY + directory.name)
     remove_unfinished(directory.parent, renamed)
     os.replace(directory, renamed)
     sync_directory(directory.parent)
-    half_way()
-    shutil.rmtree(renamed)
+    return renamed
+
+
+def delete_own(retired: Iterable[Path], names: Sequence[str]) -> None:
+    """Delete one rank's files of retired checkpoints; the last rank removes the directories.
+
+    What cannot be deleted is deleted, or reported, before the next checkpoint.
+    """
+    for directory in retired:
+        with contextlib.suppress(OSError):
+            for name in names:
+                (directory / name).unlink(missing_ok=True)
+            directory.rmdir()
 
 
 def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
@@ -107,7 +129,7 @@ def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
     for path in unfinished_checkpoints(checkpoints):
         try:
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                shutil.rmtree(path, onerror=_unless_gone)
             elif path.is_symlink() or path == needed:
                 make_way(path)
         except OSError as error:
@@ -115,6 +137,12 @@ def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
                 raise
             problems.append(f"{path} cannot be removed: {error}")
     return problems
+
+
+def _unless_gone(function: Any, path: str, information: Any) -> None:
+    """Ignore that another rank has deleted its file first."""
+    if not isinstance(information[1], FileNotFoundError):
+        raise information[1]
 
 
 def point_to(final: Path) -> None:

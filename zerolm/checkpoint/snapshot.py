@@ -1,26 +1,15 @@
-"""Copy DeepSpeed's state to host memory (`HostCopy`), and write it to files (`write_hashed`).
+"""Take DeepSpeed's state (`CapturingEngine`), and copy it to host memory (`HostCopy`).
 
-Training waits for the copy; a thread writes the files in the background. All copies reuse the same
-host memory, because page faults of new memory cost more than copying (0.26 against 0.04 seconds for
-256 MB on a CPU, torch 2.13). Must not depend on checkpoint directories or manifests.
+Training waits for the copy; a thread writes files from it. All copies reuse the same host memory,
+because page faults of new memory cost more than copying (0.26 against 0.04 seconds for 256 MB on a
+CPU, torch 2.13). Must not depend on files.
 """
 
 import copy
-import hashlib
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
-
-from zerolm.common.files import sha256_file
-
-CHUNK_BYTES = 1 << 24  # written between two checks of `cancelled`
-
-
-class Cancelled(Exception):
-    """The checkpoint was abandoned while it was being written."""
 
 
 class HostCopy:
@@ -113,80 +102,29 @@ def _unpin(buffer: torch.Tensor) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
 
 
-class _HashingFile:
-    """A file for `torch.save` that hashes what is written and can be cancelled."""
+class CapturingEngine:
+    """A checkpoint engine for DeepSpeed that captures the state to be saved and writes no files.
 
-    def __init__(self, file: Any, cancelled: Callable[[], bool]):
-        self.file, self.cancelled = file, cancelled
-        self.sha256, self.size_bytes = hashlib.sha256(), 0
-        self.error: Exception | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._write(memoryview(data).cast("B"))
-        except Exception as error:
-            self.error = error
-            raise
-
-    def _write(self, view: memoryview) -> int:
-        for start in range(0, len(view), CHUNK_BYTES):
-            if self.cancelled():
-                raise Cancelled
-            part = view[start : start + CHUNK_BYTES]
-            written = 0
-            while written < len(part):  # an unbuffered write may be partial
-                written += self.file.write(part[written:])
-            self.sha256.update(part)
-        self.size_bytes += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def write_hashed(path: Path, state: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
-    """Write a state with `torch.save`, sync it, and read it back.
-
-    Args:
-        path: in an existing directory.
-        cancelled: called before each chunk; True stops the write.
-
-    Returns:
-        `size_bytes` and `sha256` of the file.
-
-    Raises:
-        OSError: the write failed, or the file reads back differently.
-        Cancelled: `cancelled` returned True.
+    Loading uses the original engine.
     """
-    with open(path, "wb", buffering=0) as raw:
-        file = _HashingFile(raw, cancelled)
-        try:
-            torch.save(state, cast(IO[bytes], file))
-        except RuntimeError:  # "unexpected pos": torch hides the first error behind this one
-            if file.error is not None:
-                raise file.error from None
-            raise
-        os.fsync(raw.fileno())
-    entry = {"size_bytes": file.size_bytes, "sha256": file.sha256.hexdigest()}
-    verify_written(path, entry)
-    return entry
 
+    def __init__(self, original: Any, capture: Callable[[Any, str], None]):
+        self._original, self._capture = original, capture
 
-def verify_written(path: Path, entry: dict[str, Any]) -> None:
-    """Read a synced file back, bypassing the page cache where possible, and compare.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
 
-    Raises:
-        OSError: size or hash differ from what was written.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-    actual = sha256_file(path)
-    if actual != entry["sha256"] or path.stat().st_size != entry["size_bytes"]:
-        raise OSError(
-            f"{path}: reads back as {path.stat().st_size} bytes with SHA-256 {actual}, but "
-            f"{entry['size_bytes']} bytes with {entry['sha256']} were written"
-        )
+    def create(self, info: Any) -> None:
+        """Do nothing."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Do nothing: the writer creates directories."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._capture(state_dict, path)
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # so DeepSpeed need not clone: `HostCopy` makes views compact

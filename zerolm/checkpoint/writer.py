@@ -1,18 +1,20 @@
 """`CheckpointWriter`: saves checkpoints in the background of training.
 
     save      every rank copies its part of DeepSpeed's state to host memory       training waits
-    write     a thread on each rank writes, hashes, syncs and reads back its files
+    write     a thread on each rank writes, hashes and syncs its files
     agree     the sums over ranks of the next step show that all ranks have written
-    publish   a thread on rank 0 writes the manifest, renames, and removes old checkpoints
+    publish   a thread on rank 0 writes the manifest, renames, and retires old checkpoints
     agree     the sums over ranks of the next step show that it is published
+    delete    a thread on each rank deletes its files of the retired checkpoints
 
 At most one checkpoint is in progress; the caller finishes it before the next save. An error on any
 rank reaches all ranks with the sums of the next step, and nothing is published. DeepSpeed's
-`save_checkpoint` only passes its state to `_CapturingEngine`; it writes no files, except those of
+`save_checkpoint` only passes its state to `CapturingEngine`; it writes no files, except those of
 states on NVMe. Must not depend on the training loop or on logs.
 """
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -23,18 +25,22 @@ from typing import Any
 
 import torch
 
+from zerolm.checkpoint.checksums import XXH3, checksum_file
 from zerolm.checkpoint.directory import publish
+from zerolm.checkpoint.file_writer import Cancelled, verify_written, write_hashed
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
-from zerolm.checkpoint.rotation import Retention, remove_unfinished, rotate
-from zerolm.checkpoint.snapshot import Cancelled, HostCopy, write_hashed
+from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
+from zerolm.checkpoint.snapshot import CapturingEngine, HostCopy
 from zerolm.common.faults import fault_point
-from zerolm.common.files import sha256_file, sync_directory, sync_file
+from zerolm.common.files import sync_directory, sync_file
 from zerolm.common.run_files import TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.values import shown_bytes
-from zerolm.distributed.collectives import gather_objects
+from zerolm.distributed.collectives import broadcast_object, gather_objects, gather_on_rank0
 
 # If all cores are busy, a thread of this niceness gets about 5% of one (CFS weights).
 WRITER_NICENESS = 13
+# Files that only the rank which writes them reads, on the same topology. DeepSpeed's names.
+OWN_FILE = re.compile(r"(bf16_)?zero_pp_rank_|offloaded_tensors/")
 
 
 @dataclass(frozen=True)
@@ -73,37 +79,10 @@ class _Job:
     publishing: bool = False
     published: bool = False
     problems: list[str] = field(default_factory=list)
+    retired: list[Path] = field(default_factory=list)
     error: str | None = None
     cancelled: bool = False
     thread: threading.Thread | None = None
-
-
-class _CapturingEngine:
-    """A checkpoint engine for DeepSpeed that captures the state to be saved and writes no files.
-
-    Loading uses the original engine.
-    """
-
-    def __init__(self, original: Any, capture: Callable[[Any, str], None]):
-        self._original, self._capture = original, capture
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def create(self, info: Any) -> None:
-        """Do nothing."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing: the writer creates directories."""
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._capture(state_dict, path)
-
-    def commit(self, info: Any) -> bool:
-        return True
-
-    def preserves_storage_sharing(self) -> bool:
-        return False  # so DeepSpeed need not clone: `HostCopy` makes views compact
 
 
 class CheckpointWriter:
@@ -113,15 +92,19 @@ class CheckpointWriter:
         engine: the DeepSpeed engine, of ZeRO stage 1, 2 or 3 with any offload.
         run_dir: a directory shared by all ranks.
         retention: which older checkpoints to keep.
+        read_back: read each file from the disk before it counts as written.
     """
 
-    def __init__(self, engine: Any, run_dir: Path, retention: Retention):
-        self.engine, self.retention = engine, retention
+    def __init__(
+        self, engine: Any, run_dir: Path, retention: Retention, *, read_back: bool = False
+    ):
+        self.engine, self.retention, self.read_back = engine, retention, read_back
         self.checkpoints = RunFiles(run_dir).checkpoints
         self.rank, self.world_size = engine.global_rank, engine.world_size
         self._host_copy = HostCopy()
         self._job: _Job | None = None
-        engine.checkpoint_engine = _CapturingEngine(engine.checkpoint_engine, self._capture)
+        self._deletion: threading.Thread | None = None
+        engine.checkpoint_engine = CapturingEngine(engine.checkpoint_engine, self._capture)
         engine._copy_recovery_script = lambda path: None  # `_other_files` copies zero_to_fp32.py
 
     @property
@@ -164,10 +147,12 @@ class CheckpointWriter:
         }
         temporary = self.checkpoints / (TEMPORARY + name)
         job = self._job = _Job(temporary, Progress(**asdict(progress)), manifest, frozenset(best))
+        self._finish_deletion()
         if self.rank == 0:
             try:
                 self.checkpoints.mkdir(exist_ok=True)
                 job.problems += remove_unfinished(self.checkpoints, temporary)
+                temporary.mkdir()
             except OSError as error:
                 job.error = str(error)
         self._host_copy.reset()
@@ -181,10 +166,11 @@ class CheckpointWriter:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         free = None
-        try:
-            free = shutil.disk_usage(self.checkpoints).free
-        except OSError as error:
-            job.error = job.error or str(error)
+        if self.rank == 0:
+            try:
+                free = shutil.disk_usage(self.checkpoints).free
+            except OSError as error:
+                job.error = job.error or str(error)
         sizes = gather_objects((self._host_copy.size_bytes, free))
         needed, free = sum(size for size, _ in sizes), sizes[0][1]
         if free is not None and needed > free and job.error is None:
@@ -238,16 +224,18 @@ class CheckpointWriter:
             job.thread.join()
             if any(gather_objects(job.error is not None)):
                 return self._abort()
-        return self._end(None)
+        outcome = self._end(None)
+        self._finish_deletion()
+        return outcome
 
     def _start_publishing(self) -> None:
         job = self._job
         assert job is not None
         job.publishing = True
-        shares = gather_objects(job.entries)
-        files = sorted((entry for share in shares for entry in share), key=lambda e: e["file"])
-        job.manifest["files"] = files
-        if self.rank == 0:
+        shares = gather_on_rank0(job.entries)
+        if shares is not None:
+            files = [entry for share in shares for entry in share]
+            job.manifest["files"] = sorted(files, key=lambda entry: entry["file"])
             self._start(self._publish)
 
     def _abort(self) -> Outcome:
@@ -266,9 +254,23 @@ class CheckpointWriter:
         job = self._job
         assert job is not None
         self._job = None
+        if error is None:
+            self._start_deletion(broadcast_object(job.retired), job.entries or [])
         seconds = time.perf_counter() - job.started
         name = checkpoint_name(job.progress.step)
         return Outcome(name, job.progress, error, job.problems, job.copy_seconds, seconds)
+
+    def _start_deletion(self, retired: list[Path], entries: list[dict[str, Any]]) -> None:
+        """Delete this rank's files of retired checkpoints, named as those it has just written."""
+        names = [entry["file"] for entry in entries]
+        if retired:
+            self._deletion = threading.Thread(target=delete_own, args=(retired, names), daemon=True)
+            self._deletion.start()
+
+    def _finish_deletion(self) -> None:
+        if self._deletion is not None:
+            self._deletion.join()
+            self._deletion = None
 
     # ---- Run in a thread
 
@@ -291,18 +293,22 @@ class CheckpointWriter:
 
     def _write(self, job: _Job) -> None:
         step, entries = job.progress.step, []
-        job.temporary.mkdir(parents=True, exist_ok=True)
         while job.files:
             path, state = job.files.pop(0)
             fault_point("checkpoint.write", step)
-            path.parent.mkdir(parents=True, exist_ok=True)
             entry = write_hashed(path, state, lambda: job.cancelled)
             entries.append({"file": str(path.relative_to(job.temporary)), **entry})
             del state
         entries += [_hash_file(path, job.temporary) for path in self._other_files(job)]
+        for entry in entries:
+            if self.read_back:
+                verify_written(job.temporary / entry["file"], entry)
+            if OWN_FILE.match(entry["file"]):
+                entry["rank"] = self.rank
+        # `publish` syncs the checkpoint's own directory, after all ranks have written.
         for directory in {(job.temporary / entry["file"]).parent for entry in entries}:
-            sync_directory(directory)
-        sync_directory(job.temporary)
+            if directory != job.temporary:
+                sync_directory(directory)
         fault_point("checkpoint.written", step)
         job.entries = entries
 
@@ -323,7 +329,8 @@ class CheckpointWriter:
     def _publish(self, job: _Job) -> None:
         final = publish(job.temporary, job.manifest)
         try:
-            job.problems += rotate(final, self.retention, job.best)
+            job.retired, problems = rotate(final, self.retention, job.best)
+            job.problems += problems
         except Exception as error:  # the checkpoint exists, so it has not failed
             job.problems.append(f"{final.parent}: {error or repr(error)}")
         job.published = True
@@ -334,5 +341,5 @@ def _hash_file(path: Path, directory: Path) -> dict[str, Any]:
     return {
         "file": str(path.relative_to(directory)),
         "size_bytes": path.stat().st_size,
-        "sha256": sha256_file(path),
+        XXH3: checksum_file(path).digest,
     }

@@ -380,6 +380,13 @@ class Settings:
         minimum=0,
         default=0,
     )
+    checkpoint_read_back: bool = _flag(
+        "run",
+        "switch",
+        "read each file of a checkpoint from the disk before it counts as written (default: off; "
+        "every resume compares all checksums)",
+        default=False,
+    )
     checkpoint_failures: int = _count(
         "run", "consecutive failed saves after which the run ends (default: 3)", "N", default=3
     )

@@ -68,6 +68,16 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def gather_on_rank0(value: Any) -> list[Any] | None:
+    """Return every rank's `value` on rank 0, None on the others. Every rank must call."""
+    import torch
+
+    first = torch.distributed.get_rank() == 0
+    values: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
+    torch.distributed.gather_object(value, values)
+    return values
+
+
 def broadcast_object(value: Any) -> Any:
     """Return rank 0's `value` on every rank. Every rank must call."""
     import torch

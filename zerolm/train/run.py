@@ -65,7 +65,9 @@ class Run:
         self.journal = Journal(plan, self.rank, self.world_size, device, self.print_rank0)
         self.feed = DataFeed(plan, self.rank, device, self.print_rank0)
         retention = Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens)
-        writer = CheckpointWriter(engine, self.run_dir, retention)
+        writer = CheckpointWriter(
+            engine, self.run_dir, retention, read_back=self.settings.checkpoint_read_back
+        )
         self.checkpointing = Checkpointing(writer, self.settings, stop, self.print_rank0)
         self.ema = ema.Ema(engine, self.settings.ema_tokens)
         stream_options = self.feed.stream_options(*self.layout.evaluation_shard(self.rank))

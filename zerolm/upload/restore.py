@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
 
+from zerolm.checkpoint.checksums import checksum_of
 from zerolm.checkpoint.directory import Checkpoint, publish, read
-from zerolm.checkpoint.manifest import ListedFile
+from zerolm.checkpoint.manifest import ListedFile, files_problem
 from zerolm.checkpoint.rotation import point_to, remove_unfinished
 from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError, RecordError
@@ -173,7 +174,7 @@ def _fetch_files(store: Store, name: str, temporary: Path, entries: list[ListedF
     def fetch(entry: ListedFile) -> None:
         target = temporary / entry["file"]
         target.parent.mkdir(parents=True, exist_ok=True)
-        store.fetch(f"{name}/{entry['file']}", target, entry["sha256"], entry["size_bytes"])
+        store.fetch(f"{name}/{entry['file']}", target, checksum_of(entry), entry["size_bytes"])
 
     with ThreadPoolExecutor(STREAMS) as pool:
         list(pool.map(fetch, entries))
@@ -209,4 +210,6 @@ def _listed(store: Store, name: str) -> tuple[dict[str, Any], list[ListedFile]]:
         raise Mismatch(f"{store.url}/{name}: missing") from error
     except RecordError as error:
         raise Mismatch(str(error)) from error
+    if problem := files_problem(content["files"]):
+        raise Mismatch(f"{store.url}/{name}: {problem}")
     return dict(content), content["files"]

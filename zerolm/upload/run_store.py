@@ -7,7 +7,6 @@ store's own library finds them; they are refused in URLs, and removed from messa
 """
 
 import contextlib
-import hashlib
 import os
 import random
 import time
@@ -16,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
 
+from zerolm.checkpoint.checksums import HASHERS, Checksum
 from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, parse_record
 from zerolm.common.run_files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
@@ -164,17 +164,17 @@ class Store:
 
     # ---- Send, fetch and delete
 
-    def send(self, source: Path, name: str, sha256: str | None = None) -> str:
-        """Copy a file into the store and return its SHA-256.
+    def send(self, source: Path, name: str, checksum: Checksum) -> None:
+        """Copy a file into the store.
 
         Raises:
-            Mismatch: the file's SHA-256 is not `sha256`: the file is damaged.
+            Mismatch: the file has another checksum: it is damaged.
         """
         size = source.stat().st_size
         piece = max(PIECE_BYTES, -(-size // MAX_PIECES))
 
         def send() -> str:
-            digest = hashlib.sha256()
+            digest = HASHERS[checksum.kind]()
             with open(source, "rb") as file:
                 target = self._fs.open(self._path(name), "wb", block_size=piece)
                 try:
@@ -188,24 +188,23 @@ class Store:
                     raise
             return digest.hexdigest()
 
-        actual = self._tried(f"{self.url}/{name}", send)
-        if sha256 is not None and actual != sha256:
-            raise Mismatch(f"{source}: SHA-256 {actual}, the manifest says {sha256}")
-        return actual
+        actual = checksum._replace(digest=self._tried(f"{self.url}/{name}", send))
+        if actual != checksum:
+            raise Mismatch(f"{source}: {actual}, the manifest says {checksum.digest}")
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object in one call."""
         self._tried(f"{self.url}/{name}", lambda: self._fs.pipe_file(self._path(name), content))
 
-    def fetch(self, name: str, target: Path, sha256: str, size: int) -> None:
+    def fetch(self, name: str, target: Path, checksum: Checksum, size: int) -> None:
         """Copy an object to a new file, synced to disk.
 
         Raises:
-            Mismatch: the object is missing, or has another size or SHA-256.
+            Mismatch: the object is missing, or has another size or checksum.
         """
 
         def fetch() -> tuple[int, str]:
-            digest, count = hashlib.sha256(), 0
+            digest, count = HASHERS[checksum.kind](), 0
             with (
                 self._fs.open(self._path(name), "rb", block_size=PIECE_BYTES) as source,
                 open(target, "wb") as file,
@@ -221,13 +220,13 @@ class Store:
 
         where = f"{self.url}/{name}"
         try:
-            count, actual = self._tried(where, fetch)
+            count, found = self._tried(where, fetch)
         except Missing as error:
             raise Mismatch(f"{where}: missing; the manifest lists {size} bytes") from error
         if count != size:
             raise Mismatch(f"{where}: {count} bytes, the manifest says {size}")
-        if actual != sha256:
-            raise Mismatch(f"{where}: SHA-256 {actual}, the manifest says {sha256}")
+        if (actual := checksum._replace(digest=found)) != checksum:
+            raise Mismatch(f"{where}: {actual}, the manifest says {checksum.digest}")
 
     def remove(self, step: str) -> None:
         """Delete a step, its manifest first, so that a partial step never counts as complete."""

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zerolm.checkpoint.checksums import SHA256, Checksum, checksum_file, checksum_of
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError, ConfigError, RecordError
 from zerolm.common.faults import fault_point
-from zerolm.common.files import sha256_file, write_json
+from zerolm.common.files import write_json
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
 from zerolm.common.records import parse_record
 from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories, checkpoint_step
@@ -176,11 +177,11 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
 
     def send(file: str) -> int:
         size = files[file].stat().st_size
-        if sent.get(file) == checksums[file] and stored.get(file) == size:
+        if sent.get(file) == checksums[file].digest and stored.get(file) == size:
             return 0
         fault_point("upload.file", step)
         store.send(files[file], f"{name}/{file}", checksums[file])
-        jsonl.append_line(sent_list, json.dumps([file, checksums[file]]))
+        jsonl.append_line(sent_list, json.dumps([file, checksums[file].digest]))
         return size
 
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -206,11 +207,11 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
     return True
 
 
-def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], dict[str, str]]:
+def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], dict[str, Checksum]]:
     """Link the files of a checkpoint, and copy the run's record, into the directory `staging`.
 
     Returns:
-        {name in the store: local file} and {name in the store: SHA-256}, without the manifest.
+        {name in the store: local file} and {name in the store: checksum}, without the manifest.
 
     Raises:
         FileNotFoundError: a file is missing: the checkpoint was rotated away, or is damaged.
@@ -229,31 +230,33 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
             raise
         except OSError:  # no hard links on this file system: sending fails if it is rotated away
             target = source
-        files[entry["file"]], checksums[entry["file"]] = target, entry["sha256"]
+        files[entry["file"]], checksums[entry["file"]] = target, checksum_of(entry)
     for file in record_files(run_dir):
         source, record = run_dir / file, f"{RECORD_DIRECTORY}/{file}"
         if source.is_file():
             (staging / record).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, staging / record)
-            files[record], checksums[record] = staging / record, sha256_file(staging / record)
+            files[record] = staging / record
+            checksums[record] = checksum_file(staging / record, SHA256)
     listed = [
-        {"file": file, "size_bytes": files[file].stat().st_size, "sha256": checksums[file]}
+        {"file": file, "size_bytes": files[file].stat().st_size, SHA256: checksums[file].digest}
         for file in sorted(files)
         if file.startswith(f"{RECORD_DIRECTORY}/")
     ]
     write_json(staging / CHECKSUMS, {"files": listed})
-    files[CHECKSUMS], checksums[CHECKSUMS] = staging / CHECKSUMS, sha256_file(staging / CHECKSUMS)
+    files[CHECKSUMS] = staging / CHECKSUMS
+    checksums[CHECKSUMS] = checksum_file(staging / CHECKSUMS, SHA256)
     return files, checksums
 
 
 def _read_sent_list(path: Path) -> dict[str, str]:
-    """Return {file: SHA-256} of the files that a killed upload has sent; skip incomplete lines."""
+    """Return {file: digest} of the files that a killed upload has sent; skip incomplete lines."""
     sent: dict[str, str] = {}
     with contextlib.suppress(OSError):  # without the list, all files are sent again
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             with contextlib.suppress(RecordError):
-                file, sha256 = parse_record(line, path, tuple[str, str])
-                sent[file] = sha256
+                file, digest = parse_record(line, path, tuple[str, str])
+                sent[file] = digest
     return sent
 
 

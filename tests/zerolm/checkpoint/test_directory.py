@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from tests.launching import ROOT, environment
 from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint import rollback
 from zerolm.checkpoint.directory import candidates, locate, publish
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
-from zerolm.checkpoint.rotation import Retention, remove_unfinished, rotate
+from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
 from zerolm.common import run_files
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import POINTS
@@ -20,6 +21,7 @@ from zerolm.common.run_files import MANIFEST, checkpoint_name
 from zerolm.ds_config import topology
 from zerolm.ds_config.profile import Profile
 
+FILES = ("model.pt", "optimizer.pt")
 PUBLISHER_POINTS = ("manifest", "rename", "pointer", "rotate", "rotated")
 ADAMW = Profile.parse({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}})
 
@@ -29,11 +31,11 @@ def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
     temporary = run_dir / "checkpoints" / f".tmp-{checkpoint_name(step)}"
     temporary.mkdir(parents=True)
     files = []
-    for name in ("model.pt", "optimizer.pt"):
-        (temporary / name).write_bytes(f"{name} of {step}".encode())
-        path = temporary / name
-        size = path.stat().st_size
-        files.append({"file": name, "size_bytes": size, "sha256": sha256_file(path)})
+    for name in FILES:
+        (temporary / name).write_bytes(content := f"{name} of {step}".encode())
+        files.append({"file": name, "size_bytes": len(content)})
+    files[0]["sha256"] = sha256_file(temporary / FILES[0])  # as earlier releases did
+    files[1] |= {"xxh3_128": xxhash.xxh3_128_hexdigest(content), "rank": 1}
     return temporary, {
         "format": FORMAT,
         "version": VERSION,
@@ -48,7 +50,8 @@ def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
 def write(run_dir: Path, step: int, retention: Retention | None = None, **more) -> Path:
     """Publish a checkpoint as the writer does."""
     final = publish(*fill(run_dir, step, more.pop("tokens", 0)))
-    rotate(final, retention or Retention(last=99), **more)
+    retired, _ = rotate(final, retention or Retention(last=99), **more)
+    delete_own(retired, FILES)
     return final
 
 
@@ -79,7 +82,8 @@ def test_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path) -> N
     latest = tmp_path / "checkpoints" / "latest"
     latest.unlink()
     latest.mkdir()
-    (problem,) = rotate(publish(*fill(tmp_path, 10)), Retention(last=1))
+    retired, (problem,) = rotate(publish(*fill(tmp_path, 10)), Retention(last=1))
+    delete_own(retired, FILES)
     assert problem.startswith(f"{latest} cannot be written: ")
     assert names(tmp_path) == ["latest", "step-00000010"]
 
@@ -90,7 +94,8 @@ from pathlib import Path
 from zerolm.checkpoint.directory import publish
 from zerolm.checkpoint.rotation import Retention, rotate
 temporary, manifest = Path(sys.argv[1]), json.loads(sys.argv[2])
-print(*rotate(publish(temporary, manifest), Retention(last=1)))
+_, problems = rotate(publish(temporary, manifest), Retention(last=1))
+print(*problems)
 """
 
 

@@ -1,11 +1,6 @@
-import resource
-from contextlib import contextmanager
-
-import pytest
 import torch
 
-from zerolm.checkpoint.snapshot import Cancelled, HostCopy, verify_written, write_hashed
-from zerolm.common.files import sha256_file
+from zerolm.checkpoint.snapshot import HostCopy
 
 
 class Scaler:
@@ -56,44 +51,3 @@ def test_copies_reuse_memory() -> None:
     assert second["flat"].data_ptr() == first["flat"].data_ptr()
     assert host_copy.size_bytes == size == 4 * (4 + 6 + 12) + 8 * 12
     assert torch.equal(second["flat"], origin["flat"])
-
-
-def test_torch_reads_what_was_written_and_the_hash_matches_the_file(tmp_path) -> None:
-    origin = {"weights": torch.randn(1000, 300), "step": 7}
-    entry = write_hashed(tmp_path / "file.pt", origin, lambda: False)
-    assert entry["sha256"] == sha256_file(tmp_path / "file.pt")
-    assert entry["size_bytes"] == (tmp_path / "file.pt").stat().st_size
-    loaded = torch.load(tmp_path / "file.pt", weights_only=True)
-    assert torch.equal(loaded["weights"], origin["weights"]) and loaded["step"] == 7
-
-
-@contextmanager
-def limit_of_file_size(size_bytes: int):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("size_bytes", [1_000, 500_000, 1_199_000])
-def test_disk_error_is_raised_wherever_it_occurs(tmp_path, size_bytes) -> None:
-    origin = {"first": torch.randn(1000), "second": torch.randn(300_000)}
-    with limit_of_file_size(size_bytes), pytest.raises(OSError, match="File too large"):
-        write_hashed(tmp_path / "file.pt", origin, lambda: False)
-
-
-def test_write_can_be_cancelled_within_a_file(tmp_path) -> None:
-    answers = iter([False, False, True])
-    with pytest.raises(Cancelled):
-        write_hashed(tmp_path / "file.pt", torch.randn(1000), lambda: next(answers, True))
-
-
-def test_file_that_reads_back_differently_is_refused(tmp_path) -> None:
-    entry = write_hashed(tmp_path / "file.pt", torch.zeros(1000), lambda: False)
-    content = bytearray((tmp_path / "file.pt").read_bytes())
-    content[700] ^= 1
-    (tmp_path / "file.pt").write_bytes(content)
-    with pytest.raises(OSError, match="reads back"):
-        verify_written(tmp_path / "file.pt", entry)

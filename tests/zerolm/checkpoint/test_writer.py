@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from zerolm.checkpoint import writer as writer_module
 from zerolm.checkpoint.directory import newest, read, verify_files
+from zerolm.checkpoint.file_writer import write_hashed
 from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.writer import CheckpointWriter, Outcome
@@ -112,3 +114,20 @@ def test_a_run_directory_that_vanishes_for_a_while_is_a_failed_save(run_dir) -> 
     assert "No such file" in (save(writer, 5).error or "")
     run_dir.with_name("unmounted").rename(run_dir)
     assert save(writer, 10).error is None
+
+
+def test_reading_back_finds_a_file_that_the_disk_has_changed(run_dir, monkeypatch) -> None:
+    def changed(path, *rest):
+        entry = write_hashed(path, *rest)
+        with open(path, "r+b") as file:
+            file.seek(100)
+            file.write(b"x")
+        return entry
+
+    monkeypatch.setattr(writer_module, "write_hashed", changed)
+    writer = CheckpointWriter(Engine(), run_dir, Retention(last=1), read_back=True)
+    assert "model.pt: reads back as" in (save(writer, 5).error or "")
+    assert newest(run_dir) is None
+    assert save(CheckpointWriter(Engine(), run_dir, Retention(last=1)), 10).error is None
+    (problem,) = verify_files(newest(run_dir))
+    assert "model.pt: XXH3" in problem

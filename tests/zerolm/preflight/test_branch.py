@@ -16,6 +16,7 @@ from zerolm.checkpoint import branch, directory
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.common import machine
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file
 from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_name
 from zerolm.ds_config import topology
 from zerolm.preflight import check, run_record
@@ -32,7 +33,7 @@ def add_checkpoint(run_dir, plan, step):
     temporary.mkdir(parents=True)
     (temporary / "states.pt").write_bytes(b"states of step %d" % step)
     listed = {"file": "states.pt", "size_bytes": (temporary / "states.pt").stat().st_size}
-    listed["sha256"] = directory.sha256_file(temporary / "states.pt")
+    listed["sha256"] = sha256_file(temporary / "states.pt")
     progress = Progress(step=step, position=16 * step, tokens=STEP_TOKENS * step)
     manifest = {
         "format": FORMAT, "version": VERSION, "files": [listed], "progress": vars(progress),
