@@ -58,32 +58,10 @@ def _allowed_classes() -> list[Any]:
 
 @contextmanager
 def safe_loading(engine: Any) -> Iterator[None]:
-    """Make DeepSpeed's engine read checkpoint files with `read_data` inside this context.
-
-    It also takes the names of the files from its own rules. DeepSpeed 0.19 searches the directory
-    for them, and asks on each rank whether the file of every other rank exists: with 4,096 ranks 17
-    million calls. The manifest has been compared with the directory before.
-    """
-
-    def zero_names(load_dir: str, tag: str, bf16_mode: bool) -> list[str]:
-        return engine._get_mp_rank_zero_checkpoint_names(
-            load_dir=load_dir,
-            tag=tag,
-            mp_rank=engine.checkpoint_mp_rank,
-            dp_world_size=engine.loaded_checkpoint_dp_world_size,
-            bf16_mode=bf16_mode,
-        )
-
-    def model_names(load_dir: str, tag: str) -> list[str]:
-        names = (f"{rank:02d}" for rank in range(engine.mp_world_size))
-        return [engine._get_ckpt_name(load_dir, tag, mp_placeholder=name) for name in names]
-
+    """Make DeepSpeed's engine read checkpoint files with `read_data` inside this context."""
     reader = engine.checkpoint_engine
     reader.load = lambda path, map_location=None: read_data(path)
-    engine._get_all_zero_checkpoint_names = zero_names
-    engine._get_all_ckpt_names = model_names
     try:
         yield
     finally:
-        # The methods of the classes are found again.
-        del reader.load, engine._get_all_zero_checkpoint_names, engine._get_all_ckpt_names
+        del reader.load  # the method of its class is found again
