@@ -6,7 +6,7 @@
 #     bash benchmarks/peers.sh .venv-peers
 # Megatron-LM is not a package. For `--megatron CHECKOUT`:
 #     git clone https://github.com/NVIDIA/Megatron-LM CHECKOUT  # measured: d98e8a64dd
-#     make -C CHECKOUT/megatron/core/datasets PATH="$PWD/.venv-peers/bin:$PATH"
+#     PATH="$PWD/.venv-peers/bin:$PATH" make -C CHECKOUT/megatron/core/datasets
 set -euo pipefail
 target=${1:?"usage: bash benchmarks/peers.sh DIRECTORY"}
 packages=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
