@@ -1,4 +1,4 @@
-"""Packed rows with a document mask train like separate documents, also after a kill and resume."""
+"""Packed rows train like plain PyTorch; with a document mask like separate documents."""
 
 import json
 
@@ -10,9 +10,10 @@ from torch.nn import functional
 from data_prep.tokenize.pack import pack
 from tests.end_to_end import plain_pytorch
 from tests.end_to_end.recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
-from tests.launching import LLAMA, rows, run_ranks, write_shards
+from tests.launching import EOS, LLAMA, rows, run_ranks, write_shards
 from zerolm.data.order import Order
 from zerolm.data.packing import PIECE
+from zerolm.model.loss import IGNORED
 from zerolm.shards.reader import open_source
 from zerolm.train import instrumentation
 
@@ -27,8 +28,13 @@ def shards(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(shards):
+def separately(shards):
     """Train with plain PyTorch on each document separately, without mask and padding."""
+    return plain_training(shards, is_masked=True)
+
+
+def plain_training(shards, is_masked: bool) -> tuple[list[float], list[float]]:
+    """Return losses and gradient norms; without mask, tokens attend to all before in their row."""
     tokens = plain_pytorch.read_tokens(shards)
     ends = np.fromfile(shards / f"packing-{SEQ_LEN}.rows", "<u8").astype(int).tolist()
     pieces = np.fromfile(shards / f"packing-{SEQ_LEN}.pieces", PIECE).tolist()
@@ -42,11 +48,15 @@ def reference(shards):
     for step in range(STEPS):
         total, count = torch.zeros(()), 0
         for row in order(np.arange(step * BATCH, (step + 1) * BATCH)).window.tolist():
-            for start, length in pieces[ends[row - 1] if row else 0 : ends[row]]:
-                ids = torch.from_numpy(tokens[start : start + length])[None]
-                logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]
-                total = total + functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
-                count += length - 1
+            documents = [
+                torch.from_numpy(tokens[start : start + length])
+                for start, length in pieces[ends[row - 1] if row else 0 : ends[row]]
+            ]
+            for ids in documents if is_masked else [torch.cat(documents)]:
+                logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+                targets = ids[1:].where(ids[:-1] != EOS, IGNORED)
+                total = total + functional.cross_entropy(logits, targets, reduction="sum")
+                count += int((targets != IGNORED).sum())
         (total / count).backward()
         losses.append(total.item() / count)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING).item())
@@ -57,7 +67,7 @@ def reference(shards):
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_killed_packed_run_equals_training_on_separate_documents(
-    tmp_path, llama, shards, reference, stage
+    tmp_path, llama, shards, separately, stage
 ) -> None:
     run_dir, ledger = tmp_path / "run", tmp_path / "ledger"
     ledger.mkdir()
@@ -74,7 +84,7 @@ def test_a_killed_packed_run_equals_training_on_separate_documents(
     assert again.returncode == 0, again.stdout[-4000:]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "resume"] == [SAVE]
-    losses, norms = reference
+    losses, norms = separately
     np.testing.assert_allclose(list(rows(run_dir, "train/loss").values()), losses, rtol=2e-5)
     np.testing.assert_allclose(list(rows(run_dir, "train/grad_norm").values()), norms, rtol=2e-4)
     trained = instrumentation.read_sequences(ledger)
@@ -82,3 +92,17 @@ def test_a_killed_packed_run_equals_training_on_separate_documents(
         expected = list(range((step - 1) * BATCH, step * BATCH))
         times = 2 if SAVE < step <= KILLED else 1  # steps before the kill were repeated
         assert sorted(trained[step]) in (sorted(expected * times), expected)
+
+
+def test_a_packed_run_without_a_document_mask_has_the_mean_gradient_per_target(
+    tmp_path, llama, shards
+) -> None:
+    json_file = profile(tmp_path / "ds.json", 2, bf16=False)
+    flags = recipe(llama, shards, tmp_path / "run", json_file, STEPS, micro=2)
+    flags += ["--packing", "best_fit", "--schedule", "constant", "--warmup_tokens", 0]
+    done = run_ranks(2, *flags, "--wandb", "off")
+    assert done.returncode == 0, done.stdout[-4000:]
+    losses, norms = plain_training(shards, is_masked=False)
+    found = tmp_path / "run"
+    np.testing.assert_allclose(list(rows(found, "train/loss").values()), losses, rtol=2e-5)
+    np.testing.assert_allclose(list(rows(found, "train/grad_norm").values()), norms, rtol=2e-4)

@@ -660,6 +660,11 @@ class Settings:
         """Return where a setting was given, to start a message: `file: key`."""
         return self.origins.get(name, f"default: --{name}")
 
+    @property
+    def rows_differ(self) -> bool:
+        """Whether sequences may differ in their number of targets."""
+        return self.document_mask or self.packing == BEST_FIT
+
     def to_json(self) -> dict[str, Any]:
         """Return the settings for run.json; `--settings` reads them back to equal settings."""
         values = {name: getattr(self, name) for name, about in FLAGS.items() if about["saved"]}

@@ -59,8 +59,13 @@ def resolve_profile(
         resolved.pop(monitor, None)  # `implied` and `rules` map them to our trackers
     if block(resolved, "comms_logger").get("enabled") is not True:
         resolved.pop("comms_logger", None)  # DeepSpeed collects if there is a block at all
+    # DeepSpeed's throughput timer waits for the device twice in every step.
+    resolved.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     _resolve_precision(resolved, profile.precision)
     _resolve_zero(resolved, profile, hidden_size)
+    if replicas == 1 and profile.zero_stage < 3 and profile.optimizer_offload == "none":
+        # A single replica has no communication to overlap, but would wait for it.
+        resolved["zero_optimization"]["overlap_comm"] = False
     _resolve_optimizer(resolved, profile, settings, on_gpu)
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)

@@ -71,9 +71,14 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
     Most models make them from the positions, but not all: gpt_oss and afmoe do not pass these on.
 
     Args:
-        batch: any micro-batch; without `document_ids` nothing is changed.
+        batch: any micro-batch. Without `document_ids` masks stay as they are, but transformers does
+            not look for documents in the positions, for which it would wait for the device.
     """
     kernel = model.config._attn_implementation
+    if "document_ids" not in batch and not _positions_depend_on_ids(model):
+        with _without_search_for_documents():
+            yield
+        return
     if "document_ids" not in batch or kernel not in ANY_MASK or _takes_own_mask(model.config):
         yield
         return
@@ -98,18 +103,35 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
         del ALL_MASK_ATTENTION_FUNCTIONS[kernel]
 
 
+@contextmanager
+def _without_search_for_documents() -> Iterator[None]:
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def _positions_depend_on_ids(model: Any) -> bool:
+    """Return whether a padding id has no position of its own, as in the families of RoBERTa."""
+    embeddings: Any = getattr(model.base_model, "embeddings", None)
+    return hasattr(embeddings, "create_position_ids_from_input_ids")
+
+
 def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tensor":
     """Return the positions that a model would give each document alone, (B, T) int64.
 
     They count from 0, except in the families of RoBERTa: there from the padding id + 1, and padding
     ids in a document have the padding id as position and are not counted.
     """
-    embeddings: Any = getattr(model.base_model, "embeddings", None)
-    if not hasattr(embeddings, "create_position_ids_from_input_ids"):
+    if not _positions_depend_on_ids(model):
         return batch["position_ids"]
     import torch
 
-    places, padding = batch["position_ids"], embeddings.padding_idx
+    places, padding = batch["position_ids"], model.base_model.embeddings.padding_idx
     counted = (batch["input_ids"] != padding).long()
     counts = counted.cumsum(1)
     starts = torch.arange(places.shape[1], device=places.device) - places

@@ -84,30 +84,43 @@ def squared_log_partitions(
     return (losses_BT + target_logits).where(counted, 0.0).square()
 
 
-def balance_loss(
-    router_logits: Sequence[torch.Tensor], loads: Sequence[Sequence[int]], top_k: int, tokens: int
-) -> torch.Tensor:
-    """Return this micro-batch's part of the balance loss of the global batch.
-
-    The loss is E * sum_i f_i * P_i, averaged over the routers: P_i is the mean probability of
-    expert i in the global batch, f_i the share of tokens that chose it, as given by `loads`. It is
-    linear in P, so the parts of all micro-batches and ranks add up to it.
+def choice_shares(
+    router_logits: Sequence[torch.Tensor], loads: Sequence[Sequence[int]], top_k: int
+) -> list[torch.Tensor]:
+    """Return the share of tokens that chose each expert, (E,) float32, of each router.
 
     Args:
         router_logits: (N, E) of each router.
         loads: of each router, the choices of each expert; none before the first step: all equal.
         top_k: experts that a token chooses.
+    """
+    experts = [logits_NE.shape[-1] for logits_NE in router_logits]
+    numbers = [number for load in loads for number in load] or [1] * sum(experts)
+    counts = torch.tensor(numbers, dtype=torch.float64).split(experts)
+    shares = torch.cat([(load * (top_k / load.sum())).float() for load in counts])
+    return list(shares.to(router_logits[0].device, non_blocking=True).split(experts))
+
+
+def balance_loss(
+    router_logits: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], tokens: int
+) -> torch.Tensor:
+    """Return this micro-batch's part of the balance loss of the global batch.
+
+    The loss is E * sum_i f_i * P_i, averaged over the routers: P_i is the mean probability of
+    expert i in the global batch, f_i the share of tokens that chose it. It is linear in P, so the
+    parts of all micro-batches and ranks add up to it.
+
+    Args:
+        router_logits: (N, E) of each router.
+        shares: from `choice_shares`.
         tokens: of the global batch.
 
     Source: Qiu et al. 2025 (arXiv 2501.11873), equation 2, with f of the previous global batch.
     """
     parts = []
-    for number, logits_NE in enumerate(router_logits):
-        experts = logits_NE.shape[-1]
-        load = torch.tensor(loads[number] if loads else [1] * experts, dtype=torch.float64)
-        f_E = (load * (top_k / load.sum())).float().to(logits_NE.device)
+    for logits_NE, f_E in zip(router_logits, shares, strict=True):
         P_E = logits_NE.float().softmax(-1).sum(0) / tokens
-        parts.append(experts * (f_E * P_E).sum())
+        parts.append(len(f_E) * (f_E * P_E).sum())
     return torch.stack(parts).mean()
 
 

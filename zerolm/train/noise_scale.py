@@ -47,7 +47,7 @@ class SmallBatches:
         self.figures = torch.zeros(5, dtype=torch.float64, device=self._device)
 
     @contextmanager
-    def backward(self, num_targets: int) -> Iterator[None]:
+    def backward(self, num_targets: torch.Tensor) -> Iterator[None]:
         """Record the gradient norm of a backward pass.
 
         A parameter's hook is called once per pass, with all that the pass adds to its gradient,
@@ -55,7 +55,7 @@ class SmallBatches:
         shared layers), the step is not measured.
 
         Args:
-            num_targets: number of targets of the micro-batch.
+            num_targets: number of targets of the micro-batch, (), on the device.
         """
         squares: dict[int, torch.Tensor] = {}
         repeated: list[int] = []
@@ -74,16 +74,17 @@ class SmallBatches:
         finally:
             for hook in hooks:
                 hook.remove()
-        if repeated or not squares or num_targets == 0:
+        if repeated or not squares:
             self.figures[4] += 1
             return
         found = torch.stack([squares[number] for number in sorted(squares)])
-        self.figures[0] += found.sum().to(self._device) / num_targets**2
+        counted = num_targets.to(self._device).double()
+        known = counted > 0  # not read here: reading would wait for the device
+        sums = [found.sum().to(self._device) / counted**2, 1.0 / counted, counted, known.double()]
         if not self._contributes:
-            return
-        self.figures[1] += 1.0 / num_targets
-        self.figures[2] += num_targets
-        self.figures[3] += 1.0
+            sums[1:] = [torch.zeros_like(counted)] * 3
+        self.figures[:4] += torch.stack(sums).where(known, 0.0)
+        self.figures[4] += ~known
 
 
 class SmallBatchSums(NamedTuple):

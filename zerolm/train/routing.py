@@ -16,7 +16,7 @@ import torch
 
 from zerolm.model.architecture import experts_per_token, router_loss_coefficient
 from zerolm.model.biased_routers import ExpertLoads, biased_routers, update_biases
-from zerolm.model.loss import balance_loss, router_z_loss
+from zerolm.model.loss import balance_loss, choice_shares, router_z_loss
 
 Row = dict[str, float]
 
@@ -55,6 +55,7 @@ class Routing:
         self._coefficient = router_loss_coefficient(model.config) or 0.0
         self.global_loss, self._z_loss = global_loss, z_loss
         self._logits: Sequence[torch.Tensor] = ()  # of the last micro-batch
+        self._shares: list[torch.Tensor] = []  # of the step, from the first micro-batch on
         self.state: dict[str, Any] = {}
         self._interval, self._rate = interval, balance_rate
         self._routers = [] if compiled else biased_routers(model)
@@ -68,6 +69,7 @@ class Routing:
         self._counting = bool(self._routers) and (self._rate > 0 or self._measuring)
         self._metrics.begin(step)
         self._counter.reset()
+        self._shares = []
 
     def observing(self) -> AbstractContextManager[None]:
         """Return a context manager for the forward pass of a micro-batch."""
@@ -87,7 +89,9 @@ class Routing:
         """
         logits, self._logits, found = self._logits, (), {}
         if self.global_loss:
-            loss = balance_loss(logits, self.state.get("loads", []), self._top_k, tokens)
+            if not self._shares:  # copied to the device once a step
+                self._shares = choice_shares(logits, self.state.get("loads", []), self._top_k)
+            loss = balance_loss(logits, self._shares, tokens)
             found["train/auxiliary_loss"] = self._coefficient * loss
         if self._z_loss:
             found["train/router_z_loss"] = self._z_loss * router_z_loss(logits, tokens)

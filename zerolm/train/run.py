@@ -226,6 +226,7 @@ class Run:
             self.settings.seq_len,
             self.layout,
             flags=(float(self.stop.poll()), *self.checkpointing.flags()),
+            rows_differ=self.settings.rows_differ,
             fault=fault,
             timing_forward=stopwatch.timing_forward,
             observing_forward=self._observing_forward,

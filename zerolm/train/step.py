@@ -78,6 +78,8 @@ def forward_backward(
     seq_len: int,
     layout: Layout,
     flags: Sequence[float],
+    *,
+    rows_differ: bool = False,
     fault: str | None = None,
     timing_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
     observing_forward: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
@@ -95,6 +97,7 @@ def forward_backward(
         seq_len: tokens per sequence.
         layout: which ranks share sequences.
         flags: numbers to sum over ranks along with the losses.
+        rows_differ: whether sequences may differ in their number of targets.
         fault: injected fault for this rank, from `fault_point`; for tests.
         timing_forward: context manager for each forward pass.
         observing_forward, observing_backward: context managers for each forward and backward pass,
@@ -105,11 +108,10 @@ def forward_backward(
     """
     device, contributes = engine.device, layout.contributes(engine.global_rank)
     rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
-    if "document_ids" in batches[0]:  # rows differ in their number of targets
-        counted = sum((batch["targets"] != IGNORED).sum() for batch in batches)
-        targets = int(sum_over_ranks(counted * contributes))
-    else:
-        targets = rows * seq_len
+    targets: torch.Tensor | int = rows * seq_len
+    if rows_differ:
+        counted = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum()
+        targets = sum_over_ranks(counted * contributes)
     # One reduction for all: sums by source, auxiliary and other losses, flags, router metrics.
     num_sums = 2 if token_bytes is None else 4
     auxiliary_at = num_sums * num_sources
@@ -130,11 +132,11 @@ def forward_backward(
                 penalties = routing.losses(rows * seq_len)
             if z_loss:
                 squares_BT = squared_log_partitions(engine, outputs[0], batch, losses_BT)
-                penalties["train/z_loss"] = squares_BT.sum() * (z_loss / targets)
+                penalties["train/z_loss"] = squares_BT.sum() * _divided(z_loss, targets)
             outputs.clear()  # frees the logits
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
-        loss = losses_BT.sum() * (layout.gradient_divisor / targets)
+        loss = losses_BT.sum() * _divided(layout.gradient_divisor, targets)
         by_source += sums_by_source(losses_BT, batch, num_sources, token_bytes)
         if auxiliary is not None and AUXILIARY not in penalties:  # of a micro-batch
             measured.add(AUXILIARY)
@@ -149,7 +151,8 @@ def forward_backward(
         with observing_backward(batch), record_function("backward"):
             engine.backward(loss, scale_wrt_gas=False)
     sums *= contributes
-    sums[flags_at:] = torch.tensor(flags, dtype=torch.float64)
+    for number, flag in enumerate(flags):
+        sums[flags_at + number].fill_(flag)  # a copy of a tensor would wait for the device
     if routing is not None:
         sums = torch.cat([sums, routing.sums(device) * contributes])
     figures = sum_over_ranks(sums).tolist()
@@ -167,6 +170,13 @@ def forward_backward(
         router=routing.row(figures[router_at:]) if routing is not None else {},
         flags=figures[flags_at:router_at],
     )
+
+
+def _divided(factor: float, targets: torch.Tensor | int) -> torch.Tensor | float:
+    """Return a factor on float32 losses. A tensor stays on its device, with the same rounding."""
+    if isinstance(targets, int):
+        return factor / targets
+    return (factor / targets.double()).float()
 
 
 def learning_rate_ratios(engine: Any, peak: float) -> list[float]:
@@ -226,10 +236,9 @@ def apply_step(
     if not result.applied:  # DeepSpeed's scheduler, if there is one, has not advanced either
         for group, rate in zip(groups, scheduled, strict=True):
             group["lr"] = rate
-    norm = gate.grad_norm if gate.refused else engine.get_global_grad_norm()
     result.clipped_to = gate.clipped_to
-    # -1 is DeepSpeed's NaN; None means that it found an overflow before it computed the norm.
-    result.grad_norm = float(norm) if norm is not None and norm >= 0 else float("inf")
+    # None: DeepSpeed found an overflow before it computed the norm.
+    result.grad_norm = float("inf") if gate.grad_norm is None else gate.grad_norm
 
 
 def take_micro_batches(batches: Iterator[Batch], count: int) -> list[Batch]:

@@ -99,7 +99,19 @@ def test_auto_is_resolved_as_by_the_hugging_face_trainer():
     trainer.trainer_config_process(arguments)
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
     trainer.trainer_config_finalize(arguments, model, num_training_steps=100)
-    assert resolved(auto) == trainer.config
+    ours = resolved(auto)
+    assert ours.pop("timers") == {"throughput": {"enabled": False}}
+    assert ours == trainer.config
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_single_rank_does_not_wait_for_communication_that_it_has_not(stage):
+    overlapping = zero(stage, overlap_comm=True)
+    alone = resolved(overlapping, replicas=1)["zero_optimization"]["overlap_comm"]
+    assert alone is (stage == 3)
+    assert resolved(overlapping, replicas=2)["zero_optimization"]["overlap_comm"] is True
+    timed = overlapping | {"timers": {"throughput": {"enabled": True}}}
+    assert resolved(timed)["timers"] == {"throughput": {"enabled": True}}
 
 
 def test_torch_adamw_is_used_only_on_a_cpu_without_offload():

@@ -7,6 +7,7 @@ from tests.launching import LLAMA
 from zerolm.model.loss import (
     IGNORED,
     balance_loss,
+    choice_shares,
     router_z_loss,
     sums_by_source,
     token_losses,
@@ -123,11 +124,14 @@ def test_the_balance_loss_of_one_router_and_its_own_loads_is_that_of_transformer
     loads = torch.bincount(logits.topk(3, -1).indices.flatten(), minlength=8).tolist()
     expected = load_balancing_loss_func((logits,), num_experts=8, top_k=3)
     [gradient] = torch.autograd.grad(expected, logits)
-    parts = [balance_loss([part], [loads], 3, 40) for part in logits.split([10, 30])]
+    parts = [
+        balance_loss([part], choice_shares([part], [loads], 3), 40)
+        for part in logits.split([10, 30])
+    ]
     torch.testing.assert_close(sum(parts), expected)
     torch.testing.assert_close(torch.autograd.grad(sum(parts), logits)[0], gradient)
     # With equal loads, as before the first step, nothing is out of balance.
-    before = balance_loss([logits, logits], [], 3, 40)
+    before = balance_loss([logits] * 2, choice_shares([logits] * 2, [], 3), 40)
     torch.testing.assert_close(before, torch.tensor(3.0))
     assert torch.autograd.grad(before, logits)[0].abs().max() < 1e-7
 

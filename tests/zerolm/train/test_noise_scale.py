@@ -97,7 +97,7 @@ def figures(model: nn.Module, scale: float = 1.0) -> tuple[list[float], float]:
     small = SmallBatches(list(model.parameters()), CPU)
     ids = torch.arange(20).view(2, 10)
     loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()) * scale
-    with small.backward(20):
+    with small.backward(torch.tensor(20)):
         loss.backward()
     expected = sum(
         each.grad.double().square().sum().item()

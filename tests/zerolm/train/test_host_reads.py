@@ -1,0 +1,52 @@
+"""How often the host waits for the device: a few times a step, never in a micro-batch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.host_reads import OURS, flags_of, profile_of
+from data_prep.tokenize.pack import pack
+from tests.launching import LLAMA, run_workers, write_json, write_shards
+from zerolm.shards.reader import open_source
+
+KINDS = {
+    "zero1": (1, []),
+    "zero2": (2, []),
+    "zero3": (3, []),
+    "masked": (2, ["--document_mask", "--attn_implementation", "sdpa"]),
+    "packed": (2, ["--packing", "best_fit"]),
+}
+OF_DEEPSPEED = {"zero1": 4, "zero2": 6, "masked": 6, "packed": 6}  # 0.19.8, in a step
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, dict[str, float]]:
+    directory = tmp_path_factory.mktemp("reads")
+    write_json(directory / "llama.json", LLAMA)
+    corpus = write_shards(directory / "corpus")
+    pack(open_source(corpus), 32)
+    jobs = {}
+    for name, (stage, more) in KINDS.items():
+        flags = flags_of(directory, OURS, 1, profile_of(directory, OURS, stage, "bf16"))
+        jobs[name] = [*flags, *more, "--run_dir", str(directory / name)]
+    files = write_json(directory / "jobs.json", jobs), directory / "places.json"
+    run_workers(1, Path(__file__).with_name("host_reads_worker.py"), *files)
+    return json.loads(files[1].read_text())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_of_ours_waits_for_two_values(places, name):
+    """One for losses, flags and counts; one for the gradient norm, which decides on the update."""
+    ours = {place: count for place, count in places[name].items() if "zerolm/" in place}
+    assert sorted(place.split(":")[0] for place in ours) == [
+        "read zerolm/train/step.py",
+        "read zerolm/train/step_gate.py",
+    ]
+    assert set(ours.values()) == {1.0}
+
+
+@pytest.mark.parametrize("name", OF_DEEPSPEED)
+def test_deepspeed_and_transformers_wait_only_at_the_end_of_a_step(places, name):
+    others = {place: count for place, count in places[name].items() if "zerolm/" not in place}
+    assert sum(others.values()) == OF_DEEPSPEED[name], others
