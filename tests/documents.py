@@ -121,9 +121,9 @@ def known_flags(argv: list[str]) -> set[str] | None:
         return known
     if argv[0] == "deepspeed" or program in ("pretrain.py", "launch/multinode.sh"):
         return PRETRAIN | LAUNCHER
-    script = program if program.endswith(".py") else f"{program}.py"
-    if argv[0] == "python" and (ROOT / script).is_file():
-        return flags_of_script(script)
+    for script in (program, f"{program}.py", f"{program}/__main__.py"):
+        if argv[0] == "python" and script.endswith(".py") and (ROOT / script).is_file():
+            return flags_of_script(script)
     if argv[0] == "python" and argv[1] != "-m":
         raise LookupError("no such script")
     return None
