@@ -84,7 +84,11 @@ class Campaign:
     def run_chunks(self) -> None:
         while (number := self.next_chunk()) is not None:
             try:
+                code = configurations.code_version()
                 entry = self.run_chunk(number)
+                if configurations.code_version() != code:
+                    print(f"chunk {number}: the code has changed meanwhile: again", flush=True)
+                    continue
                 with self.lock:
                     log.append(self.log, entry)
                 print(shown(entry), flush=True)
