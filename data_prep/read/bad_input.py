@@ -12,7 +12,7 @@ from typing import Any
 
 from data_prep.read.documents import BAD_REASONS, SKIP_REASONS, InputRules, Problem
 from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input, stream_of
-from data_prep.read.streams import count_lines
+from data_prep.read.lines import count_lines
 from zerolm.common.errors import ConfigError
 
 MAX_PROBLEMS = 10  # shown for one unit: enough to see what is wrong with a file

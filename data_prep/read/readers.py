@@ -25,6 +25,7 @@ from data_prep.read.inputs import (
     problem_chunk,
     stream_of,
 )
+from data_prep.read.lines import read_line_blocks, read_plain_line_blocks
 from data_prep.read.pages import MAX_PAGE_BYTES, Page
 from data_prep.read.parquet import (
     RowGroupRefused,
@@ -36,7 +37,7 @@ from data_prep.read.parquet import (
 from data_prep.read.remote import open_stored, stat_file
 from data_prep.read.source_code import header_license
 from data_prep.read.stage_files import check_stage_file
-from data_prep.read.streams import Failure, read_line_blocks
+from data_prep.read.streams import Failure
 from data_prep.read.warc import read_archive
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.url import is_url
@@ -152,7 +153,9 @@ def _read_lines(
     limit = rules.max_document_bytes
     is_compressed = source.encoding != UTF8 or source.suffix.endswith((".gz", ".zst"))
     counted, next_start = None, part.start  # `counted`: stored bytes that chunks account for so far
-    for block in read_line_blocks(stream, part.start, part.stop, chunk_bytes, limit):
+    is_plain = not is_compressed and not is_url(source.name)
+    blocks = read_plain_line_blocks if is_plain else read_line_blocks
+    for block in blocks(stream, part.start, part.stop, chunk_bytes, limit):
         if counted is None:
             counted = stream.skipped_bytes if is_compressed else block.start
         read = block.read_bytes if is_compressed else block.stop

@@ -253,15 +253,10 @@ def test_the_child_ends_with_its_worker(tmp_path):
 
 
 def test_missing_packages_are_named_with_the_extra(tmp_path, monkeypatch):
-    import importlib.metadata
-
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
     (tmp_path / "a.warc").write_bytes(b"")
     for number in range(3):
         (tmp_path / f"{number}.html").write_bytes(page("t", FOX))
-    monkeypatch.setattr("data_prep.read.inputs.version", version)
+    monkeypatch.setattr("data_prep.read.inputs.installed_version", lambda name: None)
     inputs.package_versions.cache_clear()
     with pytest.raises(ConfigError) as caught:
         read(tmp_path)

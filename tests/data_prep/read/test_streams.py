@@ -1,18 +1,15 @@
-"""Lines and decompression, compared with plain Python and the compressors."""
+"""Decompression, compared with the compressors."""
 
 import gzip
-import itertools
 import random
 import zlib
 
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data_prep.read import streams
-from data_prep.read.streams import Stream, count_lines, read_line_blocks
+from data_prep.read.streams import Stream
 
 CONTENT = "".join(
     f"line {n} {random.Random(n).getrandbits(n % 400)}\n" for n in range(3000)
@@ -27,45 +24,6 @@ def stream_of(tmp_path, suffix, stored, start=0, max_expansion=200):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(stored)
     return Stream(str(path), suffix, start, max_expansion)
-
-
-class Blocks(list):
-    """A stream that did not fail."""
-
-    read_bytes = 0
-    failure = None
-
-
-@given(
-    st.text(alphabet="ab\n", max_size=40).map(str.encode),
-    st.integers(1, 7),
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.lists(st.integers(0, 40), max_size=4).map(sorted),
-)
-@settings(max_examples=300)
-def test_any_ranges_of_a_file_give_each_line_once(data, block, chunk, limit, cuts):
-    """For any ranges and blocks; a line belongs to the range in which it starts."""
-    cuts = [0, *(cut for cut in cuts if cut < len(data)), None]
-    found = []
-    for start, stop in itertools.pairwise(cuts):
-        if start == stop:
-            continue
-        rest = data[max(0, start - 1) :]
-        blocks = Blocks(rest[at : at + block] for at in range(0, len(rest), block))
-        for lines in read_line_blocks(blocks, start, stop, chunk, limit):
-            assert lines.stop > lines.start and data[lines.start : lines.stop].endswith(lines.data)
-            assert not found or found[-1].stop == lines.start
-            assert lines.data or lines.stop - lines.start > limit, "a short line was dropped"
-            found.append(lines)
-    assert (found[-1].stop if found else 0) == len(data)
-    for lines in found:
-        whole = lines.data.splitlines(keepends=True)
-        assert all(line in data.splitlines(keepends=True) for line in whole)
-    kept = [line for lines in found for line in lines.data.splitlines()]
-    assert [line for line in kept if len(line) <= limit] == [
-        line for line in data.splitlines() if len(line) <= limit
-    ]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -164,14 +122,6 @@ def test_a_file_that_expands_too_much_ends_at_the_same_place(tmp_path, monkeypat
     assert len(set(ends)) == 1 and (1 << 19) < ends[0] <= (1 << 24)
     stream = stream_of(tmp_path, suffix, stored, 0, max_expansion=100_000)
     assert sum(len(block) for block in stream) == 1 << 24 and stream.failure is None
-
-
-def test_line_numbers_are_those_of_an_editor(monkeypatch, tmp_path):
-    monkeypatch.setattr(streams, "READ_BYTES", 7)
-    data = b"one\ntwo\n\nfour\nfive"
-    offsets = [0, 3, 4, 8, 9, 14, 18, 40]
-    stream = stream_of(tmp_path, ".jsonl", data)
-    assert count_lines(stream, offsets) == [data.count(b"\n", 0, at) + 1 for at in offsets]
 
 
 def test_zstd_files_written_by_pyarrow_are_complete(tmp_path):

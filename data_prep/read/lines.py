@@ -1,0 +1,141 @@
+"""Splits the content of a file at line ends, in blocks of many lines and bounded memory.
+
+Independent of the format of documents.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from data_prep.read.streams import Stream
+
+SEARCH_BYTES = 1 << 14  # read at a time to find the end of a line
+
+
+class LineBlock(NamedTuple):
+    """Several complete lines, or the position of one line that is too long."""
+
+    start: int  # byte of the first line
+    data: bytes  # ends with a newline, except at the end of the file; empty if too long
+    stop: int  # byte after the last line
+    read_bytes: int  # of the stored file, up to here
+
+
+def read_plain_line_blocks(
+    stream: Stream, start: int, stop: int | None, chunk_bytes: int, max_bytes: int
+) -> Iterator[LineBlock]:
+    """Yield as `read_line_blocks` the lines of a local file that is read as it is.
+
+    Each block is one read, up to the end of a line that is found first, so its bytes are copied
+    once. `read_line_blocks` reads on wherever that is impossible: from a line that is too long, or
+    a place that cannot be read.
+    """
+    position = start
+    with contextlib.suppress(OSError), open(stream.path, "rb", buffering=0) as raw:
+        file, size = raw.fileno(), os.fstat(raw.fileno()).st_size
+        last = size if stop is None else min(stop, size)
+        end = _next_line(file, start - 1, max_bytes) if start else 0
+        while end is not None:
+            position = end
+            if position >= last:
+                return
+            end = _next_line(file, min(position + chunk_bytes, last) - 1, max_bytes)
+            if end is None:
+                break
+            data = os.pread(file, end - position, position)
+            if len(data) < end - position:  # the file has become shorter
+                break
+            yield LineBlock(position, data, end, end)
+    stream.start = max(0, position - 1)
+    yield from read_line_blocks(stream, position, stop, chunk_bytes, max_bytes)
+
+
+def _next_line(file: int, offset: int, max_bytes: int) -> int | None:
+    """Return where the line after that of a byte begins, or the file ends; None if that is far."""
+    limit = offset + max_bytes
+    while offset <= limit:
+        block = os.pread(file, SEARCH_BYTES, offset)
+        newline = block.find(b"\n") + 1
+        if newline or not block:
+            return offset + newline
+        offset += len(block)
+    return None
+
+
+def read_line_blocks(
+    stream: Stream, start: int, stop: int | None, chunk_bytes: int, max_bytes: int
+) -> Iterator[LineBlock]:
+    """Yield the lines that start in [start, stop), joined to blocks of about `chunk_bytes`.
+
+    A line longer than `max_bytes` is not kept in memory: it is yielded as a block with empty
+    `data`, and its length is `stop - start`.
+
+    Args:
+        stream: begins at max(0, start - 1), to detect whether a line begins at `start`.
+    """
+    position = max(0, start - 1)  # byte after the current block of the stream
+    in_range = start == 0  # whether the first line that starts in the range has been reached
+    first = start  # byte at which `pending` starts
+    pending: list[bytes] = []  # complete lines and the start of the next one, not yielded yet
+    pending_bytes = 0
+    lines_end = 0  # end of the last complete line in `pending`
+    too_long = False  # whether the current line is dropped
+    for block in stream:
+        position += len(block)
+        if not in_range or too_long:
+            newline = block.find(b"\n") + 1
+            if not newline:
+                if not in_range and stop is not None and position >= stop:
+                    return
+                continue
+            line_end = position - len(block) + newline
+            if too_long:
+                yield LineBlock(first, b"", line_end, stream.read_bytes)
+            in_range, too_long, first, block = True, False, line_end, block[newline:]
+        if stop is not None and first >= stop:
+            return
+        pending.append(block)
+        newline = block.rfind(b"\n") + 1
+        if newline:
+            lines_end = pending_bytes + newline
+        pending_bytes += len(block)
+        at_stop = bool(lines_end) and stop is not None and first + lines_end >= stop
+        next_too_long = lines_end and pending_bytes - lines_end > max_bytes
+        if lines_end >= chunk_bytes or next_too_long or at_stop:
+            if at_stop:
+                assert stop is not None
+                data = b"".join(pending)
+                lines_end = data.find(b"\n", stop - 1 - first) + 1
+                yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
+                return
+            if not newline:  # the last complete line ends before this block
+                pending = [b"".join(pending)]
+                newline = lines_end
+            last = pending.pop()
+            data = b"".join([*pending, last[:newline]])
+            yield LineBlock(first, data, first + lines_end, stream.read_bytes)
+            pending, pending_bytes = [last[newline:]], pending_bytes - lines_end
+            first, lines_end = first + lines_end, 0
+        if not lines_end and pending_bytes > max_bytes:
+            pending, pending_bytes, too_long = [], 0, True
+    data = b"".join(pending)
+    if too_long:
+        yield LineBlock(first, b"", position, stream.read_bytes)
+    elif stream.failure is None:
+        lines_end = len(data)
+    if in_range and lines_end:  # a failed stream loses the line in which it ends
+        yield LineBlock(first, data[:lines_end], first + lines_end, stream.read_bytes)
+
+
+def count_lines(stream: Stream, offsets: list[int]) -> list[int]:
+    """Return the line numbers, from 1, of ascending byte offsets."""
+    numbers: list[int] = []
+    start, line = 0, 1  # of the current block
+    for block in stream:
+        while len(numbers) < len(offsets) and offsets[len(numbers)] < start + len(block):
+            numbers.append(line + block.count(b"\n", 0, offsets[len(numbers)] - start))
+        if len(numbers) == len(offsets):
+            break
+        start, line = start + len(block), line + block.count(b"\n")
+    return numbers + [line] * (len(offsets) - len(numbers))
