@@ -65,7 +65,7 @@ class Progress:
                 counts += f", {self.num_tokens / 1e6:.1f}M tokens"
             self.bar.set_postfix_str(", ".join(filter(None, [counts, note])), refresh=False)
             self.bar.update(more_bytes)
-        elif time.monotonic() - self.shown >= LINE_SECONDS:
+        elif self.is_due:
             self.shown = time.monotonic()
             self._print_line()
 
@@ -85,6 +85,11 @@ class Progress:
         if self.note:
             fields.append(self.note)
         print(f"{self.command}: {' '.join(fields)}", file=sys.stderr, flush=True)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the counts would be shown now."""
+        return self.bar is not None or time.monotonic() - self.shown >= LINE_SECONDS
 
     @property
     def seconds(self) -> float:
@@ -211,7 +216,8 @@ class ProgressWatcher:
         self._stop.set()
         if self.is_started:
             self._thread.join()
-        self._show()
+        if self.progress.is_due:
+            self._show()
 
     def _run(self) -> None:
         interval = BAR_SECONDS if self.progress.bar is not None else LINE_SECONDS

@@ -70,7 +70,9 @@ def ordered_map(
         yield from _schedule(workers, enumerate(items), max_ahead, assigned_per_worker)
     finally:
         for worker in workers:
-            worker.stop()
+            worker.terminate()
+        for worker in workers:
+            worker.join()
 
 
 def _schedule(
@@ -96,6 +98,9 @@ def _schedule(
             else:
                 ready.append(item)
                 num_read += 1
+        if not has_more and not ready:
+            for worker in workers:
+                worker.dismiss_if_idle()
         busy = {worker.connection: worker for worker in workers if worker.assigned}
         if not busy and not ready and not has_more:
             return
@@ -159,9 +164,16 @@ class _Worker:
             f"kernel's out-of-memory killer, and run the command again with fewer --workers."
         )
 
-    def stop(self) -> None:
+    def dismiss_if_idle(self) -> None:
+        """Let a process without items exit, and release its memory, while others still work."""
+        if not self.assigned:
+            self.connection.close()
+
+    def terminate(self) -> None:
         self.connection.close()
         self.process.terminate()
+
+    def join(self) -> None:
         self.process.join(STOP_SECONDS)
         if self.process.is_alive():
             self.process.kill()

@@ -54,6 +54,22 @@ def failing(kind):
     return fail
 
 
+def alone():
+    def is_alone(number):
+        """Whether the other worker exits while this item is worked on; at once for the others."""
+        end = time.monotonic() + 60
+        while number == 0 and time.monotonic() < end:
+            siblings = psutil.Process(os.getppid()).children()
+            running = [each for each in siblings if each.status() != psutil.STATUS_ZOMBIE]
+            trackers = [each for each in running if "resource_tracker" in " ".join(each.cmdline())]
+            if len(running) - len(trackers) == 1:
+                return True
+            time.sleep(0.01)
+        return False
+
+    return is_alone
+
+
 def unable():
     raise ConfigError("no tokenizer")
 
@@ -67,6 +83,10 @@ def test_results_are_in_the_order_of_the_items(started):
     results = ordered_map(partial(squarer, 0.01), range(50), 3)
     assert list(results) == [number * number for number in range(50)]
     assert children_left() == []
+
+
+def test_a_worker_without_items_exits_while_another_one_works():
+    assert list(ordered_map(alone, range(2), 2, assigned_per_worker=1)) == [True, False]
 
 
 def test_the_number_of_items_in_flight_is_bounded():
