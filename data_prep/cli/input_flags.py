@@ -152,11 +152,11 @@ def print_notes(notes: Sequence[str]) -> None:
 
 def provenance() -> dict[str, Any]:
     """Return the manifest keys of the command, as the user typed it, and of the release."""
-    from zerolm.common.provenance import versions
+    from zerolm.common.provenance import installed_version
     from zerolm.common.secrets import masked_values
 
     program = Path(sys.argv[0])
     package = program.parent.name if program.name == "__main__.py" else "data_prep"
     start = ["zerolm"] if program.name == "zerolm" else ["python", "-m", package]
     command = masked_values([*start, *sys.argv[1:]])
-    return {"command": command, "zerolm_version": versions().get("zerolm")}
+    return {"command": command, "zerolm_version": installed_version("zerolm")}

@@ -4,8 +4,6 @@ datatrove's code makes the decisions; only its word splitting is replaced by `fa
 returns the same words.
 """
 
-import contextlib
-import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from data_prep.filters.parameters import (
 from data_prep.filters.score_filters import TAGS
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
+from zerolm.common.provenance import installed_version
 
 Json = dict[str, Any]
 
@@ -136,8 +135,8 @@ def filters_identity(specifications: Sequence[Json]) -> Json:
             identity[module] = sha256_file(Path(path)) if path else None
         elif name in DATATROVE:
             for package in ("datatrove", "spacy", "tldextract")[: 3 if name == "url" else 2]:
-                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                    identity[package] = importlib.metadata.version(package)
+                if (version := installed_version(package)) is not None:
+                    identity[package] = version
         if "model" in specification:
             status = Path(specification["model"]).stat()
             identity[specification["model"]] = [status.st_size, status.st_mtime_ns]

@@ -5,13 +5,13 @@ Independent of how a format is read.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from data_prep.read.documents import Chunk, InputRules, Problem
 from data_prep.read.encodings import AUTO, UTF8, open_stream
 from data_prep.read.streams import Failure, Stream
 from zerolm.common.errors import ConfigError
+from zerolm.common.provenance import installed_version
 
 TEXT_FORMATS = (".txt", ".md")  # a document each; with .gz or .zst at the end too
 PAGE_FORMATS = (".html", ".htm", ".xhtml")  # the same
@@ -105,9 +105,8 @@ def package_versions(names: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         ConfigError: one is not installed.
     """
-    try:
-        return tuple(f"{name} {version(name)}" for name in names)
-    except PackageNotFoundError as error:
-        raise ConfigError(
-            f"needs {error.name}, which is not installed. pip install 'zerolm[inputs]'"
-        ) from None
+    versions = {name: installed_version(name) for name in names}
+    for name, version in versions.items():
+        if version is None:
+            raise ConfigError(f"needs {name}, which is not installed. pip install 'zerolm[inputs]'")
+    return tuple(f"{name} {version}" for name, version in versions.items())

@@ -57,13 +57,10 @@ class DocumentEncoder:
         Raises:
             ShardError: an id outside the vocabulary.
         """
-        texts = [document.text for document in documents]
+        texts, inputs, starts, _ = zip(*documents, strict=True)
         ids, text_bytes = encoder.encode(texts)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        origins = pack_origins(
-            np.array([document.input for document in documents], np.uint64),
-            np.array([document.start for document in documents], np.uint64),
-        )
+        origins = pack_origins(np.array(inputs, np.uint64), np.array(starts, np.uint64))
         # A document may have no ids, such as only spaces with a tokenizer that drops them.
         kept = lengths > 0
         members = [kept]

@@ -10,8 +10,6 @@ gigatoken and fastokens are young, so they are optional (`pip install zerolm[fas
 another backend is always available.
 """
 
-import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -29,6 +27,7 @@ from data_prep.tokenizer.vocabulary import (
     read_without_special_tokens,
 )
 from zerolm.common.errors import ConfigError
+from zerolm.common.provenance import installed_version
 from zerolm.shards.tokenizer import (
     TIKTOKEN_FILE,
     TIKTOKEN_RANKS,
@@ -43,7 +42,8 @@ ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: they 
 EXTRAS = {"gigatoken": "fast-tokenizers", "fastokens": "fast-tokenizers", "tiktoken": "tiktoken"}
 
 Ids = list[np.ndarray]  # for each text (N,) uint32
-Encode = Callable[[Sequence[str]], Ids]
+Encode = Callable[[Sequence[Any]], Ids]  # of str; those in UTF8_BACKENDS also of UTF-8 bytes
+UTF8_BACKENDS = ("gigatoken",)
 
 # A Rust panic is not an `Exception`, so all errors except these count as failures of the library.
 NOT_BACKEND_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
@@ -75,14 +75,6 @@ def reference_backend(directory: Path) -> str:
     if (directory / TIKTOKEN_FILE).is_file():
         return "tiktoken"
     return "tokenizers" if (directory / "tokenizer.json").is_file() else "transformers"
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of a backend's package, None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def open_backend(name: str, directory: Path) -> Encode:
@@ -139,20 +131,18 @@ def _one_line(error: BaseException) -> str:
 def load_tokenizer_json(path: Path) -> Any:
     """Load a tokenizer.json with the library `tokenizers`.
 
-    The last one is cached by content, so that a copy of the same file is not loaded again.
+    The last one is kept, so that a copy of the same file is not loaded again.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
     content = path.read_bytes()
-    digest = hashlib.sha256(content).digest()
-    if digest not in _last_loaded:
-        _last_loaded.clear()
-        _last_loaded[digest] = tokenizers.Tokenizer.from_buffer(content)
-    return _last_loaded[digest]
+    if not _last_loaded or _last_loaded[0][0] != content:
+        _last_loaded[:] = [(content, tokenizers.Tokenizer.from_buffer(content))]
+    return _last_loaded[0][1]
 
 
-_last_loaded: dict[bytes, Any] = {}
+_last_loaded: list[tuple[bytes, Any]] = []  # the last content, and the tokenizer
 
 
 def _open_tokenizers(directory: Path) -> Encode:
@@ -196,7 +186,11 @@ def _open_gigatoken(directory: Path) -> Encode:
     else:
         backend = load_hf_json(orjson.dumps(read_without_special_tokens(directory)))
     # One document per call: the arrays that a batch returns cost 0.5 s of imports in each worker.
-    return lambda texts: [backend.encode(text) for text in texts]
+    # It encodes UTF-8, so texts above ASCII are given as UTF-8, which `Encoder` has made already.
+    return lambda texts: [
+        backend.encode(text if type(text) is bytes or text.isascii() else text.encode())
+        for text in texts
+    ]
 
 
 def _open_fastokens(directory: Path) -> Encode:

@@ -20,7 +20,6 @@ from data_prep.tokenizer.backends import (
     ID_FILES,
     BackendFailed,
     BackendUnavailable,
-    installed_version,
     open_backend,
     reference_backend,
 )
@@ -28,6 +27,7 @@ from data_prep.tokenizer.equivalence import CHECK_VERSION, EquivalenceResult, ch
 from data_prep.tokenizer.vocabulary import added_tokens, token_texts
 from zerolm.common.errors import ConfigError, RecordError, did_you_mean
 from zerolm.common.files import write_json
+from zerolm.common.provenance import installed_version
 from zerolm.common.records import read_record
 
 # For smaller inputs, encoding with `tokenizers` takes less time than the check. The check takes 4.3

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.tokenizer.backends import (
+    UTF8_BACKENDS,
     BackendFailed,
     Encode,
     Ids,
@@ -23,6 +24,7 @@ from data_prep.tokenizer.backends import (
     reference_backend,
 )
 from data_prep.tokenizer.encoder_choice import EncoderChoice
+from data_prep.tokenizer.vocabulary import forget_definition
 from zerolm.common.errors import ZerolmError
 
 CHECK_ONE_IN = 1000  # documents, selected by a hash of their length and beginning
@@ -33,6 +35,8 @@ MAX_FAILED_DOCUMENTS = 20  # per process; after these the backend is no longer u
 UNICODE_SIZE = 0x110000
 ASCII = bytes(range(128))
 SCAN_CHARACTERS = 1 << 20  # scanned at a time, so that a giant document needs no giant arrays
+
+Text = str | bytes  # bytes: in UTF-8
 
 
 class Encoded(NamedTuple):
@@ -71,30 +75,33 @@ class Encoder:
             EncoderError: a checked document's ids differ from the reference's, or the reference
                 cannot encode a document.
         """
-        text_bytes, unproven = self._scan(texts)
+        text_bytes, given, unproven = self._scan(texts)
         choice, gave_up = self.choice, self.counts["failed.documents"] >= MAX_FAILED_DOCUMENTS
         if choice.backend == choice.reference or len(unproven) == len(texts) or gave_up:
             return Encoded(self._encode_by_reference(texts, text_bytes), text_bytes)
         if unproven:
-            ids, by_reference = self._encode_by_both(texts, text_bytes, unproven)
+            ids, by_reference = self._encode_by_both(given, text_bytes, unproven)
         else:
-            ids, by_reference = self._encode_by_backend(texts, text_bytes)
+            ids, by_reference = self._encode_by_backend(given, text_bytes)
         self._check(texts, ids, set(by_reference))
         return Encoded(ids, text_bytes)
 
-    def _scan(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
-        """Return the UTF-8 size of each text, and which texts have an unproven code point."""
+    def _scan(self, texts: Sequence[str]) -> tuple[np.ndarray, list[Text], list[int]]:
+        """Return UTF-8 sizes, the texts as the backend gets them, and which are not proven."""
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-        above_ascii = {}
+        above_ascii, given = {}, list[Text](texts)
         for number, text in enumerate(texts):
             if not text.isascii():
                 utf8 = text.encode()
                 sizes[number] = len(utf8)
                 if self.choice.backend != self.choice.reference:
                     above_ascii[number] = utf8.translate(None, ASCII)
-        if not above_ascii or self._is_proven(b"".join(above_ascii.values())):
-            return sizes, []
-        return sizes, [number for number, rest in above_ascii.items() if not self._is_proven(rest)]
+                    if self.choice.backend in UTF8_BACKENDS:
+                        given[number] = utf8
+        unproven: list[int] = []
+        if above_ascii and not self._is_proven(b"".join(above_ascii.values())):
+            unproven = [each for each, rest in above_ascii.items() if not self._is_proven(rest)]
+        return sizes, given, unproven
 
     def _is_proven(self, utf8: bytes) -> bool:
         text = utf8.decode()
@@ -104,8 +111,9 @@ class Encoder:
                 return False
         return True
 
-    def _encode_by_reference(self, texts: Sequence[str], text_bytes: np.ndarray) -> Ids:
+    def _encode_by_reference(self, given: Sequence[Text], text_bytes: np.ndarray) -> Ids:
         self._count(self.choice.reference, text_bytes)
+        texts = [_decoded(text) for text in given]
         try:
             return self._reference(texts)
         except BackendFailed:  # find the text
@@ -124,7 +132,7 @@ class Encoder:
             ) from failure
 
     def _encode_by_backend(
-        self, texts: Sequence[str], text_bytes: np.ndarray
+        self, texts: Sequence[Text], text_bytes: np.ndarray
     ) -> tuple[Ids, list[int]]:
         """Return the ids, and which texts the reference encoded."""
         try:
@@ -136,13 +144,15 @@ class Encoder:
             self._count(self.choice.reference, text_bytes[failed])
             self._count(self.choice.backend, np.delete(text_bytes, failed))
             return [
-                self._encode_one_by_reference(number, texts[number]) if each is None else each
+                self._encode_one_by_reference(number, _decoded(texts[number]))
+                if each is None
+                else each
                 for number, each in enumerate(tried)
             ], failed
         self._count(self.choice.backend, text_bytes)
         return ids, []
 
-    def _try_backend(self, text: str) -> np.ndarray | None:
+    def _try_backend(self, text: Text) -> np.ndarray | None:
         """Return the fast backend's ids of one text; None if it fails."""
         try:
             return self._fast([text])[0]
@@ -150,7 +160,7 @@ class Encoder:
             return None
 
     def _encode_by_both(
-        self, texts: Sequence[str], text_bytes: np.ndarray, unproven: list[int]
+        self, texts: Sequence[Text], text_bytes: np.ndarray, unproven: list[int]
     ) -> tuple[Ids, list[int]]:
         """Return as `_encode_by_backend`, with the unproven texts encoded by the reference."""
         proven = sorted(set(range(len(texts))) - set(unproven))
@@ -221,6 +231,10 @@ class Encoder:
         return table
 
 
+def _decoded(text: Text) -> str:
+    return text if isinstance(text, str) else text.decode()
+
+
 def load_encoder(directory: Path, choice: EncoderChoice | None = None) -> Encoder:
     """Return an encoder for a tokenizer's saved copy; without a choice, only the reference."""
     if choice is None:
@@ -229,4 +243,5 @@ def load_encoder(directory: Path, choice: EncoderChoice | None = None) -> Encode
     encoder = Encoder(directory, choice)
     encoder.encode([""])  # loads the backend, or fails here
     encoder.counts.clear()
+    forget_definition()
     return encoder

@@ -17,7 +17,7 @@ import numpy as np
 from data_prep.tokenizer import fuzz_texts
 from data_prep.tokenizer.backends import Encode
 
-CHECK_VERSION = 2  # of the texts and rules; cached results of other versions are ignored
+CHECK_VERSION = 3  # of the texts, rules and calls; cached results of other versions are ignored
 RANDOM_TEXTS = 5000  # per round, about 1 MB
 MAX_VOCABULARY_TEXTS = 20_000
 MAX_ROUNDS = 6  # of random texts; the check ends at the first round without a difference

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from data_prep.tokenizer.backends import load_tokenizer_json
+from data_prep.tokenizer.vocabulary import read_definition
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.files import sha256_file, write_json
 from zerolm.shards.tokenizer import (
@@ -113,7 +114,7 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
         return None
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
-        added = orjson.loads(backend_path.read_bytes())["added_tokens"]
+        added = read_definition(directory)["added_tokens"]
         special = {token["content"]: token for token in added}
         is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES
         is_plain = is_plain and set(config) <= _SPECIAL_TOKEN_KEYS | _INERT_KEYS
@@ -134,9 +135,9 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
         return None
     return _describe_backend(
         str(directory),
-        backend,
         eos_id,
         backend.get_vocab_size(),
+        _definition_of(backend, directory),
         lambda target: [shutil.copyfile(directory / file, target / file) for file in _PLAIN_FILES],
     )
 
@@ -153,7 +154,11 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return _describe_backend(
-            name, backend, tokenizer.eos_token_id, len(tokenizer), tokenizer.save_pretrained
+            name,
+            tokenizer.eos_token_id,
+            len(tokenizer),
+            orjson.loads(backend.to_str()),
+            tokenizer.save_pretrained,
         )
     vocab = tokenizer.get_vocab()
     definition = [type(tokenizer).__name__, sorted(vocab.items()), tokenizer.eos_token_id]
@@ -192,10 +197,20 @@ def _check_eos_token(directory: Path, eos_token: str) -> None:
         )
 
 
+def _definition_of(backend: Any, directory: Path) -> dict[str, Any]:
+    """Return how `tokenizers` writes a backend: mostly as the file, which is parsed already."""
+    if backend.to_str(pretty=True).encode() == (directory / "tokenizer.json").read_bytes():
+        return read_definition(directory)
+    return orjson.loads(backend.to_str())
+
+
 def _describe_backend(
-    name: str, backend: Any, eos_id: int, length: int, save: Callable[[Path], object]
+    name: str,
+    eos_id: int,
+    length: int,
+    content: dict[str, Any],
+    save: Callable[[Path], object],
 ) -> Tokenizer:
-    content = orjson.loads(backend.to_str())
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     definition = [*(content[key] for key in keys), eos_id]
     vocab = content["model"]["vocab"]  # for Unigram a list of (token, score) in the order of ids

@@ -1,8 +1,10 @@
 """Identify the code that a result comes from: package versions and the git commit of the source."""
 
-import importlib.metadata
+import os
 import platform
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 PACKAGES = ("zerolm", "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numpy")
@@ -13,11 +15,29 @@ def versions() -> dict[str, str]:
     """Return {name: version} of Python and the installed packages that influence a result."""
     found = {"python": platform.python_version()}
     for package in (*PACKAGES, *OPTIONAL_PACKAGES):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if (version := installed_version(package)) is not None:
+            found[package] = version
     return found
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, None if it is not installed.
+
+    The directory of its metadata is named after it. Only without one is importlib.metadata asked,
+    whose import takes 15 ms.
+    """
+    start, end = re.sub(r"[-_.]+", "_", package) + "-", ".dist-info"
+    for directory in filter(os.path.isdir, sys.path):
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name.startswith(start) and entry.name.endswith(end):
+                    return entry.name[len(start) : -len(end)]
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(directory: Path) -> str | None:

@@ -164,7 +164,8 @@ class Panic(BaseException):
 
 def failing_at(word, encode):
     def encode_or_panic(given):
-        if any(word in text for text in given):
+        texts = [text if isinstance(text, str) else text.decode() for text in given]
+        if any(word in text for text in texts):
             raise Panic(f"panicked at {word}")
         return encode(given)
 

@@ -67,6 +67,17 @@ def test_loading_without_transformers_agrees_with_transformers(tmp_path, tokeniz
     assert ids == ids_of(copy_of(quick, tmp_path / "other"), TEXTS)
 
 
+def test_the_fingerprint_does_not_depend_on_how_the_file_is_written(tmp_path, tokenizer_directory):
+    directory = tmp_path / "compact"
+    shutil.copytree(tokenizer_directory, directory)
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8"))))
+    fingerprints = {
+        load_tokenizer(str(each)).fingerprint for each in (directory, tokenizer_directory)
+    }
+    assert len(fingerprints) == 1
+
+
 def test_the_fingerprint_changes_with_anything_that_changes_ids(tmp_path, tokenizer_directory):
     content = json.loads((tokenizer_directory / "tokenizer.json").read_text())
     merges = content["model"]["merges"]

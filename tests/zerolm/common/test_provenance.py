@@ -1,8 +1,17 @@
 """Which commit a result is said to come from."""
 
+import importlib.metadata
 import subprocess
 
-from zerolm.common.provenance import git_commit
+from zerolm.common.provenance import git_commit, installed_version
+
+
+def test_the_version_of_every_installed_package_is_that_of_importlib():
+    names = {each.name for each in importlib.metadata.distributions()}
+    assert len(names) > 20
+    for name in names:
+        assert installed_version(name) == importlib.metadata.version(name)
+    assert installed_version("no-such-package") is None
 
 
 def test_a_commit_is_named_only_for_files_that_git_tracks(tmp_path):
