@@ -58,12 +58,12 @@ START = processes.inspect_process(1).start_ticks
 collectives.gather_objects = gather
 dog = watchdog.Watchdog(run_dir, rank, float(stuck) or 600.0, Stop())
 dog.connect(len(peers))
-record_progress("data", 1); record_progress("step", 1); record_progress("step", 2)
+record_progress("data", 1); record_progress("optimizer", 1); record_progress("optimizer", 2)
 end = time.monotonic() + float(seconds)
 loop = """
 while time.monotonic() < end:
     if not float(stuck):
-        record_progress("step", 2)
+        record_progress("optimizer", 2)
     time.sleep(0.2)
 """
 # To the watchdog, code in a file of torch's is a rank that waits in a collective.
@@ -170,8 +170,9 @@ def beat(path: Path, rank: int, hang_timeout: float, world_size: int) -> None:
     """Write the heartbeat of a stand-in. The last one works, so that nobody is blamed."""
     quiet = 10 * hang_timeout if rank != world_size - 1 else 0.0
     content = peers(1)[0] | {
-        "rank": rank, "token": "token", "phase": "step", "step": 2, "beats": 3, "sequences": None,
-        "waiting": rank != world_size - 1, "collectives": 5, "quiet_seconds": quiet,
+        "rank": rank, "token": "token", "phase": "forward", "step": 2, "beats": 3,
+        "sequences": None, "waiting": rank != world_size - 1, "groups": {}, "calls": [],
+        "quiet_seconds": quiet,
         "limit_seconds": hang_timeout, "time": "", "monotonic": time.monotonic(),
         "state": "running", "reason": "",
     }  # fmt: skip

@@ -141,6 +141,8 @@ def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -
     if mismatch(event, _Lost):
         return
     outcome.step = max(outcome.step or 0, event["step"])
+    if not event["ranks"] and event.get("reason"):
+        outcome.reasons.append(f"{event['reason']}, in step {outcome.step}")
     for rank in event["ranks"]:
         outcome.sequences = rank["sequences"] if rank["step"] == event["step"] else None
         reason = rank["reason"]

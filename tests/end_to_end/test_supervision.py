@@ -172,6 +172,10 @@ def test_a_hang_is_reported_with_stacks_and_ended(setup, uninterrupted) -> None:
         loop = next(event for event in run.events() if event["event"] == "hang")
         assert loop["step"] == 15 and loop["ranks"][0]["rank"] == 1, loop
         assert loop["ranks"][0]["sequences"] == [14 * 8, 8]
+        assert "faults.py" in loop["ranks"][0]["doing"]
+        assert "waiting for it in" in loop["ranks"][0]["reason"]
+        records = run_dir / "ranks"
+        run.wait_for("no record", lambda: list(records.glob("flight-recorder-*-0")), 30)
         run.wait_for("no second", lambda: names_of(run.events()).count("hang") == 2, 180)
         stopped = [event for event in run.events() if event["event"] == "hang"][1]
         assert stopped["ranks"][0]["rank"] == 0 and "SIGSTOP" in stopped["ranks"][0]["reason"]

@@ -155,7 +155,8 @@ def _ranks(event: Event) -> str:
     ranks = event.get("ranks")
     found = [rank for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
     template = "rank {rank} on {host} {reason} (in {phase})"
-    return "; ".join(_TEMPLATES.vformat(template, (), rank) for rank in found)
+    shown = "; ".join(_TEMPLATES.vformat(template, (), rank) for rank in found)
+    return shown or str(event.get("reason") or "")
 
 
 # fmt: off
@@ -223,7 +224,9 @@ _KINDS: tuple[EventKind, ...] = (
         "`[first, count]` of that step, its stack file; `found_by`, the rank that reports it",
         _ranks, AlertRule("ERROR", "a rank was lost", "ended"), FAILED),
     EventKind("hang", "bad",
-        "a rank was stopped, silent, or without progress: the same keys as `rank_lost`", _ranks,
+        "a rank was stopped, silent, or without progress: the same keys as `rank_lost`; with "
+        "`device`, `doing`, the function that the rank was in; if no rank is at fault, `ranks` is "
+        "empty, and `reason` names the collective that does not finish", _ranks,
         AlertRule("ERROR", "hang", "ended"), FAILED),
     EventKind("launcher_lost", "bad",
         "the process that started the ranks of rank 0's host is gone: the same keys as "

@@ -86,6 +86,14 @@ class RunFiles:
     def stacks(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.stacks.txt"
 
+    def flight_recorder(self, token: str) -> Path:
+        """Return the start of the names of torch's records of collectives: the rank follows."""
+        return self.ranks / f"flight-recorder-{token}-"
+
+    def flight_recorders(self) -> list[Path]:
+        """Return the existing records of collectives, of any start of the run."""
+        return sorted(self.ranks.glob("flight-recorder-*"))
+
     def verdict(self, token: str) -> Path:
         """Return the file that says which rank ended a start of the run, and why."""
         return self.ranks / f"verdict-{token}.json"

@@ -121,7 +121,7 @@ def forward_backward(
     by_source = sums[:auxiliary_at].view(num_sums, num_sources)
     measured: set[str] = set()
     for number, batch in enumerate(batches):
-        record_progress("step")
+        record_progress("forward")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
         with timing_forward(), observing_forward(batch), record_function("forward"):
             outputs: list[Any] = []
@@ -148,8 +148,10 @@ def forward_backward(
             loss = loss + part * layout.gradient_divisor
         if fault == "inf":
             loss = loss * torch.inf  # an infinite gradient; the logged loss stays finite
+        record_progress("backward")
         with observing_backward(batch), record_function("backward"):
             engine.backward(loss, scale_wrt_gas=False)
+    record_progress("reduce")
     sums *= contributes
     for number, flag in enumerate(flags):
         sums[flags_at + number].fill_(flag)  # a copy of a tensor would wait for the device
@@ -225,6 +227,7 @@ def apply_step(
         for group, rate in zip(groups, scheduled, strict=True):
             group["lr"] = rate * factor
     result.learning_rate = groups[0]["lr"] if learning_rate is None else learning_rate * factor
+    record_progress("optimizer")
     try:
         with record_function("optimizer step"):
             gate.step(engine, refused, should_refuse, clip_norm)

@@ -1,53 +1,285 @@
 """Decides which ranks hang, from the heartbeats of all of them.
 
-A rank that waits in a collective is held up by another rank. Each rank counts the collectives that
-it has entered; the others wait for the rank with the lowest count. That rank hangs if it makes no
-progress. Clocks of different hosts are never compared. Every rank that reads the same heartbeats
-reaches the same verdict. No side effects.
+A rank that waits in a collective is held up by another rank. The ranks of a process group number
+its collectives, so the numbers say who waits for whom, also where a rank waits for its device
+outside of all collectives, as with NCCL. At fault is
+
+- a rank that entered another kind or size of collective than the others under the same number;
+- a rank that has not entered a collective for which others wait, and waits for no other rank;
+- a rank without progress while no rank lacks a collective and this one waits for none;
+- no rank, if all have entered the same collectives and they do not finish.
+
+Clocks of different hosts are never compared. Every rank that reads the same heartbeats reaches the
+same verdict. No side effects.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 Heartbeat = Mapping[str, Any]
+CONTEXT = 8
+MAX_CONTEXT = 64  # calls before one that ranks disagree on, to compare with earlier steps
+MAX_NAMED = 8  # ranks or hosts in a message
 
 
-def find_hung_ranks(
-    heartbeats: Iterable[Heartbeat], complete: bool = True
-) -> tuple[list[int], str] | None:
-    """Return the ranks that hang and the reason, or None if the run is only slow.
+class Verdict(NamedTuple):
+    """Why the run hangs.
+
+    Attributes:
+        blamed: {rank at fault: what it did}; empty if the communication is at fault.
+        reason: what all ranks wait for, if no rank is blamed.
+        witnesses: the ranks whose heartbeats say so.
+    """
+
+    blamed: dict[int, str]
+    reason: str
+    witnesses: list[int]
+
+
+class _Member(NamedTuple):
+    """A rank's part in one process group."""
+
+    rank: Heartbeat
+    group: Mapping[str, Any]
+
+
+def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> Verdict | None:
+    """Return the ranks that hang, or None if the run is only slow.
 
     Args:
-        heartbeats: of every rank that has not ended. Used keys: `rank`, `quiet_seconds` (since its
-            last progress), `limit_seconds` (how long it may be quiet in its phase), `waiting` (is
-            in a collective), `collectives` (number entered; None if unknown).
+        heartbeats: of every rank that has not ended. Used keys: `rank`, `host`, `quiet_seconds`
+            (since its last progress), `limit_seconds` (how long it may be quiet in its phase),
+            `waiting` (is inside a collective), `doing`, `groups`, `calls`.
         complete: whether every rank is included; a missing one may be making progress.
     """
-    ranks = list(heartbeats)
+    ranks = sorted(heartbeats, key=_number)
     overdue = [rank for rank in ranks if rank["quiet_seconds"] > rank["limit_seconds"]]
     if not overdue:
         return None
-    counts = [rank["collectives"] for rank in ranks]
-    counts_differ = None not in counts and min(counts) != max(counts)
-    behind = ranks
-    if counts_differ:
-        behind = [rank for rank in ranks if rank["collectives"] == min(counts)]
-    # On a GPU, a rank that waits for others may not appear to wait: then the counts decide.
-    culprits = [rank for rank in overdue if not rank["waiting"] and rank in behind]
+    members: dict[str, list[_Member]] = defaultdict(list)
+    for rank in ranks:
+        for name, group in rank["groups"].items():
+            members[name].append(_Member(rank, group))
+    if (verdict := _mismatch(members)) is not None:
+        return verdict
+
+    lacks, held_up = _behind_and_ahead(members)
+    roots = lacks.keys() - held_up.keys()
+    if lacks:
+        culprits = [rank for rank in overdue if _number(rank) in roots and not rank["waiting"]]
+    else:
+        culprits = [rank for rank in overdue if not _waits(rank)]
+        if len(culprits) == len(ranks) > 1 and members and not _finished_known(ranks):
+            culprits = []  # they may wait for their devices
+    if not culprits and len(overdue) == len(ranks) and complete:
+        culprits = [rank for rank in ranks if _number(rank) in roots]
     if culprits:
-        return [rank["rank"] for rank in culprits], _reason(culprits, ranks)
-    working = [rank for rank in ranks if rank not in overdue and not rank["waiting"]]
-    if working or len(overdue) < len(ranks) or not complete:
+        waiting = [_number(rank) for rank in ranks if rank not in culprits and _waits(rank)]
+        blamed = {
+            _number(rank): _account(rank, lacks.get(_number(rank)), members, waiting)
+            for rank in culprits
+        }
+        return Verdict(blamed, "", list(blamed))
+    if len(overdue) < len(ranks) or not complete:
         return None  # the others wait for a rank that makes progress or still has time left
-    stuck = [rank for rank in behind if rank["waiting"]] if counts_differ else ranks
-    return [rank["rank"] for rank in stuck or ranks], (
-        "every rank waits in a collective and none is working: either the network between the "
-        "hosts has failed, or the ranks do not make the same calls"
+    everyone = [_number(rank) for rank in ranks]
+    if lacks:  # each waits for another one
+        circle = [rank for rank in ranks if _number(rank) in held_up]
+        return Verdict(_out_of_order(circle, held_up), "", everyone)
+    if (late := _late_devices(members)) is not None:
+        return Verdict(late, "", everyone)
+    return Verdict({}, _communication(ranks, members), everyone)
+
+
+def _behind_and_ahead(
+    groups: Mapping[str, list[_Member]],
+) -> tuple[dict[int, str], dict[int, tuple[str, int]]]:
+    """Return ({rank: group in which others are ahead of it}, {rank: call that others lack}).
+
+    A call is its group and number. Of several groups, the one with the most ranks is named.
+    """
+    behind: dict[int, str] = {}
+    ahead: dict[int, tuple[str, int]] = {}
+    for name, members in sorted(groups.items(), key=lambda item: len(item[1])):
+        entered = [member.group["entered"] for member in members]
+        for member in members:
+            if member.group["entered"] > min(entered):
+                ahead[_number(member.rank)] = (name, min(entered) + 1)
+            elif max(entered) > min(entered):
+                behind[_number(member.rank)] = name
+    return behind, ahead
+
+
+# -------------------------------------------------------------------------------------------------
+# Each kind of hang
+
+
+def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
+    """Blame the ranks that entered another collective than the others under the same number."""
+    for name, members in groups.items():
+        finished = min(member.group["finished"] or 0 for member in members)
+        calls = {_number(member.rank): _calls(member.rank, name) for member in members}
+        for number in sorted(set().union(*calls.values())):
+            callers = {rank: known[number] for rank, known in calls.items() if number in known}
+            if number <= finished or len(set(callers.values())) == 1:
+                continue
+            ranks = [member.rank for member in members if _number(member.rank) in callers]
+            wrong = _unusual(callers, {_number(rank): (rank, name, number) for rank in ranks})
+            where = f"collective {number} of {_named(members)}"
+            right = [rank for rank in callers if rank not in wrong]
+            other = f" where {_list('rank', right)} entered {callers[right[0]]}" if right else ""
+            blamed = {rank: f"entered {callers[rank]}{other} ({where})" for rank in wrong}
+            return Verdict(blamed, "", list(callers))
+    return None
+
+
+def _out_of_order(
+    ranks: Sequence[Heartbeat], held_up: Mapping[int, tuple[str, int]]
+) -> dict[int, str]:
+    """Blame the ranks that called the collectives of several groups in another order.
+
+    Args:
+        ranks: that wait for each other.
+        held_up: {rank: the group and number of a collective that it waits in}.
+    """
+    calls = {_number(rank): (rank, *held_up[_number(rank)]) for rank in ranks}
+    wrong = _unusual({rank: name for rank, (_, name, _) in calls.items()}, calls)
+    return {
+        rank: f"entered {_calls(beat, name).get(number, 'a collective')} of another process group "
+        "than the ranks that wait for it"
+        for rank, (beat, name, number) in calls.items()
+        if rank in wrong
+    }
+
+
+def _unusual(
+    values: Mapping[int, str], calls: Mapping[int, tuple[Heartbeat, str, int]]
+) -> list[int]:
+    """Return the ranks whose value is not that of most; all if nothing tells them apart.
+
+    Without a majority, those are right whose calls are more like those of the steps before.
+
+    Args:
+        values: {rank: value}.
+        calls: {rank: (its heartbeat, group and number of its call)}.
+    """
+    (usual, most), *others = Counter(values.values()).most_common()
+    right = {usual}
+    if any(count == most for _, count in others):
+        ranks = {value: rank for rank, value in values.items()}
+        known = {value: _familiarity(*calls[rank]) for value, rank in ranks.items()}
+        right = {value for value in known if known[value] == max(known.values())}
+    wrong = [rank for rank, value in values.items() if value not in right]
+    return wrong or list(values)
+
+
+def _familiarity(rank: Heartbeat, name: str, number: int) -> tuple[int, int]:
+    """Return how many calls, up to this one, the rank has made in the same order before.
+
+    Returns:
+        (length of the longest such part, number of times that one of `CONTEXT` calls occurs).
+    """
+    history = [(group, kind) for group, _, kind in rank["calls"]]
+    numbers = [(group, each) for group, each, _ in rank["calls"]]
+    if (name, number) not in numbers:
+        return 0, 0
+    at = numbers.index((name, number))
+    lengths = [0]
+    for end in range(at):
+        length = 0
+        while length <= min(end, MAX_CONTEXT) and history[end - length] == history[at - length]:
+            length += 1
+        lengths.append(length)
+    return max(lengths), sum(length >= CONTEXT for length in lengths)
+
+
+def _account(
+    rank: Heartbeat, name: str | None, groups: Mapping[str, list[_Member]], waiting: Sequence[int]
+) -> str:
+    """Return what a rank without progress does, and who waits for it.
+
+    Args:
+        name: the group in which others are ahead of it, if there is one.
+        waiting: the other ranks that wait.
+    """
+    text = f"has made no progress for {rank['quiet_seconds']:.0f} s"
+    text += f" ({rank['doing']})" if rank.get("doing") else ""
+    if name is None:
+        return text + (f"; waiting in a collective: {_list('rank', waiting)}" if waiting else "")
+    number = min(member.group["entered"] for member in groups[name]) + 1
+    ahead = [member.rank for member in groups[name] if member.group["entered"] >= number]
+    call = next(filter(None, (_calls(each, name).get(number) for each in ahead)), "a collective")
+    others = _list("rank", list(map(_number, ahead)))
+    return (
+        f"{text}; waiting for it in {call}, collective {number} of {_named(groups[name])}: {others}"
     )
 
 
-def _reason(culprits: list[Heartbeat], ranks: list[Heartbeat]) -> str:
-    quiet = max(rank["quiet_seconds"] for rank in culprits)
-    waiting = sum(rank["waiting"] for rank in ranks)
-    others = f"; {waiting} of {len(ranks)} ranks wait in a collective" if waiting else ""
-    return f"no progress for {quiet:.0f} s and not waiting for another rank{others}"
+def _late_devices(groups: Mapping[str, list[_Member]]) -> dict[int, str] | None:
+    """Blame the ranks whose device has not begun a collective that other devices have begun."""
+    for members in groups.values():
+        started = {_number(each.rank): each.group["started"] for each in members}
+        if None in started.values() or len(set(started.values())) == 1:
+            continue
+        least = min(started.values())
+        return {
+            rank: f"has entered collective {least + 1} of {_named(members)}, but its device has "
+            "not begun it, as others have: it is stuck in an earlier kernel"
+            for rank, number in started.items()
+            if number == least
+        }
+    return None
+
+
+def _communication(ranks: list[Heartbeat], groups: Mapping[str, list[_Member]]) -> str:
+    """Return which collective does not finish, and between which hosts."""
+    what, members = "a collective", [_Member(rank, {}) for rank in ranks]
+    for name, group in groups.items():
+        pending = [each for each in group if _unfinished(each.group)]
+        if pending:
+            first = min(each.group["finished"] for each in pending) + 1
+            call = next(filter(None, (_calls(each.rank, name).get(first) for each in pending)), "")
+            what, members = f"{call}, collective {first}", group
+            break
+    hosts = list(dict.fromkeys(member.rank["host"] for member in members))
+    return (
+        f"{_named(members)} on {_list('host', hosts)} have all entered {what}, and it does not "
+        "finish: no rank is at fault, but the network or the links between the devices"
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# What a heartbeat says
+
+
+def _number(rank: Heartbeat) -> int:
+    return rank["rank"]
+
+
+def _calls(rank: Heartbeat, name: str) -> dict[int, str]:
+    """Return {number: kind and size} of the last calls of a rank in a group."""
+    return {number: call for group, number, call in rank["calls"] if group == name}
+
+
+def _unfinished(group: Mapping[str, Any]) -> bool:
+    return group["finished"] is not None and group["entered"] > group["finished"]
+
+
+def _waits(rank: Heartbeat) -> bool:
+    return rank["waiting"] or any(_unfinished(group) for group in rank["groups"].values())
+
+
+def _finished_known(ranks: Iterable[Heartbeat]) -> bool:
+    return any(g["finished"] is not None for rank in ranks for g in rank["groups"].values())
+
+
+def _named(members: Sequence[_Member]) -> str:
+    return _list("rank", [_number(member.rank) for member in members])
+
+
+def _list(noun: str, values: Sequence[int | str]) -> str:
+    """Return `rank 1`, `ranks 0, 1` or `ranks 0, 1 ... (512)`."""
+    shown = ", ".join(map(str, values[:MAX_NAMED]))
+    more = f" ... ({len(values)})" if len(values) > MAX_NAMED else ""
+    return f"{noun}{'s' if len(values) > 1 else ''} {shown}{more}"

@@ -15,11 +15,11 @@ from typing import Any
 from zerolm.common import processes
 from zerolm.common.files import write_atomically
 from zerolm.common.run_files import RunFiles
-from zerolm.watchdog import liveness, progress
+from zerolm.watchdog import flight_recorder, liveness, progress
 
 HEARTBEATS_PER_SECOND = 32  # of all ranks, while that allows one in `MAX_SECONDS` to each
 MIN_SECONDS, MAX_SECONDS = 2.0, 20.0  # between two heartbeats of a rank
-SIZE_BYTES = 1024  # of a heartbeat, whose end is blank, so that it covers the last one
+SIZE_BYTES = 2048  # of a heartbeat, whose end is blank, so that it covers the last one
 
 
 def interval_seconds(world_size: int) -> float:
@@ -62,17 +62,21 @@ class Heartbeats:
             "rank": self.rank, "host": self.host, "machine": self.machine, "pid": self.process.pid,
             "start_ticks": self.process.start_ticks, "launcher_pid": self.launcher,
             "supervisor": os.environ.get(processes.SUPERVISOR),
+            "device": int(os.environ.get("LOCAL_RANK", 0)),
         }  # fmt: skip
 
     def status(self) -> dict[str, Any]:
         """Return the complete heartbeat: which process this rank is and what it is doing."""
         current = progress.CURRENT
         limit = round(self.monitor.limit_seconds(), 1) if self.monitor.hang_timeout else 0
+        stalled = self.monitor.is_stalled
+        groups, calls = flight_recorder.collectives(with_calls=stalled)
         return {
             **self.identity(), "token": self.token,
             "phase": current.phase, "step": current.step, "beats": current.num_records,
             "sequences": current.sequences, "waiting": liveness.in_collective(),
-            "collectives": liveness.num_collectives(),
+            "doing": liveness.doing() if stalled else "",
+            "groups": groups, "calls": calls,
             "quiet_seconds": round(self.monitor.quiet_seconds(), 1),
             "limit_seconds": limit,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "monotonic": time.monotonic(),

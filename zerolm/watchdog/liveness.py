@@ -1,20 +1,24 @@
 """Whether this process is working or waiting, judged from outside its main thread.
 
-The watchdog's thread reads it every few seconds from Linux's /proc, Python's stack frames and
-torch's count of collectives. The training loop only records its progress.
+The watchdog's thread reads it every few seconds from Linux's /proc and Python's stack frames. The
+training loop only records its progress.
 """
 
 import contextlib
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from pathlib import Path
 
+from zerolm.common import processes
 from zerolm.watchdog.progress import CURRENT, PHASES
 
 START_FACTOR = 3.0  # on the limit until the first step is done: building, compiling, loading
 SLOW_FACTOR = 5.0  # a phase may take this many times its longest duration so far
+STALL_SHARE = 1 / 3  # of the limit without progress: heartbeats then say more
+LIBRARIES = ("site-packages", "<frozen", sysconfig.get_path("stdlib"), "torch/")
 PROGRESS_BYTES = 1 << 16  # read or written between two updates; a heartbeat has under 1 KiB
 
 
@@ -47,7 +51,13 @@ class ProgressMonitor:
     @property
     def is_starting(self) -> bool:
         """Whether this rank builds, compiles or loads, which may block all of its threads."""
-        return "step" not in CURRENT.longest_seconds or CURRENT.phase in ("start", "load")
+        return "optimizer" not in CURRENT.longest_seconds or CURRENT.phase in ("start", "load")
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether this rank may hang: an explanation is worth some milliseconds."""
+        stall_seconds = STALL_SHARE * self.limit_seconds()
+        return self.hang_timeout > 0 and self.quiet_seconds() > stall_seconds
 
     def limit_seconds(self) -> float:
         """Return how long this phase may be quiet, from the setting and from its past durations."""
@@ -73,16 +83,34 @@ def in_collective() -> bool:
     return False
 
 
-def num_collectives() -> int | None:
-    """Return the number of collectives that this rank has entered, over all process groups."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_initialized():
-        return None
-    try:
-        groups = list(torch.distributed.distributed_c10d._world.pg_map)
-        return sum(group._get_sequence_number_for_group() for group in groups)
-    except Exception:  # private to torch, and not every backend counts
-        return None
+def doing() -> str:
+    """Return the function that the main thread is in, and the one of no library that called it."""
+    thread = threading.main_thread()
+    frame = sys._current_frames().get(thread.ident or 0)
+    places: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        places.append(f"{code.co_name} in {Path(code.co_filename).name}:{frame.f_lineno}")
+        if not any(part in code.co_filename for part in LIBRARIES):
+            break
+        frame = frame.f_back
+    text = ", called by ".join(dict.fromkeys(places[:1] + places[-1:]))
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+        if status.rpartition(")")[2].split()[0] == "D":
+            text += ", waiting for a disk or a network file system"
+    return text
+
+
+def why_silent(process: processes.Process) -> str:
+    """Return why the watchdog of a process does not run, by the state of its main thread."""
+    held = "without releasing Python's interpreter lock"
+    return {
+        "R": f"its native code computes {held}",
+        "S": f"its native code sleeps or waits {held}",
+        "D": "it waits for a disk or a network file system",
+        "T": "it is stopped",
+    }.get(process.state, "")
 
 
 def raised_in_collective(error: BaseException) -> bool:

@@ -19,7 +19,10 @@ PHASES = {
     "start": True,
     "load": True,
     "data": True,
-    "step": False,
+    "forward": False,
+    "backward": False,
+    "reduce": False,  # sums over ranks, where a rank waits for its device and for the others
+    "optimizer": False,
     "checkpoint": True,
     "evaluate": False,
     "profile": True,
@@ -82,10 +85,42 @@ def with_progress(phase: str, items: Iterable[Item]) -> Iterator[Item]:
         yield item
 
 
-class Heartbeat(TypedDict):
+class Group(TypedDict):
+    """The collectives of a process group, as one rank has entered them.
+
+    Attributes:
+        entered: number of the last one that the rank has entered; on a device, enqueued.
+        finished: number up to which all have finished; None: not known.
+        started: number of the last one that its device has begun; None: not known.
+    """
+
+    entered: Count
+    finished: int | None
+    started: int | None
+
+
+class _Diagnosis(TypedDict, total=False):
+    """What heartbeats of earlier releases lack.
+
+    Attributes:
+        device: number of the rank's device on its host.
+        doing: the Python function that the main thread is in; empty unless the rank is quiet.
+        groups: {process group: its collectives}, with finished ones if the rank is quiet.
+        calls: (process group, number, kind and size) of the last collectives that the rank has
+            entered, oldest first; empty unless it is quiet.
+    """
+
+    device: Count
+    doing: str
+    groups: dict[str, Group]
+    calls: list[tuple[str, Count, str]]
+
+
+class Heartbeat(_Diagnosis):
     """The content of a heartbeat file; `Heartbeats.status` writes it.
 
     Attributes:
+        waiting: the main thread is inside torch's collectives.
         sequences: (first, count) of the sequence numbers of the step's global batch.
         limit_seconds: how long the rank may be quiet; 0: for any time.
         monotonic: `time.monotonic()` when it was written.
@@ -106,7 +141,6 @@ class Heartbeat(TypedDict):
     beats: Count
     sequences: tuple[Count, Count] | None
     waiting: bool
-    collectives: int | None
     quiet_seconds: float
     limit_seconds: float
     monotonic: float

@@ -64,6 +64,7 @@ def publish(
     found_by: int,
     how: str | None,
     ranks: list[dict[str, Any]],
+    why: str = "",
 ) -> bool:
     """Write the verdict, print it, and log the event; return False if another rank was first.
 
@@ -74,16 +75,22 @@ def publish(
         found_by: the rank that publishes.
         how: how the process of the rank at fault ended, if it did.
         ranks: the entries of the ranks at fault: what they last did, `reason` and `stacks`.
+        why: why the run ends, if no rank is at fault.
     """
     mute_broken_output()
-    verdict = {"ended": how, "found_by": found_by, "ranks": ranks}
+    verdict: dict[str, Any] = {"ended": how, "found_by": found_by, "ranks": ranks}
+    if not ranks:
+        verdict["reason"] = why
     if token is not None and not write_once(
         RunFiles(run_dir).verdict(token), {"event": event, "step": step, **verdict}
     ):
         return False
+    if not ranks:
+        print(f"watchdog: {why}. The run was in step {step}", file=sys.stderr, flush=True)
     for entry in ranks:
+        device = f", device {entry['device']}" if entry.get("device") is not None else ""
         print(
-            f"watchdog: rank {entry['rank']} on {entry['host']} (pid {entry['pid']}) "
+            f"watchdog: rank {entry['rank']} on {entry['host']} (pid {entry['pid']}{device}) "
             f"{entry['reason']}. The run was in step {step}; this rank's last heartbeat: step "
             f"{entry['step']}, {entry['phase']}. Stacks: {entry['stacks'] or 'none'}",
             file=sys.stderr, flush=True,

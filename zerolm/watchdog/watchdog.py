@@ -23,7 +23,7 @@ from zerolm.common.errors import EXIT_BUG
 from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
 from zerolm.distributed import collectives
-from zerolm.watchdog import hang_detection, liveness, progress, stacks, verdict
+from zerolm.watchdog import flight_recorder, hang_detection, liveness, progress, stacks, verdict
 from zerolm.watchdog.heartbeats import Heartbeats, interval_seconds
 
 POLL_SECONDS = 0.5  # between two checks of the processes on this machine
@@ -80,6 +80,7 @@ class Watchdog:
         if self.stacks is None:
             self.stacks = stacks.StackFile(self.files.stacks(self.rank))
         self.heartbeats.token, self.heartbeats.seconds = token, interval_seconds(world_size)
+        flight_recorder.write_to(self.files.flight_recorder(token))
         self.heartbeats.write()  # so that every rank has one of this launch when they are gathered
         identity = {**self.heartbeats.identity(), "start_bytes": self.stacks.start_bytes}
         identities = collectives.gather_objects(identity)
@@ -209,18 +210,18 @@ class Watchdog:
         beats: list[Any] = [self.heartbeats.read(rank) for rank in self.peers]
         beats.append(self.heartbeats.status())
         running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
-        hung = hang_detection.find_hung_ranks(running, complete=None not in beats)
-        ranks, reason = hung or ([], "")
+        found = hang_detection.find_hung_ranks(running, complete=None not in beats)
+        witnesses = found.witnesses if found else []
         suspects = {
             beat["rank"]: (beat["beats"], beat["monotonic"])
             for beat in running
-            if beat["rank"] in ranks
+            if beat["rank"] in witnesses
         }
         before, same = self._suspects, suspects.keys() == self._suspects.keys()
         if not same or any(before[rank][0] != suspects[rank][0] for rank in suspects):
             self._suspects = suspects  # a heartbeat may be old: wait for the next ones
-        elif suspects and all(before[rank][1] < suspects[rank][1] for rank in suspects):
-            self._end_run(dict.fromkeys(ranks, reason), "hang")
+        elif found and all(before[rank][1] < suspects[rank][1] for rank in suspects):
+            self._end_run(found.blamed, "hang", reason=found.reason)
 
     def _check_heartbeats(self, silent: float) -> None:
         """End the run if another rank's heartbeats have stopped; called while this rank is stuck.
@@ -243,7 +244,9 @@ class Watchdog:
             quiet = now - self._seen[rank][1]
             heartbeat = self.heartbeats.read(rank) if quiet > silent else None
             if heartbeat is not None and heartbeat["state"] == "running":
-                self._end_run({rank: f"has been silent for {quiet:.0f} s"}, "hang")
+                states = map(liveness.why_silent, self._local_processes([rank]))
+                reason = f"has been silent for {quiet:.0f} s"
+                self._end_run({rank: ", ".join([reason, *filter(None, states)])}, "hang")
 
     def _follow_requests(self) -> None:
         """Stop if a file asks for it; exit if another rank has written a verdict."""
@@ -259,15 +262,18 @@ class Watchdog:
 
     # ---- The end of the run
 
-    def _end_run(self, blamed: dict[int, str], event: str, how: str | None = None) -> None:
+    def _end_run(
+        self, blamed: dict[int, str], event: str, how: str | None = None, reason: str = ""
+    ) -> None:
         """End the run: publish the verdict for the other ranks, collect stacks, and exit.
 
         Args:
             blamed: {rank at fault: reason}.
             event: name of the event to log.
             how: how the rank's process ended, if it did.
+            reason: why the run ends, if no rank is at fault.
         """
-        first = self._publish(blamed, event, how)
+        first = self._publish(blamed, event, how, reason)
         self._exit(list(blamed), first)
 
     def _exit(self, blamed: list[int], first: bool) -> None:
@@ -283,6 +289,8 @@ class Watchdog:
             self._quit.set()
             if self.stacks is not None:
                 self.stacks.write("the run ends")
+                self.stacks.exit_after(TEARDOWN_SECONDS)  # the next line asks the device
+                flight_recorder.keep(self.files, self.heartbeats.token, self.rank, first)
             others = self._local_processes([rank for rank in blamed if rank != self.rank])
             if first:
                 stacks.request_stacks(others)
@@ -314,7 +322,7 @@ class Watchdog:
         self.heartbeats.mark_ended(why)
         os._exit(EXIT_BUG)
 
-    def _publish(self, blamed: dict[int, str], event: str, how: str | None) -> bool:
+    def _publish(self, blamed: dict[int, str], event: str, how: str | None, why: str = "") -> bool:
         """Publish the verdict on the ranks at fault; return False if another rank was first."""
         entries = []
         for rank, reason in blamed.items():
@@ -326,13 +334,13 @@ class Watchdog:
             before = self.stacks.start_bytes if own and self.stacks else 0
             before = before if own else self.peers[rank]["start_bytes"]
             has_stacks = event == "hang" or stacks.size_bytes(path) > before
-            names = ("rank", "host", "pid", "step", "phase", "sequences")
+            names = ("rank", "host", "pid", "device", "step", "phase", "doing", "sequences")
             entry: dict[str, Any] = {name: heartbeat.get(name) for name in names}
             entries.append(entry | {"reason": reason, "stacks": str(path) if has_stacks else None})
         # A heartbeat may be some steps old; ranks are never more than one step apart.
         step = max([progress.CURRENT.step] + [entry["step"] or 0 for entry in entries])
         token = self.heartbeats.token
-        return verdict.publish(self.files.run_dir, token, event, step, self.rank, how, entries)
+        return verdict.publish(self.files.run_dir, token, event, step, self.rank, how, entries, why)
 
     def _local_processes(self, ranks: list[int]) -> list[processes.Process]:
         """Return the processes of those ranks that are on this machine and have not ended."""

@@ -93,8 +93,8 @@ def heartbeat(rank: int, **values: Any) -> dict[str, Any]:
     """Return the content of a rank's heartbeat file, with some values replaced."""
     return {
         "rank": rank, "host": "node-1", "machine": "a", "pid": 100 + rank, "start_ticks": 1,
-        "launcher_pid": None, "supervisor": None, "token": None, "phase": "step", "step": 40,
-        "beats": 5, "sequences": None, "waiting": False, "collectives": None,
+        "launcher_pid": None, "supervisor": None, "token": None, "phase": "forward", "step": 40,
+        "beats": 5, "sequences": None, "waiting": False,
         "quiet_seconds": 0.1, "limit_seconds": 600.0, "monotonic": 1.0, "state": "running",
         "reason": "", **values,
     }  # fmt: skip

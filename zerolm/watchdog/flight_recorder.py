@@ -1,0 +1,122 @@
+"""Which collectives this rank has entered, in each process group, and which of them have finished.
+
+Both are read from torch, which numbers the collectives of a group and records them in its flight
+recorder, for Gloo as for NCCL, whichever library called them. Nothing is added to a collective. A
+collective of NCCL only enters a queue of the device, and the rank then waits anywhere, in
+`.tolist()` for example: these numbers say whom it waits for. Imports no torch by itself.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from zerolm.common.run_files import RunFiles
+from zerolm.watchdog.progress import Group
+
+MAX_CALLS = 512  # in a heartbeat
+Call = tuple[str, int, str]  # process group, number, kind and size
+# Their sizes may differ between ranks.
+UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "send", "recv")
+FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]:
+    """Return the collectives of the process groups of several ranks that this rank is in.
+
+    Args:
+        with_calls: also what the flight recorder says, which takes some milliseconds.
+
+    Returns:
+        ({group: its collectives}, the last calls, oldest first); empty if torch cannot say. A group
+        is called by its name and its first rank, which together are the same on all of its ranks.
+    """
+    torch = sys.modules.get("torch")
+    groups: dict[str, Group] = {}
+    calls: list[Call] = []
+    if torch is None or not torch.distributed.is_initialized():
+        return groups, calls
+    names: dict[str, str] = {}
+    with contextlib.suppress(Exception):  # private to torch, and not every backend counts
+        world = torch.distributed.distributed_c10d._world
+        for group in list(world.pg_map):
+            ranks = world.pg_group_ranks[group]
+            if len(ranks) > 1:
+                name = names[world.pg_names[group]] = f"{world.pg_names[group]}/{min(ranks)}"
+                entered = group._get_sequence_number_for_group()
+                groups[name] = Group(entered=entered, finished=None, started=None)
+    for entry in _entries() if with_calls else []:
+        name = names.get(entry["process_group"][0], "")
+        if not name or entry["is_p2p"]:
+            continue
+        group, number, call = groups[name], entry["collective_seq_id"], describe(entry)
+        if calls and calls[-1][:2] == (name, number):  # several are coalesced into one
+            call = f"{calls.pop()[2]}, {call}"
+        calls.append((name, number, call))
+        if group["finished"] is None:
+            group["finished"] = number - 1
+        done = entry["retired"] or entry["state"] == "completed"
+        if done and group["finished"] == number - 1:
+            group["finished"] = number
+        if entry["state"] in ("started", "completed"):  # known for NCCL, if it measures times
+            group["started"] = number
+    return groups, calls[-MAX_CALLS:]
+
+
+def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> None:
+    """Write what the flight recorder has, with stacks, to a file for `torchfrtrace`.
+
+    Args:
+        token: of this start of the run; None: nothing is written.
+        remove_others: remove the files of other starts.
+    """
+    if token is None:
+        return
+    prefix = files.flight_recorder(token)
+    with contextlib.suppress(OSError):
+        for path in files.flight_recorders() if remove_others else []:
+            if not path.name.startswith(prefix.name):
+                path.unlink(missing_ok=True)
+        for recorder in _recorders("_dump_nccl_trace", "_dump_fr_trace"):
+            content = recorder(includeCollectives=True, includeStackTraces=True, onlyActive=False)
+            if b"collective_seq_id" in content:
+                prefix.with_name(f"{prefix.name}{rank}").write_bytes(content)
+                return
+
+
+def write_to(prefix: Path) -> None:
+    """Make torch's own watchdog write the flight recorder to `prefix` and the rank.
+
+    It does so at the timeout of a process group, if that is shorter than `--hang_timeout`.
+    """
+    if not any(name in os.environ for name in FILE_VARIABLES):
+        os.environ[FILE_VARIABLES[0]] = str(prefix)
+
+
+def _recorders(*names: str) -> list[Any]:
+    """Return the functions of torch of these names: that of NCCL is in builds with NCCL only."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
+def _entries() -> list[dict[str, Any]]:
+    """Return the records of the flight recorder, oldest first; none if it is off."""
+    entries: list[dict[str, Any]] = []
+    with contextlib.suppress(Exception):  # private to torch
+        for recorder in _recorders("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+            found = json.loads(recorder(includeCollectives=True, onlyActive=False))
+            entries += found.get("entries", [])
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """Return the kind and the size of a call, which must be the same on all ranks of its group."""
+    kind = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+    if not sizes or any(kind.lstrip("_").startswith(name) for name in UNEVEN):
+        return kind
+    count = sum(math.prod(size) for size in sizes)
+    return f"{kind} of {count} {dtypes[0]}"
