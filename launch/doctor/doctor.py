@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import secrets
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -18,7 +19,7 @@ from launch.command.deepspeed_command import SCRIPT, launcher_option, pretrain_f
 from launch.command.environment import deepspeed_env_files, is_secret_name
 from launch.command.train import run_command
 from launch.doctor.checks import run_checks
-from launch.doctor.findings import ALL, OK, RED, Finding, table
+from launch.doctor.findings import ALL, OK, RED, Finding, merge_hosts, table
 from launch.doctor.host_session import HostError, Session
 from launch.doctor.requirements import Requirements, checkpoint_bytes, required_operators
 from launch.supervise.hosts import Host, read_hostfile
@@ -28,9 +29,11 @@ from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import masked
 from zerolm.common.values import shown_bytes
 from zerolm.config.flags import parse_settings
+from zerolm.watchdog import limits
 
 DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py
 ALL_REDUCE_SECONDS = 90.0
+CLOSE_SECONDS = 5.0  # for all hosts to end
 DEEP_SECONDS = 12 * 3600.0
 
 
@@ -128,20 +131,23 @@ class Doctor:
     def findings(self) -> list[Finding]:
         """Query all hosts, and return the lines of the table."""
         found = self._check_num_hosts() + self._check_secrets()
+        limits.raise_file_limit()  # a session keeps 5 files open
+        opened: list[Session] = []
         with (
             ThreadPoolExecutor(max(len(self.hosts), 1)) as self.pool,
             contextlib.ExitStack() as cleanup,
         ):
+            cleanup.callback(_close, opened)
             self.sessions = {}
             for host in self.hosts:
                 session = Session(host, self.ssh_port and str(self.ssh_port))
-                cleanup.callback(session.close)
+                opened.append(session)
                 self.sessions[host.name] = session
             facts, unreachable = self._ask_all(self._facts)
-            found += [
-                Finding("reachable", name, RED, problem, _unreachable_fix(name, problem))
+            found += merge_hosts([
+                Finding("reachable", name, RED, problem, _unreachable_fix(problem))
                 for name, problem in unreachable.items()
-            ]
+            ])  # fmt: skip
             if not facts:
                 return found
             if not unreachable:
@@ -273,10 +279,19 @@ class Doctor:
         return min(self.slots[name], fact["devices"]["count"]) or 1
 
 
-def _unreachable_fix(name: str, problem: str) -> str:
+def _close(sessions: Sequence[Session]) -> None:
+    """End all sessions within a few seconds in all, however many hosts hang."""
+    for session in sessions:
+        session.hang_up()
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for session in sessions:
+        session.close(deadline)
+
+
+def _unreachable_fix(problem: str) -> str:
     if "exit code 255" in problem or "no answer" in problem:  # from ssh itself
-        return f"start it; try: ssh -o BatchMode=yes {name} true; or take it out of the hostfile"
+        return "start it; try: ssh -o BatchMode=yes HOST true; or take it out of the hostfile"
     return (
         f"{Path.cwd()} and {sys.executable} must exist there at the same path: "
-        f"bash launch/setup.sh on {name}"
+        f"bash launch/setup.sh on it"
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 OK, NOTE, RED = "ok", "note", "RED"
 ALL = "all"
+MAX_WIDTH = 24  # of a column; the names of 64 hosts are longer
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def merge_hosts(findings: Sequence[Finding]) -> list[Finding]:
 def table(findings: Sequence[Finding], color: bool) -> str:
     """Return the findings as aligned lines; in a terminal, red ones are colored."""
     columns = ("check", "host", "state")
-    widths = [max(len(getattr(finding, name)) for finding in findings) for name in columns]
+    cells_of = [[getattr(finding, name) for finding in findings] for name in columns]
+    widths = [min(MAX_WIDTH, max(map(len, cells))) for cells in cells_of]
     lines = []
     for finding in findings:
         cells = (finding.check, finding.host, finding.state)

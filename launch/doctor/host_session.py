@@ -4,6 +4,7 @@ The environment of the collector is sent over its standard input, so that no val
 command line of either host.
 """
 
+import contextlib
 import json
 import queue
 import shlex
@@ -80,15 +81,17 @@ class Session:
             best = min(best, measured, key=lambda pair: pair[1])
         return best
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         """Close the collector's standard input, which ends it and the ssh connection."""
-        try:
-            assert self.process.stdin is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
             self.process.stdin.close()
-        except OSError:
-            pass
+
+    def close(self, deadline: float) -> None:
+        """Wait until the session has ended, and kill it at the deadline."""
+        self.hang_up()
         try:
-            self.process.wait(timeout=5)
+            self.process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -115,7 +115,9 @@ class Journal:
         self.started = True
         startup.mark("first step")
         parts = startup.parts(launcher)
-        lost = {} if self.last_row_at is None else {"lost_seconds": time.time() - self.last_row_at}
+        lost = {}
+        if self.last_row_at is not None:  # by the wall clock, which may have been set back
+            lost = {"lost_seconds": max(0.0, time.time() - self.last_row_at)}
         shown = {key: round(value, 2) for key, value in lost.items()}
         total = round(sum(parts.values()), 2)
         self.log.event("startup", step, seconds=total, parts=parts, **shown)
