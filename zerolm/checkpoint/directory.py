@@ -157,9 +157,15 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
     Raises:
         CheckpointError: its manifest is damaged, or all checkpoints are lost, see `candidates`.
     """
-    candidates(run_dir)
     published = published_checkpoints(RunFiles(run_dir).checkpoints)
-    return read(published[-1]) if published else None
+    try:
+        if published:
+            return read(published[-1])  # no other manifest: every rank of a start reads this one
+    except CheckpointError:
+        candidates(run_dir)
+        raise
+    candidates(run_dir)
+    return None
 
 
 def locate(reference: str | Path) -> Checkpoint:

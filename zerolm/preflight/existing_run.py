@@ -54,10 +54,15 @@ NOT_A_RUN = {
 
 
 def check_directory(settings: Settings, found: Findings) -> Path:
-    """Check that the run directory is writable and the store's URL is valid; return its path."""
+    """Check that the run directory is writable and the store's URL is valid; return its path.
+
+    One rank of each host tries to write: on NFS that creates and removes a file.
+    """
     if settings.run_dir is None:  # already reported as missing
         return Path()
-    problem = machine.write_problem(settings.run_dir) or _occupied(Path(settings.run_dir))
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    problem = machine.write_problem(settings.run_dir) if first else None
+    problem = problem or _occupied(Path(settings.run_dir))
     if problem:
         found.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}, {problem}")
     else:

@@ -72,7 +72,10 @@ def detect(
         found.problems += slurm_problems(environment)
     _check_build_locks(environment, found)
     _check_shared_resources(environment, found)
-    return Host(int(environment.get("WORLD_SIZE", 1)), device)
+    world_size = int(environment.get("WORLD_SIZE", 1))
+    problem = limits.file_limit_problem(world_size, device.is_gpu)
+    found.problems += [problem] if problem else []
+    return Host(world_size, device)
 
 
 def slurm_problems(environment: Mapping[str, str]) -> list[str]:
@@ -110,8 +113,6 @@ def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> 
     if shared is not None and ranks.isdigit():
         problem = shared_memory_problem(shared[0], int(ranks))
         found.notices += [problem] if problem else []
-    if problem := limits.file_limit_problem(int(environment.get("WORLD_SIZE", 1))):
-        found.problems.append(problem)
     port = environment.get("MASTER_PORT", "")
     # With torchrun the port is in use: its agent holds the store.
     own = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"

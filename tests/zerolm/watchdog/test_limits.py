@@ -99,7 +99,7 @@ def test_out_of_gpu_memory_names_the_settings_that_save_it() -> None:
 def test_the_soft_limit_on_files_is_raised_and_too_low_a_hard_one_is_refused() -> None:
     code = (
         "import resource; from zerolm.watchdog import limits; limits.raise_file_limit(); "
-        "print(resource.getrlimit(resource.RLIMIT_NOFILE), limits.file_limit_problem(512))"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE), limits.file_limit_problem(512, False))"
     )
     assert "(4096, 4096) None" in run("ulimit -S -n 256 && ulimit -H -n 4096", code)
     refused = run("ulimit -n 512", code)
