@@ -7,6 +7,7 @@ only.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -262,10 +263,15 @@ class LineFile:
         if not removed and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
             return
         file = open(self.path, "a+b", buffering=0)
-        if removed:
-            with contextlib.suppress(OSError):  # a file server may not keep it
+        try:
+            if removed:
                 self._file.seek(0)
                 shutil.copyfileobj(self._file, file)
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # a full disk: later; a file server has not kept it
+                file.close()
+                self.path.unlink()
+                raise
         self._file.close()
         self._file = file
         self._warn(

@@ -14,7 +14,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.values import shown_bytes
 
 MAX_FILES = 1 << 16
-# Of 2 ranks on a CPU rank 0 has 41 open files, 8 of them sockets, rank 1 has 27 and 5. Gloo connects
+# Of 2 ranks on a CPU rank 0 has 41 open files, 8 of them sockets; rank 1 has 27 and 5. Gloo joins
 # all ranks with each other; NCCL does not, but each has a connection to the store of rank 0.
 FIXED_FILES, FILES_PER_CPU, FILES_PER_GPU = 48, 4, 1
 SHARED_MEMORY = Path("/dev/shm")

@@ -1,6 +1,7 @@
 """A log that a full disk does not end."""
 
 import errno
+import shutil
 
 import pytest
 
@@ -75,6 +76,20 @@ def test_a_removed_file_is_written_again_with_all_of_its_lines(tmp_path):
     log.sync()
     log.close()
     assert path.read_text() == "first\nsecond\nthird\n" and len(told) == 1
+
+
+def test_a_removed_file_waits_for_room_on_the_disk(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    log = LineFile(path, print)
+    log.write("first")
+    path.unlink()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(shutil, "copyfileobj", lambda source, to: Disk(to, room=0).write(b"x"))
+        log.sync()
+    log.write("second")
+    log.sync()
+    log.close()
+    assert path.read_text() == "first\nsecond\n"
 
 
 def test_a_file_that_is_saved_from_an_editor_is_continued(tmp_path):
