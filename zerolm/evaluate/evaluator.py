@@ -1,21 +1,16 @@
 """`Evaluations` of a run: validation loss, HellaSwag, CORE, tasks of lm-eval, and samples.
 
 Every rank runs them between two steps, once the checkpoint of the step is on disk. They leave the
-engine and all random generators unchanged. An error in what rank 0 prepares or computes alone is
-logged as an event, and training continues. An error in a forward pass ends the run if other ranks
-may be inside it. `EvaluationAttempts` records each evaluation before it starts: the next launch
-retries it once, and after a second crash skips all evaluations of that step, on every rank.
+engine and all random generators unchanged. `Crashes` decides which errors end the run.
 """
 
 import json
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from zerolm.common.errors import ConfigError
@@ -25,7 +20,7 @@ from zerolm.common.run_files import RunFiles
 from zerolm.data import loader as data
 from zerolm.distributed.collectives import broadcast_object, gather_objects
 from zerolm.evaluate import core, hellaswag, lm_eval, rules, sampling, validation
-from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
+from zerolm.evaluate.crashes import Crashes, evaluation_mode
 from zerolm.evaluate.keepalive import receive
 from zerolm.evaluate.likelihood import Ranks, Row, max_batch_tokens
 from zerolm.evaluate.text_coder import TextCoder, prompt_ids
@@ -76,10 +71,9 @@ class Evaluations:
         self.hellaswag_items: list[hellaswag.Item] = []  # on rank 0
         self.core_tasks: list[core.Task] = []  # on rank 0
         self.sampled_tokens = 0
-        self.attempts = EvaluationAttempts(self.run_dir)
-        self.disabled_steps: dict[int, int] = {}  # step: tokens
         # An error in a forward pass would leave other ranks waiting, or ZeRO-3 weights gathered.
-        self.survives_forward_error = engine.world_size == 1 and plan.profile.zero_stage < 3
+        survives = engine.world_size == 1 and plan.profile.zero_stage < 3
+        self.crashes = Crashes(plan.run_dir, self.is_rank0, survives, print_line)
         self.tokenizer_error: str | None = None
         settings = plan.settings
         if not (settings.hellaswag or settings.core or settings.eval_tasks or settings.prompts):
@@ -111,14 +105,9 @@ class Evaluations:
             log: the run's `RunLog`.
             step: the step that was loaded.
         """
-        sampled = 0
-        if self.is_rank0:
-            attempt = self.attempts.load()
-            if attempt is not None:
-                self._log_crash(attempt, log)
-            sampled = log.sampled_tokens()
-        sampled, self.disabled_steps = broadcast_object((sampled, self.attempts.disabled_steps()))
-        disabled = [tokens for at, tokens in self.disabled_steps.items() if at <= step]
+        self.crashes.restore(log)
+        sampled = broadcast_object(log.sampled_tokens() if self.is_rank0 else 0)
+        disabled = [tokens for at, tokens in self.crashes.disabled_steps.items() if at <= step]
         self.sampled_tokens = max([sampled, *disabled])  # skipped samples are not made up for
 
     def run_due(
@@ -150,7 +139,7 @@ class Evaluations:
         if self.samples_due(progress.tokens):
             due.append((SAMPLES, "", self.sample))
             self.sampled_tokens = progress.tokens
-        if not due or progress.step in self.disabled_steps:
+        if not due or progress.step in self.crashes.disabled_steps:
             return
         wait_for_checkpoint()
         fault_point("evaluation.begin", progress.step)
@@ -162,25 +151,16 @@ class Evaluations:
         """Run one evaluation, recorded as an attempt before any rank computes."""
         record_progress("evaluate")
         if self.tokenizer_error and what != LOSS:
-            self._log_failure(what, progress.step, log, self.tokenizer_error)
+            self.crashes.log_failure(what, progress.step, log, self.tokenizer_error)
             return
         # Each task is recorded by its own name, in `run_tasks`.
-        with nullcontext() if what == TASKS else self._recorded(what, progress):
+        with nullcontext() if what == TASKS else self.crashes.recorded(what, progress):
             broadcast_object(None)  # now the record is on disk
-            survives = self.survives_forward_error
-            with self._logged_errors(what, progress, log) if survives else nullcontext():
+            logged = self.crashes.logged_errors(what, progress, log)
+            with logged if self.crashes.survives_forward_error else nullcontext():
                 if what != TASKS:
                     fault_point("evaluation.measure", progress.step)
                 evaluation(progress, log)
-
-    @contextmanager
-    def _recorded(self, what: str, progress: Any) -> Iterator[None]:
-        """Record an attempt; an error that ends the run leaves the record for the next launch."""
-        if self.is_rank0:
-            self.attempts.start(progress.step, progress.tokens, what)
-        yield
-        if self.is_rank0:
-            self.attempts.finish()
 
     def samples_due(self, tokens: int) -> bool:
         """Return whether a point at which samples are due was passed since the last samples."""
@@ -233,7 +213,7 @@ class Evaluations:
         if self.hellaswag_rows is None:
             return
         scores = self.runner.score(self.hellaswag_rows)
-        with self._logged_errors(HELLASWAG, progress, log):
+        with self.crashes.logged_errors(HELLASWAG, progress, log):
             likelihoods = iter(likelihood for likelihood, _ in scores)
             outcomes = [
                 hellaswag.outcome(item, [next(likelihoods) for _ in item.endings])
@@ -270,7 +250,7 @@ class Evaluations:
                     outcomes[number].append(core.is_correct(task, item, rows, of_item))
         if chunks is None or not self.is_rank0:
             return
-        with self._logged_errors(CORE, progress, log):
+        with self.crashes.logged_errors(CORE, progress, log):
             where = {"step": progress.step, "tokens": progress.tokens}
             figures = core.figures(self.core_tasks, outcomes)
             log.metrics({**where, **{f"eval/{key}": value for key, value in figures.items()}})
@@ -302,7 +282,10 @@ class Evaluations:
             for name in rules.task_names(self.settings):
                 if log.has(progress.step, f"eval/{name}/"):
                     continue  # done before the run was killed
-                with self._recorded(name, progress), self._logged_errors(name, progress, log):
+                with (
+                    self.crashes.recorded(name, progress),
+                    self.crashes.logged_errors(name, progress, log),
+                ):
                     fault_point("evaluation.measure", progress.step)
                     task = lm_eval.load_tasks([name], self.settings.eval_task_path)[name]
                     items = self.settings.eval_task_items
@@ -340,7 +323,7 @@ class Evaluations:
             }
             for number, (text, _) in enumerate(prompts)
         ]
-        with self._logged_errors(SAMPLES, progress, log):
+        with self.crashes.logged_errors(SAMPLES, progress, log):
             log.samples(rows)
             for row in rows:
                 shown = " ".join(f"{key}={json.dumps(row[key])}" for key in ("prompt", "text"))
@@ -364,52 +347,10 @@ class Evaluations:
         if not self.is_rank0:
             return receive(self.runner.tick)
         prepared = None
-        with self._logged_errors(what, progress, log), lm_eval.keep_alive(self.runner):
+        with self.crashes.logged_errors(what, progress, log), lm_eval.keep_alive(self.runner):
             prepared = prepare()
         return broadcast_object(prepared)
-
-    @contextmanager
-    def _logged_errors(self, what: str, progress: Any, log: Any) -> Iterator[None]:
-        """Log an error and continue; only where no other rank waits for this one."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, lm_eval.ForwardError) and not self.survives_forward_error:
-                raise
-            self._log_failure(what, progress.step, log, f"{type(error).__name__}: {error}")
-
-    def _log_failure(self, what: str, step: int, log: Any, error: str) -> None:
-        reason = " ".join(error.split())[:500]
-        self.print_line(f"step={step} {what} FAILED, training continues: {reason}")
-        log.event("evaluation_failed", step, evaluation=what, error=reason)
-
-    def _log_crash(self, attempt: Attempt, log: Any) -> None:
-        step, what = attempt["step"], attempt["what"]
-        if step in self.attempts.disabled_steps():
-            reason = "the run crashed twice during evaluation of this step; skipping it"
-            self._log_failure(what, step, log, reason)
-            return
-        reason = "the run crashed during this evaluation; retrying once"
-        self.print_line(f"step={step} {what}: {reason}")
-        log.event("evaluation_interrupted", step, evaluation=what)
 
     def _print_metrics(self, progress: Any, metrics: dict[str, float]) -> None:
         shown = " ".join(f"{key}={value:.4g}" for key, value in metrics.items())
         self.print_line(f"step={progress.step} {shown}")
-
-
-@contextmanager
-def evaluation_mode(engine: Any) -> Iterator[None]:
-    """Put the engine into evaluation mode; restore its mode and the random generators after."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
-    engine.eval()
-    try:
-        yield
-    finally:
-        engine.train()
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if device is not None:
-            torch.cuda.set_rng_state(device, engine.device)

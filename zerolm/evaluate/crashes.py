@@ -1,0 +1,103 @@
+"""`Crashes`: what an error in an evaluation does to the run, and `evaluation_mode`.
+
+An error in what rank 0 prepares or computes alone is logged as an event, and training continues. An
+error in a forward pass ends the run if other ranks may be inside it. `EvaluationAttempts` records
+each evaluation before it starts: the next launch retries it once, and after a second crash skips
+all evaluations of that step, on every rank.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerolm.distributed.collectives import broadcast_object
+from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
+from zerolm.evaluate.lm_eval import ForwardError
+
+
+class Crashes:
+    """Logs the errors of evaluations, and remembers which evaluation crashed the run.
+
+    Args:
+        survives_forward_error: whether training may continue after an error in a forward pass.
+        print_line: prints on rank 0.
+
+    Attributes:
+        disabled_steps: tokens of the run, by step at which nothing is evaluated any more.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        is_rank0: bool,
+        survives_forward_error: bool,
+        print_line: Callable[..., None],
+    ):
+        self._attempts, self._is_rank0 = EvaluationAttempts(run_dir), is_rank0
+        self.survives_forward_error, self._print = survives_forward_error, print_line
+        self.disabled_steps: dict[int, int] = {}
+
+    def restore(self, log: Any) -> None:
+        """Log the crash of the launch before, if there was one. Every rank must call."""
+        if self._is_rank0:
+            attempt = self._attempts.load()
+            if attempt is not None:
+                self._log_crash(attempt, log)
+        self.disabled_steps = broadcast_object(self._attempts.disabled_steps())
+
+    @contextmanager
+    def recorded(self, what: str, progress: Any) -> Iterator[None]:
+        """Record an attempt; an error that ends the run leaves the record for the next launch."""
+        if self._is_rank0:
+            self._attempts.start(progress.step, progress.tokens, what)
+        yield
+        if self._is_rank0:
+            self._attempts.finish()
+
+    @contextmanager
+    def logged_errors(self, what: str, progress: Any, log: Any) -> Iterator[None]:
+        """Log an error and continue; only where no other rank waits for this one."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ForwardError) and not self.survives_forward_error:
+                raise
+            self.log_failure(what, progress.step, log, f"{type(error).__name__}: {error}")
+
+    def log_failure(self, what: str, step: int, log: Any, error: str) -> None:
+        """Print an error and log it as an event."""
+        reason = " ".join(error.split())[:500]
+        self._print(f"step={step} {what} FAILED, training continues: {reason}")
+        log.event("evaluation_failed", step, evaluation=what, error=reason)
+
+    def _log_crash(self, attempt: Attempt, log: Any) -> None:
+        step, what = attempt["step"], attempt["what"]
+        if step in self._attempts.disabled_steps():
+            reason = "the run crashed twice during evaluation of this step; skipping it"
+            self.log_failure(what, step, log, reason)
+            return
+        reason = "the run crashed during this evaluation; retrying once"
+        self._print(f"step={step} {what}: {reason}")
+        log.event("evaluation_interrupted", step, evaluation=what)
+
+
+@contextmanager
+def evaluation_mode(engine: Any) -> Iterator[None]:
+    """Put the engine into evaluation mode; restore its mode and the random generators after."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
+    engine.eval()
+    try:
+        yield
+    finally:
+        engine.train()
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device, engine.device)
