@@ -35,7 +35,7 @@ FIRST_CHANGES = (
 CHANGES = (
     ("--compile micro/2", "half of the micro-batch"),
     ("--compile --loss_chunk_tokens 2048", "the loss in chunks"),
-    ("--compile zero_optimization.overlap_comm=false", "no second stream"),
+    ("--compile timers.throughput.enabled=true", "DeepSpeed's throughput timer"),
     ("--compile zero_optimization.reduce_bucket_size=500000000", "ten times the bucket"),
     ("--compile zero_optimization.stage=1", "gradients are not sharded"),
     (
@@ -71,9 +71,14 @@ class Case:
         return f"{self.model}, {self.seq_len}: {self.contender} {self.words}".strip()
 
     @property
-    def time_factor(self) -> int:
-        """Factor on the time limit of a case: nvcc needs time to build DeepSpeed's FusedAdam."""
-        return 2 if FUSED_ADAM in self.words else 1
+    def compiles(self) -> bool:
+        """Whether its model is compiled, which takes longest the first time."""
+        return "--compile" in self.words or self.contender == PLAIN
+
+    @property
+    def builds(self) -> bool:
+        """Whether nvcc builds DeepSpeed's FusedAdam first."""
+        return FUSED_ADAM in self.words
 
 
 @dataclass

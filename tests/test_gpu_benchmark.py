@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import carry
 import gpu
 import gpu_cases
+import gpu_table
 
 from zerolm.config.flags import parse_settings
 from zerolm.ds_config.profile import Profile
@@ -44,17 +45,17 @@ def test_every_case_is_a_valid_command(tmp_path):
 def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
     one, other, third = gpu_cases.cases((2048, 8192))[:3]
     found = [
-        gpu.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0),
-        gpu.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0),
-        gpu.Figures(
+        gpu_table.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0),
+        gpu_table.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0),
+        gpu_table.Figures(
             third, 8, outcome=gpu.failure_reason(["torch.OutOfMemoryError: out of memory"], 9)
         ),
     ]
-    table = gpu.table(found, Namespace(toy=False))
+    table = gpu_table.table(found, Namespace(toy=False))
     assert "| 60,000 | 61.0% | 50.0 | 40 | 1.00 |" in table
     assert "| 40,000 | 41.0% | 60.0 | 20 | 0.67 |" in table
     assert "| out of memory |" in table
-    toy = gpu.table(found, Namespace(toy=True))
+    toy = gpu_table.table(found, Namespace(toy=True))
     assert "tiny for 1.3B" in toy and "goal" not in toy
     assert "MFU 0.610" in table and "1.50 times as fast as Trainer" in table
     assert gpu.failure_reason(["step=1"], 9) == "no figure in 9 s"
@@ -65,6 +66,14 @@ def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
     assert gpu.failure_reason(["[rank0]: torch.Error: odd\n", "bye\n", ""], 9) == (
         "ended: [rank0]: torch.Error: odd"
     )
+
+
+def test_a_second_call_measures_only_what_has_no_figure_yet(tmp_path):
+    one, other = gpu_cases.cases((2048, 8192))[:2]
+    found = [gpu_table.Figures(one, 8, 60_000.0), gpu_table.Figures(other, 8, outcome="not run")]
+    gpu_table.write(found, Namespace(toy=False, output=tmp_path / "of this gpu"))
+    assert gpu_table.read(tmp_path / "of this gpu") == {one: found[0]}
+    assert gpu_table.read(tmp_path / "nothing") == {} and gpu_table.read(None) == {}
 
 
 def test_options_of_a_case_are_sorted_into_flags_keys_and_variables():
