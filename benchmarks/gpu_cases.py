@@ -29,6 +29,7 @@ JSON = r"\d+|true|false"
 # cuDNN's attention, unless this variable is set (pytorch, aten/src/ATen/native/transformers/cuda/
 # sdp_utils.cpp, `check_prefer_cudnn_attention`).
 FIRST_CHANGES = (
+    ("--compile zero_optimization.stage=1", "gradients are not sharded: fewer copies of them"),
     ("", "nothing is compiled"),
     ("--compile TORCH_CUDNN_SDPA_DEPRIORITIZED=1", "torch's FlashAttention, not cuDNN's"),
 )
@@ -37,7 +38,6 @@ CHANGES = (
     ("--compile --loss_chunk_tokens 2048", "the loss in chunks"),
     ("--compile timers.throughput.enabled=true", "DeepSpeed's throughput timer"),
     ("--compile zero_optimization.reduce_bucket_size=500000000", "ten times the bucket"),
-    ("--compile zero_optimization.stage=1", "gradients are not sharded"),
     (
         "--compile data_types.grad_accum_dtype=bf16 communication_data_type=bf16",
         "gradients summed in bf16: less exact",

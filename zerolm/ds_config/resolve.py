@@ -64,12 +64,20 @@ def resolve_profile(
     _resolve_precision(resolved, profile.precision)
     _resolve_zero(resolved, profile, hidden_size)
     if replicas == 1 and profile.zero_stage < 3 and profile.optimizer_offload == "none":
-        # A single replica has no communication to overlap, but would wait for it.
-        resolved["zero_optimization"]["overlap_comm"] = False
+        _leave_out_communication(resolved, profile)
     _resolve_optimizer(resolved, profile, settings, on_gpu)
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
     return Profile.parse(_without_auto(resolved), profile.name)
+
+
+def _leave_out_communication(resolved: dict[str, Any], profile: Profile) -> None:
+    """Avoid waits and copies for the communication of a single replica, which sums nothing."""
+    resolved["zero_optimization"]["overlap_comm"] = False
+    # Stage 2 converts the gradients of each micro-batch, which have the precision of the weights.
+    # Stage 1 converts their sum, so there this would round.
+    if profile.zero_stage == 2 and not resolved.get("prescale_gradients"):
+        resolved["communication_data_type"] = profile.precision
 
 
 def _resolve_precision(resolved: dict[str, Any], precision: str) -> None:

@@ -110,6 +110,9 @@ def test_a_single_rank_does_not_wait_for_communication_that_it_has_not(stage):
     alone = resolved(overlapping, replicas=1)["zero_optimization"]["overlap_comm"]
     assert alone is (stage == 3)
     assert resolved(overlapping, replicas=2)["zero_optimization"]["overlap_comm"] is True
+    converting = overlapping | {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+    exact = resolved(converting, replicas=1)
+    assert exact["communication_data_type"] == ("bf16" if stage == 2 else "fp32")
     timed = overlapping | {"timers": {"throughput": {"enabled": True}}}
     assert resolved(timed)["timers"] == {"throughput": {"enabled": True}}
 
