@@ -20,7 +20,7 @@ from zerolm.common import jsonl, processes
 from zerolm.common.jsonl import EventRow
 
 START_SECONDS = 600.0  # until a start has done its first step: --compile on a loaded machine
-REPORT_SECONDS = 150.0  # a hang is reported after its timeout
+REPORT_SECONDS = 300.0  # a hang is reported after its timeout
 QUIET_SECONDS = 45.0  # for what need not be reported
 DONE_SECONDS = 3600.0
 TAIL_BYTES = 1 << 14

@@ -162,7 +162,7 @@ def flags(configuration: Configuration, base: Path, run_dir: Path, steps: int) -
     arguments += ["--val_data", data / HELD_OUT, "--eval_tokens", 640]
     arguments += ["--eval_interval", 4 * SAVE_INTERVAL, "--checkpoint_interval", SAVE_INTERVAL]
     arguments += ["--num_workers", configuration.workers]
-    arguments += ["--hang_timeout", "60s" if "--compile" in configuration.flags else "30s"]
+    arguments += ["--hang_timeout", "120s" if "--compile" in configuration.flags else "60s"]
     assert BATCH % (2 * configuration.ranks) == 0
     return [*arguments, *configuration.flags]
 
