@@ -241,6 +241,13 @@ class Attempt:
         return []
 
 
+def left_behind(run_dir: Path) -> list[int]:
+    """Return the processes on this host of the launches that the heartbeats of a run name."""
+    marks = {beat["supervisor"] for beat in progress.read_heartbeats(run_dir).values()}
+    launches = [f"{processes.SUPERVISOR}={mark}" for mark in marks if mark is not None]
+    return [pid for launch in launches for pid in processes.marked_pids(launch)]
+
+
 def _is_writable(directory: Path) -> bool:
     try:
         (directory / "supervisor.tmp").write_text("")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.command.deepspeed_command import run_directory
-from launch.supervise.attempt import POLL_SECONDS, Attempt
+from launch.supervise.attempt import POLL_SECONDS, Attempt, left_behind
 from launch.supervise.hosts import without_failing_hosts
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
@@ -44,6 +44,7 @@ from zerolm.watchdog.child import Child
 
 IN_USE = "another run is writing to it now"  # part of the refusal of zerolm/train/run_directory.py
 SLURM_SECONDS = 60
+EARLIER_RUN_SECONDS = 1800.0  # for a save of ranks that a killed supervisor has left behind
 FINAL = {
     EXIT_DONE: "done",
     EXIT_STOPPED: "stopped on request, run the same command again to resume",
@@ -105,6 +106,7 @@ class Supervisor:
 
     def _run(self) -> int:
         policy = self.policy
+        self._wait_for_an_earlier_run()
         while True:
             self.attempts += 1
             try:
@@ -152,6 +154,17 @@ class Supervisor:
         )
 
     # ---- One launch
+
+    def _wait_for_an_earlier_run(self) -> None:
+        """Wait for the ranks of a supervisor that was killed: they are saving, and would refuse."""
+        deadline, logged = time.monotonic() + EARLIER_RUN_SECONDS, False
+        while (left := left_behind(self.run_dir)) and time.monotonic() < deadline:
+            if not logged:
+                self.log(f"waiting for the processes of an earlier supervisor to end: {left}")
+                logged = True
+            if self._stop_signal() is not None:
+                raise StopRequested
+            time.sleep(POLL_SECONDS)
 
     def _start(self, command: list[str]) -> Attempt:
         self.log(f"attempt {self.attempts}: {' '.join(command)}")

@@ -207,6 +207,26 @@ def write_program(directory: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
+def test_a_supervisor_waits_for_the_ranks_of_one_that_was_killed(fake_run) -> None:
+    """A rank that saves after its supervisor was killed, and the end of an older run."""
+    (fake_run.run_dir / "ranks").mkdir(parents=True)
+    for rank, mark in enumerate(("killed-1", "ended-1", None)):
+        beat = heartbeat(rank, supervisor=mark)
+        (fake_run.run_dir / "ranks" / f"rank-{rank:05d}.json").write_text(json.dumps(beat))
+    marks = {"ZEROLM_SUPERVISOR": "killed-1", "ZEROLM_TEST": str(fake_run.directory)}
+    command = [sys.executable, "-c", "import time; time.sleep(2); print(time.time())"]
+    saving = subprocess.Popen(
+        command, env={**os.environ, **marks}, stdout=subprocess.PIPE, text=True
+    )
+    with saving:
+        code, output = fake_run.supervise("done")
+        assert saving.stdout is not None
+        ended = float(saving.stdout.read())
+    waiting = f"waiting for the processes of an earlier supervisor to end: [{saving.pid}]"
+    assert code == 0 and output.count(waiting) == 1, output
+    assert (fake_run.run_dir / "starts").stat().st_mtime > ended
+
+
 def test_a_slurm_job_is_requeued_if_the_run_is_not_done(fake_run) -> None:
     tools = fake_run.directory / "tools"
     tools.mkdir()
