@@ -69,6 +69,7 @@ def main(argv: list[str]) -> int:
     except (ConfigError, OSError) as error:
         return process_group.report_config_error(limits.refusal(error), rank, local_rank)
     startup.mark("checks")
+    limits.drop_unwritable_output()
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock starts here
     dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
     try:

@@ -4,11 +4,14 @@
 """
 
 import errno
+import io
 import os
 import re
 import resource
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import shown_bytes
@@ -43,7 +46,33 @@ _PHRASES = {  # of errors of torch and Python without a number
     "can't allocate memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
     "insufficient shared memory": errno.ENOSPC,
-} | {os.strerror(number): number for number in _TEXTS}
+} | {
+    os.strerror(number): number
+    for number in _TEXTS
+    if number != errno.EAGAIN  # of a socket that timed out
+}
+
+
+class _LossyFile(io.FileIO):
+    """A file that drops what cannot be written to it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def drop_unwritable_output() -> None:
+    """Make stdout and stderr drop what a full disk, or a closed terminal, does not take.
+
+    A print of a library would end the run with its error: DeepSpeed prints at each start.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        file = io.BufferedWriter(_LossyFile(stream.fileno(), "w", closefd=False))
+        text = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
 
 
 def raise_file_limit() -> None:

@@ -85,6 +85,7 @@ def test_a_limit_behind_another_error_is_found_and_other_errors_have_none() -> N
     error.__cause__ = OSError(24, "Too many open files")
     assert "too many open files" in (limits.explain(error) or "")
     assert limits.explain(RuntimeError("shapes differ")) is None
+    assert limits.explain(RuntimeError("recv: Resource temporarily unavailable")) is None
     assert limits.explain(FileNotFoundError(2, "No such file", "/x")) is None
     with pytest.raises(FileNotFoundError):
         limits.refusal(FileNotFoundError(2, "No such file", "/x"))
@@ -104,3 +105,19 @@ def test_the_soft_limit_on_files_is_raised_and_too_low_a_hard_one_is_refused() -
     assert "(4096, 4096) None" in run("ulimit -S -n 256 && ulimit -H -n 4096", code)
     refused = run("ulimit -n 512", code)
     assert "ulimit -n: 512 open files are allowed, a rank needs" in refused
+
+
+def test_a_full_disk_under_the_log_ends_nothing(tmp_path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from zerolm.watchdog import limits;"
+        "limits.drop_unwritable_output(); print('one'); print('two', file=sys.stderr);"
+        "sys.stdout.write('three'); sys.stdout.flush(); Path('done').touch(); os._exit(7)"
+    )
+    for target, written in (("/dev/full", ""), ("log", "one\ntwo\nthree")):
+        shell = f'exec "$0" -u -c "$1" >{target} 2>&1'
+        command = ["bash", "-c", shell, sys.executable, code]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), timeout=60)
+        assert done.returncode == 7 and (tmp_path / "done").exists()
+        (tmp_path / "done").unlink()
+        if written:
+            assert (tmp_path / target).read_text() == written
