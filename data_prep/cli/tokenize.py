@@ -62,7 +62,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from data_prep.stages.output_rules import overlap_problems
     from data_prep.tasks.phases import LocalExecutor
-    from data_prep.tokenize.run import MAX_UNKNOWN, TokenizeOptions, run_tokenization
+    from data_prep.tokenize.options import MAX_UNKNOWN, TokenizeOptions
+    from data_prep.tokenize.run import run_tokenization
     from data_prep.tokenizer import load
     from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 

@@ -26,8 +26,9 @@ from data_prep.read.bad_input import describe_changes
 from data_prep.read.discovery import find_inputs
 from data_prep.read.stage_files import provenance_of, read_stage
 from data_prep.stages.documents import stage_documents
+from data_prep.tokenize.options import TokenizeOptions
 from data_prep.tokenize.pack import pack
-from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.load import load_tokenizer
 from data_prep.tokenizer.train import train_on_stages
 from zerolm.common.errors import ConfigError

@@ -33,6 +33,7 @@ from zerolm.common.url import is_url
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
 UNITS_PER_CORPUS = 128  # of a small corpus: many workers finish at about the same time
+LAST_PIECES = 4
 UNLIMITED_BYTES = 1 << 40
 SPLIT_ARCHIVES = (".warc.gz", ".wet.gz")
 PARSERS = {"pages": read_pages, "fields": read_fields}  # by kind of chunk
@@ -80,6 +81,24 @@ def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[W
                 size += part_bytes + (FILE_OVERHEAD_BYTES if part.start == 0 else 0)
     close()
     return units
+
+
+def divide_last_units(units: list[WorkUnit], inputs: Sequence[Input]) -> list[WorkUnit]:
+    """Divide the last two units, if they are bytes of JSON lines, so that no worker waits long."""
+    divided = units[:-2]
+    for unit in units[-2:]:
+        part = unit.ranges[0]
+        is_split = part.stop is not None and inputs[part.input].suffix in LINE_FORMATS
+        if len(unit.ranges) > 1 or not is_split:
+            divided.append(unit)
+            continue
+        size = (part.stop or 0) - part.start
+        limits = [part.start + size * piece // LAST_PIECES for piece in range(LAST_PIECES + 1)]
+        divided += [
+            WorkUnit((part._replace(start=start, stop=stop),), stop - start)
+            for start, stop in pairwise(limits)
+        ]
+    return divided
 
 
 def _split(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:

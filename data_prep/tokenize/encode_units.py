@@ -15,7 +15,13 @@ from typing import Any
 from data_prep.read.bad_input import Tally
 from data_prep.read.documents import Document, InputRules, Position
 from data_prep.read.readers import Input
-from data_prep.read.work_units import WorkUnit, read_batches
+from data_prep.read.work_units import (
+    WorkUnit,
+    default_unit_bytes,
+    divide_last_units,
+    plan_units,
+    read_batches,
+)
 from data_prep.tasks.progress import TaskProgress
 from data_prep.tokenize import parts
 from data_prep.tokenize.encode_documents import DocumentEncoder, IdCounts
@@ -25,8 +31,17 @@ from zerolm.common.files import attempt_token
 
 READ_BYTES = 1 << 20  # of text parsed and encoded at a time
 PART_SECONDS = 15.0  # of work in a part: the most that a killed task repeats
+MIN_UNIT_BYTES = 1 << 23  # each unit costs 1 ms of CPU: as much as encoding 100 KB with gigatoken
 ENCODED_DIRECTORY = "encoded"  # in the directory of the parts
 UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...: few enough to list it for each unit
+
+
+def units_of(inputs: Sequence[Input], unit_bytes: int | None) -> list[WorkUnit]:
+    """Return the units of the inputs, by default of at least 8 MiB, the last ones smaller."""
+    if unit_bytes is not None:
+        return plan_units(inputs, unit_bytes)
+    units = plan_units(inputs, max(default_unit_bytes(inputs), MIN_UNIT_BYTES))
+    return divide_last_units(units, inputs)
 
 
 @dataclass(frozen=True)

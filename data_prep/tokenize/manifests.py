@@ -44,6 +44,18 @@ def refuse_empty(outputs: Sequence[Path], records: Sequence[Record]) -> None:
         )
 
 
+def refuse_unknown(tokenizer: str, records: Sequence[Record], max_unknown: float) -> None:
+    """Raise a `ConfigError` if too many of the tokens are the tokenizer's unknown token."""
+    num_unknown = sum(record["unknown_ids"] for record in records)
+    num_tokens = sum(split["num_tokens"] for record in records for split in record["splits"])
+    if num_unknown > max_unknown * num_tokens:
+        raise ConfigError(
+            f"--tokenizer {tokenizer}: {num_unknown / num_tokens:.1%} of the tokens are its "
+            f"unknown token, so their text would be lost; --max_unknown is {max_unknown:.1%}. "
+            f"Choose a tokenizer for this text, or raise the limit."
+        )
+
+
 def input_keys(
     inputs: Sequence[Input], records: Sequence[Record], rules: InputRules
 ) -> dict[str, Any]:

@@ -8,15 +8,14 @@ Independent of the command line and of pipelines.
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data_prep.read.bad_input import Tally, check_bad_fraction, describe_problems, summary_lines
-from data_prep.read.documents import InputRules
 from data_prep.read.readers import Input
-from data_prep.read.work_units import WorkUnit, plan_units
+from data_prep.read.work_units import WorkUnit
 from data_prep.tasks.phases import (
     RECORDS,
     Executor,
@@ -32,8 +31,9 @@ from data_prep.tokenize import manifests as shard_manifests
 from data_prep.tokenize import parts, resume
 from data_prep.tokenize.assemble import BackgroundAssembly, Entry, run_assembly
 from data_prep.tokenize.encode_documents import DocumentEncoder
-from data_prep.tokenize.encode_units import ENCODED_DIRECTORY, PART_SECONDS, EncodeUnits
+from data_prep.tokenize.encode_units import ENCODED_DIRECTORY, EncodeUnits, units_of
 from data_prep.tokenize.held_out import HELD_OUT_HASH
+from data_prep.tokenize.options import TokenizeOptions
 from data_prep.tokenizer import encoders
 from data_prep.tokenizer.encoder_choice import EncoderChoice, choose_backend
 from data_prep.tokenizer.load import Tokenizer
@@ -42,32 +42,6 @@ from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.shards.directory import PARTS, ShardDirectory
 from zerolm.shards.manifest import TOKENIZER_DIRECTORY, token_dtype
 from zerolm.shards.origins import MAX_INPUTS
-from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
-
-MAX_UNKNOWN = 0.01  # of the tokens
-
-
-@dataclass(frozen=True)
-class TokenizeOptions:
-    """Options of a tokenization, in addition to its inputs and tokenizer.
-
-    Attributes:
-        rules: how documents are read.
-        encoder: a backend, or "auto" for the fastest one equivalent to the reference.
-        val_fraction: share of the documents for the second output; None for a single output.
-        shard_tokens: maximum size of a shard.
-        unit_bytes: size of a unit of the input; None derives it from the size of the input.
-        part_seconds: of work in a part.
-        max_unknown: largest share of the tokens that may be the tokenizer's unknown token.
-    """
-
-    rules: InputRules = field(default_factory=InputRules)
-    encoder: str = "auto"
-    val_fraction: float | None = None
-    shard_tokens: int = DEFAULT_SHARD_TOKENS
-    unit_bytes: int | None = None
-    part_seconds: float = PART_SECONDS
-    max_unknown: float = MAX_UNKNOWN
 
 
 @dataclass
@@ -198,23 +172,11 @@ class _Run:
         if tally.bad and self.options.rules.on_bad_input == "fail":
             raise ConfigError(describe_problems(self.inputs, tally.examples, self.options.rules))
         check_bad_fraction(self.inputs, tally, self.options.rules)
-        self._check_unknown(records)
+        shard_manifests.refuse_unknown(self.tokenizer.name, records, self.options.max_unknown)
         return records
 
-    def _check_unknown(self, records: Sequence[Record]) -> None:
-        num_unknown = sum(record["unknown_ids"] for record in records)
-        totals = shard_manifests.split_totals(records, "num_tokens", len(self.directories))
-        if num_unknown > self.options.max_unknown * sum(totals):
-            share = num_unknown / sum(totals)
-            raise ConfigError(
-                f"--tokenizer {self.tokenizer.name}: {share:.1%} of the tokens are its unknown "
-                f"token, so their text would be lost; --max_unknown is "
-                f"{self.options.max_unknown:.1%}. Choose a tokenizer for this text, or raise the "
-                f"limit."
-            )
-
     def _encode_phase(self, copy: Path) -> Phase:
-        units = plan_units(self.inputs, self.options.unit_bytes)
+        units = units_of(self.inputs, self.options.unit_bytes)
         fingerprints = [resume.unit_fingerprint(self.settings, self.inputs, unit) for unit in units]
         phase = Phase(
             name="tokenize.encode",

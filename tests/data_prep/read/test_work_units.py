@@ -23,6 +23,7 @@ from data_prep.read.work_units import (
     MIN_UNIT_BYTES,
     Tally,
     default_unit_bytes,
+    divide_last_units,
     inputs_fingerprint,
     plan_units,
     read_batches,
@@ -84,8 +85,10 @@ def test_units_of_any_size_give_the_same_documents(corpus):
     assert record["bad"]["cut"] == 1 and record["bad"]["not_utf8"] == 1
     assert record["bad"]["too_long"] == 4 and record["skipped"] == {"blank_lines": 4}
     assert record["documents_in"] == len(whole)
-    for unit_bytes in (101, 5000, None):
+    for unit_bytes, divide in ((101, False), (5000, False), (5000, True), (None, False)):
         units = plan_units(corpus, unit_bytes)
+        if divide:
+            units = divide_last_units(units, corpus)
         documents, again = read(corpus, units, random.Random(unit_bytes).randrange(1, 3000))
         assert documents == whole and again == record, unit_bytes
     assert len(plan_units(corpus, 5000)) > 5
@@ -153,6 +156,10 @@ def test_units_depend_on_the_inputs_only(tmp_path):
     limits = [(piece.start, piece.stop) for unit in units for piece in unit.ranges]
     assert limits[0][0] == 0 and limits[-1][1] == 64 << 20
     assert all(one[1] == two[0] for one, two in itertools.pairwise(limits))
+    divided = divide_last_units(units, inputs)
+    assert divided[:-8] == units[:-2]
+    assert [unit.size_bytes for unit in divided[-8:]] == [MIN_UNIT_BYTES // 4] * 8
+    assert divided[-8].ranges[0].start == units[-2].ranges[0].start
 
 
 def test_the_fingerprint_depends_on_files_and_rules(tmp_path):

@@ -19,7 +19,8 @@ from data_prep.tasks.phases import (
     valid_records,
 )
 from data_prep.tasks.slurm import SlurmExecutor
-from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenize.options import TokenizeOptions
+from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.load import load_tokenizer
 from tests.data_prep.tasks.pipeline_tasks import Cubes
 from zerolm.common.errors import ConfigError, ZerolmError

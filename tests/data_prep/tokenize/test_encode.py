@@ -18,7 +18,8 @@ from data_prep.tasks.phases import LocalExecutor
 from data_prep.tokenize import manifests as shard_manifests
 from data_prep.tokenize.encode_documents import DocumentEncoder
 from data_prep.tokenize.encode_units import EncodeUnits
-from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenize.options import TokenizeOptions
+from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.encoders import load_encoder
 from data_prep.tokenizer.load import load_tokenizer
 from tests.data_prep.small_corpus import TEXTS, data_prep, write_jsonl

@@ -7,7 +7,8 @@ import numpy as np
 
 from data_prep.read.discovery import find_inputs
 from data_prep.tasks.phases import LocalExecutor
-from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenize.options import TokenizeOptions
+from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.load import load_tokenizer
 from tests.data_prep.small_corpus import write_jsonl
 from zerolm.shards.reader import open_source

@@ -9,7 +9,8 @@ pytest.importorskip("tokenizers")
 
 from data_prep.read.discovery import find_inputs
 from data_prep.tasks.phases import LocalExecutor
-from data_prep.tokenize.run import TokenizeOptions, run_tokenization
+from data_prep.tokenize.options import TokenizeOptions
+from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.load import load_tokenizer
 from zerolm.common.errors import ShardError
