@@ -3,10 +3,13 @@
 import gzip
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry as fsspec_implementations
 
 from data_prep.read import remote
 from data_prep.read.bad_input import Tally
@@ -79,6 +82,43 @@ def test_a_bucket_is_read_like_the_directory_it_is_a_copy_of(corpus, monkeypatch
                 find_inputs([wrong], "text")
             problems += caught.value.problems
         assert len(problems) == 3 and "test-access-key" not in str(problems)
+
+
+class FakeGoogleStorage(MemoryFileSystem):
+    """Objects in memory under gs://, with a generation each, as gcsfs lists them."""
+
+    protocol = ("gs", "gcs")
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.partition("://")[2] or path)
+
+    def unstrip_protocol(self, name):
+        return "gs://" + name.lstrip("/")
+
+    def info(self, path, **kwargs):
+        return super().info(path, **kwargs) | {"generation": "1"}
+
+    def find(self, path, detail=False, **kwargs):
+        return {name: self.info(name) for name in super().find(path)}
+
+
+def test_google_storage_is_read_like_the_directory_it_is_a_copy_of(corpus, monkeypatch):
+    """With a fake in memory: what zerolm asks of fsspec, not gcsfs or its server."""
+    local, local_inputs, _ = read(corpus)
+    monkeypatch.setitem(fsspec_implementations, "gs", FakeGoogleStorage)
+    monkeypatch.setattr(FakeGoogleStorage, "store", {})
+    FakeGoogleStorage().put(f"{corpus}/", "bucket/data/", recursive=True)
+    records, inputs, _ = read("gs://bucket/data")
+    names = [Path(each.name).relative_to(corpus).as_posix() for each in local_inputs]
+    assert records == local and len(local) == 900 + 2 + 1 + 1 + 3 + 2
+    assert [each.name for each in inputs] == [f"gs://bucket/data/{name}" for name in names]
+    assert {each.version for each in inputs} == {"1"}
+    assert read("gs://bucket/data/*.jsonl")[0] == local[:900]
+    with pytest.raises(ConfigError, match="no such file or directory"):
+        find_inputs(["gs://bucket/nothing"], "text")
 
 
 def test_a_web_server_that_fails_is_asked_again(corpus, monkeypatch):
