@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.read.discovery import SHOWN_SUFFIXES, SUFFIXES
-from data_prep.read.documents import find_text
+from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
 from zerolm.common.errors import ConfigError, did_you_mean
 

@@ -28,7 +28,7 @@ from data_prep.dedup.find_repeats import (
     split_pieces,
 )
 from data_prep.read.bad_input import Tally
-from data_prep.read.documents import replace_text
+from data_prep.read.parse import replace_text
 from data_prep.read.stage_files import json_line
 from data_prep.stages.documents import DocumentRow, Documents
 from data_prep.stages.stage_output import (

@@ -16,7 +16,8 @@ from typing import Any, TypedDict
 from data_prep.filters.build import Filters, build_filters, filters_identity
 from data_prep.filters.score_filters import TAGS, scores_of
 from data_prep.read.bad_input import Tally, check_bad_fraction
-from data_prep.read.documents import Document, InputRules, replace_text
+from data_prep.read.documents import Document, InputRules
+from data_prep.read.parse import replace_text
 from data_prep.read.readers import Input
 from data_prep.read.stage_files import (
     STAGE_MANIFEST,

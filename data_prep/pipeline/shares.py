@@ -17,7 +17,7 @@ import numpy as np
 
 from data_prep.dedup.arrays import array_path, load_array, save_array, task_record
 from data_prep.filters.score_filters import value_at
-from data_prep.read.documents import find_text
+from data_prep.read.parse import find_text
 from data_prep.read.stage_files import read_stage, read_stage_lines
 from data_prep.tasks.phases import Executor, Phase, fingerprint, run_phase
 from data_prep.tokenize.held_out import is_held_out

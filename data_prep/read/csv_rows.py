@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data_prep.read.documents import Chunk, Document, InputRules, Parsed, Problem, too_long_problem
+from data_prep.read.documents import Chunk, Document, InputRules, Problem
 from data_prep.read.encodings import UTF8
 from data_prep.read.inputs import END, Input, InputRange, problem_chunk, stream_of
 from data_prep.read.lines import read_line_blocks
+from data_prep.read.parse import Parsed, too_long_problem
 from data_prep.read.streams import Failure, Stream
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}  # in order of preference

@@ -7,7 +7,8 @@ from html import unescape
 from importlib.util import find_spec
 from unicodedata import normalize
 
-from data_prep.read.documents import Document, replace_text
+from data_prep.read.documents import Document
+from data_prep.read.parse import replace_text
 from data_prep.read.streams import Failure, Stream
 
 UTF8, AUTO, UNKNOWN = "utf-8", "auto", "unknown"

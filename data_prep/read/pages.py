@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from socket import socketpair
 from typing import Any, NamedTuple
 
-from data_prep.read.documents import Chunk, Document, InputRules, Parsed, Problem
+from data_prep.read.documents import Chunk, Document, InputRules, Problem
 from data_prep.read.encodings import decode_page
+from data_prep.read.parse import Parsed
 
 MAX_PAGE_BYTES = 20_000_000  # trafilatura returns nothing for a larger page
 CHILD = "import sys; sys.path[:] = {path!r}; from data_prep.read.pages import serve; serve({fd})"

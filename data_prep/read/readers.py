@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.read.csv_rows import header_of, read_table
-from data_prep.read.documents import Chunk, InputRules, too_long_problem
+from data_prep.read.documents import Chunk, InputRules
 from data_prep.read.encodings import AUTO, UTF8
 from data_prep.read.inputs import (
     ARCHIVE_FORMATS,
@@ -34,6 +34,7 @@ from data_prep.read.parquet import (
     parquet_errors,
     read_row_group,
 )
+from data_prep.read.parse import too_long_problem
 from data_prep.read.remote import open_stored, stat_file
 from data_prep.read.source_code import header_license
 from data_prep.read.stage_files import check_stage_file

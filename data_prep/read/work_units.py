@@ -13,18 +13,12 @@ from typing import NamedTuple
 
 from data_prep.read.bad_input import MAX_PROBLEMS, Tally, describe_problems
 from data_prep.read.csv_rows import read_fields
-from data_prep.read.documents import (
-    Chunk,
-    Document,
-    InputRules,
-    Position,
-    Problem,
-    read_documents,
-)
+from data_prep.read.documents import Chunk, Document, InputRules, Position, Problem
 from data_prep.read.encodings import UTF8, repair
 from data_prep.read.inputs import END, LINE_FORMATS, Input, InputRange
 from data_prep.read.pages import read_pages
 from data_prep.read.parquet import parquet_errors
+from data_prep.read.parse import read_documents
 from data_prep.read.readers import read_input
 from data_prep.read.remote import open_stored
 from zerolm.common.errors import ConfigError

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.read.documents import Chunk, InputRules
-from data_prep.read.documents import read_documents as read
+from data_prep.read.parse import read_documents as read
 
 
 def lines(data: bytes, start: int = 0) -> Chunk:

@@ -1,0 +1,245 @@
+"""Parses text files, JSON lines and table rows into documents. Opens no files.
+
+Readers and work units pass on unparsed `Chunk`s. Here a chunk becomes `Document`s, and anything
+else in it a `Problem` with its position. `work_units.read_batches` decides whether a problem ends
+the command or is counted and skipped.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from data_prep.read.documents import Chunk, Document, InputRules, Problem
+
+SHOWN_CHARACTERS = 60
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF16 = "it is UTF-16. Read it with --encoding utf-16, or auto."
+CONTENTS = {  # what begins so is not text, or not UTF-8
+    b"\xff\xfe": UTF16,
+    b"\xfe\xff": UTF16,
+    b"\x1f\x8b": "it is compressed with gzip. Rename the file to end in .gz.",
+    b"\x28\xb5\x2f\xfd": "it is compressed with Zstandard. Rename the file to end in .zst.",
+}
+PARQUET_TEXT = "not UTF-8, as the text of a table must be. Write the file again, or remove the row."
+BEYOND_64_BITS = float(1 << 63)
+
+Parsed = tuple[list[Document], Counter[str], list[Problem]]  # skipped are counted by SKIP_REASONS
+
+
+def read_documents(chunk: Chunk, rules: InputRules) -> Parsed:
+    """Return the documents of a chunk in order, counts of what was skipped, and the problems.
+
+    A line is valid if Python's `json` accepts it: NaN and infinities too.
+    """
+    if chunk.kind == "bad":
+        return [], Counter(), [chunk.data]
+    if chunk.kind == "skipped":
+        return [], Counter([chunk.data]), []
+    if chunk.kind == "lines":
+        return _parse_lines(chunk, rules)
+    if chunk.kind == "rows":
+        return _parse_values(chunk, rules, _row_values(chunk, rules))
+    return _parse_values(chunk, rules, iter([(0, chunk.data, None)]))
+
+
+def _parse_lines(chunk: Chunk, rules: InputRules) -> Parsed:
+    import orjson
+
+    documents: list[Document] = []
+    skipped: Counter[str] = Counter()
+    problems: list[Problem] = []
+    data, offset, input_index = chunk.data, chunk.start, chunk.input
+    if offset == 0 and data.startswith(BYTE_ORDER_MARK):
+        data, offset = data[len(BYTE_ORDER_MARK) :], len(BYTE_ORDER_MARK)
+    field, keep, limit = rules.text_field, rules.keep_records, rules.max_document_bytes
+    view, find, loads = memoryview(data), data.find, orjson.loads
+    start, size = 0, len(data)
+    while start < size:
+        end = find(b"\n", start)
+        if end < 0:
+            end = size
+        place, part, start = start + offset, view[start:end], end + 1
+        if len(part) > limit:
+            problems.append(too_long_problem(chunk, place, len(part), limit))
+            continue
+        try:
+            record = loads(part)
+            text = record[field]
+        except (ValueError, KeyError, TypeError) as error:
+            found = False
+            if type(error) is KeyError:  # the field is a path into objects, or missing
+                found, text = find_text(record, field)
+            if not found:
+                line = bytes(part)
+                if not line or line.isspace():
+                    skipped["blank_lines"] += 1
+                    continue
+                record, text, problem = _parse_unusual_line(chunk, place, line, field)
+                if problem is not None:
+                    problems.append(problem)
+                    continue
+        if type(text) is str and text and not keep:
+            documents.append(Document(text, input_index, place))
+        elif type(text) is str and text:
+            documents.append(Document(text, input_index, place, _exact_integers(record, part)))
+        elif text is None:
+            skipped["null"] += 1
+        elif text == "":
+            skipped["empty"] += 1
+        else:
+            problems.append(_not_a_string(chunk, place, text))
+    return documents, skipped, problems
+
+
+def _exact_integers(record: dict[str, Any], line: memoryview) -> dict[str, Any]:
+    """Return a record with exact integers: orjson rounds those beyond 64 bits to floats."""
+    for value in record.values():
+        if type(value) is float and abs(value) >= BEYOND_64_BITS:
+            return json.loads(bytes(line))
+    return record
+
+
+def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tuple[Any, Any, Any]:
+    """Return (record, text, problem) of a line that orjson refuses or that lacks the text field.
+
+    orjson refuses some lines that `json` accepts: NaN, infinities, lone surrogates, deep nesting.
+    Files written by Python contain them, mostly in keys other than the text, so `json` decides.
+    """
+
+    def problem(reason: str, detail: str, at: int = 0) -> tuple[None, None, Problem]:
+        return None, None, Problem(reason, chunk.name, chunk.input, place + at, False, detail)
+
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return problem("not_utf8", _utf8_error(error), error.start)
+    except (ValueError, RecursionError) as error:
+        shown = line[:SHOWN_CHARACTERS].decode("utf-8", "replace")
+        return problem(
+            "bad_json", f"not valid JSON ({error}): {shown!r}. Correct the line, or remove it."
+        )
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        return problem("not_an_object", f"a JSON {kind}, not an object with a {field!r} key.")
+    found, text = find_text(record, field)
+    if not found:
+        keys = ", ".join(repr(key)[:SHOWN_CHARACTERS] for key in list(record)[:8]) or "no keys"
+        return problem(
+            "no_text_field", f"no key {field!r}; it has {keys}. Choose one with --text_field."
+        )
+    if isinstance(text, str) and (detail := _lone_surrogate(text)) is not None:
+        return problem("lone_surrogate", detail)
+    return record, text, None
+
+
+def find_text(record: dict[str, Any], field: str) -> tuple[bool, Any]:
+    """Return whether a record has the text field, and its value.
+
+    `a.b` is the key "a.b" if there is one, otherwise the key "b" of the object at "a".
+    """
+    if field in record:
+        return True, record[field]
+    head, dot, tail = field.partition(".")
+    while dot:
+        if isinstance(record.get(head), dict):
+            found, value = find_text(record[head], tail)
+            if found:
+                return True, value
+        more, dot, tail = tail.partition(".")
+        head = f"{head}.{more}"
+    return False, None
+
+
+def replace_text(record: dict[str, Any], field: str, text: str) -> dict[str, Any]:
+    """Return a record with another text; a field with dots may be a path into objects."""
+    if field in record or "." not in field:
+        return {**record, field: text}
+    first, _, rest = field.partition(".")
+    return {**record, first: replace_text(record.get(first, {}), rest, text)}
+
+
+def _row_values(chunk: Chunk, rules: InputRules) -> Iterator[tuple[int, Any, Any]]:
+    for row, value in enumerate(chunk.data, chunk.start):
+        if isinstance(value, dict):
+            yield row, find_text(value, rules.text_field)[1], value
+        else:
+            yield row, value, None
+
+
+def _parse_values(
+    chunk: Chunk, rules: InputRules, values: Iterator[tuple[int, Any, Any]]
+) -> Parsed:
+    """Return the documents among (start, value, record) tuples; a value may be UTF-8 bytes."""
+    documents: list[Document] = []
+    skipped: Counter[str] = Counter()
+    problems: list[Problem] = []
+    is_row, input_index = chunk.kind == "rows", chunk.input
+    for start, value, record in values:
+        if isinstance(value, bytes):
+            try:
+                value = value.removeprefix(BYTE_ORDER_MARK if not is_row else b"").decode("utf-8")
+            except UnicodeDecodeError as error:
+                at = start if is_row else error.start
+                detail = PARQUET_TEXT if is_row else _utf8_error(error)
+                problems.append(Problem("not_utf8", chunk.name, input_index, at, is_row, detail))
+                continue
+        if value is None:
+            skipped["null"] += 1
+        elif value == "":
+            skipped["empty"] += 1
+        elif not isinstance(value, str):
+            problems.append(_not_a_string(chunk, start, value))
+        elif len(value) * 4 > rules.max_document_bytes and (
+            (size := len(value.encode("utf-8", "surrogatepass"))) > rules.max_document_bytes
+        ):
+            problems.append(too_long_problem(chunk, start, size, rules.max_document_bytes))
+        elif (surrogate := _lone_surrogate(value)) is not None:
+            name = chunk.name
+            problems.append(Problem("lone_surrogate", name, input_index, start, is_row, surrogate))
+        else:
+            if record is None and rules.keep_records:
+                record = {rules.text_field: value, **dict(chunk.keys)}
+            documents.append(Document(value, input_index, start, record))
+    return documents, skipped, problems
+
+
+def _not_a_string(chunk: Chunk, start: int, value: object) -> Problem:
+    shown = repr(value)[:SHOWN_CHARACTERS]
+    detail = f"the text is {shown}, of type {type(value).__name__}, not a string."
+    return Problem("not_a_string", chunk.name, chunk.input, start, chunk.kind == "rows", detail)
+
+
+def too_long_problem(chunk: Chunk, start: int, size: int, limit: int) -> Problem:
+    """Return the problem of a document of `size` bytes."""
+    detail = (
+        f"{size:,} bytes are more than --max_document_bytes {limit:,}. Split the document, or "
+        f"raise the limit."
+    )
+    return Problem("too_long", chunk.name, chunk.input, start, chunk.kind == "rows", detail)
+
+
+def _lone_surrogate(text: str) -> str | None:
+    """Return why a text cannot be encoded as UTF-8, or None if it can."""
+    if text.isascii():
+        return None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return (
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}, character "
+            f"{error.start}), which is not Unicode text. Correct the document, or remove it."
+        )
+    return None
+
+
+def _utf8_error(error: UnicodeDecodeError) -> str:
+    """Return the message for bytes that are not UTF-8."""
+    byte = error.object[error.start]
+    for magic, advice in CONTENTS.items():
+        if error.object.startswith(magic):
+            return f"not UTF-8: {advice}"
+    return (
+        f"not UTF-8: byte 0x{byte:02x} ({error.reason}). Name its encoding with --encoding, for "
+        f"example cp1252, or auto to detect it."
+    )
