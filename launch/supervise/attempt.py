@@ -6,7 +6,6 @@ signalled by process name.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.supervise.outcome import Outcome, classify
+from launch.supervise.spare import Spare, end_with_parent
+from launch.supervise.spare_process import Forked
 from zerolm.common import jsonl, processes
 from zerolm.common.jsonl import EventRow
 from zerolm.common.run_files import RunFiles
@@ -35,7 +36,6 @@ SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspend
 KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # for ranks to write their stacks
 MAX_OUTPUT_LINES = 400
-PR_SET_PDEATHSIG = 1
 
 
 class Attempt:
@@ -46,10 +46,16 @@ class Attempt:
         mark: value of ZEROLM_SUPERVISOR in the environment of its processes, unique to this launch.
         run_dir: run directory of the command.
         start_seconds: time limit for the first heartbeat of a rank.
+        spare: starts the process, if it can.
     """
 
     def __init__(
-        self, command: Sequence[str], mark: str, run_dir: Path, start_seconds: float = 1800.0
+        self,
+        command: Sequence[str],
+        mark: str,
+        run_dir: Path,
+        start_seconds: float = 1800.0,
+        spare: Spare | None = None,
     ):
         self.mark = f"{processes.SUPERVISOR}={mark}"
         self.files, self.start_seconds = RunFiles(run_dir), start_seconds
@@ -66,19 +72,26 @@ class Attempt:
         self._gone_since: float | None = None
         self._stopped_since: float | None = None
         self._started = self._checked = time.monotonic()
-        self.process = subprocess.Popen(
+        environment = {**os.environ, processes.SUPERVISOR: mark}
+        launched = None if spare is None else spare.launch(command, environment)
+        self.process: Forked | subprocess.Popen[bytes] = launched or subprocess.Popen(
             list(command),
-            env={**os.environ, processes.SUPERVISOR: mark},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that Ctrl-C reaches this process only, which forwards it
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,  # the ranks then save and stop
         )
         self._reader = threading.Thread(target=self._copy_output, daemon=True)
         self._reader.start()
 
     # ---- While it runs
+
+    @property
+    def training(self) -> bool:
+        """Whether a rank has begun a step."""
+        return any(beat["phase"] in ("data", "step") for beat in self._beats)
 
     def running(self) -> bool:
         """Return whether the launch is running, after killing it if it is stuck."""
@@ -145,7 +158,7 @@ class Attempt:
         """Wait for orphaned processes, kill those that do not end, and return the outcome."""
         killed = self._wait_for_orphans()
         self._reader.join(timeout=2.0)
-        code, output = self.process.returncode, list(self.output)
+        code, output = self.process.wait(), list(self.output)
         try:
             return classify(
                 code, self._new_events(), self.heartbeats(), output, self.kill_reason, killed,
@@ -255,8 +268,3 @@ def _is_writable(directory: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill `deepspeed` if the supervisor ends; the ranks then save and stop."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -30,8 +30,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--backoff", type=duration, default=default.backoff, metavar="DURATION",
-        help="wait before the first restart; doubled after each restart without progress "
-        "(default: 5s)",
+        help="wait before a restart; doubled after each one without a newer checkpoint; none if "
+        "there is one (default: 5s)",
     )  # fmt: skip
     add(
         "--max_backoff", type=duration, default=default.max_backoff, metavar="DURATION",

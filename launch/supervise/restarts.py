@@ -43,14 +43,18 @@ class Restarts:
         self.policy, self.run_dir = policy, run_dir
         self.count = 0
         self.has_trained = False  # a launch of this supervisor has begun a step
+        self.progressed = False  # since the last failure
         self._failures: Counter[int | None] = Counter()  # by step
-        self._checkpoint_at_failure = self._newest = -1
+        self._pauses = 0
+        self._newest = -1
+        self._checkpoint_at_failure = self._newest_checkpoint()
 
     def add_failure(self, outcome: Outcome) -> str | None:
         """Count a failure; return a diagnosis if a restart would not help, else None."""
         checkpoint = self._newest_checkpoint()
-        if checkpoint > self._checkpoint_at_failure:
-            self._checkpoint_at_failure, self.count = checkpoint, 0
+        self.progressed = checkpoint > self._checkpoint_at_failure
+        if self.progressed:
+            self._checkpoint_at_failure, self.count, self._pauses = checkpoint, 0, 0
             self._failures.clear()
         self._failures[outcome.step] += 1
         # A start that fails after others have worked: a file server or a host is away for a while.
@@ -66,8 +70,11 @@ class Restarts:
         return None
 
     def pause_seconds(self) -> float:
-        """Return the back-off: doubled for each restart without progress, with 25% of jitter."""
-        seconds = self.policy.backoff * 2.0 ** min(self.count, 30)
+        """Return the back-off: none after progress, else doubled each time, with 25% of jitter."""
+        if self.progressed:
+            return 0.0
+        seconds = self.policy.backoff * 2.0 ** min(self._pauses, 30)
+        self._pauses += 1
         return min(seconds, self.policy.max_backoff) * random.uniform(0.75, 1.25)
 
     def shown_checkpoint(self) -> str:

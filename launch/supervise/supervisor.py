@@ -23,6 +23,8 @@ from launch.supervise.attempt import POLL_SECONDS, Attempt, left_behind
 from launch.supervise.hosts import without_failing_hosts
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
+from launch.supervise.spare import Spare
+from launch.supervise.spare_process import Forked
 from zerolm.common import jsonl, processes
 from zerolm.common.errors import (
     EXIT_BUG,
@@ -72,6 +74,7 @@ class Supervisor:
         self.run_dir = run_directory(self.command)
         self.restarts = Restarts(policy, self.run_dir)
         self.identity = secrets.token_hex(8)
+        self.spare = Spare(RunFiles(self.run_dir).modules)
         self.attempts = 0
         self.signals: list[int] = []
         self.stop_reason: str | None = None
@@ -97,6 +100,7 @@ class Supervisor:
         finally:
             seconds = report_process.FINISH_SECONDS if code == EXIT_BUG else 0.0
             self._guarded("finish the HTML report", self._end_report, seconds)
+            self._guarded("end the spare process", self.spare.end)
             self._guarded("release its lock", self.lock.release)
             if self.created_run_dir:
                 self._guarded("remove the unused run directory", self._remove_unused_run_dir)
@@ -168,11 +172,19 @@ class Supervisor:
 
     def _start(self, command: list[str]) -> Attempt:
         self.log(f"attempt {self.attempts}: {' '.join(command)}")
-        return Attempt(command, f"{self.identity}-{self.attempts}", self.run_dir)
+        mark = f"{self.identity}-{self.attempts}"
+        attempt = Attempt(command, mark, self.run_dir, spare=self.spare)
+        if isinstance(attempt.process, Forked):
+            self.log("started from the spare process")
+        return attempt
 
     def _watch(self, attempt: Attempt) -> Outcome:
         forwarded, problem = self.stop_reason is not None, None
         while attempt.running():
+            if attempt.training and (
+                news := self._guarded("start a spare process", self.spare.tick, self.command)
+            ):
+                self.log(news)
             if attempt.problem != problem:
                 problem = attempt.problem
                 self.log(f"{problem}; the run continues")
@@ -205,7 +217,7 @@ class Supervisor:
         return None
 
     def _wait(self, seconds: float) -> None:
-        self.log(f"restarting in {seconds:.0f} s")
+        self.log(f"restarting in {seconds:.0f} s" if seconds else "restarting")
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._stop_signal() is not None:

@@ -233,7 +233,9 @@ def _commands() -> list[list[str]]:
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            commands.append(path.read_bytes().decode(errors="replace").split("\0")[:-1])
+            # A spare of `launch supervise` leaves zeros after the arguments.
+            text = path.read_bytes().decode(errors="replace").rstrip("\0")
+            commands.append(text.split("\0"))
         except OSError:  # the process has ended, or belongs to another user
             continue
     return commands

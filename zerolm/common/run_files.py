@@ -49,6 +49,7 @@ class RunFiles:
         self.checkpoints = run_dir / "checkpoints"
         self.latest = self.checkpoints / LATEST
         self.ranks = run_dir / "ranks"
+        self.modules = self.ranks / "modules.json"  # that rank 0 has imported
         self.profile = run_dir / "profile"
         self.uploads = run_dir / "uploads"
         self.uploads_lock = self.uploads / "lock"

@@ -3,6 +3,9 @@
 Between `Run`, which reports what has happened, and the `RunLog` with its trackers.
 """
 
+import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +13,8 @@ from typing import Any
 
 from zerolm.checkpoint.load import DamagedCheckpoint
 from zerolm.checkpoint.manifest import Progress
-from zerolm.common.processes import Process
+from zerolm.common import processes
+from zerolm.common.files import encode_json, write_atomically
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
@@ -104,7 +108,7 @@ class Journal:
         self.trackers = self.log.trackers
         self.console.start(step, self.plan.total_steps)
 
-    def log_startup(self, step: int, launcher: Process | None) -> None:
+    def log_startup(self, step: int, launcher: processes.Process | None) -> None:
         """Log how long the parts of this start took, after its first step.
 
         Args:
@@ -121,6 +125,10 @@ class Journal:
         shown = {key: round(value, 2) for key, value in lost.items()}
         total = round(sum(parts.values()), 2)
         self.log.event("startup", step, seconds=total, parts=parts, **shown)
+        if processes.SUPERVISOR in os.environ:  # which imports them before the next restart
+            with contextlib.suppress(OSError):
+                path = RunFiles(self.plan.run_dir).modules
+                write_atomically(path, encode_json(list(sys.modules)), durable=False)
 
     def log_stage(self, step: int, stage: int) -> None:
         """Log that this step has reached a new stage of the mixture, numbered from 0."""

@@ -32,7 +32,7 @@ JUDGES = 4  # the first ranks read all heartbeats when they are stuck; the other
 SILENT_SECONDS = 60.0  # without a heartbeat, while this rank is stuck too: a rank is lost
 STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for so long is lost
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
-EXIT_DELAY_SECONDS = 3.0  # lets the launcher, which polls every second, see the dead rank first
+EXIT_DELAY_SECONDS = 3.0  # at most, until the launcher, which polls every second, sees a dead rank
 ORPHAN_SECONDS = 2.0  # for the main thread to handle the signal that has ended the launcher
 DIAGNOSIS_SECONDS = 8.0  # an error of a collective waits for the thread to find its cause
 TEARDOWN_SECONDS = 30.0  # for the interpreter to exit after an error
@@ -301,8 +301,20 @@ class Watchdog:
             for process in others:
                 processes.signal_process(process, signal.SIGKILL)
             self.heartbeats.mark_ended("the run ended, see events.jsonl")
-            time.sleep(0 if self.rank in blamed else EXIT_DELAY_SECONDS)
+            if self.rank not in blamed:
+                self._let_launcher_see(blamed)
             os._exit(EXIT_BUG)
+
+    def _let_launcher_see(self, blamed: list[int]) -> None:
+        """Wait until the launcher of this machine has taken note of a dead rank, for seconds."""
+        deadline = time.monotonic() + EXIT_DELAY_SECONDS
+        peers = [self.peers[rank] for rank in blamed if rank in self.peers]
+        local = [peer for peer in peers if peer["machine"] == self.heartbeats.machine]
+        while time.monotonic() < deadline:
+            found = [processes.inspect_process(peer["pid"]) for peer in local]
+            if None in found:  # not even a zombie is left
+                return
+            time.sleep(0.05)
 
     def _exit_alone(self, why: str, event: str) -> None:
         """End only this rank, when there is no launcher or other rank to coordinate with."""
