@@ -96,6 +96,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="from an interruption until training resumes (default: 600)",
     )  # fmt: skip
     group.add_argument(
+        "--restarts_of", metavar="RUN",
+        help="the same, but the median of the recoveries that a run has logged",
+    )  # fmt: skip
+    group.add_argument(
         "--storage_bandwidth", metavar="BYTES", type=size_bytes,
         help="write bandwidth per second of the checkpoint storage (default: 2e9)",
     )  # fmt: skip
@@ -295,11 +299,36 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
         given = getattr(arguments, flag)
         return defaults[key] if given is None else given
 
+    restart_seconds = flag_or_default("restart_seconds", "restart_seconds")
+    if arguments.restarts_of is not None:
+        restart_seconds = _measured_restart(arguments.restarts_of)
     return Assumptions(
         flag_or_default("failures_per_device_hour", "failures_per_device_hour"),
-        flag_or_default("restart_seconds", "restart_seconds"),
+        restart_seconds,
         flag_or_default("storage_bandwidth", "storage_write_bytes_per_second"),
     )
+
+
+def _measured_restart(run_dir: str) -> float:
+    """Return the median seconds of a run's recoveries, without repeated steps.
+
+    Raises:
+        ConfigError: it has logged none.
+    """
+    from statistics import median
+
+    from zerolm.common.jsonl import EventRow, read_rows
+    from zerolm.common.run_files import RunFiles
+    from zerolm.plan.lost_time import measured
+
+    path = RunFiles(run_dir).events
+    seconds = measured(read_rows(path, EventRow)).restart_seconds
+    if not seconds:
+        raise ConfigError(
+            f"command line: --restarts_of: {path}, has no event `recovered`. Give a run that "
+            f"launch supervise has restarted, or --restart_seconds."
+        )
+    return float(median(seconds))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def estimate(
         write,
         assumed.restart_seconds,
     )
-    calendar = run_seconds / max(1e-9, 1 - lost.lost_share)
+    calendar = run_seconds / max(1e-9, 1 - lost.lost.total)
     hours = calendar / 3600 * run.devices
     price = hardware.price_per_hour
     recomputed = 0.0
@@ -234,5 +234,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "interruptions": found.interruptions.expected,
         "checkpoint_interval_seconds": found.interruptions.interval_seconds,
         "checkpoint_interval_steps": found.interval_steps,
-        "lost_share": found.interruptions.lost_share,
+        "lost_share": found.interruptions.lost.total,
+        "lost": asdict(found.interruptions.lost),
+        "lost_with_hourly_faults": asdict(found.interruptions.hourly),
     }

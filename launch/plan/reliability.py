@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from zerolm.plan.lost_time import HOUR, Lost, expected
+
 
 @dataclass(frozen=True)
 class Interruptions:
@@ -12,13 +14,16 @@ class Interruptions:
         mean_seconds: mean time between interruptions of the run.
         expected: number of interruptions of the run.
         interval_seconds: between checkpoints, with the least expected loss.
-        lost_share: of the time, to stalls, repeated work and restarts.
+        lost: shares of the time.
+        hourly: the same with a fault an hour, and checkpoints every `hourly_seconds`.
     """
 
     mean_seconds: float
     expected: float
     interval_seconds: float
-    lost_share: float
+    lost: Lost
+    hourly: Lost
+    hourly_seconds: float
 
 
 def interruptions(
@@ -39,14 +44,15 @@ def interruptions(
     Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
     dumps, equation 37; its first term is Young 1974.
     """
-    rate = failures_per_device_hour * devices / 3600
+    hourly_seconds = max(daly_interval(stall_seconds, HOUR), write_seconds)
+    hourly = expected(HOUR, hourly_seconds, stall_seconds, write_seconds, restart_seconds)
+    rate = failures_per_device_hour * devices / HOUR
     if rate <= 0:
-        return Interruptions(math.inf, 0.0, math.inf, 0.0)
+        return Interruptions(math.inf, 0.0, math.inf, Lost(0, 0, 0), hourly, hourly_seconds)
     mean = 1 / rate
-    interval = daly_interval(stall_seconds, mean)
-    interval = max(interval, write_seconds)
-    lost = stall_seconds / interval + (interval / 2 + write_seconds / 2 + restart_seconds) / mean
-    return Interruptions(mean, run_seconds / mean, interval, min(1.0, lost))
+    interval = max(daly_interval(stall_seconds, mean), write_seconds)
+    lost = expected(mean, interval, stall_seconds, write_seconds, restart_seconds)
+    return Interruptions(mean, run_seconds / mean, interval, lost, hourly, hourly_seconds)
 
 
 def daly_interval(stall_seconds: float, mean_seconds: float) -> float:

@@ -127,6 +127,7 @@ def _storage_lines(found: Estimate) -> list[tuple[str, str]]:
          f"{found.stall_seconds:.2g} s, complete after {found.checkpoint_seconds:.3g} s"),
         ("interruptions", f"{lost.expected:.2g} expected, one per "
          f"{lost.mean_seconds / 3600:,.3g} hours"),
-        ("save every", f"{every}{found.interval_steps} (Young/Daly); {lost.lost_share:.2%} of the "
-         f"time is lost"),
+        ("save every", f"{every}{found.interval_steps} (Young/Daly)"),
+        ("time", str(lost.lost)),
+        ("a fault an hour", f"{lost.hourly}; saving every {lost.hourly_seconds / 60:.3g} minutes"),
     ]  # fmt: skip

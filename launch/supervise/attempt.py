@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.supervise.downtime import downtime
 from launch.supervise.outcome import Outcome, classify
 from launch.supervise.spare import Spare, end_with_parent
 from launch.supervise.spare_process import Forked
@@ -69,6 +70,7 @@ class Attempt:
         self._written: dict[int, tuple[int, float]] = {}  # heartbeats: (mtime, seen since)
         self._beats: list[Heartbeat] = []
         self._beats_read_at = 0.0
+        self._launcher_ended = 0.0  # on the clock of `time.time`
         self._gone_since: float | None = None
         self._stopped_since: float | None = None
         self._started = self._checked = time.monotonic()
@@ -96,6 +98,7 @@ class Attempt:
     def running(self) -> bool:
         """Return whether the launch is running, after killing it if it is stuck."""
         if self.process.poll() is not None:
+            self._launcher_ended = self._launcher_ended or time.time()
             return False
         now = time.monotonic()
         if now - self._checked > SUSPENDED_SECONDS:
@@ -156,18 +159,22 @@ class Attempt:
 
     def finish(self) -> Outcome:
         """Wait for orphaned processes, kill those that do not end, and return the outcome."""
+        self._launcher_ended = self._launcher_ended or time.time()
         killed = self._wait_for_orphans()
+        ended = time.time()
         self._reader.join(timeout=2.0)
         code, output = self.process.wait(), list(self.output)
         try:
-            return classify(
-                code, self._new_events(), self.heartbeats(), output, self.kill_reason, killed,
+            beats = self.heartbeats()
+            outcome = classify(
+                code, self._new_events(), beats, output, self.kill_reason, killed,
                 jsonl.last_step(self.files.metrics),
             )  # fmt: skip
+            outcome.downtime = downtime(self.files, beats, self._launcher_ended, ended)
         except Exception as error:  # of the supervisor itself: the code of the launcher must do
             outcome = classify(code, [], [], output, self.kill_reason, killed)
             outcome.reasons.append(f"cannot read how the launch ended: {error!r}")
-            return outcome
+        return outcome
 
     # ---- Launches that can make no progress, which DeepSpeed's launcher does not notice
 

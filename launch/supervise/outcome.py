@@ -49,6 +49,7 @@ class Outcome:
         sequences: (first, count) of that step's sequence numbers, if known.
         reasons: what happened, one line each.
         error_lines: the last lines of the launch's output that look like errors.
+        downtime: further keys of the event `attempt_failed`, of `downtime.downtime`.
     """
 
     exit_code: int
@@ -56,6 +57,7 @@ class Outcome:
     sequences: Sequence[int] | None = None
     reasons: list[str] = field(default_factory=list)
     error_lines: list[str] = field(default_factory=list)
+    downtime: dict[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:

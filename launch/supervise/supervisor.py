@@ -232,7 +232,7 @@ class Supervisor:
         self.log(f"attempt {self.attempts} failed {outcome.place}")
         for reason in outcome.reasons:
             self.log(f"  {reason}")
-        self._event("attempt_failed", outcome, reasons=outcome.reasons)
+        self._event("attempt_failed", outcome, reasons=outcome.reasons, **outcome.downtime)
         self._guarded("write the HTML report", self._start_report)
 
     def _start_report(self) -> None:

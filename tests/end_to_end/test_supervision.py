@@ -20,7 +20,10 @@ STEPS, SAVE = 60, 6
 REPORT_SECONDS = 30
 # So that a signal does not arrive after the end, nor the end before a lost launcher is noticed.
 SLOW = "step.begin:*:*:sleep=0.15"
-PARTS = ["launcher", "imports", "checks", "connection", "model", "states", "first step"]
+PARTS = [
+    "deepspeed", "node launcher", "imports", "checks", "connection", "model", "states",
+    "first step",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,12 @@ def test_killed_ranks_and_launchers_are_reported_and_the_run_resumes_exactly(
     assert starts[0]["seconds"] < first_step_seconds
     assert "lost_seconds" not in starts[0]
     assert all(start["lost_seconds"] > start["parts"]["imports"] for start in starts[1:])
+    recovered = [event for event in run.events() if event["event"] == "recovered"]
+    assert recovered[0]["step"] >= lost["step"] and len(recovered) == 2
+    for event in recovered:
+        assert list(event["parts"]) == ["noticed", "ended", "pause", *PARTS, "repeated steps"]
+        assert event["seconds"] == pytest.approx(sum(event["parts"].values()))
+        assert 0 <= event["repeated_steps"] <= 2 * SAVE
 
 
 @pytest.mark.soak

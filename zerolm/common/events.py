@@ -22,6 +22,7 @@ DETAILS = (
     "checkpoint", "checkpoints", "tracker", "evaluation", "reason", "reasons", "problem",
     "problems", "error",
 )  # fmt: skip
+ENDED = (DONE, STOPPED, GAVE_UP)  # by itself, or on request
 COMMON_KEYS = ("event", "step", "time")
 
 
@@ -141,11 +142,19 @@ def _changes(event: Event) -> str:
     )
 
 
-def _startup(event: Event) -> str:
+def _parts(event: Event) -> str:
     parts = event.get("parts")
     found = parts.items() if isinstance(parts, Mapping) else ()
-    shown = ", ".join(f"{name} {seconds} s" for name, seconds in found)
-    template = "first step after {seconds:seconds}: " + shown
+    return ", ".join(f"{name} {seconds} s" for name, seconds in found)
+
+
+def _recovered(event: Event) -> str:
+    template = "{repeated_steps} steps repeated, a new one {seconds:seconds} after the fault: "
+    return _TEMPLATES.vformat(template, (), event) + _parts(event)
+
+
+def _startup(event: Event) -> str:
+    template = "first step after {seconds:seconds}: " + _parts(event)
     if "lost_seconds" in event:
         template += "; {lost_seconds:seconds} after the last row of metrics"
     return _TEMPLATES.vformat(template, (), event)
@@ -175,6 +184,10 @@ _KINDS: tuple[EventKind, ...] = (
     EventKind("startup", "quiet",
         "the first step of this start is done: `seconds` since the launcher began; `parts` of "
         "them; `lost_seconds` since the last row of metrics of an earlier start", _startup),
+    EventKind("recovered", "quiet",
+        "the first step is done that the start before had not done: `seconds` since that start "
+        "failed; `parts` of them; `repeated_steps` between its failure and its newest checkpoint",
+        _recovered),
     EventKind("rows_lost", "notable",
         "the run resumes, but `metrics.jsonl` lacks rows before its checkpoint: `problem`"),
     EventKind("changed", "notable",
@@ -250,7 +263,9 @@ _KINDS: tuple[EventKind, ...] = (
         "`problem` of a checkpoint in the store, which was not restored"),
     EventKind("attempt_failed", "bad",
         "by the supervisor: `attempt`, its number; `reasons`, a line each: rank, host, signal, "
-        "stacks", alert=AlertRule("WARN", "an attempt failed", "reasons"), state=FAILED),
+        "stacks; `parts`: seconds from the last progress of a rank until the failure was noticed, "
+        "and then until all processes had ended, at `ended_at` (seconds since 1970)",
+        alert=AlertRule("WARN", "an attempt failed", "reasons"), state=FAILED),
     EventKind("supervisor_stopped", "bad",
         "by the supervisor, which does not start the run again: `attempt`; `reason`, its diagnosis",
         alert=AlertRule("ERROR", "supervisor stopped", "reason"), state=FAILED),

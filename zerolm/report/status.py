@@ -20,7 +20,7 @@ from zerolm.common.values import count, duration
 from zerolm.config.run_records import lineage
 from zerolm.report.event_list import merged
 from zerolm.report.run_history import RunHistory, read_runs, seconds_of
-from zerolm.report.summary import findings
+from zerolm.report.summary import findings, lost_time
 
 WATCH_SECONDS = 2.0
 LAST_EVENTS = 5
@@ -98,7 +98,9 @@ def status_of(run: RunHistory) -> Row:
         "seconds_left": run.seconds_left() if state == events.RUNNING else None,
         "checkpoint": run.checkpoints[-1].name if run.checkpoints else None,
         "checkpoint_age_seconds": _age(run, "checkpoint", now),
-        "startup": _startup(run),
+        "startup": _last_event(run, "startup", ("seconds", "parts")),
+        "recovered": _last_event(run, "recovered", ("seconds", "parts", "repeated_steps")),
+        "lost_time": _lost_time(run),
         "evaluation": _evaluation(run),
         "events": [
             {
@@ -117,10 +119,24 @@ def status_of(run: RunHistory) -> Row:
     }
 
 
-def _startup(run: RunHistory) -> Row | None:
-    """Return how long the last start took, in parts."""
-    found = [event for event in run.events if event["event"] == "startup"]
-    return {key: found[-1].get(key) for key in ("seconds", "parts")} if found else None
+def _last_event(run: RunHistory, name: str, keys: Sequence[str]) -> Row | None:
+    """Return keys of the last event of a kind."""
+    found = [event for event in run.events if event["event"] == name]
+    return {key: found[-1].get(key) for key in keys} if found else None
+
+
+def _lost_time(run: RunHistory) -> Row | None:
+    if (found := lost_time(run)) is None:
+        return None
+    lost, hourly, faults = found
+    text = f"{lost}; {faults} fault{'s' * (faults != 1)}"
+    text += f"; with one an hour {1 - hourly.total:.1%} effective" if hourly is not None else ""
+    return {
+        "faults": faults,
+        **vars(lost),
+        "hourly": vars(hourly) if hourly else None,
+        "words": text,
+    }
 
 
 def _interval_means(values: Sequence[float]) -> list[float]:
@@ -211,8 +227,11 @@ def lines(status: Row) -> list[tuple[str, str]]:
         if status["seconds_left"] is not None:
             speed += f", {duration(status['seconds_left'])} to go"
         found.append(("speed", speed))
-    if status["startup"]:
-        found.append(("startup", events.message({"event": "startup", **status["startup"]})))
+    for name in ("startup", "recovered"):
+        if status[name]:
+            found.append((name, events.message({"event": name, **status[name]})))
+    if status["lost_time"]:
+        found.append(("time", status["lost_time"]["words"]))
     if status["checkpoint"]:
         age = status["checkpoint_age_seconds"]
         ago = f", {duration(age)} ago" if age is not None else ""

@@ -8,6 +8,7 @@ from zerolm.common.events import RUNNING, state_after
 from zerolm.common.run_files import checkpoint_step
 from zerolm.common.values import count, duration
 from zerolm.config.run_records import lineage
+from zerolm.plan.lost_time import Lost, measured
 from zerolm.report import diagnosis
 from zerolm.report.run_history import RunHistory, seconds_of
 
@@ -62,12 +63,32 @@ def figures(run: RunHistory) -> list[Pair]:
     if curves.seconds:
         before = curves.place(run.branch["step"])[1] if run.branch else 0.0
         add("Trained", duration(curves.seconds[-1] - before), wall_clock(run))
+    if (times := lost_time(run)) is not None:
+        lost, hourly, faults = times
+        value, note = str(lost).split("; ")
+        note += f"; {faults} fault{'s' * (faults != 1)}"
+        note += f"; with one an hour {1 - hourly.total:.1%}" if hourly is not None else ""
+        add("Time", value, note)
     if run.checkpoints:
         add("Checkpoint", str(checkpoint_step(run.checkpoints[-1].name)), _age(run))
     if refused := curves.last("health/skipped_steps"):
         rollbacks = int(curves.last("health/rollbacks") or 0)
         add("Refused steps", f"{int(refused)}", f"{rollbacks} rollback(s)")
     return found
+
+
+def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
+    """Return the lost shares of the time, those expected with a fault an hour, and the faults.
+
+    Training, saves, repeated steps and recoveries are counted, evaluations are not. None before the
+    first save and recovery.
+    """
+    found, seconds = measured(run.events), run.curves.seconds
+    if not seconds or not (found.faults or found.stall_seconds):
+        return None
+    before = run.curves.place(run.branch["step"])[1] if run.branch else 0.0
+    step_seconds = run.curves.last("throughput/step_seconds") or 0.0
+    return found.lost(seconds[-1] - before), found.lost_hourly(step_seconds), found.faults
 
 
 def findings(run: RunHistory) -> list[dict[str, Any]]:

@@ -61,7 +61,8 @@ class Journal:
         self.console = Console(rank == 0)
         self.changed = plan.changed
         self.trackers: Trackers | None = None  # handed over to the next log
-        self.started = False  # and logged
+        self.first_step: int | None = None  # of this start, once it is done and logged
+        self.failed = startup.interruption(plan.run_dir) if rank == 0 else None
         self.last_row_at = _modified_at(RunFiles(plan.run_dir).metrics)
         self.printed_breaks: str | None = None  # the last notice on torch.compile graph breaks
 
@@ -109,26 +110,30 @@ class Journal:
         self.console.start(step, self.plan.total_steps)
 
     def log_startup(self, step: int, launcher: processes.Process | None) -> None:
-        """Log how long the parts of this start took, after its first step.
+        """Log how long the parts of this start took, after its first step; and of a recovery.
 
         Args:
             launcher: the process that began the start, if there is one.
         """
-        if self.started or self.rank:
+        if self.rank:
             return
-        self.started = True
-        startup.mark("first step")
-        parts = startup.parts(launcher)
-        lost = {}
-        if self.last_row_at is not None:  # by the wall clock, which may have been set back
-            lost = {"lost_seconds": max(0.0, time.time() - self.last_row_at)}
-        shown = {key: round(value, 2) for key, value in lost.items()}
-        total = round(sum(parts.values()), 2)
-        self.log.event("startup", step, seconds=total, parts=parts, **shown)
-        if processes.SUPERVISOR in os.environ:  # which imports them before the next restart
-            with contextlib.suppress(OSError):
-                path = RunFiles(self.plan.run_dir).modules
-                write_atomically(path, encode_json(list(sys.modules)), durable=False)
+        if self.first_step is None:
+            self.first_step = step
+            startup.mark("first step")
+            parts, lost = startup.parts(launcher), {}
+            if self.last_row_at is not None:  # by the wall clock, which may have been set back
+                lost = {"lost_seconds": round(max(0.0, time.time() - self.last_row_at), 2)}
+            total = round(sum(parts.values()), 2)
+            self.log.event("startup", step, seconds=total, parts=parts, **lost)
+            if processes.SUPERVISOR in os.environ:  # which imports them before the next restart
+                with contextlib.suppress(OSError):
+                    path = RunFiles(self.plan.run_dir).modules
+                    write_atomically(path, encode_json(list(sys.modules)), durable=False)
+        if self.failed is not None and step >= self.failed.step:
+            seconds, parts = startup.recovery(self.failed, launcher)
+            repeated = max(0, self.failed.step - self.first_step)
+            self.log.event("recovered", step, seconds=seconds, parts=parts, repeated_steps=repeated)
+            self.failed = None
 
     def log_stage(self, step: int, stage: int) -> None:
         """Log that this step has reached a new stage of the mixture, numbered from 0."""

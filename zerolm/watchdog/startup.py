@@ -1,15 +1,22 @@
-"""How long each part of a start takes, up to the end of the first step.
+"""How long each part of a start takes, up to the end of the first step, and of a recovery.
 
 pretrain.py marks the end of each part in its process. The first parts ended before its code ran:
-the kernel knows when the processes of the launcher and this one began. Standard library only.
+the kernel knows when the processes of the launchers and this one began. A recovery began before
+them: the supervisor has logged when the run failed. Standard library only.
 """
 
 import os
 import time
+from pathlib import Path
+from typing import NamedTuple, TypedDict
 
-from zerolm.common import processes
+from zerolm.common import events, jsonl, processes
+from zerolm.common.jsonl import EventRow
+from zerolm.common.records import Count, mismatch
+from zerolm.common.run_files import RunFiles
 
 TICKS = os.sysconf("SC_CLK_TCK")
+TAIL_BYTES = 1 << 20  # of the events, in which the last failure is
 _ends: dict[str, float] = {}
 
 
@@ -27,13 +34,75 @@ def parts(launcher: processes.Process | None) -> dict[str, float]:
     own = processes.inspect_process(os.getpid())
     assert own is not None, "this process is in /proc"
     created = own.start_ticks / TICKS
-    ends = {"launcher": created} if launcher is not None else {}
+    ends = {}
+    if launcher is not None:
+        node_launcher = processes.inspect_process(own.parent)
+        if node_launcher is not None and node_launcher.pid != launcher.pid:
+            ends["deepspeed"] = node_launcher.start_ticks / TICKS
+        ends["node launcher"] = created
     ends |= _ends
     seconds, before = {}, created if launcher is None else launcher.start_ticks / TICKS
     for part, end in ends.items():
         seconds[part] = round(end - before, 2)
         before = end
     return seconds
+
+
+class Interruption(NamedTuple):
+    """How the start before this one failed.
+
+    Attributes:
+        step: the first that had not been done.
+        parts: seconds from the fault until the run had ended, by part.
+        ended_at: when it had, on the clock of `time.time`.
+    """
+
+    step: int
+    parts: dict[str, float]
+    ended_at: float
+
+
+class _Failed(TypedDict):
+    """What this module reads of an event `attempt_failed`."""
+
+    step: Count
+    parts: dict[str, float]
+    ended_at: float
+
+
+def interruption(run_dir: Path) -> Interruption | None:
+    """Return how the last start that had trained failed; None if it did not, or nobody logged it.
+
+    Call it before the run's log is opened, which removes the metrics of steps to be repeated.
+    """
+    files = RunFiles(run_dir)
+    try:
+        size = files.events.stat().st_size
+        rows = list(jsonl.read_rows(files.events, EventRow, start_bytes=max(0, size - TAIL_BYTES)))
+        done = jsonl.last_step(files.metrics) or 0
+    except OSError:
+        return None
+    first = None
+    for row in rows:  # failures since the last start that had reached a step
+        if row["event"] == "startup" or events.state_after(row["event"]) in events.ENDED:
+            first = None
+        elif row["event"] == "attempt_failed" and first is None and not mismatch(row, _Failed):
+            first = row
+    if first is None:
+        return None
+    return Interruption(max(done + 1, first["step"]), first["parts"], first["ended_at"])
+
+
+def recovery(
+    failed: Interruption, launcher: processes.Process | None
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a recovery that ends now, and its parts in order."""
+    mark("repeated steps")
+    own = parts(launcher)
+    began = time.time() - sum(own.values())
+    pause = round(max(0.0, began - failed.ended_at), 2)
+    found = {**failed.parts, "pause": pause, **own}
+    return round(sum(found.values()), 2), found
 
 
 def _now() -> float:

@@ -1,0 +1,36 @@
+"""When a launch failed, was noticed to have failed, and ended: the first parts of a recovery."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from zerolm.common.run_files import RunFiles
+from zerolm.watchdog.progress import Heartbeat
+
+
+def downtime(
+    files: RunFiles, heartbeats: Iterable[Heartbeat], launcher_ended: float, ended: float
+) -> dict[str, Any]:
+    """Return the parts of the event `attempt_failed`; {} if no rank had connected.
+
+    A rank that waits for a dead one makes no progress, so the last progress of any rank is when the
+    fault began. Noticed is when a rank published its verdict, or else the end of the launcher.
+
+    Args:
+        heartbeats: of the launch, the last of each rank.
+        launcher_ended, ended: when the launcher was seen to have ended, and then the last process;
+            on the clock of `time.time`, as the times of files are.
+    """
+    progressed, noticed = [], launcher_ended
+    for beat in heartbeats:
+        with contextlib.suppress(OSError):
+            written = files.heartbeat(beat["rank"]).stat().st_mtime
+            progressed.append(written - beat["quiet_seconds"])
+        with contextlib.suppress(OSError):
+            verdict = files.verdict(str(beat["token"])).stat().st_mtime
+            noticed = min(noticed, verdict)
+    if not progressed:
+        return {}
+    parts = {"noticed": noticed - max(progressed), "ended": ended - noticed}
+    shown = {name: round(max(0.0, seconds), 2) for name, seconds in parts.items()}
+    return {"parts": shown, "ended_at": round(ended, 2)}

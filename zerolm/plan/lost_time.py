@@ -1,0 +1,130 @@
+"""The share of the time that a run loses: to saves, to steps that are repeated, and to restarts.
+
+Expected by a formula, for `launch plan` and for a day with a fault an hour; and measured from the
+events of a run, for its report and `status`. Reads events only, no configuration.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+HOUR = 3600.0
+REPEATED = "repeated steps"  # the part of a recovery, as in zerolm/watchdog/startup.py
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Shares of the time, each from 0 to 1."""
+
+    saves: float
+    repeated: float
+    restarts: float
+
+    @property
+    def total(self) -> float:
+        return min(1.0, self.saves + self.repeated + self.restarts)
+
+    def __str__(self) -> str:
+        return (
+            f"{1 - self.total:.1%} effective; lost to saves {self.saves:.2%}, repeated steps "
+            f"{self.repeated:.2%}, restarts {self.restarts:.2%}"
+        )
+
+
+def expected(
+    mean_seconds: float,
+    interval_seconds: float,
+    stall_seconds: float,
+    write_seconds: float,
+    restart_seconds: float,
+) -> Lost:
+    """Return the expected losses.
+
+    Args:
+        mean_seconds: mean time between two faults.
+        interval_seconds: between checkpoints; half of it is repeated on average.
+        stall_seconds: for which training waits for a checkpoint.
+        write_seconds: until it is complete; what is trained meanwhile is lost with it.
+        restart_seconds: from a fault until training resumes, without repeated steps.
+
+    Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
+    dumps, to first order.
+    """
+    return Lost(
+        saves=min(1.0, stall_seconds / interval_seconds),
+        repeated=min(1.0, (interval_seconds + write_seconds) / 2 / mean_seconds),
+        restarts=min(1.0, restart_seconds / mean_seconds),
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the events of a run say about its losses.
+
+    Attributes:
+        faults: number of recoveries.
+        restart_seconds: of each recovery, without repeated steps.
+        repeated_seconds: sum over all recoveries.
+        stall_seconds, write_seconds: of each checkpoint: training was paused; until complete.
+        checkpoint_steps: steps between two checkpoints, the usual number; 0 if unknown.
+    """
+
+    faults: int
+    restart_seconds: Sequence[float]
+    repeated_seconds: float
+    stall_seconds: Sequence[float]
+    write_seconds: Sequence[float]
+    checkpoint_steps: float
+
+    def lost(self, trained_seconds: float) -> Lost:
+        """Return the losses so far, as shares of training, saves, repeated steps and recoveries."""
+        saves, restarts = sum(self.stall_seconds), sum(self.restart_seconds)
+        total = max(1e-9, trained_seconds + saves + restarts + self.repeated_seconds)
+        return Lost(saves / total, self.repeated_seconds / total, restarts / total)
+
+    def lost_hourly(self, step_seconds: float) -> Lost | None:
+        """Return the expected losses with a fault an hour; None before a recovery and two saves."""
+        interval = self.checkpoint_steps * step_seconds
+        if not self.restart_seconds or not interval:
+            return None
+        stall, write = median(self.stall_seconds), median(self.write_seconds)
+        return expected(HOUR, interval, stall, write, median(self.restart_seconds))
+
+
+def measured(events: Iterable[Event]) -> Measured:
+    """Return what the events of a run say; events with unexpected values count as absent."""
+    rows = list(events)
+    recoveries = [row for row in rows if row["event"] == "recovered" and _are_parts(row)]
+    saves = [
+        row
+        for row in rows
+        if row["event"] == "checkpoint"
+        and _are_numbers(row.get("copy_seconds"), row.get("seconds"))
+    ]
+    gaps = [after["step"] - before["step"] for before, after in pairwise(saves)]
+    gaps = [gap for gap in gaps if gap > 0]
+    repeated = [row["parts"].get(REPEATED, 0.0) for row in recoveries]
+    return Measured(
+        faults=len(recoveries),
+        restart_seconds=[
+            max(0.0, sum(row["parts"].values()) - again)
+            for row, again in zip(recoveries, repeated, strict=True)
+        ],
+        repeated_seconds=sum(repeated),
+        stall_seconds=[row["copy_seconds"] for row in saves],
+        write_seconds=[row["seconds"] for row in saves],
+        checkpoint_steps=median(gaps) if gaps else 0,
+    )
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, (int, float)) and value >= 0 for value in values)
+
+
+def _are_parts(row: Event) -> bool:
+    parts = row.get("parts")
+    return isinstance(parts, Mapping) and _are_numbers(*parts.values())
