@@ -31,6 +31,8 @@ def downtime(
             noticed = min(noticed, verdict)
     if not progressed:
         return {}
-    parts = {"noticed": noticed - max(progressed), "ended": ended - noticed}
+    # A stopped rank goes on for a moment when it is asked for its stacks.
+    began = max((at for at in progressed if at <= noticed), default=noticed)
+    parts = {"noticed": noticed - began, "ended": ended - noticed}
     shown = {name: round(max(0.0, seconds), 2) for name, seconds in parts.items()}
     return {"parts": shown, "ended_at": round(ended, 2)}

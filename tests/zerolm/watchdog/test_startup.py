@@ -73,4 +73,6 @@ def test_the_fault_is_the_last_progress_of_any_rank(tmp_path) -> None:
     os.utime(files.verdict("1"), (now - 3, now - 3))
     found = downtime(files, beats, now + 1, now + 2)
     assert found == {"parts": {"noticed": 1.0, "ended": 5.0}, "ended_at": round(now + 2, 2)}
+    os.utime(files.heartbeat(1), (now, now))  # was stopped, and continued for its stacks
+    assert downtime(files, beats, now + 1, now + 2)["parts"] == {"noticed": 1.0, "ended": 5.0}
     assert downtime(files, [], now + 1, now + 2) == {}
