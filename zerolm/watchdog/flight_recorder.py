@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,16 @@ def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]
         ({group: its collectives}, the last calls, oldest first); empty if torch cannot say. A group
         is called by its name and its first rank, which together are the same on all of its ranks.
     """
-    torch = sys.modules.get("torch")
     groups: dict[str, Group] = {}
     calls: list[Call] = []
-    if torch is None or not torch.distributed.is_initialized():
-        return groups, calls
     names: dict[str, str] = {}
-    with contextlib.suppress(Exception):  # private to torch, and not every backend counts
-        world = torch.distributed.distributed_c10d._world
-        for group in list(world.pg_map):
-            ranks = world.pg_group_ranks[group]
-            if len(ranks) > 1:
-                name = names[world.pg_names[group]] = f"{world.pg_names[group]}/{min(ranks)}"
-                entered = group._get_sequence_number_for_group()
+    for process_group, ranks in _members().items():
+        if len(ranks) > 1:
+            name = f"{process_group.group_name}/{ranks[0]}"
+            with contextlib.suppress(RuntimeError):  # not every backend counts
+                entered = process_group._get_sequence_number_for_group()
                 groups[name] = Group(entered=entered, finished=None, started=None)
+                names[process_group.group_name] = name
     for entry in _entries() if with_calls else []:
         name = names.get(entry["process_group"][0], "")
         if not name or entry["is_p2p"]:
@@ -61,7 +58,7 @@ def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]
         done = entry["retired"] or entry["state"] == "completed"
         if done and group["finished"] == number - 1:
             group["finished"] = number
-        if entry["state"] in ("started", "completed"):  # known for NCCL, if it measures times
+        if entry["time_discovered_started_ns"]:  # known for NCCL, if it measures times
             group["started"] = number
     return groups, calls[-MAX_CALLS:]
 
@@ -76,14 +73,18 @@ def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> 
     if token is None:
         return
     prefix = files.flight_recorder(token)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # the rank exits after this, whatever happens
         for path in files.flight_recorders() if remove_others else []:
             if not path.name.startswith(prefix.name):
                 path.unlink(missing_ok=True)
         for recorder in _recorders("_dump_nccl_trace", "_dump_fr_trace"):
             content = recorder(includeCollectives=True, includeStackTraces=True, onlyActive=False)
             if b"collective_seq_id" in content:
-                prefix.with_name(f"{prefix.name}{rank}").write_bytes(content)
+                trace = pickle.loads(content)
+                for group, ranks in _members().items():  # which Gloo does not record
+                    known = {"name": group.group_name, "desc": group.group_desc}
+                    trace["pg_config"].setdefault(group.group_name, known | {"ranks": str(ranks)})
+                prefix.with_name(f"{prefix.name}{rank}").write_bytes(pickle.dumps(trace))
                 return
 
 
@@ -94,6 +95,17 @@ def write_to(prefix: Path) -> None:
     """
     if not any(name in os.environ for name in FILE_VARIABLES):
         os.environ[FILE_VARIABLES[0]] = str(prefix)
+
+
+def _members() -> dict[Any, list[int]]:
+    """Return {process group: its ranks, sorted} of the groups that this rank is in."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_initialized():
+        return {}
+    with contextlib.suppress(Exception):  # private to torch, and groups may be created meanwhile
+        world = torch.distributed.distributed_c10d._world
+        return {group: sorted(world.pg_group_ranks[group]) for group in list(world.pg_map)}
+    return {}
 
 
 def _recorders(*names: str) -> list[Any]:

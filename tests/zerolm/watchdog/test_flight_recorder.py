@@ -8,6 +8,10 @@ import os
 import pickle
 import subprocess
 import sys
+from unittest.mock import Mock
+
+import pytest
+from torch.distributed.flight_recorder import fr_trace
 
 from tests.launching import ROOT, environment
 from zerolm.watchdog import flight_recorder
@@ -26,26 +30,28 @@ pair = dist.new_group([0, 1])
 dist.all_reduce(torch.ones(3, 4))
 dist.barrier()
 dist.all_reduce(torch.ones(5), group=pair)
+files = RunFiles(folder)
+files.ranks.mkdir(exist_ok=True)
 if rank == 0:
     waiting = [dist.broadcast(torch.ones(7), 0, async_op=True)]
     waiting += [dist.all_gather([torch.empty(2)] * 2, torch.ones(2), async_op=True)]
     time.sleep(0.5)
     found = [*flight_recorder.collectives(), *flight_recorder.collectives(with_calls=True)]
-    files = RunFiles(folder)
-    files.ranks.mkdir()
-    for name in ("earlier-0", "now-1"): (files.ranks / f"flight-recorder-{name}").touch()
+    (files.ranks / "flight-recorder-earlier-0").touch()
     flight_recorder.keep(files, "now", 0, remove_others=True)
     start = time.process_time()
     for _ in range(1000): flight_recorder.collectives()
     found.append((time.process_time() - start) / 1000)
     (folder / "found.tmp").write_text(json.dumps(found))
     (folder / "found.tmp").rename(folder / "found")
+else:
+    flight_recorder.keep(files, "now", 1, remove_others=False)
 while not (folder / "found").exists(): time.sleep(0.05)
 os._exit(0)
 """
 
 
-def test_entered_and_finished_collectives_of_each_group_are_known(tmp_path) -> None:
+def test_entered_and_finished_collectives_of_each_group_are_known(tmp_path, caplog) -> None:
     subprocess.run(
         [sys.executable, "-c", RANKS, str(tmp_path)], cwd=ROOT, timeout=60, check=True,
         env=environment(GLOO_SOCKET_IFNAME="lo"),
@@ -69,6 +75,9 @@ def test_entered_and_finished_collectives_of_each_group_are_known(tmp_path) -> N
     names = [entry["profiling_name"] for entry in trace["entries"]]
     assert names[0] == "gloo:all_reduce" and len(names) == 5
     assert any(frame["filename"] == "<string>" for frame in trace["entries"][0]["frames"])
+    with caplog.at_level("INFO"):
+        fr_trace.main(["--prefix", "flight-recorder-now-", str(tmp_path / "ranks")])
+    assert "Not all ranks joining collective" in caplog.text and "broadcast" in caplog.text
 
 
 def test_torch_is_told_where_to_write_unless_the_user_has(tmp_path, monkeypatch) -> None:
@@ -81,13 +90,35 @@ def test_torch_is_told_where_to_write_unless_the_user_has(tmp_path, monkeypatch)
     assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
 
 
-def test_calls_of_nccl_are_described_like_those_of_gloo() -> None:
-    """An entry as torch 2.13 documents it; NCCL itself needs a GPU."""
-    entry = {"profiling_name": "nccl:_all_gather_base", "input_sizes": [[3, 4]],
-             "input_dtypes": ["BFloat16"]}  # fmt: skip
-    assert flight_recorder.describe(entry) == "_all_gather_base of 12 BFloat16"
-    uneven = entry | {"profiling_name": "nccl:all_to_all"}
-    assert flight_recorder.describe(uneven) == "all_to_all", "ranks may send different sizes"
-    assert flight_recorder.describe(entry | {"profiling_name": "nccl:gather"}) == "gather"
-    coalesced = {"profiling_name": "nccl:coalesced", "input_sizes": [], "input_dtypes": []}
-    assert flight_recorder.describe(coalesced) == "coalesced"
+def nccl(number: int, kind: str, state: str, started: int = 0, **more: object) -> dict:
+    """Return an entry as torch 2.11 and 2.13 document it; NCCL itself needs a GPU."""
+    return {
+        "process_group": ["0", "default_pg"], "is_p2p": False, "collective_seq_id": number,
+        "profiling_name": f"nccl:{kind}", "input_sizes": [[3, 4]], "input_dtypes": ["BFloat16"],
+        "state": state, "retired": state == "completed", "time_discovered_started_ns": started,
+        "time_created_ns": number, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("timing", [0, 1])
+def test_calls_of_nccl_are_read_like_those_of_gloo(monkeypatch, timing) -> None:
+    entries = [
+        nccl(7, "_all_gather_base", "completed", timing),
+        nccl(0, "send 0->1", "completed", is_p2p=True),
+        nccl(8, "_reduce_scatter_base", "completed", timing),
+        nccl(8, "coalesced", "completed", timing, input_sizes=[], input_dtypes=[]),
+        nccl(9, "all_reduce", "started" if timing else "scheduled", timing),
+        nccl(10, "all_to_all", "scheduled"),
+    ]
+    group = Mock(group_name="0")
+    group._get_sequence_number_for_group.return_value = 10
+    monkeypatch.setattr(flight_recorder, "_members", lambda: {group: [0, 1, 2, 3]})
+    monkeypatch.setattr(flight_recorder, "_entries", lambda: entries)
+    groups, calls = flight_recorder.collectives(with_calls=True)
+    assert groups == {"0/0": {"entered": 10, "finished": 8, "started": 9 if timing else None}}
+    assert calls == [
+        ("0/0", 7, "_all_gather_base of 12 BFloat16"),
+        ("0/0", 8, "_reduce_scatter_base of 12 BFloat16, coalesced"),
+        ("0/0", 9, "all_reduce of 12 BFloat16"),
+        ("0/0", 10, "all_to_all"),  # ranks may send different sizes
+    ]
