@@ -136,6 +136,8 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
                 continue
             if run.due(run.settings.checkpoint_interval):
                 run.save()
+            else:
+                run.copy_to_memory()
             run.uploads.tick()
             run.html_report.tick()
             # A requested stop leaves the evaluation to the resume, so that the run stops sooner.

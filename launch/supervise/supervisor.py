@@ -25,6 +25,7 @@ from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
 from launch.supervise.spare import Spare
 from launch.supervise.spare_process import Forked
+from zerolm.checkpoint import memory
 from zerolm.common import jsonl, processes
 from zerolm.common.errors import (
     EXIT_BUG,
@@ -81,6 +82,7 @@ class Supervisor:
         self.html_report: Child | None = None  # writes the HTML report after the last failure
         self.signals_before_report = 0
         self.started = time.monotonic()
+        self.keeps_failing = False
         self.created_run_dir = not self.run_dir.exists()
         self.lock = _lock_run_directory(self.run_dir)
 
@@ -102,6 +104,8 @@ class Supervisor:
             self._guarded("finish the HTML report", self._end_report, seconds)
             self._guarded("end the spare process", self.spare.end)
             self._guarded("release its lock", self.lock.release)
+            if code in (EXIT_DONE, EXIT_GAVE_UP) or self.keeps_failing:
+                self._guarded("remove copies in memory", memory.remove_copies, self.run_dir)
             if self.created_run_dir:
                 self._guarded("remove the unused run directory", self._remove_unused_run_dir)
         if code == EXIT_STOPPED and self.stop_reason != "SIGINT":
@@ -140,6 +144,7 @@ class Supervisor:
                 return EXIT_BUG
             diagnosis = self.restarts.add_failure(outcome)
             if diagnosis is not None:
+                self.keeps_failing = True
                 self.log(diagnosis)
                 self._event("supervisor_stopped", outcome, reason=diagnosis)
                 return EXIT_REFUSED if outcome.exit_code == EXIT_REFUSED else EXIT_BUG

@@ -10,13 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint.checksums import share
-from zerolm.checkpoint.directory import Checkpoint, candidates, read, set_aside, verify_files
+from zerolm.checkpoint.checksums import Piece, piece_problem, share
+from zerolm.checkpoint.directory import (
+    Checkpoint,
+    candidates,
+    published_checkpoints,
+    read,
+    set_aside,
+    verify_files,
+)
+from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.checkpoint.safe_load import pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
 from zerolm.common.files import wait_until_visible
 from zerolm.common.run_files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
-from zerolm.distributed.collectives import broadcast_object, gather_objects, require_on_all_ranks
+from zerolm.distributed.collectives import (
+    barrier,
+    broadcast_object,
+    gather_objects,
+    require_on_all_ranks,
+)
 from zerolm.ds_config import topology
 from zerolm.plan.plan import Plan
 
@@ -75,6 +88,40 @@ def newest_complete(
         last = f"{run_dir}: no complete checkpoint is left. Restore one. Nothing was deleted."
         raise CheckpointError([*lines, last])
     return None, []
+
+
+def newest_copy(
+    copies: MemoryCopies, run_dir: Path, usable: Callable[[Checkpoint], bool]
+) -> tuple[Checkpoint | None, list[str]]:
+    """Find the newest step that all ranks have in memory, newer than the checkpoints on disk.
+
+    The other copies are removed. Every rank must call.
+
+    Args:
+        usable: whether this run can resume from a copy.
+
+    Returns:
+        This rank's part of the step, None if there is no such step or it is damaged; and the
+        damage.
+    """
+    parts = {step: part for step, part in copies.found().items() if usable(part)}
+    published = published_checkpoints(RunFiles(run_dir).checkpoints) if copies.rank == 0 else []
+    newest = checkpoint_step(published[-1].name) if published else 0
+    newest = broadcast_object(newest)
+    common = set.intersection(*map(set, gather_objects(list(parts))))
+    step = max((each for each in common if each > newest), default=None)
+    found = []
+    if step is not None:
+        part = parts[step]
+        for entry in part.manifest["files"]:
+            found.append(piece_problem(part.directory / entry["file"], Piece(entry, None)))
+    problems = [line for lines in gather_objects(found) for line in lines if line is not None]
+    if problems:
+        step = None
+    if copies.leads:
+        copies.keep_only(step)
+    barrier()
+    return (None if step is None else parts[step]), problems
 
 
 def _rename_damaged(damage: list[DamagedCheckpoint], rank: int) -> list[DamagedCheckpoint]:

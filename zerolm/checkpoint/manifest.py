@@ -97,6 +97,7 @@ class Manifest(_Required, total=False):
     cut: dict[str, Any]
     order: dict[str, Any]
     probe: _Probe | None
+    plan: str  # of a copy in memory: `Plan.fingerprint` of the run that made it
 
 
 class _Header(TypedDict):

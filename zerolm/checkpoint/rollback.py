@@ -103,18 +103,22 @@ def apply_recorded(run_dir: Path) -> None:
             progress = read(directory).progress
         except CheckpointError:  # damaged: reported when the run resumes
             continue
-        stale = [
-            entry
-            for entry in rollbacks
-            if entry["number"] > progress.rollbacks and entry["to_step"] < progress.step
-        ]
-        if stale:
+        if stale := undone_by(progress, rollbacks):
             fault_point("rollback.aside", progress.step)
             set_aside(directory, f"{ROLLED_BACK}{stale[0]['number']:04d}-")
     left = published_checkpoints(checkpoints)
     if left:
         with contextlib.suppress(OSError):  # the next checkpoint reports it
             point_to(left[-1])
+
+
+def undone_by(progress: Progress, rollbacks: list[Rollback]) -> list[Rollback]:
+    """Return the rollbacks that have undone the step of a checkpoint since it was saved."""
+    return [
+        entry
+        for entry in rollbacks
+        if entry["number"] > progress.rollbacks and entry["to_step"] < progress.step
+    ]
 
 
 def remove_older(run_dir: Path, number: int) -> None:

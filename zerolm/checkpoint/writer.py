@@ -14,75 +14,31 @@ states on NVMe. Must not depend on the training loop or on logs.
 """
 
 import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerolm.checkpoint.checksums import XXH3, checksum_file
 from zerolm.checkpoint.directory import publish
-from zerolm.checkpoint.file_writer import Cancelled, verify_written, write_hashed
+from zerolm.checkpoint.file_writer import Cancelled
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
+from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
+from zerolm.checkpoint.save_job import Job, Outcome, write_files, write_to_memory
 from zerolm.checkpoint.snapshot import CapturingEngine, HostCopy
 from zerolm.common.faults import fault_point
-from zerolm.common.files import sync_directory, sync_file
 from zerolm.common.run_files import TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.values import shown_bytes
 from zerolm.distributed.collectives import broadcast_object, gather_objects, gather_on_rank0
 
 # If all cores are busy, a thread of this niceness gets about 5% of one (CFS weights).
 WRITER_NICENESS = 13
-# Files that only the rank which writes them reads, on the same topology. DeepSpeed's names.
-OWN_FILE = re.compile(r"(bf16_)?zero_pp_rank_|offloaded_tensors/")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of saving a checkpoint, the same on every rank.
-
-    Attributes:
-        name: of its directory.
-        progress: of the run at its step.
-        error: why it was not published; None if it was.
-        problems: what could not be tidied up; known on rank 0 only.
-        copy_seconds: how long training waited for the copy.
-        seconds: from the start of the copy to the end.
-    """
-
-    name: str
-    progress: Progress
-    error: str | None
-    problems: list[str]
-    copy_seconds: float
-    seconds: float
-
-
-@dataclass
-class _Job:
-    """A checkpoint in progress. Threads only set `entries`, `published`, `problems` and `error`."""
-
-    temporary: Path
-    progress: Progress
-    manifest: dict[str, Any]
-    best: frozenset[str]
-    files: list[tuple[Path, Any]] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
-    copy_seconds: float = 0.0
-    entries: list[dict[str, Any]] | None = None
-    publishing: bool = False
-    published: bool = False
-    problems: list[str] = field(default_factory=list)
-    retired: list[Path] = field(default_factory=list)
-    error: str | None = None
-    cancelled: bool = False
-    thread: threading.Thread | None = None
 
 
 class CheckpointWriter:
@@ -102,7 +58,7 @@ class CheckpointWriter:
         self.checkpoints = RunFiles(run_dir).checkpoints
         self.rank, self.world_size = engine.global_rank, engine.world_size
         self._host_copy = HostCopy()
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._deletion: threading.Thread | None = None
         engine.checkpoint_engine = CapturingEngine(engine.checkpoint_engine, self._capture)
         engine._copy_recovery_script = lambda path: None  # `_other_files` copies zero_to_fp32.py
@@ -111,6 +67,11 @@ class CheckpointWriter:
     def busy(self) -> bool:
         """Whether a checkpoint is in progress."""
         return self._job is not None
+
+    @property
+    def copying_to_memory(self) -> bool:
+        """Whether a copy in memory is in progress."""
+        return self._job is not None and self._job.copies is not None
 
     @property
     def step(self) -> int | None:
@@ -133,21 +94,10 @@ class CheckpointWriter:
         Returns:
             The time that it took, in seconds.
         """
-        assert self._job is None, "finish() the previous checkpoint first"
-        started = time.perf_counter()
-        name = checkpoint_name(progress.step)
         fault_point("checkpoint.begin", progress.step)
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "progress": asdict(progress),
-            "world_size": self.world_size,
-            "zero_stage": self.engine.zero_optimization_stage(),
-            **facts,
-        }
-        temporary = self.checkpoints / (TEMPORARY + name)
-        job = self._job = _Job(temporary, Progress(**asdict(progress)), manifest, frozenset(best))
-        self._finish_deletion()
+        temporary = self.checkpoints / (TEMPORARY + checkpoint_name(progress.step))
+        job = self._begin(temporary, progress, facts)
+        job.best = frozenset(best)
         if self.rank == 0:
             try:
                 self.checkpoints.mkdir(exist_ok=True)
@@ -155,16 +105,8 @@ class CheckpointWriter:
                 temporary.mkdir()
             except OSError as error:
                 job.error = str(error)
-        self._host_copy.reset()
-        try:
-            # Starts with a barrier, so no rank writes before unfinished checkpoints are removed.
-            self.engine.save_checkpoint(
-                str(self.checkpoints), tag=temporary.name, save_latest=False
-            )
-        except OSError as error:  # DeepSpeed itself copies the files of states on NVMe
-            job.error = str(error)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        # Starts with a barrier, so no rank writes before unfinished checkpoints are removed.
+        self._take_state(job)
         free = None
         if self.rank == 0:
             try:
@@ -176,9 +118,58 @@ class CheckpointWriter:
         if free is not None and needed > free and job.error is None:
             job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(free)}"
         fault_point("checkpoint.snapshot", progress.step)
-        self._start(self._write)
-        job.copy_seconds = time.perf_counter() - started
+        self._start(partial(write_files, rank=self.rank, read_back=self.read_back))
+        job.copy_seconds = time.perf_counter() - job.started
         return job.copy_seconds
+
+    def copy_to_memory(self, progress: Progress, copies: MemoryCopies, **facts: Any) -> float:
+        """Copy the state, and start to write it to the memory of the hosts, beside checkpoints.
+
+        Every rank must call; no checkpoint may be in progress.
+
+        Args:
+            copies: of this rank.
+            facts: as in `save`.
+
+        Returns:
+            The time that it took, in seconds.
+        """
+        job = self._begin(copies.step_directory(progress.step), progress, facts)
+        job.copies = copies
+        saves_model = self.engine.save_non_zero_checkpoint
+        self.engine.save_non_zero_checkpoint = saves_model or copies.leads
+        self._take_state(job)
+        self.engine.save_non_zero_checkpoint = saves_model
+        self._start(partial(write_to_memory, rank=self.rank))
+        job.copy_seconds = time.perf_counter() - job.started
+        return job.copy_seconds
+
+    def _begin(self, directory: Path, progress: Progress, facts: dict[str, Any]) -> Job:
+        assert self._job is None, "finish() the previous checkpoint first"
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "progress": asdict(progress),
+            "world_size": self.world_size,
+            "zero_stage": self.engine.zero_optimization_stage(),
+            **facts,
+        }
+        self._job = Job(directory, Progress(**asdict(progress)), manifest, frozenset())
+        self._finish_deletion()
+        return self._job
+
+    def _take_state(self, job: Job) -> None:
+        """Let DeepSpeed pass its state to `_capture`."""
+        self._host_copy.reset()
+        directory = job.temporary
+        try:
+            self.engine.save_checkpoint(
+                str(directory.parent), tag=directory.name, save_latest=False
+            )
+        except OSError as error:  # DeepSpeed itself copies the files of states on NVMe
+            job.error = str(error)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def _capture(self, state: Any, path: str) -> None:
         assert self._job is not None
@@ -209,6 +200,8 @@ class CheckpointWriter:
         if failed:
             return self._abort()
         if written == self.world_size and not self._job.publishing:
+            if self._job.copies is not None:
+                return self._end(None)
             self._start_publishing()
         return self._end(None) if published else None
 
@@ -217,7 +210,7 @@ class CheckpointWriter:
         job = self._job
         if job is None:
             return None
-        for stage in ("write", "publish"):
+        for stage in ("write", "publish") if job.copies is None else ("write",):
             if stage == "publish" and not job.publishing:
                 self._start_publishing()
             assert job.thread is not None
@@ -245,7 +238,10 @@ class CheckpointWriter:
         job.cancelled = True
         job.thread.join()
         errors = gather_objects(job.error)  # also a barrier: all ranks have stopped writing
-        if self.rank == 0:
+        if job.copies is not None:
+            if job.copies.leads:
+                shutil.rmtree(job.temporary, ignore_errors=True)
+        elif self.rank == 0:
             shutil.rmtree(job.temporary, ignore_errors=True)
         lines = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
         return self._end("; ".join(lines))
@@ -254,18 +250,24 @@ class CheckpointWriter:
         job = self._job
         assert job is not None
         self._job = None
-        if error is None:
-            self._start_deletion(broadcast_object(job.retired), job.entries or [])
+        if error is None and job.copies is None:
+            names = [entry["file"] for entry in job.entries or []]
+            retired = broadcast_object(job.retired)
+            self._start_deletion(delete_own, retired, names)
+        elif error is None and job.copies is not None:
+            fault_point("memory.remove", job.progress.step)
+            self._start_deletion(job.copies.remove_older, job.progress.step)
         seconds = time.perf_counter() - job.started
         name = checkpoint_name(job.progress.step)
-        return Outcome(name, job.progress, error, job.problems, job.copy_seconds, seconds)
+        return Outcome(
+            name, job.progress, error, job.problems, job.copy_seconds, seconds,
+            job.copies is not None,
+        )  # fmt: skip
 
-    def _start_deletion(self, retired: list[Path], entries: list[dict[str, Any]]) -> None:
-        """Delete this rank's files of retired checkpoints, named as those it has just written."""
-        names = [entry["file"] for entry in entries]
-        if retired:
-            self._deletion = threading.Thread(target=delete_own, args=(retired, names), daemon=True)
-            self._deletion.start()
+    def _start_deletion(self, delete: Callable[..., None], *arguments: Any) -> None:
+        """Delete this rank's files of older checkpoints or copies, in the background."""
+        self._deletion = threading.Thread(target=delete, args=arguments, daemon=True)
+        self._deletion.start()
 
     def _finish_deletion(self) -> None:
         if self._deletion is not None:
@@ -274,7 +276,7 @@ class CheckpointWriter:
 
     # ---- Run in a thread
 
-    def _start(self, work: Callable[[_Job], None]) -> None:
+    def _start(self, work: Callable[[Job], None]) -> None:
         job = self._job
         assert job is not None
 
@@ -291,42 +293,7 @@ class CheckpointWriter:
         job.thread = threading.Thread(target=run, name="checkpoint writer", daemon=True)
         job.thread.start()
 
-    def _write(self, job: _Job) -> None:
-        step, entries = job.progress.step, []
-        while job.files:
-            path, state = job.files.pop(0)
-            fault_point("checkpoint.write", step)
-            entry = write_hashed(path, state, lambda: job.cancelled)
-            entries.append({"file": str(path.relative_to(job.temporary)), **entry})
-            del state
-        entries += [_hash_file(path, job.temporary) for path in self._other_files(job)]
-        for entry in entries:
-            if self.read_back:
-                verify_written(job.temporary / entry["file"], entry)
-            if OWN_FILE.match(entry["file"]):
-                entry["rank"] = self.rank
-        # `publish` syncs the checkpoint's own directory, after all ranks have written.
-        for directory in {(job.temporary / entry["file"]).parent for entry in entries}:
-            if directory != job.temporary:
-                sync_directory(directory)
-        fault_point("checkpoint.written", step)
-        job.entries = entries
-
-    def _other_files(self, job: _Job) -> list[Path]:
-        """Return this rank's files that were not captured: NVMe states and zero_to_fp32.py."""
-        files = []
-        swapped = job.temporary / "offloaded_tensors" / f"rank{self.rank}"
-        if swapped.is_dir():
-            files = [path for path in sorted(swapped.rglob("*")) if path.is_file()]
-        if self.rank == 0:
-            from deepspeed.utils import zero_to_fp32
-
-            script = job.temporary / "zero_to_fp32.py"
-            shutil.copyfile(zero_to_fp32.__file__, script)
-            files.append(script)
-        return files
-
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, job: Job) -> None:
         final = publish(job.temporary, job.manifest)
         try:
             job.retired, problems = rotate(final, self.retention, job.best)
@@ -334,12 +301,3 @@ class CheckpointWriter:
         except Exception as error:  # the checkpoint exists, so it has not failed
             job.problems.append(f"{final.parent}: {error or repr(error)}")
         job.published = True
-
-
-def _hash_file(path: Path, directory: Path) -> dict[str, Any]:
-    sync_file(path)
-    return {
-        "file": str(path.relative_to(directory)),
-        "size_bytes": path.stat().st_size,
-        XXH3: checksum_file(path).digest,
-    }

@@ -203,6 +203,9 @@ _KINDS: tuple[EventKind, ...] = (
     EventKind("checkpoint_problem", "notable",
         "`problem` beside a checkpoint that was published: an old one could not be removed, or "
         "`latest` could not be written; logged once"),
+    EventKind("memory_copy_failed", "notable",
+        "`error` of each rank that could not copy its states to memory "
+        "(`--memory_checkpoint_interval`); logged once"),
     EventKind("checkpoint_stall", "notable", "training was paused for long", _stalled,
         written=False),
     EventKind("damaged", "bad",

@@ -307,6 +307,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Checkpoints": (
         Metric("checkpoint/stall_seconds", "s", CHECKPOINTS,
             "how long training was paused for a checkpoint"),
+        Metric("checkpoint/memory_seconds", "s", CHECKPOINTS,
+            "how long training was paused to copy the states for `--memory_checkpoint_interval`"),
         Metric("checkpoint/copy_seconds", "s", CHECKPOINTS,
             "part of the pause spent copying states to host memory"),
         Metric("checkpoint/wait_seconds", "s", CHECKPOINTS,

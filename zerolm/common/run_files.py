@@ -42,6 +42,7 @@ class RunFiles:
         self.rollbacks = run_dir / "rollbacks.json"
         self.report = run_dir / "report.html"
         self.lock = run_dir / "lock"
+        self.memory = run_dir / "memory.json"  # the token of the copies in its hosts' memory
         # Written by the supervisor
         self.supervisor = run_dir / "supervisor"  # its lock, with its host and pid
         self.hostfile = run_dir / "hosts"

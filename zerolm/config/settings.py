@@ -360,6 +360,14 @@ class Settings:
     checkpoint_interval: int | None = _count(
         "run", "optimizer steps between checkpoints (default: from the number of steps)", "STEPS"
     )
+    memory_checkpoint_interval: int = _count(
+        "run",
+        "also copy the states into the memory of each host (/dev/shm) at this interval, from where "
+        "the same command resumes after the run was killed; 0: never (default: 0)",
+        "STEPS",
+        minimum=0,
+        default=0,
+    )
     async_checkpoint: bool = _flag(
         "run",
         "switch",

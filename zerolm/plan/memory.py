@@ -189,6 +189,15 @@ def checkpoint_bytes(shapes: Shapes, profile: Profile, *, ema: bool = False) -> 
     return degree * (total * value + states)
 
 
+def weight_file_bytes(shapes: Shapes, profile: Profile) -> int:
+    """Return the bytes of a checkpoint that all ranks load: the weights below stage 3."""
+    if profile.zero_stage == 3:
+        return 0
+    degree = profile.tensor_parallel
+    shapes, _ = shapes_of_rank(shapes, Layout(degree, tensor=degree))
+    return degree * profile.weight_bytes * sum(map(math.prod, shapes.values()))
+
+
 # -------------------------------------------------------------------------------------------------
 # Activations
 

@@ -28,7 +28,14 @@ from zerolm.model.model import Model
 from zerolm.plan import budget
 from zerolm.plan.plan import Plan
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
-from zerolm.preflight import branch, existing_run, initial_weights, inputs, model_rules
+from zerolm.preflight import (
+    branch,
+    existing_run,
+    initial_weights,
+    inputs,
+    memory_copies,
+    model_rules,
+)
 from zerolm.preflight import host as hosts
 from zerolm.preflight.host import Host
 from zerolm.preflight.inputs import Inputs
@@ -82,6 +89,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
         plan = replace(plan, token_bytes=_token_bytes(plan, found))
         found.problems += deepspeed_problems(plan.profile)
         found.problems += _profile_problems(plan)
+        memory_copies.check(plan, environment, found)
         found.problems += initial_weights.optimizer_problems(plan)
         existing = existing_run.compare(plan, environment, found, start)
     else:

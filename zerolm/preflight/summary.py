@@ -8,6 +8,7 @@ from zerolm.model.flops import TF32
 from zerolm.plan import memory
 from zerolm.plan.plan import Plan
 from zerolm.plan.rank_share import config_of_rank
+from zerolm.preflight import memory_copies
 
 
 def figures(plan: Plan) -> dict[str, str]:
@@ -50,6 +51,8 @@ def figures(plan: Plan) -> dict[str, str]:
         f"{settings.checkpoint_keep} kept",
         "checkpoint size": shown_bytes(memory.checkpoint_bytes(model.shapes, profile, ema=average)),
     }
+    if settings.memory_checkpoint_interval:
+        lines["copies in memory"] = memory_copies.figure(plan)
     if plan.initial is not None:
         taken = ", with the optimizer states" if settings.init_optimizer else ""
         lines["initial weights"] = plan.initial.describe(model.vocab_size) + taken

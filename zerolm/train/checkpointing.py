@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerolm.checkpoint.manifest import Progress
-from zerolm.checkpoint.writer import CheckpointWriter, Outcome
+from zerolm.checkpoint.memory import MemoryCopies
+from zerolm.checkpoint.save_job import Outcome
+from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import CheckpointWriteError
 from zerolm.common.run_files import checkpoint_name
 from zerolm.config.resolved import Resolved
@@ -24,6 +26,7 @@ class Checkpointing:
         settings: resolved settings.
         stop: the `StopRequest`, which records how long a save takes.
         print_rank0: prints on rank 0.
+        copies: in the memory of this host; None without `--memory_checkpoint_interval`.
 
     Attributes:
         newest: path of the newest complete checkpoint.
@@ -35,9 +38,10 @@ class Checkpointing:
         settings: Resolved,
         stop: StopRequest,
         print_rank0: Callable[..., None],
+        copies: MemoryCopies | None = None,
     ):
         self._writer, self._settings, self._stop = writer, settings, stop
-        self._print_rank0 = print_rank0
+        self._print_rank0, self._copies = print_rank0, copies
         self._consecutive_failures = 0
         self._logged_problems: set[str] = set()
         self.newest: str | None = None
@@ -74,7 +78,9 @@ class Checkpointing:
         """
         record_progress("checkpoint")
         start = time.perf_counter()
-        if self._writer.busy:
+        if self._writer.copying_to_memory:
+            self.finish(log, last=False)
+        elif self._writer.busy:
             self._print_rank0(f"step={progress.step} waits for the previous checkpoint")
             self.finish(log, last=False)
         waited = time.perf_counter() - start
@@ -87,6 +93,22 @@ class Checkpointing:
         row = {"checkpoint/stall_seconds": time.perf_counter() - start}
         row |= {"checkpoint/wait_seconds": waited, "checkpoint/copy_seconds": copied}
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
+
+    def copy_to_memory(
+        self, progress: Progress, log: Any, manifest_entries: dict[str, Any]
+    ) -> None:
+        """Copy the state to the memory of the hosts, unless a checkpoint is being written.
+
+        Every rank must call.
+        """
+        if self._copies is None or self._writer.busy:
+            return
+        record_progress("checkpoint")
+        seconds = self._writer.copy_to_memory(progress, self._copies, **manifest_entries)
+        if not self._settings.async_checkpoint:
+            self.finish(log, last=False)
+        row = {"step": progress.step, "tokens": progress.tokens}
+        log.metrics({**row, "checkpoint/memory_seconds": seconds})
 
     def advance(self, sums: Sequence[float], log: Any, *, last: bool) -> None:
         """Advance the checkpoint that is being written, after a step. Every rank must call.
@@ -112,6 +134,9 @@ class Checkpointing:
         """Log the outcome of a checkpoint; end the run after too many consecutive failures."""
         if outcome is None:
             return
+        if outcome.in_memory:
+            self._log_copy(outcome, log)
+            return
         step, name = outcome.progress.step, outcome.name
         for problem in outcome.problems:
             if problem not in self._logged_problems:
@@ -135,3 +160,11 @@ class Checkpointing:
                 f"newest complete checkpoint is {self.newest or 'none'}. Free disk space, and run "
                 f"the same command again."
             )
+
+    def _log_copy(self, outcome: Outcome, log: Any) -> None:
+        """Log a copy in memory that failed: the run goes on with the one before, or without."""
+        if outcome.error is not None and outcome.error not in self._logged_problems:
+            self._logged_problems.add(outcome.error)
+            step = outcome.progress.step
+            log.event("memory_copy_failed", step, error=outcome.error)
+            self._print_rank0(f"step={step} note: no copy in memory: {outcome.error}")

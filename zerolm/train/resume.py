@@ -4,14 +4,16 @@ Connects rollback, load, reshard and probe of zerolm/checkpoint, which do not kn
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerolm.checkpoint import load, probe, reshard, rollback
 from zerolm.checkpoint.directory import Checkpoint, read
 from zerolm.checkpoint.manifest import Progress
+from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.common.run_files import MANIFEST
-from zerolm.config.run_records import read_rollbacks
+from zerolm.config.run_records import Rollback, read_rollbacks
 from zerolm.distributed import collectives
 from zerolm.optim import parameter_groups
 from zerolm.plan.plan import Plan
@@ -27,11 +29,13 @@ class ResumePoint(NamedTuple):
         progress: of the checkpoint, with the effects of rollbacks since then.
         found: the checkpoint that was loaded into the engine; None for a new run.
         damage: newer checkpoints that are damaged, and were set aside.
+        in_memory: `found` is a copy in the memory of the hosts.
     """
 
     progress: Progress
     found: Checkpoint | None
     damage: list[load.DamagedCheckpoint]
+    in_memory: bool = False
 
 
 def load_newest(
@@ -41,8 +45,9 @@ def load_newest(
     progress: Progress,
     probe_batches: Callable[[], Any],
     print_rank0: Callable[..., None],
+    copies: MemoryCopies | None = None,
 ) -> ResumePoint:
-    """Finish interrupted rollbacks, and load the newest complete checkpoint, if any.
+    """Finish interrupted rollbacks, and load the newest complete checkpoint or copy, if any.
 
     A new run with `--init_optimizer` loads the states of its source. Every rank must call.
 
@@ -51,6 +56,7 @@ def load_newest(
         progress: of a new run.
         probe_batches: returns the micro-batches of the fixed probe batch.
         print_rank0: prints on rank 0.
+        copies: in the memory of this host; None if the run makes none.
 
     Raises:
         CheckpointError: on every rank: there are checkpoints, but the run can resume from none.
@@ -62,7 +68,17 @@ def load_newest(
         for entry in rollbacks:
             run_log.archive(run_dir, entry["number"], entry["to_step"])
         rollback.apply_recorded(run_dir)
-    found, damage = load.newest_complete(run_dir, rank, engine.world_size)
+    found: Checkpoint | None = None
+    damage: list[load.DamagedCheckpoint] = []
+    in_memory = False
+    if copies is not None:
+        usable = partial(_is_usable, plan, rollbacks)
+        found, problems = load.newest_copy(copies, run_dir, usable)
+        in_memory = found is not None
+        for problem in problems:
+            print_rank0(f"note: a copy in memory is damaged, the run resumes from disk: {problem}")
+    if found is None:
+        found, damage = load.newest_complete(run_dir, rank, engine.world_size)
     for damaged in damage:
         print_rank0(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
     if found is None:
@@ -75,7 +91,17 @@ def load_newest(
     new = run_record.data_order(plan)
     old = found.manifest.get("order", new)
     progress = rollback.with_rollbacks(found.progress, rollbacks)
-    return ResumePoint(run_record.carry_over(progress, old, new), found, damage)
+    progress = run_record.carry_over(progress, old, new)
+    return ResumePoint(progress, found, damage, in_memory)
+
+
+def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:
+    """Return whether this run continues a copy: same settings and topology, not rolled back."""
+    return (
+        copy.manifest.get("plan") == plan.fingerprint()
+        and not plan.resharded(copy.manifest)
+        and not rollback.undone_by(copy.progress, rollbacks)
+    )
 
 
 def _load(

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from zerolm.checkpoint import probe, rollback
+from zerolm.checkpoint import memory, probe, rollback
+from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, GaveUp, ZerolmError
 from zerolm.common.faults import fault_point
+from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.distributed import collectives, process_group, ulysses
 from zerolm.ds_config import topology
@@ -68,7 +70,15 @@ class Run:
         writer = CheckpointWriter(
             engine, self.run_dir, retention, read_back=self.settings.checkpoint_read_back
         )
-        self.checkpointing = Checkpointing(writer, self.settings, stop, self.print_rank0)
+        self.copies = memory.connect(
+            self.run_dir,
+            self.rank,
+            engine.checkpoint_mp_rank,
+            wanted=self.settings.memory_checkpoint_interval > 0,
+        )
+        self.checkpointing = Checkpointing(
+            writer, self.settings, stop, self.print_rank0, self.copies
+        )
         self.ema = ema.Ema(engine, self.settings.ema_tokens)
         stream_options = self.feed.stream_options(*self.layout.evaluation_shard(self.rank))
         self.token_bytes = self._agreed_token_bytes(device)
@@ -139,15 +149,19 @@ class Run:
         Returns:
             Whether there was a checkpoint.
         """
-        self.progress, found, damage = load_newest(
+        self.progress, found, damage, in_memory = load_newest(
             self.engine,
             self.plan,
             self.run_dir,
             self.progress,
             self.feed.probe_batches,
             self.print_rank0,
+            self.copies,
         )
-        if found is not None:
+        if in_memory:
+            published = published_checkpoints(RunFiles(self.run_dir).checkpoints)
+            self.checkpointing.newest = str(published[-1]) if published else None
+        elif found is not None:
             self.checkpointing.newest = str(found.directory)
         self.progress.ema_counted = self.ema.resume(self.progress.ema_counted)
         self.spike_guard.history = History(**self.progress.history)
@@ -160,7 +174,7 @@ class Run:
         self.journal.open(step)
         self.evaluations.restore(self.journal.log, step)
         resharded = self.plan.resharded(found.manifest) if found else []
-        newest = self.checkpointing.newest
+        newest = str(found.directory) if found is not None else None
         self.journal.log_start(step, newest, damage, found is not None, resharded)
         return found is not None
 
@@ -345,16 +359,34 @@ class Run:
             self.journal.log,
             last=self.finished or self.stopping,
             manifest_entries=lambda: {
-                "optimizer": topology.optimizer_kind(plan.profile),
-                "data_fingerprint": plan.data_fingerprint,
-                "precision": plan.profile.precision,
-                "cut": topology.sharding(plan.profile),
-                "order": run_record.data_order(plan),
-                "versions": self.record["versions"],
-                "model_config": self.record["model_config"],
+                **self._manifest_entries(),
                 "probe": probe.measure(self.engine, self.feed.probe_batches(), plan),
             },
         )
+
+    def copy_to_memory(self) -> None:
+        """Copy this step's state to the memory of the hosts, at `--memory_checkpoint_interval`."""
+        interval = self.settings.memory_checkpoint_interval
+        if interval and self.progress.step % interval == 0:
+            entries = {**self._manifest_entries(), "plan": self.plan.fingerprint()}
+            self.checkpointing.copy_to_memory(self.progress, self.journal.log, entries)
+
+    def _manifest_entries(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "optimizer": topology.optimizer_kind(plan.profile),
+            "data_fingerprint": plan.data_fingerprint,
+            "precision": plan.profile.precision,
+            "cut": topology.sharding(plan.profile),
+            "order": run_record.data_order(plan),
+            "versions": self.record["versions"],
+            "model_config": self.record["model_config"],
+        }
+
+    def _remove_copies(self) -> None:
+        """Remove the copies in memory of a run that has ended: its checkpoint is on disk."""
+        if self.copies is not None and self.copies.leads:
+            memory.remove_copies(self.run_dir)
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -386,6 +418,7 @@ class Run:
             log.event("stopped", step, reason=reason)
             self.print_rank0(f"stopped on request ({reason}): run the same command again to resume")
         self.journal.close("done" if self.finished else "stopped")
+        self._remove_copies()
         process_group.destroy(self.engine)
         self._finish_child_processes()  # only after the other ranks have ended
         return EXIT_DONE if self.finished else EXIT_STOPPED
@@ -394,6 +427,7 @@ class Run:
         """Log the error for which all ranks end the run, and close everything."""
         if isinstance(error, GaveUp):
             self.finish_checkpoint()
+            self._remove_copies()
         event = "gave_up" if isinstance(error, GaveUp) else "failed"
         self.journal.log.event(event, self.progress.step, reason=str(error))
         self.journal.close(event)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.launching import ROOT, write_json, write_shards
 from tests.zerolm.report.run_directories import heartbeat
+from zerolm.checkpoint import memory
 from zerolm.common import processes
 from zerolm.tracking import report_process
 
@@ -102,8 +103,11 @@ def test_a_sigbus_without_a_truncated_shard_names_shared_memory(fake_run) -> Non
 
 
 def test_three_failures_of_one_step_end_in_a_diagnosis(fake_run) -> None:
+    fake_run.run_dir.mkdir()
+    copies = memory.create_directory(fake_run.run_dir, memory.create_token(fake_run.run_dir))
     code, output = fake_run.supervise("advance crash")
     assert code == 1 and fake_run.num_starts() == 4
+    assert not copies.exists(), "of the states in memory, for a run that will not resume"
     for expected in (
         "the run has failed 3 times in step 7", "rank 3 on node7",
         "sequences of that step: 48 to 55",

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolm.checkpoint import writer as writer_module
+from zerolm.checkpoint import save_job
 from zerolm.checkpoint.directory import newest, read, verify_files
 from zerolm.checkpoint.file_writer import write_hashed
 from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
-from zerolm.checkpoint.writer import CheckpointWriter, Outcome
+from zerolm.checkpoint.save_job import Outcome
+from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common import faults
 
 NAME = "step-00000005"
@@ -124,7 +125,7 @@ def test_reading_back_finds_a_file_that_the_disk_has_changed(run_dir, monkeypatc
             file.write(b"x")
         return entry
 
-    monkeypatch.setattr(writer_module, "write_hashed", changed)
+    monkeypatch.setattr(save_job, "write_hashed", changed)
     writer = CheckpointWriter(Engine(), run_dir, Retention(last=1), read_back=True)
     assert "model.pt: reads back as" in (save(writer, 5).error or "")
     assert newest(run_dir) is None

@@ -1,0 +1,119 @@
+"""Copies in memory: whose they are, which is taken, and that none is left behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.zerolm.checkpoint.test_writer import Engine, group, run_dir
+from zerolm.checkpoint import load, memory
+from zerolm.checkpoint.manifest import Progress
+from zerolm.checkpoint.rotation import Retention
+from zerolm.checkpoint.save_job import Outcome
+from zerolm.checkpoint.writer import CheckpointWriter
+from zerolm.common import faults
+
+__all__ = ["group", "run_dir"]  # fixtures
+
+
+class MemoryEngine(Engine):
+    save_non_zero_checkpoint = False
+
+    def save_checkpoint(self, directory: str, tag: str, save_latest: bool) -> None:
+        states = {"weight": torch.arange(4.0)}
+        if self.save_non_zero_checkpoint:
+            self.checkpoint_engine.save(states, f"{directory}/{tag}/mp_rank_00_model_states.pt")
+        name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        self.checkpoint_engine.save(states, f"{directory}/{tag}/{name}")
+
+
+@pytest.fixture(autouse=True)
+def shared(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
+
+
+def connect(run_dir: Path) -> memory.MemoryCopies:
+    copies = memory.connect(run_dir, 0, 0, wanted=True)
+    assert copies is not None and copies.leads
+    return copies
+
+
+def copy(writer: CheckpointWriter, copies: memory.MemoryCopies, step: int) -> Outcome:
+    writer.copy_to_memory(Progress(step=step), copies)
+    outcome = writer.finish()
+    assert outcome is not None and outcome.in_memory
+    return outcome
+
+
+def newest(copies: memory.MemoryCopies, run_dir: Path) -> int | None:
+    found, problems = load.newest_copy(copies, run_dir, lambda part: True)
+    assert problems == []
+    return None if found is None else found.progress.step
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
+
+
+def test_the_newest_copy_is_taken_unless_a_checkpoint_on_disk_is_newer(run_dir) -> None:
+    writer, copies = CheckpointWriter(MemoryEngine(), run_dir, Retention(last=1)), connect(run_dir)
+    assert newest(copies, run_dir) is None
+    for step in (3, 6):
+        assert copy(writer, copies, step).error is None
+        assert names(copies.directory) == [f"step-{step:08d}"], "the older one is removed"
+        assert newest(connect(run_dir), run_dir) == step
+    writer.save(Progress(step=10))
+    assert writer.finish() is not None
+    assert newest(copies, run_dir) is None and names(copies.directory) == []
+
+
+@pytest.mark.parametrize("point", ["memory.write", "memory.manifest"])
+def test_a_copy_that_fails_leaves_the_one_before(run_dir, monkeypatch, point) -> None:
+    writer, copies = CheckpointWriter(MemoryEngine(), run_dir, Retention(last=1)), connect(run_dir)
+    copy(writer, copies, 3)
+    monkeypatch.setattr(faults, "_FAULTS", faults.parse_faults(f"{point}:0:6:enospc"))
+    assert "No space left" in (copy(writer, copies, 6).error or "")
+    assert names(copies.directory) == ["step-00000003"] and newest(copies, run_dir) == 3
+
+
+def test_a_damaged_copy_is_named_and_not_taken(run_dir) -> None:
+    writer, copies = CheckpointWriter(MemoryEngine(), run_dir, Retention(last=1)), connect(run_dir)
+    copy(writer, copies, 3)
+    path = copies.step_directory(3) / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = bytearray(path.read_bytes())
+    content[300] ^= 1
+    path.write_bytes(content)
+    found, (problem,) = load.newest_copy(copies, run_dir, lambda part: True)
+    assert found is None and f"{path}: XXH3" in problem and names(copies.directory) == []
+
+
+def test_copies_of_a_deleted_run_are_not_taken_by_another_at_its_path(run_dir, shared) -> None:
+    writer, copies = CheckpointWriter(MemoryEngine(), run_dir, Retention(last=1)), connect(run_dir)
+    copy(writer, copies, 3)
+    (run_dir / "memory.json").unlink()
+    other = run_dir.with_name("other")
+    (other / "checkpoints").mkdir(parents=True)
+    assert newest(connect(other), other) is None  # any start removes what nobody can resume from
+    assert names(shared / f"zerolm-{os.getuid()}") == [connect(other).directory.name]
+    assert newest(connect(run_dir), run_dir) is None
+
+
+def test_a_start_without_the_flag_and_the_end_of_a_run_leave_nothing(run_dir, shared) -> None:
+    writer, copies = CheckpointWriter(MemoryEngine(), run_dir, Retention(last=1)), connect(run_dir)
+    copy(writer, copies, 3)
+    assert memory.bytes_on_host(run_dir) > 0
+    assert memory.connect(run_dir, 0, 0, wanted=False) is None
+    assert list(shared.iterdir()) == [] and not (run_dir / "memory.json").exists()
+    connect(run_dir)
+    memory.remove_copies(run_dir)
+    assert list(shared.iterdir()) == [] and memory.bytes_on_host(run_dir) == 0
+
+
+def test_a_directory_of_another_user_is_refused(run_dir, shared) -> None:
+    memory.user_directory().mkdir(mode=0o777)
+    memory.user_directory().chmod(0o777)
+    with pytest.raises(Exception, match="writable by other users"):
+        connect(run_dir)

@@ -1,0 +1,66 @@
+"""Copies in memory: their size in the plan, and refusals where a host has no room for them."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.launching import LLAMA
+from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_inputs
+from zerolm.checkpoint import memory
+from zerolm.common import machine
+from zerolm.common.errors import Findings
+from zerolm.common.values import shown_bytes
+from zerolm.preflight import check, memory_copies
+
+FLAG = "--memory_checkpoint_interval 5"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def num_parameters() -> int:
+    hidden, heads = LLAMA["hidden_size"], LLAMA["num_attention_heads"]
+    width = hidden + hidden * LLAMA["num_key_value_heads"] // heads
+    block = 2 * hidden * width + 3 * hidden * LLAMA["intermediate_size"] + 2 * hidden
+    return 2 * LLAMA["vocab_size"] * hidden + LLAMA["num_hidden_layers"] * block + hidden
+
+
+@pytest.mark.parametrize(("profile", "shared"), [("zero2", 2), ("zero3", 0)])
+def test_the_plan_has_the_bytes_of_both_copies(base, profile, shared) -> None:
+    ds = f"--deepspeed_config {PROFILES / profile}.json"
+    plan = check.check(command(base, f"{FLAG} {ds} --check --world_size 8"), {})
+    values = num_parameters()
+    line = f"every 5 steps, /dev/shm: 2 x {shown_bytes(12 * values // 8)} per rank"
+    line += f" and 2 x {shown_bytes(shared * values)} per host" if shared else ""
+    assert plan.derived["copies in memory"] == line
+    assert "copies in memory" not in check.check(command(base), {}).derived
+
+
+def test_a_host_without_room_is_refused_with_both_sizes(base, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(memory_copies, "free_memory", lambda: 1 << 20)
+    free = machine.free_bytes
+    monkeypatch.setattr(
+        machine, "free_bytes", lambda path: 65536 if path == memory.SHARED_MEMORY else free(path)
+    )
+    (tmp, host) = refusal(base, FLAG)
+    needed = shown_bytes(2 * 14 * num_parameters())
+    for line, place in ((tmp, "/dev/shm has 64 KiB free"), (host, "memory of this host has 1 MiB")):
+        assert f"5, 2 copies of 1 rank(s) need {needed}, but {place}" in line, line
+
+
+def test_the_limit_of_a_container_counts(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(memory_copies, "CGROUP", tmp_path)
+    unlimited = memory_copies.free_memory()
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert unlimited is not None and unlimited > memory_copies.free_memory() == 600_000
+
+
+def test_states_on_nvme_are_refused(base) -> None:
+    plan = check.check(command(base, FLAG), {})
+    found = Findings([], [])
+    on_disk = replace(plan, profile=replace(plan.profile, optimizer_offload="nvme"))
+    memory_copies.check(on_disk, {}, found)
+    assert "states on NVMe cannot be copied to memory" in found.problems[0]

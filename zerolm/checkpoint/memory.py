@@ -1,0 +1,210 @@
+"""Copies of the states in the memory of the hosts, beside the checkpoints on disk.
+
+    /dev/shm/zerolm-1000/0f3a5c7e9b1d2f40-8c6e.../    of a run: its path's digest, and its token
+        run_dir                                 the path of the run directory
+        step-00000040/                          files of this host's ranks, as in a checkpoint
+            MANIFEST-00003.json                 written last by rank 3: its part is complete
+
+They survive the death of every process of a run, but no reboot. Nothing is renamed or agreed upon
+when a copy is written: at a start, the ranks take the newest step of which all have their part. A
+rank deletes its part of an older copy when all ranks have a newer one. The token is in the run
+directory, so that copies of another run that had the same path are never taken. Must not
+depend on torch, since `launch supervise` removes copies too.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypedDict
+
+from zerolm.checkpoint.directory import Checkpoint
+from zerolm.checkpoint.manifest import manifest_digest, parse_manifest
+from zerolm.common import processes
+from zerolm.common.errors import CheckpointError, RecordError
+from zerolm.common.files import encode_json, make_private, write_atomically, write_json
+from zerolm.common.records import read_record
+from zerolm.common.run_files import RunFiles, checkpoint_directories, checkpoint_name
+from zerolm.distributed import collectives
+
+SHARED_MEMORY = Path("/dev/shm")
+OWNER = "run_dir"  # the file with the path of the run directory
+KEPT = 2  # copies that exist at a time: the newest complete one, and the one being written
+
+
+class _Token(TypedDict):
+    token: str
+
+
+class MemoryCopies:
+    """One rank's part of the copies in this host's memory.
+
+    Args:
+        directory: of the run, on this host.
+        leads: this rank writes what all ranks of its host load (the weights at stages 1 and 2).
+    """
+
+    def __init__(self, directory: Path, rank: int, leads: bool):
+        self.directory, self.rank, self.leads = directory, rank, leads
+        self.manifest_name = f"MANIFEST-{rank:05d}.json"
+
+    def step_directory(self, step: int) -> Path:
+        return self.directory / checkpoint_name(step)
+
+    def publish(self, step: int, manifest: dict[str, Any]) -> None:
+        """Write the manifest of this rank's part of a step, whose files are complete."""
+        content = {**manifest, "digest": manifest_digest(manifest)}
+        path = self.step_directory(step) / self.manifest_name
+        write_atomically(path, encode_json(content), durable=False)
+
+    def found(self) -> dict[int, Checkpoint]:
+        """Return this rank's part of each step that it has completely written."""
+        parts: dict[int, Checkpoint] = {}
+        for directory in checkpoint_directories(self.directory):
+            path = directory / self.manifest_name
+            with contextlib.suppress(OSError, CheckpointError):
+                manifest = parse_manifest(path.read_bytes(), path)
+                parts[manifest["progress"]["step"]] = Checkpoint(directory, manifest)
+        return parts
+
+    def remove_part(self, step: int) -> None:
+        """Delete this rank's part of a step; the last rank of the host removes the directory."""
+        directory = self.step_directory(step)
+        path = directory / self.manifest_name
+        with contextlib.suppress(OSError, CheckpointError):
+            files = parse_manifest(path.read_bytes(), path)["files"]
+            path.unlink()
+            for entry in files:
+                (directory / entry["file"]).unlink(missing_ok=True)
+            directory.rmdir()
+
+    def remove_older(self, step: int) -> None:
+        """Delete this rank's parts of the steps before `step`."""
+        for older in [each for each in self.found() if each < step]:
+            self.remove_part(older)
+
+    def keep_only(self, step: int | None) -> None:
+        """Delete all copies on this host but that of `step`. Only one rank of a host calls."""
+        for directory in self.directory.iterdir():
+            if directory.is_dir() and (step is None or directory != self.step_directory(step)):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def connect(run_dir: Path, rank: int, tensor_rank: int, *, wanted: bool) -> MemoryCopies | None:
+    """Prepare the memory of all hosts for copies, or remove those of an earlier start.
+
+    Every rank must call.
+
+    Args:
+        tensor_rank: the part of the model that the rank has, with tensor parallelism.
+        wanted: whether this start makes copies.
+
+    Returns:
+        This rank's part, None if no copies are wanted.
+
+    Raises:
+        ConfigError: on every rank: a host cannot have the directory.
+    """
+    token = None
+    if rank == 0:
+        token = create_token(run_dir) if wanted else read_token(run_dir)
+    token = collectives.broadcast_object(token)
+    if token is None:
+        return None
+    place = processes.machine_id(), tensor_rank
+    leads = collectives.gather_objects(place).index(place) == rank
+    problem = ""
+    if leads:
+        try:
+            remove_abandoned()
+            if wanted:
+                create_directory(run_dir, token)
+            else:
+                remove_copies(run_dir)
+        except OSError as error:
+            problem = f"--memory_checkpoint_interval: {user_directory()}: {error}. Remove it."
+    collectives.require_on_all_ranks(not problem, problem)
+    return MemoryCopies(directory_of(run_dir, token), rank, leads) if wanted else None
+
+
+def user_directory() -> Path:
+    """Return this user's directory of copies; it may not exist."""
+    return SHARED_MEMORY / f"zerolm-{os.getuid()}"
+
+
+def read_token(run_dir: Path) -> str | None:
+    """Return the token of a run that has copies, None if it has none."""
+    with contextlib.suppress(RecordError):
+        record = read_record(RunFiles(run_dir).memory, _Token)
+        return None if record is None else record["token"]
+    return None
+
+
+def create_token(run_dir: Path) -> str:
+    """Return the token of a run, after writing one if it has none. Only rank 0 calls."""
+    token = read_token(run_dir)
+    if token is None:
+        token = secrets.token_hex(8)
+        write_json(RunFiles(run_dir).memory, {"token": token})
+    return token
+
+
+def directory_of(run_dir: Path, token: str) -> Path:
+    """Return the directory of a run's copies on this host; it may not exist."""
+    return user_directory() / f"{_path_digest(run_dir)}-{token}"
+
+
+def create_directory(run_dir: Path, token: str) -> Path:
+    """Create the directory of a run's copies on this host. Only one rank of a host calls.
+
+    Raises:
+        OSError: it cannot be created, or belongs to another user.
+    """
+    directory = directory_of(run_dir, token)
+    make_private(user_directory())
+    if not directory.exists():
+        temporary = directory.with_name(f".tmp-{directory.name}")
+        make_private(temporary)
+        (temporary / OWNER).write_text(os.path.realpath(run_dir))
+        os.replace(temporary, directory)
+    return directory
+
+
+def remove_abandoned() -> None:
+    """Remove the copies of runs on this host whose run directory is gone, or is of another run."""
+    for directory in _directories(lambda name: True):
+        with contextlib.suppress(OSError):
+            run_dir = Path((directory / OWNER).read_text())
+            own = directory_of(run_dir, read_token(run_dir) or "")
+            if directory.name.removeprefix(".tmp-") != own.name:  # which may be about to be created
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_copies(run_dir: Path) -> None:
+    """Remove a run's copies from this host, and its token, without which none is taken anywhere."""
+    RunFiles(run_dir).memory.unlink(missing_ok=True)
+    for directory in _directories(lambda name: name.startswith(_path_digest(run_dir))):
+        shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        user_directory().rmdir()
+
+
+def bytes_on_host(run_dir: Path) -> int:
+    """Return the size of a run's copies on this host."""
+    found = _directories(lambda name: name.startswith(_path_digest(run_dir)))
+    files = (path for directory in found for path in directory.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files)
+
+
+def _path_digest(run_dir: Path) -> str:
+    return hashlib.sha256(os.path.realpath(run_dir).encode()).hexdigest()[:16]
+
+
+def _directories(wanted: Callable[[str], bool]) -> list[Path]:
+    parent = user_directory()
+    if not parent.is_dir() or parent.is_symlink():
+        return []
+    return [path for path in parent.iterdir() if wanted(path.name) and path.is_dir()]
