@@ -109,7 +109,7 @@ class Campaign:
 
     def run_chunk(self, number: int) -> dict[str, Any]:
         """Run one chunk and return its entry in the log; its directory is kept if it differs."""
-        rng = random.Random(number)
+        rng, began = random.Random(number), time.monotonic()
         configuration = self.rotation[number % len(self.rotation)]
         base = self.directory(number)
         remove_chunk(base)
@@ -127,7 +127,7 @@ class Campaign:
             base, arguments, configuration.ranks, plan, rng,
             TORCHINDUCTOR_CACHE_DIR=str(self.run_dir / "inductor"),
         )  # fmt: skip
-        began, differences = time.monotonic(), []
+        differences: list[str] = []
         with small_disk(base / "run", "full disk" in chosen):
             try:
                 run.train()

@@ -9,7 +9,8 @@ from tests.soak.configurations import SAVE_INTERVAL, Configuration
 
 # Points of a save, for a kill of the thread or process that writes; some are passed on rank 0 only.
 WRITER_POINTS = ("begin", "snapshot", "write", "written")
-PUBLISHER_POINTS = ("manifest", "rename", "pointer", "rotate", "rotated")
+PUBLISHER_POINTS = ("manifest", "rename", "pointer")
+ROTATION_POINTS = ("rotate", "rotated")  # of rank 0, if there are checkpoints to remove
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def inject(kill: Kill, rng: random.Random, step: int) -> None:
     point = ""
     if kill.kind == "writer":
         step = -(-step // SAVE_INTERVAL) * SAVE_INTERVAL
-        point = rng.choice(WRITER_POINTS + PUBLISHER_POINTS)
-        kill.rank = 0 if point in PUBLISHER_POINTS else kill.rank
+        removes = step > 3 * SAVE_INTERVAL  # the default keeps three
+        point = rng.choice(WRITER_POINTS + PUBLISHER_POINTS + ROTATION_POINTS * removes)
+        kill.rank = kill.rank if point in WRITER_POINTS else 0
     kill.step = step
     kill.detail = KINDS[kill.kind].fault.format(point=point, rank=kill.rank, step=step)
