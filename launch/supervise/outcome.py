@@ -103,10 +103,10 @@ def classify(
         outcome.sequences = next(filter(None, known), None)
     if outcome.exit_code == EXIT_REFUSED:
         outcome.reasons += _refusal(output)
-    if rank_exit is not None and not outcome.reasons:
+    saved = any(event.get("reason") == RUNNER_GONE for event in events)
+    if rank_exit is not None and not outcome.reasons and not saved:
         outcome.reasons.append(f"a rank ended with {rank_exit}")
     if outcome.exit_code == EXIT_BUG and not outcome.reasons:
-        saved = any(event.get("reason") == RUNNER_GONE for event in events)
         but = "the ranks still trained; they saved" if saved else "the run logged no `done` event"
         outcome.reasons.append(f"the launcher ended with {shown_code(returncode)}, but {but}")
     if killed:

@@ -76,3 +76,13 @@ def test_a_failure_is_in_the_last_step_that_any_rank_has_reported() -> None:
     lost = {"event": "rank_lost", "step": 10, "ended": "SIGKILL", "ranks": []}
     assert step([lost]) == 10 and step([lost], 11) == 12
     assert classify(-9, [], [], [], None, [], last_logged=11).step is None, "of an earlier launch"
+
+
+def test_a_killed_runner_is_blamed_and_not_the_ranks_that_saved() -> None:
+    """The node launcher still reports the exit code of the ranks, which have stopped."""
+    events = [{"event": "stopped", "step": 380, "reason": "deepspeed has ended"}]
+    output = ["[ERROR] [launch.py:259:sigkill_handler] [...] exits with return code = 75"]
+    outcome = classify(-9, events, [], output, None, [])
+    assert outcome.exit_code == 1
+    (reason,) = outcome.reasons
+    assert reason == "the launcher ended with SIGKILL, but the ranks still trained; they saved"
