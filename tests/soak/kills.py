@@ -35,8 +35,8 @@ NAMED = r"supervise:   rank {rank} on "
 KINDS = {
     "one rank": Kind("SIGKILL to a rank", "supervisor", NAMED),
     "all ranks": Kind("SIGKILL to all ranks at once", "supervisor", FAILED),
-    "deepspeed": Kind("SIGKILL to the runner of DeepSpeed", "supervisor", FAILED),
-    "node launcher": Kind("SIGKILL to DeepSpeed's launcher of the node", "supervisor", FAILED),
+    "deepspeed": Kind("SIGKILL to `deepspeed`", "supervisor", r"launcher ended with SIGKILL"),
+    "node launcher": Kind("SIGKILL to the node launcher", "supervisor", r"supervise:   .*launcher"),
     "stopped rank": Kind("SIGSTOP to a rank", "supervisor", NAMED + r".*SIGSTOP"),
     "loader": Kind("SIGKILL to a loader worker", "supervisor", r"DataLoader worker"),
     "writer": Kind(
