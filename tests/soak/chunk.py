@@ -195,7 +195,7 @@ class KilledRun:
         """Return the first line of the output since then that matches, "" if none does."""
         with open(self.run.log, "rb") as file:
             file.seek(before.printed_bytes)
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = file.read().decode(errors="replace").replace(f"{self.base}/", "").splitlines()
         return next((line.strip()[:300] for line in lines if re.search(pattern, line)), "")
 
     def is_due(self, kill: Kill) -> bool:

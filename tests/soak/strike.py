@@ -52,7 +52,7 @@ def strike_the_start(kill: Kill, run: Supervised, rng: random.Random) -> None:
 
 
 def send(kill: Kill, run: Supervised, pid: int, number: int = signal.SIGKILL) -> bool:
-    kill.detail = " ".join(words(pid))[-80:]
+    kill.detail = " ".join(words(pid)).replace(str(run.run_dir.parent), "")[-80:]
     return processes.signal_marked(pid, number, run.mark)
 
 
