@@ -261,7 +261,14 @@ def _run_launcher(name: str, argv: Sequence[str]) -> None:
     module = importlib.import_module(name)
     module.subprocess = _Subprocess()  # type: ignore[attr-defined]
     sys.argv = list(argv)
-    module.main()
+    try:
+        module.main()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(end.code & 0xFF)  # the modules of a rank take 0.7 s to be torn down
 
 
 def _run_script(argv: Sequence[str]) -> None:
