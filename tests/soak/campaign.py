@@ -128,12 +128,14 @@ class Campaign:
             TORCHINDUCTOR_CACHE_DIR=str(self.run_dir / "inductor"),
         )  # fmt: skip
         differences: list[str] = []
+        recoveries: list[dict[str, Any]] = []
         with small_disk(base / "run", "full disk" in chosen):
             try:
                 run.train()
                 run.problems += [f"left behind: {each}" for each in run.left_processes()]
                 run.problems += chunk.command_problems(run.run_dir)
                 run.problems += chunk.left_files(run.run_dir)
+                recoveries = [chunk.seconds_of(each) for each in run.events("recovered")]
                 found = comparison.digest(run.run_dir, base / "ledger")
                 differences = comparison.differences(found, reference["digest"])
             except (chunk.Failed, AssertionError, subprocess.TimeoutExpired) as error:
@@ -149,7 +151,8 @@ class Campaign:
             "seconds": round(time.monotonic() - began, 1),
             "training_seconds": round(run.training_seconds, 1), "starts": run.starts,
             "refused": run.refused, "left_in_tmp": names_in(base / "tmp"),
-            "kills": chunk.performed(run.kills), "num_differences": len(differences),
+            "kills": chunk.performed(run.kills), "recoveries": recoveries,
+            "num_differences": len(differences),
             "differences": differences[: log.MAX_DIFFERENCES], "problems": run.problems,
         }  # fmt: skip
         if log.is_equal(entry):

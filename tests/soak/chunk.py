@@ -288,6 +288,11 @@ def left_files(run_dir: Path) -> Iterator[str]:
             yield f"left behind: {path.relative_to(run_dir)}"
 
 
+def seconds_of(event: dict[str, Any]) -> dict[str, Any]:
+    """Return what an event `recovered` says about a recovery, up to the next new step."""
+    return {key: event[key] for key in ("seconds", "repeated_steps", "parts")}
+
+
 def performed(kills: list[Kill]) -> list[dict[str, Any]]:
     """Return the entries of the log for the kills that have happened."""
     return [dataclasses.asdict(kill) for kill in kills if kill.at_step is not None]

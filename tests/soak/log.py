@@ -62,7 +62,8 @@ def table(chunks: Sequence[Chunk], command: str) -> str:
         "## Recovery", "",
         "Seconds from a kill to the end of the next training step, and its parts.", "",
         "| part | number | median | 95% |", "|---|---|---|---|",
-        *(_seconds_row(part, values) for part, values in _parts(kills).items()), "",
+        *(_seconds_row(part, values) for part, values in _parts(kills).items()),
+        *(_seconds_row(part, values) for part, values in _recoveries(chunks).items()), "",
         *_problems(chunks),
     ]  # fmt: skip
     return "\n".join(lines).rstrip() + "\n"
@@ -95,6 +96,16 @@ def _parts(kills: Sequence[tuple[Chunk, dict[str, Any]]]) -> dict[str, list[floa
             found["kill to its report"].append(kill["reported_seconds"])
         for part, seconds in (kill["parts"] or {}).items():
             found.setdefault(f"start: {part}", []).append(seconds)
+    return found
+
+
+def _recoveries(chunks: Sequence[Chunk]) -> dict[str, list[float]]:
+    """Return {part: seconds} of the recoveries that the runs have logged, the total first."""
+    found: dict[str, list[float]] = {"failure to next new step": []}
+    for recovery in (each for chunk in chunks for each in chunk.get("recoveries", ())):
+        found["failure to next new step"].append(recovery["seconds"])
+        for part, seconds in recovery["parts"].items():
+            found.setdefault(f"of that: {part}", []).append(seconds)
     return found
 
 

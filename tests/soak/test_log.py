@@ -24,6 +24,7 @@ def entry(number: int, kinds: list[str], differences: list[str] | None = None) -
         "date": "2026-11-23 07:00", "machine": "CPU", "steps": 100, "seconds": 60.0,
         "training_seconds": 15.0 * len(hit), "kills": performed(hit),
         "differences": differences or [], "problems": [],
+        "recoveries": [{"seconds": 9.0, "repeated_steps": 3, "parts": {"noticed": 2.0}}],
     }  # fmt: skip
 
 
@@ -57,6 +58,10 @@ def test_the_table_counts_kills_by_kind_and_runs_that_differ():
     assert {"| one rank | 2 | 2 |", "| stop | 2 | 1 |", "| zero3 | 1 | 0 |"} <= set(lines)
     assert "| kill to next step | 4 | 10.5 | 12.0 |" in lines
     assert "| start: imports | 4 | 4.0 | 4.0 |" in lines
+    assert {
+        "| failure to next new step | 2 | 9.0 | 9.0 |",
+        "| of that: noticed | 2 | 2.0 | 2.0 |",
+    } <= {*lines}
     assert "- run 3 (zero3): row 7: 1, expected 2" in lines
 
 
