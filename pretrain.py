@@ -24,7 +24,14 @@ from zerolm.checkpoint import branch
 from zerolm.checkpoint.directory import candidates
 from zerolm.common import machine
 from zerolm.common.command_line import open_standard_streams
-from zerolm.common.errors import EXIT_DONE, CheckpointWriteError, ConfigError, GaveUp, ZerolmError
+from zerolm.common.errors import (
+    EXIT_DONE,
+    CheckpointWriteError,
+    ConfigError,
+    CorruptionError,
+    GaveUp,
+    ZerolmError,
+)
 from zerolm.common.secrets import mask_tracebacks
 from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
@@ -143,7 +150,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             # A requested stop leaves the evaluation to the resume, so that the run stops sooner.
             if run.finished or not run.stopping:
                 run.evaluate_if_due()
-    except (GaveUp, CheckpointWriteError) as error:
+    except (GaveUp, CheckpointWriteError, CorruptionError) as error:
         run.fail(error)
         raise
     except RuntimeError as error:

@@ -24,6 +24,7 @@ LADDER = {
     "zerolm.config": 1,
     "zerolm.distributed": 1,
     "zerolm.ds_config": 2,
+    "zerolm.integrity": 2,
     "zerolm.model": 2,
     "zerolm.shards": 2,
     "zerolm.watchdog": 2,

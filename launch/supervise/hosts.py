@@ -9,7 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +129,7 @@ def without_failing_hosts(
     min_hosts: int | None,
     host_check: str | None,
     log: Callable[[str], None],
+    corrupt: Collection[str] = (),
 ) -> list[str]:
     """Return the command with a hostfile of the hosts that pass a check.
 
@@ -137,6 +138,7 @@ def without_failing_hosts(
     Args:
         min_hosts: minimum number of hosts to start on; None: as many as the command requests.
         host_check: command for the shell of each host; None: `default_check`.
+        corrupt: names of hosts that have computed wrong values; left out if there are spares.
 
     Raises:
         ConfigError: fewer hosts than the minimum pass.
@@ -148,9 +150,17 @@ def without_failing_hosts(
     requested = int(launcher_option(command, "--num_nodes") or len(hosts))
     ssh_port = launcher_option(command, "--ssh_port")
     passed, failed = check_hosts(hosts, host_check or default_check(), ssh_port)
+    minimum = min_hosts or requested
+    short = {name.partition(".")[0] for name in corrupt}
+    wrong = [host for host in passed if host.name.partition(".")[0] in short]
+    if wrong and len(passed) - len(wrong) >= minimum:
+        passed = [host for host in passed if host not in wrong]
+        failed |= {host.name: "it has computed or stored wrong values" for host in wrong}
+    elif wrong:
+        names = ", ".join(host.name for host in wrong)
+        log(f"{hostfile}: {names} computed or stored wrong values, but there is no spare host")
     for name, problem in failed.items():
         log(f"{hostfile}: {name} is left out: {problem}")
-    minimum = min_hosts or requested
     if len(passed) < minimum:
         raise ConfigError(
             f"{hostfile}: {len(passed)} of {len(hosts)} hosts pass the check, the run needs "

@@ -39,6 +39,17 @@ class _Lost(TypedDict):
     ranks: list[_LostRank]
 
 
+class _Place(TypedDict):
+    host: str
+
+
+class _Corrupted(TypedDict):
+    """What this module reads of an event `corrupted`."""
+
+    reason: str
+    places: list[_Place]
+
+
 @dataclass
 class Outcome:
     """How a launch ended.
@@ -48,6 +59,7 @@ class Outcome:
         step: optimizer step that was being taken; None if no step had started.
         sequences: (first, count) of that step's sequence numbers, if known.
         reasons: what happened, one line each.
+        corrupt_hosts: hosts that have computed or stored wrong values.
         error_lines: the last lines of the launch's output that look like errors.
         downtime: further keys of the event `attempt_failed`, of `downtime.downtime`.
     """
@@ -56,6 +68,7 @@ class Outcome:
     step: int | None = None
     sequences: Sequence[int] | None = None
     reasons: list[str] = field(default_factory=list)
+    corrupt_hosts: list[str] = field(default_factory=list)
     error_lines: list[str] = field(default_factory=list)
     downtime: dict[str, Any] = field(default_factory=dict)
 
@@ -98,6 +111,9 @@ def classify(
     for event in events:
         if event["event"] in ("rank_lost", "hang", "launcher_lost"):
             _add_event(outcome, event, rank_exit)
+        elif event["event"] == "corrupted" and not mismatch(event, _Corrupted):
+            outcome.reasons.append(event["reason"])
+            outcome.corrupt_hosts += [place["host"] for place in event["places"]]
     if outcome.sequences is None:
         known = [beat["sequences"] for beat in heartbeats if beat["step"] == outcome.step]
         outcome.sequences = next(filter(None, known), None)

@@ -77,6 +77,7 @@ class Supervisor:
         self.identity = secrets.token_hex(8)
         self.spare = Spare(RunFiles(self.run_dir).modules)
         self.attempts = 0
+        self.corrupt_hosts: set[str] = set()
         self.signals: list[int] = []
         self.stop_reason: str | None = None
         self.html_report: Child | None = None  # writes the HTML report after the last failure
@@ -119,7 +120,12 @@ class Supervisor:
             self.attempts += 1
             try:
                 command = without_failing_hosts(
-                    self.command, self.run_dir, policy.min_hosts, policy.host_check, self.log
+                    self.command,
+                    self.run_dir,
+                    policy.min_hosts,
+                    policy.host_check,
+                    self.log,
+                    self.corrupt_hosts,
                 )
                 attempt = self._start(command)
             except OSError as error:  # no process, no space for the hostfile
@@ -136,6 +142,7 @@ class Supervisor:
                     self.log(f"  {reason}")
                 return outcome.exit_code
             self._log_failure(outcome)
+            self.corrupt_hosts.update(outcome.corrupt_hosts)
             if self.stop_reason is not None:
                 self.log(
                     f"stop requested ({self.stop_reason}), but the run failed before it had saved; "

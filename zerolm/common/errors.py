@@ -5,8 +5,9 @@ ends the process with exit code 2 before anything is written. A failed assertion
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from zerolm.common.secrets import masked
 
@@ -15,6 +16,7 @@ EXIT_BUG = 1
 EXIT_REFUSED = 2  # nothing was written
 EXIT_STOPPED = 75  # saved and stopped on request, to be started again; EX_TEMPFAIL in sysexits.h
 EXIT_GAVE_UP = 76  # the loss is not finite or diverges
+EXIT_CORRUPT = 77  # a device has computed or stored wrong values; start again without its host
 
 
 class ZerolmError(Exception):
@@ -70,6 +72,20 @@ class GaveUp(ZerolmError):
     """Training cannot continue: a loss that is not finite, or too many spikes and rollbacks."""
 
     exit_code = EXIT_GAVE_UP
+
+
+class CorruptionError(ZerolmError):
+    """Hardware has changed values without an error, and the run cannot correct them.
+
+    Attributes:
+        places: rank, host and device of each that did.
+    """
+
+    exit_code = EXIT_CORRUPT
+
+    def __init__(self, message: str, places: Sequence[Mapping[str, Any]] = ()):
+        super().__init__(message)
+        self.places = [dict(place) for place in places]
 
 
 @dataclass

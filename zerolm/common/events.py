@@ -168,6 +168,15 @@ def _ranks(event: Event) -> str:
     return shown or str(event.get("reason") or "")
 
 
+def _corrupt(event: Event) -> str:
+    places = event.get("places")
+    found = (
+        [each for each in places if isinstance(each, Mapping)] if isinstance(places, list) else []
+    )
+    where = [_TEMPLATES.vformat("rank {rank} on {host}, {device}", (), each) for each in found]
+    return f"{event.get('problem', '?')}: {'; '.join(where)}; the step was computed again"
+
+
 # fmt: off
 _KINDS: tuple[EventKind, ...] = (
     EventKind("start", "plain",
@@ -234,6 +243,23 @@ _KINDS: tuple[EventKind, ...] = (
         "`skipped_window` of sequence numbers, `reason`; as in `rollbacks.json`",
         "from step {from_step} back to {to_step}, skips sequences {skipped_window}: {reason}",
         AlertRule("WARN", "rolled back", "reason")),
+    EventKind("replayed", "quiet",
+        "the step was computed again from the same batch before it was applied, and the results "
+        "are equal: `why`, `odd` for its gradients or losses, `spot` for a random check",
+        "computed again ({why}), the same result"),
+    EventKind("nondeterministic", "notable",
+        "two passes over the same batch differ slightly, as with kernels that sum in no fixed "
+        "order; replays are compared with `tolerance`, relative to the norm of each gradient",
+        "two passes over a batch differ slightly; compared with a tolerance of {tolerance:.1e}"),
+    EventKind("corrupt_step", "bad",
+        "one of three passes over the same batch was wrong, and the other two were equal; theirs "
+        "was applied: `why`, as in `replayed`; `problem`; `places`: rank, host and device of each "
+        "that computed it; `parameters` whose gradients were wrong", _corrupt,
+        AlertRule("ERROR", "silent corruption corrected", "problem")),
+    EventKind("corrupted", "bad",
+        "hardware has changed values without an error; the step was not applied, and the run ended "
+        "with exit code 77: `reason`; `places`: rank, host and device",
+        alert=AlertRule("ERROR", "silent corruption", "reason"), state=FAILED),
     EventKind("rank_lost", "bad",
         "the process of a rank ended before the run: `ended`, the signal, exit code or error; "
         "`ranks`: rank, host, pid, the step and phase of its last heartbeat, sequences "

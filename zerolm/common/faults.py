@@ -18,11 +18,12 @@ from pathlib import Path
 
 from zerolm.common.errors import ConfigError, did_you_mean
 
+FLIP = "flip"
 POINTS = {
     "step.begin": "before a step reads its data",
-    "step.backward": "before the backward passes; performs nan and x10 on this rank's loss, and "
-    "inf on its gradients",
-    "step.end": "after the optimizer step",
+    "step.backward": "before the backward passes; performs nan and x10 on this rank's loss, inf on "
+    "its gradients, and flip on its part of the sum of the gradients after the first pass",
+    "step.end": "after the optimizer step; performs flip on this rank's master weights",
     "checkpoint.begin": "before anything of a checkpoint is created",
     "checkpoint.snapshot": "after the copy to host memory",
     "checkpoint.write": "in the writer, before a file is written",
@@ -59,6 +60,7 @@ ACTIONS = {
     "nan": "performed by the code at the point: its value becomes NaN",
     "inf": "performed by the code at the point: its value becomes infinite",
     "x10": "performed by the code at the point: its value is multiplied by 10",
+    FLIP: "performed by the code at the point: one bit of one value flips",
 }
 
 
@@ -122,7 +124,7 @@ def fault_point(point: str, step: int) -> str | None:
         step: the current optimizer step, or the step of a checkpoint.
 
     Returns:
-        `nan`, `inf` or `x10`, which the caller performs itself; else None.
+        `nan`, `inf`, `x10` or `flip`, which the caller performs itself; else None.
     """
     action = None
     for fault in _FAULTS:

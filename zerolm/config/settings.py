@@ -631,6 +631,20 @@ class Settings:
         minimum=0,
     )
 
+    corruption_checks: bool = _switch(
+        "stability",
+        "compare states between steps, and compute a step with odd gradients again before it is "
+        "applied, to find what hardware has changed without an error (default: on)",
+        True,
+    )
+    replay_interval: int = _count(
+        "stability",
+        "compute one step of so many, chosen at random, twice; 0: none (default: 400)",
+        "STEPS",
+        default=400,
+        minimum=0,
+    )
+
     wandb: str = _flag(
         "trackers",
         "text",

@@ -6,6 +6,7 @@ know each other.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.writer import CheckpointWriter
-from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, GaveUp, ZerolmError
+from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, CorruptionError, GaveUp, ZerolmError
 from zerolm.common.faults import fault_point
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.distributed import collectives, process_group, ulysses
 from zerolm.ds_config import topology
 from zerolm.evaluate.evaluator import Evaluations
+from zerolm.integrity.checks import Integrity, Watch
 from zerolm.model.attention_logits import AttentionLogits, attention_layers
 from zerolm.optim import adaptive_clip, ema
 from zerolm.optim.qk_clip import QkClip
@@ -95,6 +97,15 @@ class Run:
         self.stopping = False
         self.gate = StepGate(self.engine)
         self.spike_guard = stability.spike_guard(plan.settings, plan.profile)
+        self.integrity = Integrity(
+            engine,
+            partial(self.gate.discard, engine),
+            enabled=self.settings.corruption_checks,
+            interval=self.settings.replay_interval,
+            seed=self.settings.seed,
+            replicated=plan.profile.zero_stage < 3 and self.layout.tensor == 1,
+            overflows_are_normal=self.spike_guard.policy.overflows_are_normal,
+        )
         self.clipping = adaptive_clip.Clipping(
             plan.profile.gradient_clipping or 0.0, self.settings.adaptive_clip
         )
@@ -164,6 +175,7 @@ class Run:
         elif found is not None:
             self.checkpointing.newest = str(found.directory)
         self.progress.ema_counted = self.ema.resume(self.progress.ema_counted)
+        self.integrity.restart()
         self.spike_guard.history = History(**self.progress.history)
         self.clipping.statistics = adaptive_clip.NormStatistics(**self.progress.clipping)
         self.routing.state = self.progress.routing
@@ -214,7 +226,9 @@ class Run:
             self.journal.log_anomaly(self.spike_guard, progress, result, sequences)
         if result.applied and self.layout.rank_in_replica(self.rank) == 0:
             instrumentation.record_sequences(progress.step, micro_batches)
-        fault_point("step.end", progress.step)
+        self.integrity.end_step(progress.step, fault_point("step.end", progress.step))
+        if self.integrity.replayed is not None:
+            self.journal.log_replay(progress.step, self.integrity.replayed)
         self.journal.console.step(progress.step)
         if self.feed.entered_new_stage(progress):
             self.journal.log_stage(progress.step, self.feed.stage)
@@ -228,27 +242,34 @@ class Run:
         micro_steps = sequences // (plan.settings.micro_batch_size * self.layout.replicas)
         with stopwatch.timing_data(), record_function("data"):
             micro_batches = train_step.take_micro_batches(batches, micro_steps)
-        train_step.seed_step(self.settings.seed, progress.position, self.rank)
-        self.health.begin(progress.step + 1, micro_steps)
-        self.routing.begin(progress.step + 1)
-        self.attention_logits.begin()
         fault = fault_point("step.backward", progress.step + 1)
-        result = train_step.forward_backward(
-            self.engine,
-            [ulysses.shard_batch(batch, self.layout, self.rank) for batch in micro_batches],
-            len(plan.sources),
-            self.settings.seq_len,
-            self.layout,
-            flags=(float(self.stop.poll()), *self.checkpointing.flags()),
-            rows_differ=self.settings.rows_differ,
-            fault=fault,
-            timing_forward=stopwatch.timing_forward,
-            observing_forward=self._observing_forward,
-            observing_backward=self.health.observe_backward,
-            token_bytes=self.token_bytes,
-            routing=self.routing,
-            z_loss=plan.settings.z_loss,
-        )
+        flags = (float(self.stop.poll()), *self.checkpointing.flags())
+        shards = [ulysses.shard_batch(batch, self.layout, self.rank) for batch in micro_batches]
+
+        def passes(watch: Watch | None) -> train_step.StepResult:
+            train_step.seed_step(self.settings.seed, progress.position, self.rank)
+            self.health.begin(progress.step + 1, micro_steps)
+            self.routing.begin(progress.step + 1)
+            self.attention_logits.begin()
+            return train_step.forward_backward(
+                self.engine,
+                shards,
+                len(plan.sources),
+                self.settings.seq_len,
+                self.layout,
+                flags=flags,
+                rows_differ=self.settings.rows_differ,
+                fault=fault,
+                timing_forward=stopwatch.timing_forward,
+                observing_forward=self._observing_forward,
+                observing_backward=self.health.observe_backward,
+                token_bytes=self.token_bytes,
+                routing=self.routing,
+                z_loss=plan.settings.z_loss,
+                watch=watch,
+            )
+
+        result = self.integrity.checked(progress.step + 1, micro_batches, passes, fault)
         tokens = progress.tokens + self.batch_tokens
         rate = plan.learning_rate(tokens) if plan.learning_rate else None
         instrumentation.record_memory(self.engine, progress.step + 1)
@@ -429,7 +450,13 @@ class Run:
             self.finish_checkpoint()
             self._remove_copies()
         event = "gave_up" if isinstance(error, GaveUp) else "failed"
-        self.journal.log.event(event, self.progress.step, reason=str(error))
+        if isinstance(error, CorruptionError):
+            event = "corrupted"
+            self.journal.log.event(
+                "corrupted", self.progress.step + 1, reason=str(error), places=error.places
+            )
+        else:
+            self.journal.log.event(event, self.progress.step, reason=str(error))
         self.journal.close(event)
         self._finish_child_processes()
 

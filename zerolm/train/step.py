@@ -48,6 +48,8 @@ class StepResult:
         learning_rate: of this step.
         applied: False if the optimizer step was refused, or skipped by DeepSpeed.
         flags: sums over ranks of the flags that each passed in.
+        watched: sums over ranks of what `watch` returned.
+        micro_losses: of this rank only: the mean loss of each of its micro-batches.
     """
 
     loss: float
@@ -63,6 +65,8 @@ class StepResult:
     learning_rate: float = 0.0
     applied: bool = True
     flags: list[float] = field(default_factory=list)
+    watched: list[float] = field(default_factory=list)
+    micro_losses: list[torch.Tensor] = field(default_factory=list)
 
 
 def seed_step(seed: int, position: int, rank: int) -> None:
@@ -87,6 +91,7 @@ def forward_backward(
     token_bytes: torch.Tensor | None = None,
     routing: Routing | None = None,
     z_loss: float = 0.0,
+    watch: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
 ) -> StepResult:
     """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
 
@@ -105,6 +110,7 @@ def forward_backward(
         token_bytes: bytes of text of each token, for `sums_by_source`.
         routing: observes the routers of the model.
         z_loss: weight of the mean squared log-partition of the output logits.
+        watch: called after the last backward pass with `micro_losses`; returns figures to sum.
     """
     device, contributes = engine.device, layout.contributes(engine.global_rank)
     rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
@@ -120,6 +126,7 @@ def forward_backward(
     sums = torch.zeros(router_at, dtype=torch.float64, device=device)
     by_source = sums[:auxiliary_at].view(num_sums, num_sources)
     measured: set[str] = set()
+    micro_losses: list[torch.Tensor] = []
     for number, batch in enumerate(batches):
         record_progress("forward")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
@@ -137,6 +144,7 @@ def forward_backward(
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
         loss = losses_BT.sum() * _divided(layout.gradient_divisor, targets)
+        micro_losses.append(losses_BT.detach().mean())
         by_source += sums_by_source(losses_BT, batch, num_sources, token_bytes)
         if auxiliary is not None and AUXILIARY not in penalties:  # of a micro-batch
             measured.add(AUXILIARY)
@@ -157,6 +165,9 @@ def forward_backward(
         sums[flags_at + number].fill_(flag)  # a copy of a tensor would wait for the device
     if routing is not None:
         sums = torch.cat([sums, routing.sums(device) * contributes])
+    watched_at = len(sums)
+    if watch is not None:
+        sums = torch.cat([sums, watch(micro_losses)])
     figures = sum_over_ranks(sums).tolist()
     losses, tokens, *text = (
         figures[start : start + num_sources] for start in range(0, auxiliary_at, num_sources)
@@ -169,8 +180,10 @@ def forward_backward(
         text_losses=text[0] if text else [],
         text_bytes=text[1] if text else [],
         penalties={name: penalty_sums[name] for name in PENALTIES if name in measured},
-        router=routing.row(figures[router_at:]) if routing is not None else {},
+        router=routing.row(figures[router_at:watched_at]) if routing is not None else {},
         flags=figures[flags_at:router_at],
+        watched=figures[watched_at:],
+        micro_losses=micro_losses,
     )
 
 

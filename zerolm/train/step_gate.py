@@ -27,6 +27,7 @@ ClipRule = Callable[[float], float]  # gradient norm -> norm to clip to, 0 for n
 # called in a step that is refused before it starts. In a step that is refused by its norm it would
 # be too late, but with Muon the norm is not the gradient's and refuses no step.
 MUON_UPDATES = ("_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_offload")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 class StepGate:
@@ -84,6 +85,16 @@ class StepGate:
         finally:
             self._optimizer.clip_grad = self._configured_clip_norm
         assert not (self.refused and engine.was_step_applied()), "DeepSpeed took a refused step"
+
+    def discard(self, engine: Any) -> None:
+        """Clear the accumulated gradient, as if its passes had not been made.
+
+        DeepSpeed's own skip of a step does it. Every rank must call.
+        """
+        counters = {name: getattr(engine, name) for name in COUNTERS}
+        self.step(engine, True, _never)
+        for name, count in counters.items():
+            setattr(engine, name, count)
 
     def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(self._optimizer, name)

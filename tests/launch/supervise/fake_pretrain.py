@@ -57,6 +57,10 @@ elif action == "crash":
     sys.exit(1)
 elif action == "early":  # before its first step
     sys.exit(1)
+elif action == "corrupt":
+    place = {"rank": 0, "host": "node1.cluster", "device": "cpu"}
+    log_event("corrupted", reason="step 7: a bit flipped", places=[place])
+    sys.exit(77)
 elif action == "sigbus":  # as the launcher does after a rank has died of it
     print("[ERROR] [launch.py:341:sigkill_handler] Process 9 exits with return code = -7")
     sys.exit(249)

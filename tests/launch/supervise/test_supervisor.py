@@ -261,12 +261,12 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     script = Path(fake_run.script)
     launch = [*launcher, str(script)]
 
-    def supervise(*flags: str) -> tuple[int, str]:
+    def supervise(*flags: str, plan: str = "done") -> tuple[int, str]:
         command = [sys.executable, "-c", f"exec(open({str(script)!r}).read())", *launch]
         run = [sys.executable, "-m", "launch", "supervise", *flags, "--", *command]
         done = subprocess.run(
             [*run, "--run_dir", str(fake_run.run_dir)], cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, "PLAN": "done", "ZEROLM_TEST": "1", **path}, timeout=SECONDS,
+            env={**os.environ, "PLAN": plan, "ZEROLM_TEST": "1", **path}, timeout=SECONDS,
             check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
@@ -280,6 +280,14 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     assert code == 2 and "2 of 3 hosts pass the check, the run needs 3" in output
     code, output = supervise("--min_hosts", "2")
     assert code == 0 and "--num_nodes 2" in output
+    # node1 corrupts values: it stays while there is no other host, and is left out once there is.
+    launch[3] = "2"
+    code, output = supervise("--backoff", "0.1s", plan="done done corrupt done")
+    assert code == 0 and "node1 computed or stored wrong values, but there is no spare" in output
+    hostfile.write_text("node1 slots=2\nnode3 slots=2\nnode4 slots=2\n")
+    (fake_run.run_dir / "starts").unlink()
+    code, output = supervise("--backoff", "0.1s", plan="corrupt done")
+    assert code == 0 and "step 7: a bit flipped" in output and "hosts: node3, node4" in output
 
 
 def test_a_report_that_hangs_delays_neither_a_restart_nor_the_end(fake_run) -> None:

@@ -1,0 +1,490 @@
+"""Flip single bits while a tiny model trains: which matter, which are found, and what checks cost.
+
+    python -m benchmarks.bit_flips [--flips 200] [--clean_steps 10000] [--output FILE]
+
+One process, ZeRO-2 in bf16 with float32 masters. After a warm-up the state is copied, and each flip
+starts from the copy: a random bit of a random element, at a random one of the next steps. Without
+checks the run of `--steps` further steps shows what the flip does, compared with the run without
+it; with checks, whether it is found, and whether the result is then that of the run without it.
+Results of flips are kept in `--directory`, so that the same command continues where it was stopped.
+Costs are CPU seconds.
+"""
+
+import argparse
+import copy
+import json
+import os
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.launching import LLAMA, VOCABULARY, free_port, write_json, write_shards  # noqa: E402
+
+WARMUP, SEQ_LEN, BATCH = 48, 32, 8
+MATTERS = 1e-3  # change of a loss
+PLACES = (
+    "gradient", "activation", "gradient of an activation", "weights (bf16)", "master weights",
+    "first moment", "second moment", "state, during the update", "batch in memory",
+    "shard on disk",
+)  # fmt: skip
+KINDS = {"weights (bf16)": "weights", "first moment": "exp_avg", "second moment": "exp_avg_sq"}
+
+
+def flags(directory: Path, name: str, *more: object) -> list[str]:
+    if not (directory / "corpus").exists():
+        write_shards(directory / "corpus", num_documents=4000)
+    model = write_json(directory / f"{name}.model.json", {**LLAMA, "attention_dropout": 0.1})
+    config = {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": "fp32" not in name},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": 1.0,
+    }
+    profile = write_json(directory / f"{name}.ds.json", config)
+    given = [
+        "--deepspeed_config", profile, "--model_config", model, "--data", directory / "corpus",
+        "--run_dir", directory / name, "--seq_len", SEQ_LEN, "--batch_tokens", BATCH * SEQ_LEN,
+        "--micro_batch_size", BATCH, "--total_tokens", 100_000_000, "--learning_rate", 1e-3,
+        "--warmup_tokens", 20_000, "--log_interval", 100, "--checkpoint_interval", 1_000_000_000,
+        "--wandb", "off", "--report_interval", "1000h", "--num_workers", 0, *more,
+    ]  # fmt: skip
+    return [str(each) for each in given]
+
+
+def start(argv: list[str]) -> Any:
+    """Return a `Run` in this process, with what precedes the training loop done."""
+    import pretrain
+    from zerolm.distributed import process_group
+    from zerolm.preflight import check
+    from zerolm.train import stability
+    from zerolm.train.run import Run
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    plan = check.check(argv, dict(os.environ))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    _, _, device = process_group.init() if not torch.distributed.is_initialized() else (0, 1, CPU)
+    plan.run_dir.joinpath("checkpoints").mkdir(parents=True, exist_ok=True)
+    engine = pretrain.build_engine(plan, device, lambda *values: None)
+    run = Run(plan, engine, device, stability.StopRequest(None))
+    run.journal.print_rank0 = run.print_rank0 = lambda *values: None
+    run.start()
+    return run
+
+
+CPU = torch.device("cpu")
+
+
+class Experiment:
+    """A run that can be set back to the end of its warm-up."""
+
+    def __init__(self, directory: Path, steps: int):
+        from zerolm.integrity.checks import Integrity
+
+        self.directory, self.steps = directory, steps
+        self.run = run = start(flags(directory, "flips"))
+        self.checks = run.integrity
+        self.no_checks = Integrity(
+            run.engine, lambda: None, enabled=False, interval=0, seed=0, replicated=False,
+            overflows_are_normal=False,
+        )  # fmt: skip
+        self.action: Callable[[str], None] | None = None
+        self._hook()
+        batches = run.batches()
+        for _ in range(WARMUP):
+            run.step(batches)
+        self._tensors = [each.clone() for each in self._live()]
+        self._scalars = [copy.deepcopy(each) for each in self._groups()]
+        self._objects = {
+            "progress": copy.deepcopy(run.progress),
+            "history": copy.deepcopy(run.spike_guard.history),
+            "bounds": copy.deepcopy(self.checks._bounds),
+        }
+        self.clean = self.play(None, checks=False)
+        assert self.play(None, checks=False) == self.clean, "setting back does not reproduce"
+        assert self.play(None, checks=True)["losses"] == self.clean["losses"]
+
+    def _live(self) -> list[torch.Tensor]:
+        from zerolm.integrity.zero_state import states
+
+        inner = self.run.engine.optimizer.optimizer
+        single = [
+            value for state in inner.state.values() for value in state.values()
+            if torch.is_tensor(value) and value.numel() == 1
+        ]  # fmt: skip
+        return [each.values for each in states(self.run.engine)] + single
+
+    def _groups(self) -> list[dict]:
+        inner = self.run.engine.optimizer.optimizer
+        found = [
+            {key: value for key, value in state.items() if not torch.is_tensor(value)}
+            for state in inner.state.values()
+        ]
+        return found + [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in inner.param_groups
+        ]
+
+    def _hook(self) -> None:
+        """Call `self.action` at the moments of a step."""
+        engine, gate = self.run.engine, self.run.gate
+        backward, step = engine.backward, gate.step
+
+        def after_backward(*args: Any, **kwargs: Any) -> Any:
+            result = backward(*args, **kwargs)
+            if engine.is_gradient_accumulation_boundary():
+                self._act("backward")
+            return result
+
+        def before_update(*args: Any, **kwargs: Any) -> Any:
+            if not args[1]:  # not a skip
+                self._act("update")
+            return step(*args, **kwargs)
+
+        engine.backward, gate.step = after_backward, before_update
+
+    def _act(self, moment: str) -> None:
+        if self.action is not None:
+            self.action(moment)
+
+    def restore(self) -> None:
+        run = self.run
+        for live, kept in zip(self._live(), self._tensors, strict=True):
+            live.copy_(kept)
+        inner = run.engine.optimizer.optimizer
+        for live, kept in zip(
+            [*inner.state.values(), *inner.param_groups], self._scalars, strict=True
+        ):
+            live.update(copy.deepcopy(kept))
+        run.progress = copy.deepcopy(self._objects["progress"])
+        run.spike_guard.history = copy.deepcopy(self._objects["history"])
+        self.checks._bounds = copy.deepcopy(self._objects["bounds"])
+        self.checks._corrections, self.checks._started = 0, True
+        self.checks.restart()
+        self.checks._started = True
+        self.checks.end_step(run.progress.step)
+        run.stopping = False
+
+    def play(self, flip: dict | None, checks: bool) -> dict[str, Any]:
+        """Train the steps after the warm-up; return losses, final digest and what was found."""
+        from zerolm.common.errors import CorruptionError
+        from zerolm.integrity.digests import digest
+
+        run = self.run
+        self.restore()
+        run.integrity = self.checks if checks else self.no_checks
+        disk = Disk(self.directory / "corpus", flip) if flip else None
+        if flip and flip["place"] == "shard on disk":
+            disk.flip()
+        batches = run.batches()
+        losses, found = [], None
+        try:
+            for number in range(self.steps):
+                flipping = flip is not None and number == flip["step"]
+                if flipping and flip["place"] == "batch in memory":
+                    batches = flipped_batches(batches, flip)
+                if flipping:
+                    self._arm(flip)
+                run.step(batches)
+                self.action = None
+                losses.append(run.last_step.loss if run.last_step.applied else None)
+                replayed = run.integrity.replayed
+                if replayed is not None and replayed.wrong:
+                    found = f"{replayed.why} step computed again"
+                elif losses[-1] is None and found is None:
+                    found = "refused by the spike guard"
+        except CorruptionError as error:
+            found = "data" if "token ids" in str(error) else "digest of states"
+            if "three" in str(error):
+                found = "three results"
+            run.engine.set_gradient_accumulation_boundary(True)
+            run.gate.discard(run.engine)
+        except IndexError:
+            found = "crash"
+        finally:
+            self.action = None
+            batches.close()
+            if flip and flip["place"] == "shard on disk":
+                disk.flip()
+        final = [int(digest(each)) for each in self._live()]
+        return {"losses": losses, "final": final, "found": found}
+
+    def _arm(self, flip: dict) -> None:
+        """Prepare to flip the bit in the next step."""
+        from zerolm.integrity.zero_state import states
+
+        place, engine = flip["place"], self.run.engine
+        live = list(states(engine))
+        if place == "gradient":
+            self.action = self._once("backward", lambda: flip_one(self._slices(), flip))
+        elif "activation" in place:
+            self._arm_activation(flip, backward=place.startswith("gradient"))
+        elif place == "state, during the update":
+            self.action = self._once("update", lambda: flip_one([e.values for e in live], flip))
+        elif place not in ("batch in memory", "shard on disk"):
+            kind = KINDS.get(place, place)
+            flip_one([each.values for each in live if each.kind == kind], flip)
+
+    def _slices(self) -> list[torch.Tensor]:
+        from zerolm.integrity.zero_state import Gradients
+
+        return Gradients(self.run.engine).slices()
+
+    def _once(self, when: str, act: Callable[[], None]) -> Callable[[str], None]:
+        def action(moment: str) -> None:
+            if moment == when:
+                self.action = None
+                act()
+
+        return action
+
+    def _arm_activation(self, flip: dict, backward: bool) -> None:
+        modules = [
+            module for module in self.run.engine.module.modules()
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+            or type(module).__name__.endswith(("RMSNorm", "SiLUActivation"))
+        ]  # fmt: skip
+        module = modules[int(flip["module"] * len(modules))]
+
+        def hook(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            handle.remove()
+            if backward:
+                output.register_hook(lambda gradient: (flip_one([gradient.data], flip), None)[1])
+            else:
+                flip_one([output.data], flip)
+
+        handle = module.register_forward_hook(hook)
+
+
+def flipped_batches(batches: Any, flip: dict) -> Any:
+    for number, batch in enumerate(batches):
+        if number == 0:
+            name = "input_ids" if flip["module"] < 0.5 else "targets"
+            flat = batch[name].view(-1)
+            index = int(flip["element"] * flat.numel())
+            flat[index] ^= 1 << int(flip["bit"] * 9)  # others leave the vocabulary, which raises
+        yield batch
+
+
+class Disk:
+    """One bit of a token that the run is about to read, in the file on disk."""
+
+    def __init__(self, corpus: Path, flip: dict):
+        self.paths, self.flip_of = sorted(corpus.glob("*.bin")), flip
+
+    def flip(self) -> None:
+        path = self.paths[int(self.flip_of["module"] * len(self.paths))]
+        offset = int(self.flip_of["element"] * (path.stat().st_size // 2)) * 2
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            token = int.from_bytes(file.read(2), "little") ^ (1 << int(self.flip_of["bit"] * 9))
+            file.seek(offset)
+            file.write(token.to_bytes(2, "little"))
+
+
+def flip_one(tensors: list[torch.Tensor], flip: dict) -> None:
+    """Flip the bit of an element of some tensors, chosen by a number from 0 to 1."""
+    from zerolm.integrity.checks import flip_bit
+
+    index = int(flip["element"] * sum(each.numel() for each in tensors))
+    for tensor in tensors:
+        if index < tensor.numel():
+            flip_bit(tensor, index, int(flip["bit"] * 8 * tensor.element_size()))
+            return
+        index -= tensor.numel()
+
+
+def plans(count: int) -> list[dict]:
+    generator = random.Random(0)
+    return [
+        {
+            "place": PLACES[number % len(PLACES)],
+            "step": generator.randrange(1, 20),
+            **{name: generator.random() for name in ("element", "bit", "module")},
+        }
+        for number in range(count)
+    ]
+
+
+def measure_flips(directory: Path, count: int, steps: int) -> list[dict]:
+    path = directory / f"flips-{steps}.jsonl"
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if len(done) >= count:
+        return done[:count]
+    from zerolm.integrity import seal
+
+    seal.MAX_INTERVAL = 1  # as where a step takes 70 ms or more
+    experiment = Experiment(directory, steps)
+    clean = experiment.clean
+    for number, flip in enumerate(plans(count)):
+        if number < len(done):
+            continue
+        plain, checked = experiment.play(flip, False), experiment.play(flip, True)
+        pairs = list(zip(plain["losses"], clean["losses"], strict=False))
+        moves = max((1e9 if a is None else abs(a - b) for a, b in pairs), default=0.0)
+        moves = 1e9 if moves != moves or len(plain["losses"]) < steps else moves
+        row = {
+            **flip,
+            "moves": moves,
+            "refused": plain["found"],
+            "changes": plain["final"] != clean["final"],
+            "found": checked["found"],
+            "corrected": checked["final"] == clean["final"],
+        }
+        done.append(row)
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(number, row["place"], f"{moves:.1e}", row["found"], flush=True)
+    return done
+
+
+CLEAN = {
+    "dropout, bf16": (),
+    "fp32": (),
+    "batch ramp": ("--batch_ramp_start", BATCH * SEQ_LEN // 2, "--batch_ramp_tokens", 500_000),
+    "high learning rate, which spikes": ("--learning_rate", 3e-2, "--max_skips", 0,
+                                         "--rollback_after", 0),
+    "documents packed": ("--packing", "best_fit", "--document_mask"),
+    "average and adaptive clipping": ("--ema_tokens", 100_000, "--adaptive_clip", 2.5),
+}  # fmt: skip
+
+
+def measure_clean(directory: Path, total: int) -> list[dict]:
+    """Train without flips; count alarms, replays, and CPU seconds with and without the checks."""
+    path = directory / "clean.jsonl"
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    each = -(-total // len(CLEAN))
+    for name, more in list(CLEAN.items())[len(done) :]:
+        run = start(flags(directory, f"clean-{name.replace(' ', '-')}", *more))
+        batches, count = run.batches(), Counter()
+        spent = Counter()
+        count_time(run, spent)
+        began = time.process_time()
+        for _ in range(each):
+            run.step(batches)
+            run.respond_to_anomaly()
+            found = run.integrity.replayed
+            if found is not None:
+                alarm = found.wrong or (found.tolerance and "nondeterministic")
+                count["alarms" if alarm else found.why] += 1
+            count["refused"] += not run.last_step.applied
+        row = {
+            "name": name, "steps": each, "alarms": count["alarms"], "odd": count["odd"],
+            "spot": count["spot"], "refused": count["refused"],
+            "total": time.process_time() - began, **spent,
+        }  # fmt: skip
+        batches.close()
+        run.engine.destroy()
+        done.append(row)
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+    return done
+
+
+def count_time(run: Any, spent: Counter) -> None:
+    """Add up the CPU seconds of the parts of the checks."""
+    integrity = run.integrity
+
+    def wrap(owner: Any, name: str, part: str) -> None:
+        original = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[part] += time.process_time() - began
+
+        setattr(owner, name, timed)
+
+    wrap(integrity, "_watch", "bounds and digests before the update")
+    wrap(integrity, "end_step", "digests after the update")
+    wrap(integrity, "_replay", "replays")
+    wrap(integrity._recorder, "_add", "digests of embedding gradients")
+
+
+def table(flips: list[dict], clean: list[dict], steps: int) -> str:
+    lines = [
+        f"Command: `python -m benchmarks.bit_flips --flips {len(flips)}`, {platform.machine()}, "
+        f"torch {torch.__version__}. ZeRO-2, bf16, one rank, {steps} steps after the warm-up; digests "
+        "in every step, as where a step takes 70 ms or more.",
+        "",
+        f"`matter`: without checks, a loss changes by {MATTERS:g} or more within {steps} steps, or "
+        "the run crashes. `change bits`: the final weights or states differ, but no loss by that "
+        "much. `harmless`: nothing differs at the end.",
+        "",
+        "| place | flips | matter | of these found | change bits | of these found | harmless "
+        "| of these found | missed that matter |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    sums: Counter = Counter()
+    for place in (*PLACES, "**all**"):
+        rows = [row for row in flips if place in (row["place"], "**all**")]
+        groups: dict[str, list[dict]] = {"matter": [], "change": [], "harmless": []}
+        for row in rows:
+            matters = row["moves"] >= MATTERS
+            groups["matter" if matters else "change" if row["changes"] else "harmless"].append(row)
+        cells = [place, str(len(rows))]
+        for group in groups.values():
+            cells += [str(len(group)), str(sum(row["found"] is not None for row in group))]
+        missed = sum(row["found"] is None for row in groups["matter"])
+        lines.append("| " + " | ".join([*cells, str(missed)]) + " |")
+    for row in flips:
+        sums[row["found"] or "not found"] += 1
+    again = [row for row in flips if row["found"] and "again" in row["found"]]
+    lines += ["", "| found by | flips |", "|---|---|"]
+    lines += [f"| {name} | {count} |" for name, count in sums.most_common()]
+    lines += ["", f"{sum(row['corrected'] for row in again)} of {len(again)} flips in steps that "
+              "were computed again left all weights and states as without the flip."]  # fmt: skip
+    missed = sorted(
+        (row for row in flips if row["found"] is None and row["moves"] >= MATTERS),
+        key=lambda row: -row["moves"],
+    )
+    lines += ["", "Missed flips that matter:", ""] if missed else []
+    lines += [f"- {row['place']}: a loss changes by {row['moves']:.2g}" for row in missed]
+    parts = [key for key in clean[0] if "digests" in key or key == "replays"] if clean else []
+    lines += ["", "| steps without flips | steps | false alarms | odd, computed again | spot "
+              "| refused | " + " | ".join(f"{part}, share" for part in parts) + " | all |",
+              "|---" * (7 + len(parts)) + "|"]  # fmt: skip
+    for row in clean:
+        shares = [row.get(part, 0.0) / row["total"] for part in parts]
+        lines.append(
+            f"| {row['name']} | {row['steps']:,} | {row['alarms']} | {row['odd']} | {row['spot']} "
+            f"| {row['refused']} | "
+            + " | ".join(f"{share:.2%}" for share in (*shares, sum(shares)))
+            + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=50, help="after the warm-up")
+    parser.add_argument("--clean_steps", type=int, default=10_000)
+    parser.add_argument("--directory", type=Path, default=Path("runs/bit_flips"))
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    assert VOCABULARY == 512
+    torch.set_num_threads(1)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    flips = measure_flips(options.directory, options.flips, options.steps)
+    clean = measure_clean(options.directory, options.clean_steps) if options.clean_steps else []
+    text = table(flips, clean, options.steps)
+    print(text)
+    if options.output:
+        options.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""Silent corruption: digests of states, odd steps, and steps computed twice.
+
+Must not depend on the training loop, which passes in what it computes.
+"""

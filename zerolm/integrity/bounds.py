@@ -1,0 +1,69 @@
+"""What is normal for the figures of a step, by the run's own last steps.
+
+All on the figures' device, so that checking a step needs no synchronisation with the host. A figure
+that is odd only makes the step be computed twice, so false alarms cost time and nothing else; and
+each of them widens the bounds, so that they cost little time, whatever the figures are like.
+"""
+
+import math
+
+import torch
+
+WINDOW_STEPS, MIN_STEPS, UPDATE_STEPS = 128, 32, 16
+DEVIATIONS = 8.0  # robust ones, of the logarithm
+LEAST_FACTOR = 4.0  # between a figure and its median, below which it is never odd
+MAD_TO_DEVIATION = 1.4826  # for normal noise
+# A false alarm widens the bounds; they return to what they were within some thousand steps. So in
+# the long run one step in ln(1.5) / 0.001 = 400 is a false alarm at most, 0.25% of the time.
+WIDEN, NARROW = 1.5, 0.999
+TINY = 1e-30  # figures below count as this
+LARGE = 1e4  # no logarithm of a float32 is as large
+
+
+class Bounds:
+    """Bounds on positive figures: medians of their logarithms, and deviations from these.
+
+    Args:
+        non_finite_is_odd: False if all but the last figure may be infinite.
+    """
+
+    def __init__(self, non_finite_is_odd: bool = True) -> None:
+        self._non_finite_is_odd = non_finite_is_odd
+        self._logs: torch.Tensor | None = None  # (WINDOW_STEPS, figures)
+        self._count = 0
+        self._width = 1.0
+        self._low = self._high = torch.empty(0)
+
+    def add(self, figures: torch.Tensor) -> torch.Tensor:
+        """Add the figures of a step; return whether one of them is odd, () bool.
+
+        That is: not finite, or far from the usual.
+        """
+        logs = figures.clamp_min(TINY).log()
+        if self._logs is None:
+            self._logs = logs.new_zeros(WINDOW_STEPS, len(logs))
+            self._high = torch.full_like(logs, LARGE)
+            self._low = -self._high
+        inside = (logs >= self._low) & (logs <= self._high)  # NaN is not
+        if not self._non_finite_is_odd:
+            inside[:-1] |= ~torch.isfinite(logs[:-1])
+        self._logs[self._count % WINDOW_STEPS] = logs
+        self._count += 1
+        self._width = max(1.0, self._width * NARROW)
+        if self._count >= MIN_STEPS and self._count % UPDATE_STEPS == 0:
+            self._update(self._logs[: self._count])
+        return ~inside.all()
+
+    def _update(self, logs: torch.Tensor) -> None:
+        seen = logs.where(torch.isfinite(logs), torch.nan)
+        center = seen.nanmedian(0).values
+        deviation = MAD_TO_DEVIATION * (seen - center).abs().nanmedian(0).values
+        half = self._width * torch.clamp(DEVIATIONS * deviation, min=math.log(LEAST_FACTOR))
+        half = half.nan_to_num(LARGE)  # a figure that was never finite
+        self._low, self._high = center.nan_to_num(0.0) - half, center.nan_to_num(0.0) + half
+
+    def widen(self) -> None:
+        """Widen the bounds after a false alarm."""
+        self._width *= WIDEN
+        if self._count >= MIN_STEPS and self._logs is not None:
+            self._update(self._logs[: self._count])

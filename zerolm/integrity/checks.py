@@ -1,0 +1,285 @@
+"""`Integrity`: finds values that hardware has changed without an error, before they are learned.
+
+A step is computed again from the same batch, before it is applied, if its figures are odd, and at
+random steps. States are compared between steps, batches during them. Every rank takes the same
+decision in the same step: figures of all ranks are summed in the reduction of the losses.
+"""
+
+import hashlib
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from zerolm.common.errors import CorruptionError
+from zerolm.common.faults import FLIP
+from zerolm.distributed.collectives import gather_objects
+from zerolm.integrity.bounds import Bounds
+from zerolm.integrity.passes import Pass, PassRecorder
+from zerolm.integrity.seal import Seal
+from zerolm.integrity.zero_state import MASTERS, Gradients, states
+
+IGNORED = -100  # target of a position without loss, as in zerolm.model.loss
+Batch = dict[str, torch.Tensor]
+Watch = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+# Largest relative difference of a norm between passes that kernels without a fixed order of
+# summation explain. The tolerance is a multiple of the difference that is measured.
+NONDETERMINISM, TOLERANCE_FACTOR = 1e-3, 10.0
+MAX_CORRECTIONS = 3  # of steps since the start, at which the run ends: the device is broken
+ODD, SPOT = "odd", "spot"
+
+
+class Replayed(NamedTuple):
+    """A step that was computed again.
+
+    Attributes:
+        why: `ODD` or `SPOT`.
+        wrong: description of the wrong pass and where it was computed; None if passes agreed.
+        places: ranks that computed the wrong pass.
+        parameters: with other gradients in it.
+        tolerance: set if this replay has shown that the run's kernels are not deterministic.
+    """
+
+    why: str
+    wrong: str | None = None
+    places: Sequence[dict[str, Any]] = ()
+    parameters: Sequence[str] = ()
+    tolerance: float | None = None
+
+
+class Integrity:
+    """The checks of one rank. Every rank makes the same calls.
+
+    Args:
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
+        discard: clears the accumulated gradient.
+        enabled: False for no checks.
+        interval: number of steps of which one, chosen at random, is computed again; 0: none.
+        seed: of that choice.
+        replicated: every rank has all weights.
+        overflows_are_normal: gradients may be infinite, as when fp16 searches for its loss scale.
+
+    Attributes:
+        replayed: what the replay of the last step found, if there was one.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        discard: Callable[[], None],
+        *,
+        enabled: bool,
+        interval: int,
+        seed: int,
+        replicated: bool,
+        overflows_are_normal: bool,
+    ):
+        self._engine, self._discard, self._enabled = engine, discard, enabled
+        self._interval, self._seed = interval, seed
+        self.replayed: Replayed | None = None
+        self._started = False
+        self._corrections = 0
+        self._tolerance = 0.0  # relative difference of norms; 0: bits are equal
+        if enabled:
+            self._gradients = Gradients(engine)
+            self._recorder = PassRecorder(engine.module, self._gradients)
+            self._seal = Seal(engine, replicated and engine.world_size > 1)
+            self._bounds = Bounds(non_finite_is_odd=not overflows_are_normal)
+
+    def restart(self) -> None:
+        """Forget the states: others have been loaded."""
+        if self._enabled:
+            self._seal.drop()
+        self._started = False
+
+    def end_step(self, step: int, fault: str | None = None) -> None:
+        """Take digests of the states after an optimizer step, whether it was applied or not."""
+        if self._enabled:
+            self._seal.close(step)
+        if fault == FLIP:
+            flip_bit(next(each.values for each in states(self._engine) if each.kind == MASTERS))
+
+    # ---- The passes of a step
+
+    def checked(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        run: Callable[[Watch | None], Any],
+        fault: str | None = None,
+    ) -> Any:
+        """Compute a step with as many passes as it takes to trust it; return the last result.
+
+        Afterwards the accumulated gradient is that of the result.
+
+        Args:
+            batches: this rank's micro-batches.
+            run: makes a pass, given what to call after it with the micro-batches' losses; returns
+                its `StepResult`.
+            fault: injected fault for this rank's first pass; for tests.
+
+        Raises:
+            CorruptionError: on every rank: states or the batch have changed, or passes disagree.
+        """
+        self.replayed = None
+        if not self._enabled:
+            return run(None)
+        self._seal.begin_step()
+        self._recorder.begin()
+        result = run(partial(self._watch, batches, fault))
+        self._recorder.end()
+        odd, damaged, *sealed = result.watched
+        changed, unequal = self._seal.agree(sealed)
+        if damaged or changed or unequal:
+            raise self._state_error(step, batches, changed, unequal)
+        if odd or self._is_due(step):
+            result = self._replay(step, ODD if odd else SPOT, result, run)
+        self._started = True
+        return result
+
+    def _is_due(self, step: int) -> bool:
+        if not self._interval:
+            return False
+        number, offset = divmod(step, self._interval)
+        chosen = hashlib.sha256(f"{self._seed}/replay/{number}".encode()).digest()
+        return not self._started or offset == int.from_bytes(chosen[:8], "little") % self._interval
+
+    @torch.no_grad()
+    def _watch(
+        self, batches: Sequence[Batch], fault: str | None, losses: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return this rank's figures, to be summed over ranks, (n,) float64 on the device."""
+        device = self._engine.device
+        if fault == FLIP:
+            flip_bit(max(self._gradients.slices(), key=torch.numel))
+        largest = torch.stack([loss.float() for loss in losses]).max()[None]
+        norms = self._recorder.norms()
+        figures = torch.cat([norms.to(device), largest.to(device)])
+        damaged = torch.stack([_broken_shifts(batch) for batch in batches]).sum()
+        head = torch.stack([self._bounds.add(figures), damaged])
+        return torch.cat([head.double(), self._seal.figures()])
+
+    def _replay(self, step: int, why: str, first: Any, run: Callable[[None], Any]) -> Any:
+        passes = [self._recorder.result(first.micro_losses)]
+        result = self._another(run, passes)
+        if all(gather_objects(self._agree(*passes))):
+            if why == ODD:
+                self._bounds.widen()
+            self.replayed = Replayed(why)
+            return result
+        result = self._another(run, passes)
+        pairs = ((1, 2), (0, 2))  # the third pass is right if it agrees with another one
+        agreed = [self._agree(passes[a], passes[b]) for a, b in pairs]
+        apart = max(passes[a].distance(passes[b]) for a, b in (*pairs, (0, 1)))
+        found = gather_objects((agreed, apart))
+        for wrong in (0, 1):
+            if all(agreed[wrong] for agreed, _ in found):
+                self.replayed = self._correction(why, passes[wrong], passes[2], wrong)
+                self._corrections += 1
+                if self._corrections >= MAX_CORRECTIONS:
+                    text = f"{self._corrections} steps since the start were computed wrongly"
+                    raise self._error(step, text, self.replayed.places)
+                return result
+        apart = max(each for _, each in found)
+        if self._tolerance == 0.0 and apart <= NONDETERMINISM:
+            self._tolerance = TOLERANCE_FACTOR * apart
+            self.replayed = Replayed(why, tolerance=self._tolerance)
+            return result
+        places = self._places(passes[0], passes[2]) or self._places(passes[1], passes[2])
+        raise self._error(step, "three passes over the same batch gave three results", places)
+
+    def _another(self, run: Callable[[None], Any], passes: list[Pass]) -> Any:
+        self._discard()
+        self._recorder.begin()
+        result = run(None)
+        self._recorder.end()
+        passes.append(self._recorder.result(result.micro_losses))
+        return result
+
+    def _agree(self, one: Pass, other: Pass) -> bool:
+        return one.same_bits(other) or one.distance(other) <= self._tolerance > 0.0
+
+    def _correction(self, why: str, wrong: Pass, right: Pass, number: int) -> Replayed:
+        names = gather_objects(wrong.changed(right, self._gradients.names))
+        changed = list(dict.fromkeys(name for each in names for name in each))
+        text = f"the {('first', 'second')[number]} pass over the batch was wrong"
+        return Replayed(why, text, self._places(wrong, right), changed)
+
+    def _places(self, wrong: Pass, right: Pass) -> list[dict[str, Any]]:
+        """Return where a wrong pass was computed.
+
+        A fault in the loss or in an activation shows on its rank only. Others, in the gradient of a
+        weight or while gradients are reduced, show on the ranks that have that part of the sum.
+        """
+        found = gather_objects(
+            (place(self._engine), wrong.own_work_differs(right), wrong.same_bits(right))
+        )
+        own = [where for where, differs, _ in found if differs]
+        return own or [where for where, _, same in found if not same]
+
+    # ---- States and data
+
+    def _state_error(
+        self, step: int, batches: Sequence[Batch], changed: bool, unequal: bool
+    ) -> CorruptionError:
+        lines = self._seal.changed() if changed else []
+        if sum(int(_broken_shifts(batch)) for batch in batches):
+            lines.append("token ids of the batch")
+        digests = gather_objects(self._seal.weights_digest()) if unequal else []
+        found = gather_objects((place(self._engine), lines))
+        guilty = [where for where, lines in found if lines]
+        texts = [f"{shown(where)}: {'; '.join(lines)}" for where, lines in found if lines]
+        if guilty:
+            return self._error(step, f"changed in memory: {' | '.join(texts)}", guilty)
+        usual = max(digests, key=digests.count)
+        clear = digests.count(usual) > 1
+        guilty = [
+            where
+            for (where, _), each in zip(found, digests, strict=True)
+            if each != usual or not clear
+        ]
+        return self._error(step, "ranks have different copies of the weights", guilty)
+
+    def _error(self, step: int, what: str, places: Sequence[dict[str, Any]]) -> CorruptionError:
+        where = ", ".join(map(shown, places)) or "an unknown rank"
+        return CorruptionError(
+            f"step {step}: {what} ({where}). The step was not applied. Test the hardware there; "
+            f"the same command resumes from the newest checkpoint, better without that host.",
+            places,
+        )
+
+
+def _broken_shifts(batch: Batch) -> torch.Tensor:
+    """Return how many targets are not the next input: both are copies of the same tokens."""
+    following, targets = batch["input_ids"][:, 1:], batch["targets"][:, :-1]
+    return ((following != targets) & (targets != IGNORED)).sum()
+
+
+def place(engine: Any) -> dict[str, Any]:
+    """Return where this rank computes: rank, host and device."""
+    device = str(engine.device)
+    if engine.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(engine.device)
+        device += f" {properties.name} {getattr(properties, 'uuid', '')}".rstrip()
+    return {"rank": engine.global_rank, "host": socket.gethostname(), "device": device}
+
+
+def shown(where: dict[str, Any]) -> str:
+    """Return a place as text."""
+    return f"rank {where['rank']} on {where['host']}, {where['device']}"
+
+
+@torch.no_grad()
+def flip_bit(values: torch.Tensor, index: int | None = None, bit: int = -2) -> None:
+    """Flip a bit of one value in place; by default, the highest of the exponent in the middle."""
+    flat = values.detach().view(-1)
+    index = flat.numel() // 2 if index is None else index
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    mask = 1 << (bit % (8 * flat.element_size()))
+    word = flat[index : index + 1].view(kind)
+    signed = (
+        mask - (1 << 8 * flat.element_size()) if mask >> (8 * flat.element_size() - 1) else mask
+    )
+    word.bitwise_xor_(torch.tensor(signed, dtype=kind, device=flat.device))

@@ -1,0 +1,96 @@
+"""What is kept of a pass over a batch (forward and backward), to compare it with another one."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zerolm.integrity.digests import digest
+from zerolm.integrity.zero_state import Gradients
+
+
+class Pass(NamedTuple):
+    """What one rank computed in a pass. All on the host.
+
+    Attributes:
+        losses: of its micro-batches, as bits.
+        chain: digests of the gradients of the input embeddings of its micro-batches, which every
+            activation and its gradient has gone into. Empty if embeddings are not trained.
+        gradients: digest of its part of the reduced gradient, by parameter.
+        norms: 2-norms of the same.
+    """
+
+    losses: list[int]
+    chain: list[int]
+    gradients: list[int]
+    norms: list[float]
+
+    def own_work_differs(self, other: "Pass") -> bool:
+        """Return whether this rank computed other losses, or other gradients of embeddings."""
+        return (self.losses, self.chain) != (other.losses, other.chain)
+
+    def same_bits(self, other: "Pass") -> bool:
+        """Return whether all is equal."""
+        return not self.own_work_differs(other) and self.gradients == other.gradients
+
+    def changed(self, other: "Pass", names: Sequence[str]) -> list[str]:
+        """Return the parameters whose gradients differ."""
+        pairs = zip(names, self.gradients, other.gradients, strict=True)
+        return [name for name, own, others in pairs if own != others]
+
+    def distance(self, other: "Pass") -> float:
+        """Return the largest relative difference of a norm; infinite if one is not finite."""
+        largest = 0.0
+        for own, others in zip(self.norms, other.norms, strict=True):
+            if own != others:
+                change = abs(own - others) / max(abs(own), abs(others))
+                largest = max(largest, change if change == change else float("inf"))
+        return largest
+
+
+class PassRecorder:
+    """Records passes. Its hooks take microseconds for each micro-batch.
+
+    Args:
+        model: the engine's module; it gets a hook for good.
+    """
+
+    def __init__(self, model: Any, gradients: Gradients):
+        self._gradients = gradients
+        self._chain: list[torch.Tensor] = []
+        self._recording = False
+        embeddings = model.get_input_embeddings()
+        embeddings.register_forward_hook(self._after_embeddings)
+
+    def begin(self) -> None:
+        """Start a pass."""
+        self._chain, self._recording = [], True
+
+    def _after_embeddings(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if self._recording and torch.is_tensor(output) and output.requires_grad:
+            output.register_hook(self._add)
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        self._chain.append(digest(gradient))
+
+    def end(self) -> None:
+        """End a pass: later forward passes are not part of it."""
+        self._recording = False
+
+    def norms(self) -> torch.Tensor:
+        """Return the 2-norms of this rank's part of the gradient, (parameters,) float32."""
+        slices = self._gradients.slices()
+        return torch.stack(list(torch._foreach_norm(slices, 2, torch.float32) if slices else ()))
+
+    def result(self, losses: Sequence[torch.Tensor]) -> Pass:
+        """Return the pass that has ended; waits for the device.
+
+        Args:
+            losses: of this rank's micro-batches.
+        """
+        return Pass(
+            [int(digest(loss[None])) for loss in losses],
+            torch.stack(self._chain).tolist() if self._chain else [],
+            torch.stack([digest(each) for each in self._gradients.slices()]).tolist(),
+            self.norms().tolist(),
+        )
