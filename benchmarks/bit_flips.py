@@ -416,8 +416,8 @@ def count_time(run: Any, spent: Counter) -> None:
 def table(flips: list[dict], clean: list[dict], steps: int) -> str:
     lines = [
         f"Command: `python -m benchmarks.bit_flips --flips {len(flips)}`, {platform.machine()}, "
-        f"torch {torch.__version__}. ZeRO-2, bf16, one rank, {steps} steps after the warm-up; digests "
-        "in every step, as where a step takes 70 ms or more.",
+        f"torch {torch.__version__}. ZeRO-2, bf16, one rank, {steps} steps after the warm-up; "
+        "digests in every step, as where a step takes 70 ms or more.",
         "",
         f"`matter`: without checks, a loss changes by {MATTERS:g} or more within {steps} steps, or "
         "the run crashes. `change bits`: the final weights or states differ, but no loss by that "

@@ -639,7 +639,8 @@ class Settings:
     )
     replay_interval: int = _count(
         "stability",
-        "compute one step of so many, chosen at random, twice; 0: none (default: 400)",
+        "compute the first step of each start twice, and one step of so many, chosen at random; "
+        "0: none (default: 400)",
         "STEPS",
         default=400,
         minimum=0,

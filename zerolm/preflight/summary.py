@@ -53,6 +53,10 @@ def figures(plan: Plan) -> dict[str, str]:
     }
     if settings.memory_checkpoint_interval:
         lines["copies in memory"] = memory_copies.figure(plan)
+    if settings.corruption_checks:
+        lines["silent corruption"] = "states are compared between steps, odd steps computed again"
+        if settings.replay_interval:
+            lines["silent corruption"] += f", and one step in {settings.replay_interval} at random"
     if plan.initial is not None:
         taken = ", with the optimizer states" if settings.init_optimizer else ""
         lines["initial weights"] = plan.initial.describe(model.vocab_size) + taken

@@ -1,0 +1,85 @@
+"""Flipped bits are found on two ranks, and named; replays change no bit of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.recipe import profile, recipe
+from tests.launching import LLAMA, run_workers, write_json, write_shards
+
+WORKER = Path(__file__).with_name("integrity_worker.py")
+CHECKED = ["--replay_interval", 3]
+WITHOUT = ["--no-corruption_checks"]
+
+
+def run_jobs(directory: Path, profiles: dict[str, Path], jobs: list[tuple]) -> list[dict]:
+    """Run jobs (profile, flags, flip, fault); return what the worker reports of each."""
+    model = write_json(directory / "model.json", {**LLAMA, "attention_dropout": 0.1})
+    corpus = write_shards(directory / "corpus", num_documents=60)
+    written = []
+    for number, (name, more, flip, fault) in enumerate(jobs):
+        run_dir = directory / f"run-{number}"
+        flags = recipe(model, corpus, run_dir, profiles[name], 100, 2)
+        flags += ["--wandb", "off", "--log_interval", 100, *more]
+        written.append({"flags": [str(each) for each in flags], "flip": flip, "fault": fault})
+    report = directory / "report.json"
+    path = write_json(directory / "jobs.json", written)
+    run_workers(2, WORKER, path, report, timeout=600)
+    return json.loads(report.read_text())
+
+
+def names(found: dict) -> list[str]:
+    return [event["event"] for event in found["events"]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "places"),
+    [
+        (2, ("exp_avg_sq", "batch")),
+        pytest.param(2, ("weights", "master weights", "exp_avg"), marks=pytest.mark.soak),
+        pytest.param(3, ("weights", "master weights", "exp_avg", "batch"), marks=pytest.mark.soak),
+    ],
+)
+def test_a_flipped_bit_is_found_named_and_never_learned_from(tmp_path, stage, places) -> None:
+    profiles = {"zero": profile(tmp_path / "zero.json", stage, True)}
+    jobs = [("zero", WITHOUT, None, ""), ("zero", CHECKED, None, "")]
+    jobs += [("zero", CHECKED, (place, 1, 4), "") for place in places]
+    # In the first pass of the first step, which is computed twice: on rank 1, then in its sum.
+    jobs += [("zero", CHECKED, ("activation", 1, 1), "")]
+    jobs += [("zero", CHECKED, None, "step.backward:1:1:flip")]
+    plain, checked, *flipped, activation, gradient = run_jobs(tmp_path, profiles, jobs)
+
+    assert checked["final"] == plain["final"] and "replayed" in names(checked)
+    assert not {"corrupted", "corrupt_step", "nondeterministic"} & {*names(checked)}
+    for place, found in zip(places, flipped, strict=True):
+        message, guilty, code = found["error"]
+        assert [each["rank"] for each in guilty] == [1] and code == 77
+        assert message.startswith("step 4: ")
+        assert ("token ids" if place == "batch" else f"{place}, in model.") in message
+    for found in (activation, gradient):
+        assert found["error"] is None and found["final"] == plain["final"]
+        (event,) = (each for each in found["events"] if each["event"] == "corrupt_step")
+        assert [each["rank"] for each in event["places"]] == [1] and event["step"] == 1
+    assert len(event["parameters"]) == 1
+
+
+@pytest.mark.soak
+def test_replays_change_no_bit_at_any_stage_precision_and_offload(tmp_path) -> None:
+    profiles = {
+        f"zero{stage}-{'bf16' if bf16 else 'fp32'}": profile(
+            tmp_path / f"{stage}{bf16}.json", stage, bf16
+        )
+        for stage in (1, 2, 3)
+        for bf16 in (False, True)
+    }
+    for stage in (1, 2, 3):
+        offload = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+        config = {"zero_optimization": offload, "bf16": {"enabled": True}}
+        profiles[f"zero{stage}-offload"] = write_json(tmp_path / f"offload{stage}.json", config)
+    often = ["--replay_interval", 1]
+    jobs = [(name, more, None, "") for name in profiles for more in (WITHOUT, often)]
+    found = run_jobs(tmp_path, profiles, jobs)
+    for name, plain, checked in zip(profiles, found[::2], found[1::2], strict=True):
+        assert checked["final"] == plain["final"], name
+        assert names(checked).count("replayed") == 5, name
