@@ -70,7 +70,7 @@ def start(argv: list[str]) -> Any:
     from zerolm.train.run import Run
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    plan = check.check(argv, dict(os.environ))
+    plan = check.check(argv, {k: v for k, v in os.environ.items() if k != "MASTER_PORT"})
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     _, _, device = process_group.init() if not torch.distributed.is_initialized() else (0, 1, CPU)
     plan.run_dir.joinpath("checkpoints").mkdir(parents=True, exist_ok=True)

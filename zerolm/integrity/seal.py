@@ -71,7 +71,9 @@ class Seal:
         device = self._engine.device
         cost = 2 * self._cost_seconds / self._step_seconds
         known = cost if cost < 1.0 else 0.0  # also if neither has been measured
-        head = torch.tensor([known, float(bool(self._sealed))], dtype=torch.float64).to(device)
+        head = torch.zeros(2, dtype=torch.float64, device=device)
+        head[0].fill_(known)  # a copy of a tensor would wait for the device
+        head[1].fill_(float(bool(self._sealed)))
         changed = head.new_zeros(1)
         parts = head.new_zeros(2 * PARTS if self._replicated else 0)
         if self._sealed:
