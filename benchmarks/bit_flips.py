@@ -350,7 +350,7 @@ def measure_flips(directory: Path, count: int, steps: int) -> list[dict]:
 CLEAN = {
     "dropout, bf16": (),
     "fp32": (),
-    "batch ramp": ("--batch_ramp_start", BATCH * SEQ_LEN // 2, "--batch_ramp_tokens", 500_000),
+    "batch ramp": ("--batch_ramp_start", BATCH * SEQ_LEN // 2, "--micro_batch_size", BATCH // 2, "--batch_ramp_tokens", 500_000),
     "high learning rate, which spikes": ("--learning_rate", 3e-2, "--max_skips", 0,
                                          "--rollback_after", 0),
     "documents packed": ("--packing", "best_fit", "--document_mask"),
