@@ -347,13 +347,15 @@ def measure_flips(directory: Path, count: int, steps: int) -> list[dict]:
     return done
 
 
+HALF = BATCH // 2
 CLEAN = {
     "dropout, bf16": (),
     "fp32": (),
-    "batch ramp": ("--batch_ramp_start", BATCH * SEQ_LEN // 2, "--micro_batch_size", BATCH // 2, "--batch_ramp_tokens", 500_000),
+    "batch ramp": ("--batch_ramp_start", HALF * SEQ_LEN, "--micro_batch_size", HALF,
+                   "--batch_ramp_tokens", 250_000),
     "high learning rate, which spikes": ("--learning_rate", 3e-2, "--max_skips", 0,
                                          "--rollback_after", 0),
-    "documents packed": ("--packing", "best_fit", "--document_mask"),
+    "attention within documents": ("--document_mask",),
     "average and adaptive clipping": ("--ema_tokens", 100_000, "--adaptive_clip", 2.5),
 }  # fmt: skip
 
