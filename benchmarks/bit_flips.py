@@ -182,8 +182,9 @@ class Experiment:
         run = self.run
         self.restore()
         run.integrity = self.checks if checks else self.no_checks
-        disk = Disk(self.directory / "corpus", flip) if flip else None
+        disk = None
         if flip and flip["place"] == "shard on disk":
+            disk = self._token_on_disk(flip)
             disk.flip()
         batches = run.batches()
         losses, found = [], None
@@ -213,10 +214,23 @@ class Experiment:
         finally:
             self.action = None
             batches.close()
-            if flip and flip["place"] == "shard on disk":
+            if disk is not None:
                 disk.flip()
         final = [int(digest(each)) for each in self._live()]
         return {"losses": losses, "final": final, "found": found}
+
+    def _token_on_disk(self, flip: dict) -> "Disk":
+        """Return a token of the step's batch in the file that it is read from."""
+        batches = self.run.batches()
+        batch = [next(batches) for _ in range(flip["step"] + 1)][-1]
+        batches.close()
+        column = int(flip["element"] * SEQ_LEN)
+        row = batch["input_ids"][int(flip["module"] * BATCH)].numpy().astype("<u2").tobytes()
+        for path in sorted((self.directory / "corpus").glob("*.bin")):
+            offset = path.read_bytes().find(row)
+            if offset >= 0:
+                return Disk(path, offset + 2 * column, flip)
+        raise AssertionError("the batch is in no shard")
 
     def _arm(self, flip: dict) -> None:
         """Prepare to flip the bit in the next step."""
@@ -276,18 +290,16 @@ def flipped_batches(batches: Any, flip: dict) -> Any:
 
 
 class Disk:
-    """One bit of a token that the run is about to read, in the file on disk."""
+    """One bit of a token of the vocabulary in a shard on disk."""
 
-    def __init__(self, corpus: Path, flip: dict):
-        self.paths, self.flip_of = sorted(corpus.glob("*.bin")), flip
+    def __init__(self, path: Path, offset: int, flip: dict):
+        self.path, self.offset, self.bit = path, offset, int(flip["bit"] * 9)
 
     def flip(self) -> None:
-        path = self.paths[int(self.flip_of["module"] * len(self.paths))]
-        offset = int(self.flip_of["element"] * (path.stat().st_size // 2)) * 2
-        with open(path, "r+b") as file:
-            file.seek(offset)
-            token = int.from_bytes(file.read(2), "little") ^ (1 << int(self.flip_of["bit"] * 9))
-            file.seek(offset)
+        with open(self.path, "r+b") as file:
+            file.seek(self.offset)
+            token = int.from_bytes(file.read(2), "little") ^ (1 << self.bit)
+            file.seek(self.offset)
             file.write(token.to_bytes(2, "little"))
 
 
