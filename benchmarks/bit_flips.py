@@ -478,6 +478,8 @@ def table(flips: list[dict], clean: list[dict], steps: int) -> str:
             + " | ".join(f"{share:.2%}" for share in (*shares, sum(shares)))
             + " |"
         )
+    mean = sum(row["total"] for row in clean) / max(1, sum(row["steps"] for row in clean))
+    lines += ["", f"Shares are of CPU seconds; a step took {1000 * mean:.0f} ms of them."]
     return "\n".join(lines) + "\n"
 
 
