@@ -71,6 +71,8 @@ class Campaign:
 
     def stop(self) -> NoReturn:
         """End this process and the chunks that are running, which will be repeated."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second one would leave processes behind
         self.lock.acquire()  # so that nothing of them is logged
         for base in [*self.run_dir.glob("references/*"), *map(self.directory, self.running)]:
             kill_started(base)
