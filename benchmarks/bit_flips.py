@@ -176,7 +176,7 @@ class Experiment:
 
     def play(self, flip: dict | None, checks: bool) -> dict[str, Any]:
         """Train the steps after the warm-up; return losses, final digest and what was found."""
-        from zerolm.common.errors import CorruptionError
+        from zerolm.common.errors import CorruptionError, ShardReadError
         from zerolm.integrity.digests import digest
 
         run = self.run
@@ -186,6 +186,8 @@ class Experiment:
         if flip and flip["place"] == "shard on disk":
             disk = self._token_on_disk(flip)
             disk.flip()
+            if checks:
+                self._forget_verified_blocks()
         batches = run.batches()
         losses, found = [], None
         try:
@@ -209,6 +211,8 @@ class Experiment:
                 found = "three results"
             run.engine.set_gradient_accumulation_boundary(True)
             run.gate.discard(run.engine)
+        except ShardReadError:
+            found = "checksum of a block"
         except IndexError:
             found = "crash"
         finally:
@@ -218,6 +222,12 @@ class Experiment:
                 disk.flip()
         final = [int(digest(each)) for each in self._live()]
         return {"losses": losses, "final": final, "found": found}
+
+    def _forget_verified_blocks(self) -> None:
+        """Verify blocks again when they are first read, as in a new process."""
+        for source in self.run.plan.sources:
+            source.files._open.clear()
+            source.files._closed.clear()
 
     def _token_on_disk(self, flip: dict) -> "Disk":
         """Return a token of the step's batch in the file that it is read from."""
@@ -327,24 +337,29 @@ def plans(count: int) -> list[dict]:
     ]
 
 
-def measure_flips(directory: Path, count: int, steps: int) -> list[dict]:
+def measure_flips(directory: Path, count: int, steps: int, places: list[str]) -> list[dict]:
     path = directory / f"flips-{steps}.jsonl"
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if len(done) >= count:
-        return done[:count]
+    known = {row["number"] for row in done}
+    todo = [
+        (number, flip)
+        for number, flip in enumerate(plans(count))
+        if number not in known and flip["place"] in places
+    ]
+    if not todo:
+        return done
     from zerolm.integrity import seal
 
     seal.MAX_INTERVAL = 1  # as where a step takes 70 ms or more
     experiment = Experiment(directory, steps)
     clean = experiment.clean
-    for number, flip in enumerate(plans(count)):
-        if number < len(done):
-            continue
+    for number, flip in todo:
         plain, checked = experiment.play(flip, False), experiment.play(flip, True)
         pairs = list(zip(plain["losses"], clean["losses"], strict=False))
         moves = max((1e9 if a is None else abs(a - b) for a, b in pairs), default=0.0)
         moves = 1e9 if moves != moves or len(plain["losses"]) < steps else moves
         row = {
+            "number": number,
             **flip,
             "moves": moves,
             "refused": plain["found"],
@@ -486,6 +501,7 @@ def table(flips: list[dict], clean: list[dict], steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--steps", type=int, default=50, help="after the warm-up")
     parser.add_argument("--clean_steps", type=int, default=10_000)
     parser.add_argument("--directory", type=Path, default=Path("runs/bit_flips"))
@@ -494,7 +510,7 @@ def main() -> None:
     assert VOCABULARY == 512
     torch.set_num_threads(1)
     options.directory.mkdir(parents=True, exist_ok=True)
-    flips = measure_flips(options.directory, options.flips, options.steps)
+    flips = measure_flips(options.directory, options.flips, options.steps, options.places)
     clean = measure_clean(options.directory, options.clean_steps) if options.clean_steps else []
     text = table(flips, clean, options.steps)
     print(text)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,10 @@ class Doctor:
                 opened.append(session)
                 self.sessions[host.name] = session
             facts, unreachable = self._ask_all(self._facts)
-            found += merge_hosts([
+            found += map(_name_a_host, merge_hosts([
                 Finding("reachable", name, RED, problem, _unreachable_fix(problem))
                 for name, problem in unreachable.items()
-            ])  # fmt: skip
+            ]))  # fmt: skip
             if not facts:
                 return found
             if not unreachable:
@@ -279,6 +280,11 @@ class Doctor:
         return min(self.slots[name], fact["devices"]["count"]) or 1
 
 
+def _name_a_host(finding: Finding) -> Finding:
+    """Return the finding of one or more hosts, with the first one's name in the fix."""
+    return replace(finding, fix=finding.fix.replace("HOST", finding.host.partition(",")[0]))
+
+
 def _close(sessions: Sequence[Session]) -> None:
     """End all sessions within a few seconds in all, however many hosts hang."""
     for session in sessions:
@@ -293,5 +299,5 @@ def _unreachable_fix(problem: str) -> str:
         return "start it; try: ssh -o BatchMode=yes HOST true; or take it out of the hostfile"
     return (
         f"{Path.cwd()} and {sys.executable} must exist there at the same path: "
-        f"bash launch/setup.sh on it"
+        f"bash launch/setup.sh on HOST"
     )

@@ -136,7 +136,7 @@ def test_damage_is_reported_and_the_newest_complete_checkpoint_is_used(
     assert not mark.exists(), "a file that does not match the manifest was unpickled"
     for victim in (flipped, malicious):
         assert str(victim) in again.stdout
-    assert "SHA-256" in again.stdout and "step 12" in again.stdout
+    assert "XXH3" in again.stdout and "step 12" in again.stdout
     assert [Path(event["checkpoint"]).name for event in events(run_dir, "damaged")] == [
         "damaged-step-00000024", "damaged-step-00000018",
     ]  # fmt: skip

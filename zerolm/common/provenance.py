@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
 def installed_version(package: str) -> str | None:
     """Return the version of an installed package, None if it is not installed.
 
-    The directory of its metadata is named after it. Only without one is importlib.metadata asked,
+    Its metadata is in a directory with its name. Only without one is importlib.metadata asked,
     whose import takes 15 ms.
     """
     start, end = re.sub(r"[-_.]+", "_", package) + "-", ".dist-info"
@@ -31,7 +31,9 @@ def installed_version(package: str) -> str | None:
         with os.scandir(directory) as entries:
             for entry in entries:
                 if entry.name.startswith(start) and entry.name.endswith(end):
-                    return entry.name[len(start) : -len(end)]
+                    metadata = Path(entry.path, "METADATA").read_text(errors="replace")
+                    if found := re.search(r"^Version: (\S+)", metadata, re.MULTILINE):
+                        return found[1]
     import importlib.metadata
 
     try:
