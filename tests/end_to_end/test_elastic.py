@@ -3,7 +3,6 @@
 The reference is an uninterrupted run on the topology of the first phase.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import torch
 from tests.end_to_end.recipe import BATCH, STEP_TOKENS, recipe
 from tests.end_to_end.run_digest import newest_checkpoint
 from tests.launching import LLAMA, rows, run_ranks, write_json
+from zerolm.checkpoint.checksums import checksum_file
 from zerolm.checkpoint.manifest import manifest_digest
 from zerolm.train import instrumentation
 
@@ -194,7 +194,7 @@ def test_a_changed_checkpoint_is_refused_and_runs_no_code(
     for entry in manifest["files"]:
         if entry["file"] == victim.name:
             entry["size_bytes"] = victim.stat().st_size
-            entry["sha256"] = hashlib.sha256(victim.read_bytes()).hexdigest()
+            entry["xxh3_128"] = checksum_file(victim).digest
     write_json(only / "MANIFEST.json", {**manifest, "digest": manifest_digest(manifest)})
     forged = run_ranks(1, *arguments)
     assert forged.returncode == 2, forged.stdout[-3000:]

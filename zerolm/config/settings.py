@@ -634,13 +634,12 @@ class Settings:
     corruption_checks: bool = _switch(
         "stability",
         "compare states between steps, and compute a step with odd gradients again before it is "
-        "applied, to find what hardware has changed without an error (default: on)",
-        True,
+        "applied, to find what hardware has changed without an error (default: off)",
     )
     replay_interval: int = _count(
         "stability",
-        "compute the first step of each start twice, and one step of so many, chosen at random; "
-        "0: none (default: 400)",
+        "with --corruption_checks: compute the first step of each start twice, and one step of so "
+        "many, chosen at random; 0: none (default: 400)",
         "STEPS",
         default=400,
         minimum=0,

@@ -7,6 +7,7 @@ collective of NCCL only enters a queue of the device, and the rank then waits an
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -23,6 +24,15 @@ Call = tuple[str, int, str]  # process group, number, kind and size
 # Their sizes may differ between ranks.
 UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "send", "recv")
 FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+class _Data(pickle.Unpickler):
+    """Reads what torch pickles of its own lists and dicts, and runs no other code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module != "torch.jit._pickle":
+            raise pickle.UnpicklingError(f"{module}.{name}, which is not data")
+        return super().find_class(module, name)
 
 
 def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]:
@@ -80,7 +90,7 @@ def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> 
         for recorder in _recorders("_dump_nccl_trace", "_dump_fr_trace"):
             content = recorder(includeCollectives=True, includeStackTraces=True, onlyActive=False)
             if b"collective_seq_id" in content:
-                trace = pickle.loads(content)
+                trace = _Data(io.BytesIO(content)).load()
                 for group, ranks in _members().items():  # which Gloo does not record
                     known = {"name": group.group_name, "desc": group.group_desc}
                     trace["pg_config"].setdefault(group.group_name, known | {"ranks": str(ranks)})

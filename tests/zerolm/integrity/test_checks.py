@@ -9,8 +9,8 @@ from tests.end_to_end.recipe import profile, recipe
 from tests.launching import LLAMA, run_workers, write_json, write_shards
 
 WORKER = Path(__file__).with_name("integrity_worker.py")
-CHECKED = ["--replay_interval", 3]
-WITHOUT = ["--no-corruption_checks"]
+CHECKED = ["--corruption_checks", "--replay_interval", 3]
+WITHOUT: list[str] = []
 
 
 def run_jobs(directory: Path, profiles: dict[str, Path], jobs: list[tuple]) -> list[dict]:
@@ -77,7 +77,7 @@ def test_replays_change_no_bit_at_any_stage_precision_and_offload(tmp_path) -> N
         offload = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
         config = {"zero_optimization": offload, "bf16": {"enabled": True}}
         profiles[f"zero{stage}-offload"] = write_json(tmp_path / f"offload{stage}.json", config)
-    often = ["--replay_interval", 1]
+    often = ["--corruption_checks", "--replay_interval", 1]
     jobs = [(name, more, None, "") for name in profiles for more in (WITHOUT, often)]
     found = run_jobs(tmp_path, profiles, jobs)
     for name, plain, checked in zip(profiles, found[::2], found[1::2], strict=True):
