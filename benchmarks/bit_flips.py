@@ -56,7 +56,8 @@ def flags(directory: Path, name: str, *more: object) -> list[str]:
         "--run_dir", directory / name, "--seq_len", SEQ_LEN, "--batch_tokens", BATCH * SEQ_LEN,
         "--micro_batch_size", BATCH, "--total_tokens", 100_000_000, "--learning_rate", 1e-3,
         "--warmup_tokens", 20_000, "--log_interval", 100, "--checkpoint_interval", 1_000_000_000,
-        "--wandb", "off", "--report_interval", "1000h", "--num_workers", 0, "--corruption_checks", *more,
+        "--wandb", "off", "--report_interval", "1000h", "--num_workers", 0,
+        "--corruption_checks", *more,
     ]  # fmt: skip
     return [str(each) for each in given]
 

@@ -1,7 +1,7 @@
 """Reads a saved tokenizer's vocabulary: the text of each token, and which tokens are special.
 
 Reads the files directly, without tokenizer libraries. A tokenizer.json takes 20 ms to parse (32,000
-ids), so the last one is kept for whoever needs it next, until `forget_definition`.
+ids), so the last one is kept for its next use, until `forget_definition`.
 """
 
 import json

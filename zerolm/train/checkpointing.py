@@ -162,7 +162,7 @@ class Checkpointing:
             )
 
     def _log_copy(self, outcome: Outcome, log: Any) -> None:
-        """Log a copy in memory that failed: the run goes on with the one before, or without."""
+        """Log a copy in memory that failed: the run keeps the last one, or has none."""
         if outcome.error is not None and outcome.error not in self._logged_problems:
             self._logged_problems.add(outcome.error)
             step = outcome.progress.step

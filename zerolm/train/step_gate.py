@@ -84,6 +84,8 @@ class StepGate:
             engine.step()
         finally:
             self._optimizer.clip_grad = self._configured_clip_norm
+        if not engine.was_step_applied():
+            self._clear_offloaded_sums()
         assert not (self.refused and engine.was_step_applied()), "DeepSpeed took a refused step"
 
     def discard(self, engine: Any) -> None:
@@ -95,6 +97,15 @@ class StepGate:
         self.step(engine, True, _never)
         for name, count in counters.items():
             setattr(engine, name, count)
+
+    def _clear_offloaded_sums(self) -> None:
+        """Drop the float32 sums of a skipped step, which DeepSpeed adds to the next one.
+
+        It does at stage 2 with the optimizer on the host and gradients of another dtype (0.19.8).
+        """
+        if getattr(self._optimizer, "cpu_offload", False):
+            sums = self._optimizer.averaged_gradients
+            sums.update(dict.fromkeys(sums))
 
     def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(self._optimizer, name)

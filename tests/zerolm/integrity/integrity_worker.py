@@ -42,13 +42,12 @@ def train(job: dict, device) -> dict:
     import pretrain
     from zerolm.common.errors import CorruptionError
     from zerolm.distributed import collectives
+    from zerolm.integrity import seal
     from zerolm.integrity.digests import digest
     from zerolm.integrity.zero_state import states
     from zerolm.preflight import check
     from zerolm.train import stability
     from zerolm.train.run import Run
-
-    from zerolm.integrity import seal
 
     seal.MAX_INTERVAL = 1  # digests in every step, however slow this machine is
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}

@@ -34,6 +34,11 @@ def configs() -> dict[str, dict]:
         **found["zero1-bf16"],
         "data_types": {"grad_accum_dtype": "fp32"},
     }
+    for stage in (2, 3):
+        found[f"zero{stage}-offload-float32-gradients"] = {
+            **found[f"zero{stage}-offload"],
+            "data_types": {"grad_accum_dtype": "fp32"},
+        }
     cpu = {"offload_optimizer": {"device": "cpu"}}
     for name, zero in (("zero2", {}), ("zero3", {}), ("zero2-offload", cpu)):
         found[f"{name}-muon"] = {
