@@ -141,7 +141,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             if (rollback := run.respond_to_anomaly()) is not None:
                 batches = run.roll_back(batches, rollback)
                 continue
-            if run.due(run.settings.checkpoint_interval):
+            if run.saves:
                 run.save()
             else:
                 run.copy_to_memory()
@@ -176,6 +176,7 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     from deepspeed.utils import logger
 
     from zerolm.distributed import ulysses
+    from zerolm.fp8 import layers
     from zerolm.model import biased_routers, build, chunked_loss, compile
     from zerolm.pretrained import check as pretrained
     from zerolm.train import mask_check
@@ -193,8 +194,12 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     buffers = build.float32_buffers(model)
     if settings.loss_chunk_tokens:
         chunked_loss.install(model, settings.loss_chunk_tokens, settings.z_loss > 0)
+    if settings.fp8:
+        layers.install(model)
     if settings.compile:
         compile.mark_leaf_modules(model, plan.profile.zero_stage)
+        if process_group.environment_rank()[1] == 0:
+            compile.remove_truncated_libraries()
     mpu = ulysses.register_attention(
         model, plan.layout, settings.micro_batch_size, settings.seq_len
     )
@@ -223,17 +228,23 @@ def build_checked_model(
     Raises:
         ConfigError: the weights are not as the model config or the existing ones imply.
     """
+    from zerolm.attention import choice
     from zerolm.model import build
-    from zerolm.model.attention import unfused_attention_notice
     from zerolm.pretrained import check as pretrained
 
     settings, config, profile = plan.settings, plan.model.config, plan.profile
     dtype = torch_dtype(profile)
     torch.set_float32_matmul_precision(settings.float32_matmul)
-    attention = build.agreed_attention(config, settings.attn_implementation, device.type, dtype)
+    rows: dict[str, Any] = {"seq_len": settings.seq_len, "document_mask": settings.document_mask}
+    requested = settings.attn_implementation
+    attention = choice.agreed_attention(config, requested, device.type, dtype, **rows)
     print_rank0(f"attention: {attention}")
-    notice = unfused_attention_notice(config, device, dtype, document_mask=settings.document_mask)
-    if attention == "sdpa" and notice:
+    notice = choice.unfused_attention_notice(
+        config, device, dtype, document_mask=settings.document_mask
+    )
+    if requested == "auto" and choice.needs_mask(config, **rows):
+        notice = choice.dense_mask_notice(config, attention, device.type, dtype) or notice
+    if attention in ("eager", "sdpa") and notice:
         print_rank0(f"note: {notice}")
     model = build.build_model(
         config,

@@ -3,13 +3,14 @@
     python benchmarks/gpu.py --output results-of-this-gpu
     python benchmarks/gpu.py --toy        # the same end to end on a CPU, with tiny models
 
-First come the rates of the device itself (gpu_ceilings.py). Then pretrain.py, Hugging Face Trainer
-with the same DeepSpeed JSON, and a bare compiled PyTorch loop train the same model with the same
-tokens and batch size, at 2,048 and 8,192 tokens per sequence, and pretrain.py with single options
-changed. A case may take `--case_seconds`, including its start, the first that compiles a model
-twice as long, and ends after `--lines`. All cases together may take `--seconds`, the most important
-first; the table lists those that did not run. A second call with the same --output runs only those
-that have no figure yet. A case that runs out of memory is repeated with half the micro-batch.
+First come the rates of the device itself (gpu_ceilings.py) and checks that training on it is
+correct (gpu_checks.py). Then pretrain.py, Hugging Face Trainer with the same DeepSpeed JSON, and a
+bare compiled PyTorch loop train the same model with the same tokens and batch size, at 2,048 and
+8,192 tokens per sequence, and pretrain.py with single options changed. A case may take
+`--case_seconds`, including its start, the first that compiles a model twice as long, and ends after
+`--lines`. All cases together may take `--seconds`, the most important first; the table lists those
+that did not run. A second call with the same --output runs only those that have no figure yet. A
+case that runs out of memory is repeated with half the micro-batch.
 
     MFU = tokens/s x FLOPs per token / peak
 
@@ -27,6 +28,7 @@ import queue
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,7 @@ from gpu_cases import (  # noqa: E402
     parse_options,
     shards_of,
 )
+from gpu_checks import run_checks  # noqa: E402
 from gpu_table import Figures, read, table, write  # noqa: E402
 from training_speed import write_shard  # noqa: E402
 
@@ -63,6 +66,7 @@ ERROR = re.compile(
 REFUSED = "pretrain.py: refused"  # the next line has the reason
 OUT_OF_MEMORY = "out of memory"
 MAX_REASON_LENGTH = 240
+GRAPHS = str(Path(tempfile.gettempdir()) / "compiled-for-gpu-benchmark")
 MIN_SECONDS = 20  # less time gives no result
 
 
@@ -73,8 +77,11 @@ def main() -> None:
     lengths = (64, 128) if arguments.toy else (2048, 8192)
     measured = read(arguments.output)
     print(ceilings(arguments), flush=True)
+    print(run_checks(arguments, deadline), flush=True)
     results: list[Figures] = []
     compiled: set[tuple[str, int, str]] = set()  # kinds whose graphs are in torch's cache
+    graphs = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", GRAPHS))
+    same_machine = graphs.exists()
     for case in cases(lengths):
         if not re.search(arguments.only, case.title):
             continue
@@ -82,13 +89,14 @@ def main() -> None:
         is_slow = case.builds or (case.compiles and kind not in compiled)
         seconds = arguments.case_seconds * (2 if is_slow else 1)
         result = measured.get(case) or run_with_fitting_batch(case, arguments, deadline, seconds)
-        if case.compiles and not result.outcome:
+        if case.compiles and not result.outcome and (same_machine or case not in measured):
             compiled.add(kind)
         results.append(result)
         shown = result.outcome or f"{result.tokens_per_second:,.0f} tokens/s"
         print(f"{case.title}: {shown}", flush=True)
         if arguments.output:  # after each case, in case the machine is taken away
-            write(results, arguments)
+            done = {result.case for result in results}
+            write(results + [measured[each] for each in measured if each not in done], arguments)
     print("\n" + table(results, arguments))
 
 
@@ -124,6 +132,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def ceilings(arguments: argparse.Namespace) -> str:
     """Return the table of the device's own rates, measured in another process, or its error."""
+    path = arguments.output / "ceilings.md" if arguments.output else None
+    if path and path.exists():
+        return path.read_text()
     model = (TOY_MODELS if arguments.toy else MODELS)["1.3B"]
     command = [sys.executable, "benchmarks/gpu_ceilings.py", "--model_config", model]
     command += ["--tokens", "128", "--seq_len", "64"] if arguments.toy else []
@@ -134,9 +145,9 @@ def ceilings(arguments: argparse.Namespace) -> str:
     except subprocess.TimeoutExpired:
         return f"no ceilings in {arguments.case_seconds:.0f} s"
     found = done.stdout if done.returncode == 0 else f"no ceilings: {done.stderr[-300:]}"
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "ceilings.md").write_text(found)
+    if path and done.returncode == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found)
     return found
 
 
@@ -164,11 +175,20 @@ def run_with_fitting_batch(
         arguments.port = free_port()
         with tempfile.TemporaryDirectory() as scratch:
             result = run(case, micro, accumulation, arguments, Path(scratch), seconds)
+            keep_profile(Path(scratch), arguments.output)
         if result.outcome != OUT_OF_MEMORY or micro == 1:
             break
         micro, accumulation = micro // 2, accumulation * 2
     result.mfu = result.tokens_per_second * model["flops_per_token"] / peak
     return result
+
+
+def keep_profile(scratch: Path, output: Path | None) -> None:
+    """Copy the operators of a profiled case, which are gone with its run directory otherwise."""
+    for path in (scratch / "run/profile").glob("*.operators.txt"):
+        if output:
+            output.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, output)
 
 
 def run(
@@ -210,6 +230,7 @@ def run(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    result.case_seconds = time.monotonic() - start_time
     counted = steps[arguments.warmup_lines :]
     if len(counted) < 2:
         result.outcome = failure_reason(lines, seconds)
@@ -219,9 +240,12 @@ def run(
     result.tokens_per_second = tokens / (last - first)
     result.start_seconds = steps[0][0] - start_time
     if case.contender == OURS:
-        rows = (scratch / "run/metrics.jsonl").read_text().splitlines()
-        peaks = [json.loads(row).get("memory/peak_bytes", 0) for row in rows]
-        result.peak_bytes = max(peaks, default=0)
+        with (scratch / "run/metrics.jsonl").open() as file:
+            rows = [json.loads(row) for row in file]
+        result.peak_bytes = max((row.get("memory/peak_bytes", 0) for row in rows), default=0)
+        waits = [row["throughput/data_seconds"] for row in rows if "throughput/data_seconds" in row]
+        result.data_seconds = statistics.median(waits) if waits else 0.0
+        result.stall_seconds = max(row.get("checkpoint/stall_seconds", 0) for row in rows)
     return result
 
 

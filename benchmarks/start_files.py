@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.rank_files import ROLES, WORLD_SIZES  # noqa: E402 - may be a script
 from benchmarks.stream_speed import hardware  # noqa: E402
 from tests.launching import LLAMA, environment, run_ranks, write_json, write_shards  # noqa: E402
+from zerolm.checkpoint.file_lists import with_lists  # noqa: E402
 from zerolm.checkpoint.file_writer import write_hashed  # noqa: E402
 from zerolm.checkpoint.manifest import manifest_digest  # noqa: E402
 from zerolm.common.run_files import MANIFEST, RunFiles  # noqa: E402
@@ -157,7 +158,7 @@ def stand_in_run(real: Path, run_dir: Path, world_size: int) -> list[tuple[str, 
     for rank, name in enumerate([*names, "mp_rank_00_model_states.pt"]):
         (checkpoint / name).write_bytes(content)
         kept.append({"file": name, **template, **({"rank": rank} if rank < world_size else {})})
-    manifest |= {"files": kept, "world_size": world_size}
+    manifest = with_lists(checkpoint, {**manifest, "files": kept, "world_size": world_size})
     digest = manifest_digest(manifest)
     write_json(checkpoint / MANIFEST, {**manifest, "digest": digest})
     for rank in range(world_size):  # of the last start

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,24 +115,40 @@ def run_workers(
     """Run a script other than pretrain.py, once for each rank; return the output of rank 0."""
     more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    logs = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(num_ranks)]
     ranks = [
         subprocess.Popen(
             [sys.executable, script, *map(str, arguments)],
             env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **more),
-            stdout=subprocess.PIPE,
+            stdout=logs[rank],
             stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(num_ranks)
     ]
+    deadline = time.monotonic() + timeout
     try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+        # A rank that dies leaves the others waiting for it: its own output is what counts.
+        while any(rank.poll() is None for rank in ranks) and not any(r.returncode for r in ranks):
+            assert time.monotonic() < deadline, f"not finished after {timeout} s:\n{_ends(logs)}"
+            time.sleep(0.05)
+        failed = {rank: each.returncode for rank, each in enumerate(ranks) if each.returncode}
+        assert not failed, f"exit codes by rank: {failed}\n{_ends(logs)}"
+        return _end(logs[0], None)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert not any(rank.returncode for rank in ranks), "\n".join(text[-4000:] for text in outputs)
-    return outputs[0]
+        for log in logs:
+            log.close()
+
+
+def _ends(logs: list[Any]) -> str:
+    return "\n".join(f"rank {rank}: {_end(log, 4000)}" for rank, log in enumerate(logs))
+
+
+def _end(log: Any, characters: int | None) -> str:
+    log.seek(0)
+    return log.read()[-characters if characters else 0 :]
 
 
 def _run(argv: list[str], timeout: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,8 @@ def test_every_case_is_a_valid_command(tmp_path):
     )
     titles = [case.title for case in gpu_cases.cases((2048, 8192))]
     assert len(set(titles)) == len(titles)
-    assert titles[:2] == ["1.3B, 2048: pretrain.py --compile", "1.3B, 2048: Trainer + DeepSpeed"]
+    exact = "1.3B, 2048: pretrain.py --compile zero_optimization.stage=1"
+    assert titles[:2] == [f"{exact} --profile 3:3", exact]
     for case in gpu_cases.cases((2048, 8192)):
         argv = gpu_cases.command(case, 4, 2, arguments, tmp_path)
         config = json.loads(Path(argv[argv.index("--model_config") + 1]).read_text())
@@ -43,17 +44,17 @@ def test_every_case_is_a_valid_command(tmp_path):
 
 
 def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
-    one, other, third = gpu_cases.cases((2048, 8192))[:3]
+    one, _, other, third = gpu_cases.cases((2048, 8192))[1:5]
     found = [
-        gpu_table.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0),
-        gpu_table.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0),
+        gpu_table.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0, 75.0, 0.0004, 1.5),
+        gpu_table.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0, 50.0),
         gpu_table.Figures(
             third, 8, outcome=gpu.failure_reason(["torch.OutOfMemoryError: out of memory"], 9)
         ),
     ]
     table = gpu_table.table(found, Namespace(toy=False))
-    assert "| 60,000 | 61.0% | 50.0 | 40 | 1.00 |" in table
-    assert "| 40,000 | 41.0% | 60.0 | 20 | 0.67 |" in table
+    assert "| 60,000 | 61.0% | 50.0 | 40 | 75 | 0.40 | 1.50 | 1.00 |" in table
+    assert "| 40,000 | 41.0% | 60.0 | 20 | 50 | - | - | 0.67 |" in table
     assert "| out of memory |" in table
     toy = gpu_table.table(found, Namespace(toy=True))
     assert "tiny for 1.3B" in toy and "goal" not in toy

@@ -1,4 +1,4 @@
-"""The `launch plan` command: its flags, and which module handles each of them.
+"""The `launch plan` command: which module handles each of its flags.
 
 `plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles,
 `--budget` model sizes, `--published` predictions with published runs, and `--probe` predictions
@@ -10,132 +10,13 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from zerolm.common.command_line import count, duration, number, size_bytes
+from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, hardware_of, settings_of
 from zerolm.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.plan.estimate import Assumptions
-    from launch.plan.hardware import Hardware
 
-# Flags that pretrain.py has too, parsed by the same code.
-SETTINGS = {
-    "model_config": ("PATH", "a Hugging Face config.json"),
-    "init_from": ("MODEL|RUN[@STEP]", "existing weights, whose config is used"),
-    "branch": ("RUN[@STEP]", "a run to continue from a checkpoint, with its config and settings"),
-    "deepspeed_config": ("PATH", "DeepSpeed JSON (default: ds_configs/zero2.json)"),
-    "total_tokens": ("TOKENS", "tokens to train on (default: 20 per parameter)"),
-    "batch_tokens": ("TOKENS", "tokens per optimizer step (default: depends on the compute)"),
-    "seq_len": ("TOKENS", "tokens per sequence (default: 2048, or the model's maximum if less)"),
-    "precision": ("bf16|fp16|fp32", 'of the weights, where the JSON has "auto" or nothing'),
-    "micro_batch_size": ("SEQUENCES|auto", "sequences per micro-batch (default: auto)"),
-    "loss_chunk_tokens": ("N", "tokens per chunk of the loss (default: by the size of the logits)"),
-    "ema_tokens": ("TOKENS", "half-life of a moving average of the weights (default: none)"),
-    "qk_clip": ("X", "largest attention logit of a head; measuring it takes FLOPs (default: off)"),
-    "attn_implementation": (
-        "NAME",
-        "for the activations: eager keeps its score matrices, all others count alike",
-    ),
-}
-HARDWARE_FIGURES = {
-    "price_per_hour": ("DOLLARS", "price of a device"),
-    "memory_bytes": ("BYTES", "memory of a device"),
-    "attained": ("X", "fraction of the peak FLOP/s that training reaches, without communication"),
-    "intra_node": ("BYTES", "bandwidth per second between devices of a host, one direction"),
-    "inter_node": ("BYTES", "network bandwidth per second of one device"),
-    "host_memory_bytes": ("BYTES", "host memory per device"),
-}
-DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Estimate the memory per device, the time and the price of a run from its config "
-        "files. Needs no GPU and allocates no weights."
-    )
-    group = parser.add_argument_group("the run, as for pretrain.py")
-    for name, (metavar, text) in SETTINGS.items():
-        group.add_argument(f"--{name}", metavar=metavar, help=text)
-    group.add_argument(
-        "--gradient_checkpointing", nargs="?", const="full", metavar="full|selective|off",
-        help="recompute activations in the backward pass; selective keeps matmul and attention "
-        "outputs",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-async_checkpoint", dest="synchronous", action="store_true",
-        help="training waits until each checkpoint is written",
-    )  # fmt: skip
-    group = parser.add_argument_group("the devices")
-    group.add_argument(
-        "--hardware", metavar="NAME|FILE",
-        help="H100, A100-80GB, ... in launch/plan/hardware.json, or a file of that form (default: "
-        "H100)",
-    )  # fmt: skip
-    group.add_argument(
-        "--devices", metavar="N", type=count, default=8, help="number of devices (default: 8)"
-    )  # fmt: skip
-    group.add_argument(
-        "--devices_per_node", metavar="N", type=count, default=8,
-        help="devices of each host (default: 8)",
-    )  # fmt: skip
-    for name, (metavar, text) in HARDWARE_FIGURES.items():
-        read = size_bytes if metavar == "BYTES" else number
-        help_text = f"{text} (default: that of --hardware)"
-        group.add_argument(f"--{name}", metavar=metavar, type=read, help=help_text)
-    group = parser.add_argument_group("assumptions")
-    group.add_argument(
-        "--mfu", metavar="X", type=number,
-        help="model FLOP/s utilization to assume, instead of estimating the step time",
-    )  # fmt: skip
-    group.add_argument(
-        "--failures_per_device_hour", metavar="X", type=number,
-        help="interruptions per device-hour (default: 2.2e-5, from Llama 3: 466 in 54 days on "
-        "16,384 devices)",
-    )  # fmt: skip
-    group.add_argument(
-        "--restart_seconds", metavar="DURATION", type=duration,
-        help="from an interruption until training resumes (default: 600)",
-    )  # fmt: skip
-    group.add_argument(
-        "--restarts_of", metavar="RUN",
-        help="the same, but the median of the recoveries that a run has logged",
-    )  # fmt: skip
-    group.add_argument(
-        "--storage_bandwidth", metavar="BYTES", type=size_bytes,
-        help="write bandwidth per second of the checkpoint storage (default: 2e9)",
-    )  # fmt: skip
-    group = parser.add_argument_group("instead of one plan")
-    group.add_argument(
-        "--search", action="store_true",
-        help="rank all profiles by speed; list those that do not fit, with the reason",
-    )  # fmt: skip
-    group.add_argument(
-        "--write", metavar="FILE", help="with --search: write the best profile as DeepSpeed JSON"
-    )
-    group.add_argument(
-        "--probe", action="store_true",
-        help="run three training steps on this machine, compare them with the estimate, and plan "
-        "with the measurements",
-    )  # fmt: skip
-    group.add_argument(
-        "--probe_ranks",
-        metavar="N",
-        type=count,
-        help="ranks of the probe (default: all devices of this machine)",
-    )
-    group.add_argument(
-        "--probe_timeout", metavar="DURATION", type=duration, default=1800.0,
-        help="time limit of the probe (default: 30m)",
-    )  # fmt: skip
-    group.add_argument(
-        "--budget", metavar="FLOPS|MONEY|DAYS",
-        help="recommend a model size and a token count for 1e22 (FLOPs), $50000, or 14d on the "
-        "devices",
-    )  # fmt: skip
-    group.add_argument(
-        "--published", action="store_true",
-        help="compare predictions with published runs (prints docs/published_runs.md)",
-    )  # fmt: skip
-    group.add_argument("--json", action="store_true", help="print JSON")
+__all__ = ["add_flags", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -248,30 +129,6 @@ def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     if found.problems or given is None:
         raise ConfigError(found.problems)
     return settings, given, 0
-
-
-def settings_of(arguments: argparse.Namespace) -> Any:
-    """Return the settings of the flags that pretrain.py has too, parsed by its rules."""
-    from zerolm.config.flags import parse_settings
-
-    flags = []
-    for name in SETTINGS:
-        value = getattr(arguments, name)
-        flags += [] if value is None else [f"--{name}", value]
-    checkpointing = arguments.gradient_checkpointing
-    flags += [f"--gradient_checkpointing={checkpointing}"] if checkpointing else []
-    flags += ["--no-async_checkpoint"] if arguments.synchronous else []
-    settings, problems = parse_settings(flags)
-    if problems:
-        raise ConfigError(problems)
-    return settings
-
-
-def hardware_of(arguments: argparse.Namespace) -> "Hardware":
-    from launch.plan import hardware
-
-    figures = {name: getattr(arguments, name) for name in HARDWARE_FIGURES}
-    return hardware.load(arguments.hardware, figures)
 
 
 def per_node(arguments: argparse.Namespace) -> int:

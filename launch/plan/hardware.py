@@ -102,11 +102,18 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
         ConfigError: a key is missing, unknown or not a number.
     """
     values = read_json(path, "a file like launch/plan/hardware.json")
+    return parse(values.get("devices") or {}, path, base)
+
+
+def parse(
+    entries: Mapping[str, Any], path: Path, base: Mapping[str, Hardware] | None = None
+) -> dict[str, Hardware]:
+    """Return the devices of a JSON object, as `devices_of`."""
     fields = [field.name for field in dataclasses.fields(Hardware) if field.name != "name"]
     texts = {"match", "price_date", "price_source", "source"}
     devices: dict[str, Hardware] = {}
     problems = []
-    for name, entry in (values.get("devices") or {}).items():
+    for name, entry in entries.items():
         known: dict[str, Any] = {}
         entry = dict(entry)
         like = entry.pop("like", None)

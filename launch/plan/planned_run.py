@@ -15,7 +15,8 @@ from zerolm.distributed.layout import Layout
 from zerolm.ds_config.parallel_rules import model_problems
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
-from zerolm.model.flops import flops_per_token
+from zerolm.model.architecture import is_routed_expert, num_parameters, routed_fraction
+from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
@@ -30,6 +31,8 @@ class PlannedRun:
         profile: resolved.
         flops_per_token: of the model, without recomputation.
         attention_flops: the part of `flops_per_token` that grows with the sequence length.
+        head_flops: the part of the output head.
+        routed_flops: the part of routed experts.
         measured_flops: FLOPs per token of measuring attention logits for `--qk_clip`.
         begun_tokens: that the trunk of a branch has trained on before it.
     """
@@ -42,6 +45,8 @@ class PlannedRun:
     devices_per_node: int
     flops_per_token: float
     attention_flops: float
+    head_flops: float
+    routed_flops: float
     measured_flops: float
     begun_tokens: int = 0
 
@@ -98,6 +103,8 @@ def plan_run(
             f"{profile.name}: {profile.compute_precision} is not supported by {hardware.name}. "
             f"Enable fp16 in the DeepSpeed JSON, or use a newer device."
         )
+    if settings.fp8 and not hardware.fp8:
+        found.problems.append(f"--fp8: {hardware.name} has no fp8. Remove it, or use an H100.")
     settings = replace(settings, deepspeed_config=profile.name, model_config=model.path)
     settings = resolve_settings(
         settings,
@@ -125,9 +132,16 @@ def plan_run(
         devices_per_node,
         flops,
         attention,
+        TRAINING_TO_FORWARD * head_flops_per_token(model.config, model.shapes),
+        _routed_flops(model),
         _measured_flops(resolved, model),
         begun_tokens,
     )
+
+
+def _routed_flops(model: Model) -> float:
+    values = num_parameters({n: each for n, each in model.shapes.items() if is_routed_expert(n)})
+    return 2 * TRAINING_TO_FORWARD * values * routed_fraction(model.config) if values else 0.0
 
 
 def _measured_flops(settings: Resolved, model: Model) -> float:

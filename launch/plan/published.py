@@ -4,22 +4,18 @@ published_runs.json has the reported figures, with sources; docs/published_runs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from launch.plan import hardware
-from launch.plan.planned_run import plan_run
-from launch.plan.search import profile_of
-from launch.plan.step_time import step_time
+from launch.plan import hardware, published_benchmarks
+from launch.plan.published_benchmarks import FILE, Benchmark
+from launch.plan.step_time import COSTS
 from zerolm.common.records import read_json
-from zerolm.config.settings import Settings
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
 
-FILE = Path(__file__).with_name("published_runs.json")
-FUSED_KEPT_BYTES = 34  # activations per token, layer and hidden unit
+OLDEST = "MosaicML"  # and the largest source, of 2023
 
 
 @dataclass(frozen=True)
@@ -27,9 +23,9 @@ class Row:
     """One comparison of predicted and reported figures; None if unknown.
 
     Attributes:
-        devices: their kind, and in a benchmark their number.
+        devices: their kind.
         flops: 6 N D, as most papers report; `all_flops` includes attention.
-        predicted, reported: device-hours of a run, tokens per second and device of a benchmark.
+        predicted, reported: device-hours.
     """
 
     name: str
@@ -95,46 +91,6 @@ def runs() -> list[Row]:
     return rows
 
 
-def benchmarks() -> list[Row]:
-    """Predict tokens per second and device of the benchmarks, as of a run with ZeRO-3."""
-    devices = hardware.devices_of(hardware.FILE)
-    values = read_json(FILE, "launch/plan/published_runs.json")["benchmarks"]
-    models = {name: _model(config, name) for name, config in values["models"].items()}
-    rows = []
-    for entry in values["rows"]:
-        device, count = devices[entry["hardware"]], entry["devices"]
-        batch = entry["micro_batch_size"] * entry["accumulation"] * count * values["seq_len"]
-        settings = Settings(
-            seq_len=values["seq_len"],
-            batch_tokens=batch,
-            total_tokens=batch,
-            micro_batch_size=entry["micro_batch_size"],
-            gradient_checkpointing=entry["gradient_checkpointing"],
-            explicit=frozenset({"batch_tokens", "micro_batch_size"}),
-        )
-        model = models[entry["model"]]
-        profile = profile_of(3, "none", device)
-        run = plan_run(model, profile, settings, device, count, min(8, count))
-        # Activations of their fused kernels: Korthikanti et al. 2022, equation 2, without dropout.
-        kept = FUSED_KEPT_BYTES * model.config.d_model * model.config.n_layers
-        rate = batch / step_time(run, kept_bytes=kept).seconds / count
-        total = run.flops_per_token * batch
-        rows.append(
-            Row(
-                name=f"MPT {entry['model']}",
-                devices=f"{count} x {entry['hardware']}",
-                parameters=model.num_parameters,
-                flops=6.0 * model.num_parameters * batch,
-                all_flops=total,
-                reported_flops=None,
-                predicted=rate,
-                reported=entry["tokens_per_second_per_device"],
-                entry=entry,
-            )
-        )
-    return rows
-
-
 def _model(values: Mapping[str, Any], name: str) -> Model:
     from transformers import AutoConfig
 
@@ -151,46 +107,81 @@ def document() -> str:
         f"`python -m launch plan --published > docs/published_runs.md` from "
         f"launch/plan/published_runs.json ({values['date']}).",
         "",
-        *_benchmarks_section(benchmarks(), values["benchmarks"]),
+        *_benchmarks_section(),
         "",
         *_runs_section(runs()),
     ]
     return "\n".join(lines)
 
 
-def _benchmarks_section(rows: list[Row], values: Mapping[str, Any]) -> list[str]:
-    errors = {
-        fitted: [abs(row.error or 0.0) for row in rows if row.entry["fitted"] is fitted]
-        for fitted in (True, False)
-    }
-    return [
+def _benchmarks_section() -> list[str]:
+    rows, values = published_benchmarks.read()
+    lines = [
         "## Benchmarks: tokens per second and device",
         "",
-        f"{values['source']}: [{values['url']}]({values['url']}). Predicted as a run with "
-        f"ds_configs/zero3.json. Fitted to these benchmarks: the share of the peak FLOP/s that a "
-        f"device attains (`attained` in launch/plan/hardware.json: "
-        + ", ".join(f"{key} {one.attained:g}" for key, one in _fitted().items())
-        + "), and the costs of recomputation and of element-wise kernels "
-        "(launch/plan/step_time.py). A Hugging Face model keeps and moves more activations than "
-        "their fused kernels; the plan takes that into account.",
+        "Predicted as runs with ds_configs/zero3.json, with the activations of fused kernels; a "
+        "Hugging Face model keeps and moves more, which the plan takes into account. Fitted to "
+        "these rows by `python -m benchmarks.fit_plan --write`, every source with the same weight: "
+        f"{_fitted_text(values)} `left out` is the prediction of a fit without the row (10-fold). "
+        "A share of the peak (`attained`) belongs to devices and the year of the software, so a "
+        "new stack on a new device is predicted as well as the last line of the next table says, "
+        "not better. Mixtures of experts are not fitted: `experts` of step_time.py is from "
+        "another measurement.",
         "",
-        "| model | devices | micro-batch | recompute | fitted | reported | predicted | error |",
-        "|---|---|---|---|---|---|---|---|",
-        *map(_benchmark_line, rows),
-        "",
-        f"Absolute errors: median {median(errors[True]):.1%} and maximum {max(errors[True]):.1%} "
-        f"for the fitted benchmarks, {median(errors[False]):.1%} and {max(errors[False]):.1%} for "
-        f"the others. The largest are 13B and 70B models with micro-batches of 2 to 4 on few "
-        f"devices, which fill the memory; the estimate does not model an allocator at its limit.",
+        "| source | rows | median error, fitted | left out, 10-fold | maximum | all of the source "
+        "left out | |",
+        "|---|---|---|---|---|---|---|",
     ]
+    for source, about in values["sources"].items():
+        which = [row for row in rows if row.entry["source"] == source]
+        link = f"[{source}]({about['url']})"
+        lines.append(_source_line(link, which, values, values["left_out"][source], about["about"]))
+    recent = [row for row in rows if row.entry["source"] != OLDEST]
+    recent_left_out = [each for name, each in values["left_out"].items() if name != OLDEST]
+    lines.append(_source_line(f"all but {OLDEST}", recent, values, median(recent_left_out), ""))
+    lines.append(_source_line("all", rows, values, median(values["left_out"].values()), ""))
+    lines += [
+        "",
+        "| model | devices | tokens | micro-batch | recompute | precision | compiled | reported "
+        "| fitted | error | left out | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    return lines + [_benchmark_line(row, values) for row in rows]
 
 
-def _benchmark_line(row: Row) -> str:
-    recompute = "yes" if row.entry["gradient_checkpointing"] else "no"
+def _fitted_text(values: Mapping[str, Any]) -> str:
+    shares = ", ".join(f"{group} {share:g}" for group, share in values["attained"].items())
+    costs = ", ".join(f"{name} {value:g}" for name, value in asdict(COSTS).items())
     return (
-        f"| {row.name} | {row.devices} | {row.entry['micro_batch_size']} | {recompute} | "
-        f"{'yes' if row.entry['fitted'] else 'no'} | "
-        f"{row.reported:,.0f} | {row.predicted:,.0f} | {row.error:+.1%} |"
+        f"the share of the peak FLOP/s that matrix products attain ({shares}; `attained` in "
+        f"launch/plan/hardware.json has those of the last years), and the costs in "
+        f"launch/plan/step_time.py ({costs})."
+    )
+
+
+def _source_line(
+    name: str,
+    rows: list[Benchmark],
+    values: Mapping[str, Any],
+    left_out: float,
+    about: str,
+) -> str:
+    fitted = [abs(row.predict(values["attained"]) / row.reported - 1) for row in rows]
+    held_out = [abs(row.held_out / row.reported - 1) for row in rows]
+    return (
+        f"| {name} | {len(rows)} | {median(fitted):.1%} | {median(held_out):.1%} | "
+        f"{max(held_out):.0%} | {left_out:.0%} | {about} |"
+    )
+
+
+def _benchmark_line(row: Benchmark, values: Mapping[str, Any]) -> str:
+    entry, predicted = row.entry, row.predict(values["attained"])
+    return (
+        f"| {entry['model']} | {entry['devices']} x {entry['hardware']} | {entry['seq_len']:,} | "
+        f"{entry['micro_batch_size']} | {entry['recompute']} | {entry['precision']} | "
+        f"{'yes' if entry['compiled'] else 'no'} | {row.reported:,.0f} | {predicted:,.0f} | "
+        f"{predicted / row.reported - 1:+.1%} | {row.held_out:,.0f} | "
+        f"{row.held_out / row.reported - 1:+.1%} |"
     )
 
 
@@ -238,11 +229,6 @@ def _run_line(row: Row) -> str:
         row.entry["seen"],
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _fitted() -> dict[str, hardware.Hardware]:
-    devices = hardware.devices_of(hardware.FILE)
-    return {key: devices[key] for key in ("A100-40GB", "A100-80GB", "H100")}
 
 
 def _or_blank(value: float | None, format_spec: str) -> str:

@@ -1,6 +1,6 @@
 """Estimate the time of an optimizer step: compute, communication and offload.
 
-The estimate has one fitted number per device, `attained` in hardware.json. Its errors are in
+Fitted numbers are `COSTS` and the devices' `attained` in hardware.json. The errors are in
 docs/published_runs.md, which `python -m launch plan --published` writes.
 """
 
@@ -8,27 +8,52 @@ from dataclasses import dataclass
 
 from launch.plan.planned_run import PlannedRun
 from zerolm.model.architecture import num_parameters
-from zerolm.model.flops import (
-    TRAINING_TO_FORWARD,
-    head_flops_per_token,
-    recomputed_flops_per_token,
-)
+from zerolm.model.flops import TRAINING_TO_FORWARD
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
 # Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).
 COLLECTIVE_EFFICIENCY = 0.8
-# Fitted, with `attained`, to 33 benchmarks (docs/published_runs.md, 2026-11-20): the time of a
-# recomputed FLOP relative to the mean FLOP, and how often a step moves each byte of activations to
-# or from device memory. The errors are those of eleven other benchmarks.
-RECOMPUTATION_COST = 0.5
-ACTIVATION_PASSES = 5
-MEDIAN_ERROR, MAX_ERROR = 0.04, 0.41  # absolute
-PUBLISHED_RUNS = (1.4, 2.1)  # reported over predicted hours of published runs, middle half
+PUBLISHED_RUNS = (1.9, 2.6)  # reported over predicted hours of published runs, middle half
 # Overlapped communication still costs this share of its time, because its kernels compete for the
 # device.
 CONTENTION = 0.1
 ADAM_BYTES = 28  # memory traffic per value: weight, two moments, gradient read; three written
+# Bytes that DeepSpeed 0.19.8 reads and writes per value, by ZeRO stage, with fp32 sums and states:
+# of all gradients in a micro-batch, and of a rank's shard in a step. Counted by
+# tests/zerolm/plan/test_moved_bytes.py.
+GRADIENT_BYTES = {1: 29.5, 2: 35.0, 3: 45.0}
+STEP_BYTES = {1: 58.0, 2: 74.0, 3: 66.0}
+FP32_STATE_BYTES = 12  # master weight and two moments, each read and written in a step
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Fitted, with `attained` of devices, by benchmarks/fit_plan.py (docs/published_runs.md).
+
+    Attributes:
+        recomputation: time of a recomputed FLOP relative to the mean FLOP.
+        attention: time of a counted FLOP of attention, half of which is masked away, likewise.
+        fp8: share of the attained bf16 rate, relative to the peaks, that fp8 attains.
+        compiled_passes, eager_passes: how often a step moves each byte of activations to or from
+            device memory.
+        fp8_passes: the same for scaling and casting to fp8.
+        experts: time of a FLOP of routed experts relative to the mean FLOP; not fitted, but what
+            lowers MFU from 0.46 to 0.35 with `torch._grouped_mm` (karpathy/nanochat, dev/LOG.md,
+            2026-02-19: two of eight experts and a shared one, as many FLOPs as without).
+    """
+
+    recomputation: float = 0.69
+    attention: float = 1.58
+    fp8: float = 0.837
+    compiled_passes: float = 5.98
+    eager_passes: float = 10.4
+    fp8_passes: float = 2.48
+    experts: float = 1.9
+
+
+COSTS = Costs()
+MEDIAN_ERROR, MAX_ERROR = 0.038, 0.36  # absolute, of dense models left out of the fit
 
 
 @dataclass(frozen=True)
@@ -41,7 +66,7 @@ class StepTime:
         communication: of all collectives, if nothing overlapped.
         exposed: the part of `communication` that the step waits for.
         offload: transfers between device and host, and the optimizer on the host.
-        optimizer: on the device.
+        optimizer: on the device, with the sums of gradients of each micro-batch.
     """
 
     compute: float
@@ -69,7 +94,12 @@ class StepTime:
 
 
 def step_time(
-    run: PlannedRun, mfu: float | None = None, kept_bytes: float | None = None
+    run: PlannedRun,
+    mfu: float | None = None,
+    kept_bytes: float | None = None,
+    *,
+    repeated: float | None = None,
+    costs: Costs = COSTS,
 ) -> StepTime:
     """Return the estimated time of a step.
 
@@ -77,31 +107,30 @@ def step_time(
         mfu: measured or assumed model FLOP/s utilization, without recomputation; it replaces the
             estimate.
         kept_bytes: of activations that the layers keep per token; None traces the model.
+        repeated: share of the layers' matrix products that the backward pass repeats; None: all
+            or none, by `--gradient_checkpointing`.
     """
     hardware = run.hardware
     peak = hardware.peak(run.profile.compute_precision)
     assert peak is not None
     tokens = run.settings.batch_tokens / run.devices
-    flops = run.flops_per_token
     if mfu is not None:
-        return StepTime(tokens * flops / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
+        return StepTime(tokens * run.flops_per_token / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
+    if repeated is None:
+        repeated = float(run.settings.gradient_checkpointing is True)  # selective: no product
+    compute = tokens * _flop_seconds(run, peak * hardware.attained, repeated, costs)
     kept = kept_bytes or _kept_bytes(run)
     if run.settings.gradient_checkpointing:
-        model = run.model
-        if run.settings.gradient_checkpointing is True:  # selective repeats no matmul
-            flops += RECOMPUTATION_COST * recomputed_flops_per_token(
-                model.config, model.shapes, run.settings.seq_len
-            )
-        kept *= 1 + RECOMPUTATION_COST / TRAINING_TO_FORWARD
-    if run.settings.loss_chunk_tokens:
-        flops += head_flops_per_token(run.model.config, run.model.shapes)
-    flops += run.measured_flops
-    compute = tokens * flops / (peak * hardware.attained)
-    elementwise = tokens * kept * ACTIVATION_PASSES / hardware.memory_bandwidth
+        kept *= 1 + costs.recomputation / TRAINING_TO_FORWARD
+    passes = costs.compiled_passes if run.settings.compile else costs.eager_passes
+    elementwise = (
+        tokens * kept * (passes + run.settings.fp8 * costs.fp8_passes) / hardware.memory_bandwidth
+    )
     shapes, ranks = run.shapes_of_rank
-    shard = num_parameters(shapes) / (ranks if run.profile.zero_stage else 1)
+    values = num_parameters(shapes)
+    shard = values / (ranks if run.profile.zero_stage else 1)
     offload = _offload_seconds(run, shard)
-    optimizer = 0.0 if offload else ADAM_BYTES * shard / hardware.memory_bandwidth
+    optimizer = _update_bytes(run, values, shard) / hardware.memory_bandwidth
     bandwidth = bus_bandwidth(run)
     per_micro_batch, per_step = _exchanged_bytes(run)
     overlappable = per_micro_batch / bandwidth * run.accumulation
@@ -112,6 +141,34 @@ def step_time(
         exposed = overlappable - hidden + CONTENTION * hidden
     communication = overlappable + serial
     return StepTime(compute, elementwise, communication, exposed + serial, offload, optimizer)
+
+
+def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -> float:
+    """Return the seconds of a token's matrix products, at `rate` FLOP/s in the run's precision."""
+    layers = run.flops_per_token - run.attention_flops - run.head_flops
+    layers += (costs.experts - 1) * run.routed_flops
+    attention = costs.attention * run.attention_flops
+    again = costs.recomputation / TRAINING_TO_FORWARD
+    layers *= 1 + again * repeated
+    attention *= 1 + again * (repeated == 1)
+    faster = 1.0
+    if run.settings.fp8:
+        assert run.hardware.fp8 and run.hardware.bf16
+        faster = costs.fp8 * run.hardware.fp8 / run.hardware.bf16
+    head = run.head_flops
+    if run.settings.loss_chunk_tokens:
+        head *= 1 + 1 / TRAINING_TO_FORWARD
+    return (layers / faster + attention + head + run.measured_flops) / rate
+
+
+def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
+    """Return the bytes that a rank moves per step for sums of gradients and the optimizer."""
+    profile, stage = run.profile, max(1, run.profile.zero_stage)
+    if profile.optimizer_offload != "none":
+        return 0.0
+    saved = FP32_STATE_BYTES - profile.master_bytes - 2 * profile.moment_bytes
+    gradients = GRADIENT_BYTES[stage] * values * run.accumulation
+    return gradients + (STEP_BYTES[stage] - 2 * saved) * shard
 
 
 def _kept_bytes(run: PlannedRun) -> float:

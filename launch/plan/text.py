@@ -113,8 +113,9 @@ def _uncertainty(mfu: float | None, replicas: bool) -> str:
     low, high = PUBLISHED_RUNS
     caveat = "communication within a replica was compared with no benchmark; " if replicas else ""
     return caveat + (
-        f"benchmarks were within {MAX_ERROR:.0%}, half of them within {MEDIAN_ERROR:.0%}; "
-        f"half of the published runs took {low:g} to {high:g} times their compute time"
+        f"benchmarks of dense models were within {MAX_ERROR:.0%}, half of them within "
+        f"{MEDIAN_ERROR:.0%}; half of the published runs took {low:g} to {high:g} times their "
+        f"compute time"
     )
 
 

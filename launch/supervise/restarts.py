@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.supervise.outcome import Outcome
 from zerolm.checkpoint.directory import published_checkpoints
+from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.run_files import RunFiles, checkpoint_step
 
 
@@ -63,10 +64,10 @@ class Restarts:
         if repeats and self._failures[outcome.step] >= self.policy.same_step_limit:
             return self._diagnosis(outcome)
         if self.count >= self.policy.max_restarts:
-            return (
-                f"stopping: {self.count} restarts without a newer checkpoint. Save more often "
-                f"(--checkpoint_interval), or fix what fails."
-            )
+            fix = "Save more often (--checkpoint_interval), or fix what fails."
+            if outcome.exit_code == EXIT_REFUSED:
+                fix = "The last one was refused: correct what is named above, and start it again."
+            return f"stopping: {self.count} restarts without a newer checkpoint. {fix}"
         return None
 
     def pause_seconds(self) -> float:

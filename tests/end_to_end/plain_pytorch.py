@@ -358,6 +358,7 @@ def train(
     balance_rate: float | None = None,
     penalties: Penalties | None = None,
     qk_clip: float = 0.0,
+    change: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> list[Step]:
     """Train, and return the figures of each step.
 
@@ -370,11 +371,13 @@ def train(
         balance_rate: of the routers' biases; None for a model without them.
         penalties: minimized with the loss, instead of the router loss of each chunk.
         qk_clip: threshold of attention logits; 0: off.
+        change: applied to the model before it trains.
     """
     if source is None:
         model = initial_model(config, seed)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    change(model)
     balance = BiasBalance(model, balance_rate) if balance_rate is not None else None
     if bf16:
         for parameter in model.parameters():

@@ -34,6 +34,7 @@ def test_two_hosts_have_the_losses_of_one(tmp_path, llama, corpus, stage) -> Non
     assert "node1" in output and "node2" in output and f"done: {STEPS} steps" in output
 
 
+@pytest.mark.soak
 def test_more_nodes_than_the_hostfile_has_are_refused_without_a_trace(
     tmp_path, llama, corpus
 ) -> None:

@@ -71,24 +71,26 @@ def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("bf16", "stage"),
+    ("bf16", "stage", "more"),
     [
-        pytest.param(False, 2, id="fp32-2", marks=pytest.mark.soak),
-        pytest.param(False, 3, id="fp32-3"),
-        pytest.param(True, 2, id="bf16-2", marks=pytest.mark.soak),
-        pytest.param(True, 3, id="bf16-3", marks=pytest.mark.soak),
+        pytest.param(False, 2, [], id="fp32-2", marks=pytest.mark.soak),
+        pytest.param(False, 3, [], id="fp32-3"),
+        pytest.param(True, 2, [], id="bf16-2", marks=pytest.mark.soak),
+        pytest.param(True, 3, [], id="bf16-3", marks=pytest.mark.soak),
+        pytest.param(True, 3, ["--fp8"], id="fp8-3", marks=pytest.mark.soak),
     ],
 )
 def test_a_killed_run_equals_an_uninterrupted_one(
-    tmp_path, llama, corpus, held_out, stage, bf16
+    tmp_path, llama, corpus, held_out, stage, bf16, more
 ) -> None:
     json_file = profile(tmp_path / "ds.json", stage, bf16)
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
-    done = launch(2, *run_flags(llama, corpus, held_out, uninterrupted, json_file))
+    done = launch(2, *run_flags(llama, corpus, held_out, uninterrupted, json_file), *more)
     assert done.returncode == 0, done.stdout[-4000:]
     step = random.randint(2 * SAVE, STEPS - 50)  # the second save waits for the first
     before = shared_memory()
-    process = start(2, tmp_path / "log", *run_flags(llama, corpus, held_out, killed, json_file))
+    flags = [*run_flags(llama, corpus, held_out, killed, json_file), *more]
+    process = start(2, tmp_path / "log", *flags)
     try:
         wait_for_step(process, killed, step, seconds=120)
     finally:
@@ -96,7 +98,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(
         process.wait(timeout=30)
     assert shared_memory() <= before, "a killed run must leave nothing in /dev/shm"
     assert [event["event"] for event in events(killed)].count("done") == 0
-    again = launch(2, *run_flags(llama, corpus, held_out, killed, json_file))
+    again = launch(2, *flags)
     assert again.returncode == 0, again.stdout[-4000:]
     assert [event["event"] for event in events(killed) if event["event"] == "resume"]
     for key in COMPARED:

@@ -4,7 +4,7 @@
     python -m tests.soak --log benchmarks/results/kills.jsonl --table benchmarks/results/kills.md
 
 Tiny models are trained under the supervisor, in chunks: each is a run of another configuration with
-about a dozen kills at random steps, one every 15 s of training on average. It is compared with an
+some twenty kills at random steps, one every 5 s of training on average. It is compared with an
 uninterrupted run in every metric row, every tensor and number of the last checkpoint, and every
 sequence of every step. A line per chunk is appended to the log. The same command continues with the
 next chunk until the log has that many kills; a chunk that was interrupted is repeated. The
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--log", type=Path, required=True, help="log of the campaign, JSON lines")
     add("--kills", type=int, default=0, help="number of kills that the log should have")
-    add("--minutes", type=float, help="start no chunk that would not be done by then")
+    add("--minutes", type=float, help="start no chunk that is not expected to be done by then")
     add("--run_dir", type=Path, default=Path("runs/soak"), help="directory of the runs")
     add("--parallel", type=int, default=1, help="chunks side by side (default: 1)")
     add("--steps", type=int, default=4000, help="steps of a run (default: 4000)")

@@ -12,6 +12,7 @@ import platform
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import threading
 import time
@@ -27,8 +28,8 @@ from tests.soak import chunk, comparison, configurations, kills, log, strike
 from tests.soak.configurations import Configuration
 from zerolm.common.provenance import git_commit
 
-TRAINING_SECONDS = 15.0  # on average between two kills
-MIN_KILLS, MAX_KILLS = 3, 20  # of a chunk
+TRAINING_SECONDS = 5.0  # on average between two kills; 15 in the experiment of torchft
+MIN_KILLS, MAX_KILLS = 3, 30  # of a chunk
 CHUNK_SECONDS = 600.0  # of the first chunk, before the log says how long they take
 REFERENCE_SECONDS = 3600.0
 
@@ -101,7 +102,8 @@ class Campaign:
         """Return the number of the next chunk, None if there should be no more."""
         with self.lock:
             chunks = log.read(self.log)
-            expected = max((each["seconds"] for each in chunks[-10:]), default=CHUNK_SECONDS)
+            recent = [each["seconds"] for each in chunks[-10:]]
+            expected = statistics.median(recent) if recent else CHUNK_SECONDS
             late = time.monotonic() + expected > self.until
             if late or log.num_kills(chunks) >= self.num_kills:
                 return None

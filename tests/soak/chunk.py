@@ -16,6 +16,7 @@ from tests.launching import ROOT, environment
 from tests.soak.kills import KINDS, SAVE_INTERVAL, Kill
 from tests.soak.strike import FULL, POLL_SECONDS, kill_marked, strike, strike_the_start, words
 from tests.supervised import Supervised
+from zerolm.checkpoint import memory
 from zerolm.common import jsonl, processes
 from zerolm.common.jsonl import EventRow
 
@@ -282,10 +283,12 @@ def command_problems(run_dir: Path) -> list[str]:
 
 
 def left_files(run_dir: Path) -> Iterator[str]:
-    """Yield the temporary files that a run that is done has left in its directory."""
+    """Yield the temporary files and the copies in memory that a run that is done has left."""
     for path in sorted(run_dir.rglob("*")):
         if path.name.startswith(".tmp") or path.suffix == ".tmp":
             yield f"left behind: {path.relative_to(run_dir)}"
+    if found := memory.bytes_on_host(run_dir):
+        yield f"left behind: {found} bytes of copies in memory"
 
 
 def seconds_of(event: dict[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,8 @@ WANDB = ("--wandb", "offline")
 BOARD = ("--wandb", "off", "--tensorboard")
 NONE = ("--wandb", "off")
 REPORTS = ("--report_interval", "10s")
+COPIES = ("--memory_checkpoint_interval", 10)  # in memory, from which a restart resumes
+CHECKS = ("--corruption_checks", "--replay_interval", 100)
 
 ROTATION = (
     Configuration(
@@ -78,10 +80,12 @@ ROTATION = (
         "zero3-fp32-packed-ramp", 3, False, ramp=True, flags=(*PACKED, *BOARD, *REPORTS)
     ),
     Configuration(
-        "zero2-bf16-compile", 2, True, small_disk=True, flags=("--compile", *WAITING, *BOARD)
+        "zero2-bf16-compile", 2, True, small_disk=True,
+        flags=("--compile", *COPIES, *WAITING, *BOARD),
     ),
     Configuration(
-        "zero3-fp32-mixture-ema", 3, False, mixture=True, ramp=True, flags=(*EMA, *KEEP, *WANDB)
+        "zero3-fp32-mixture-ema", 3, False, mixture=True, ramp=True,
+        flags=(*EMA, *KEEP, *CHECKS, *WANDB),
     ),
     Configuration(
         "zero1-bf16-muon-packed", 1, True, muon=True, workers=2, small_disk=True,
@@ -89,18 +93,18 @@ ROTATION = (
     ),
     Configuration(
         "zero2-bf16-dropout-ramp", 2, True, model="gpt2", ramp=True, mixture=True,
-        flags=(*KEEP, *BOARD, *REPORTS),
+        flags=(*KEEP, *COPIES, *BOARD, *REPORTS),
     ),
     Configuration(
         "zero3-fp32-compile-mixture", 3, False, mixture=True, flags=("--compile", *WANDB)
     ),
     Configuration(
         "zero2-bf16-offload-packed", 2, True, offload=True, mixture=True, small_disk=True,
-        flags=("--packing", "best_fit", *BOARD, *REPORTS),
+        flags=("--packing", "best_fit", *CHECKS, *BOARD, *REPORTS),
     ),
     Configuration(
         "zero3-fp32-one-rank", 3, False, ranks=1, ramp=True, mixture=True, workers=2,
-        flags=("--document_mask", *EMA, *WANDB, *REPORTS),
+        flags=("--document_mask", *EMA, *COPIES, *WANDB, *REPORTS),
     ),
     Configuration(
         "zero3-bf16-dropout-keep-best", 3, True, model="gpt2", small_disk=True, workers=0,

@@ -72,7 +72,7 @@ def _verified(directory: Path, digest: str) -> Checkpoint:
 
 def _link(source: Checkpoint, temporary: Path) -> int:
     """Link the files of a checkpoint into a new directory; return how many were copied instead."""
-    names = [entry["file"] for entry in source.manifest["files"]]
+    names = [entry["file"] for entry in source.entries()]
     for parent in {(temporary / name).parent for name in names} | {temporary}:
         parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(THREADS) as pool:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint.checksums import piece_problem, share
-from zerolm.checkpoint.manifest import Progress, manifest_digest, parse_manifest
+from zerolm.checkpoint.checksums import piece_problem
+from zerolm.checkpoint.file_lists import all_entries, pieces, with_lists
+from zerolm.checkpoint.manifest import ListedFile, Progress, manifest_digest, parse_manifest
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_json
@@ -51,6 +52,25 @@ class Checkpoint:
         """SHA-256 of the manifest, and so of the checksums of all files."""
         return self.manifest["digest"]
 
+    @property
+    def num_files(self) -> int:
+        lists = self.manifest.get("lists", [])
+        return len(self.manifest["files"]) + sum(one["num_files"] for one in lists)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files together, without the manifest."""
+        size = sum(entry["size_bytes"] for entry in self.manifest["files"])
+        return size + sum(one["files_bytes"] for one in self.manifest.get("lists", []))
+
+    def entries(self) -> list[ListedFile]:
+        """Return the entries of all files.
+
+        Raises:
+            CheckpointError: the list of files is damaged.
+        """
+        return all_entries(self.directory, self.manifest)
+
 
 def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     """Publish a temporary directory as the newest checkpoint. Only rank 0 calls.
@@ -63,6 +83,7 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     """
     step = manifest["progress"]["step"]
     fault_point("checkpoint.manifest", step)
+    manifest = with_lists(temporary, manifest)
     write_json(temporary / MANIFEST, {**manifest, "digest": manifest_digest(manifest)})
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     make_way(final)
@@ -124,20 +145,24 @@ def verify_files(
         rank, world_size: reads only this rank's share: its own files, and a part of the others.
         checksums: read the files; otherwise only names and sizes are compared.
     """
-    listed = checkpoint.manifest["files"]
-    pieces = share(listed, rank, world_size, checkpoint.manifest.get("world_size"))
-    found = (
-        piece_problem(checkpoint.directory / piece.entry["file"], piece, read=checksums)
-        for piece in pieces
-    )
-    problems = [problem for problem in found if problem is not None]
-    if rank == 0:
-        names = {entry["file"] for entry in listed}
-        present = set(_files_below(checkpoint.directory)) - {MANIFEST}
-        problems += [
-            f"{checkpoint.directory / name}: the manifest does not list this file"
-            for name in sorted(present - names)
+    directory = checkpoint.directory
+    try:
+        found = [
+            piece_problem(directory / piece.entry["file"], piece, read=checksums)
+            for piece in pieces(directory, checkpoint.manifest, rank, world_size)
         ]
+        problems = [problem for problem in found if problem is not None]
+        if rank == 0:
+            present = set(_files_below(directory)) - {MANIFEST}
+            # With lists, names are read only if there are too many: readers find what is missing.
+            if "lists" not in checkpoint.manifest or len(present) != checkpoint.num_files:
+                names = {entry["file"] for entry in checkpoint.entries()}
+                problems += [
+                    f"{directory / name}: the manifest does not list this file"
+                    for name in sorted(present - names)
+                ]
+    except CheckpointError as error:
+        return error.problems
     return problems
 
 

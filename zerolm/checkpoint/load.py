@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint.checksums import Piece, piece_problem, share
+from zerolm.checkpoint.checksums import Piece, piece_problem
 from zerolm.checkpoint.directory import (
     Checkpoint,
     candidates,
@@ -19,6 +19,7 @@ from zerolm.checkpoint.directory import (
     set_aside,
     verify_files,
 )
+from zerolm.checkpoint.file_lists import pieces
 from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.checkpoint.safe_load import pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
@@ -167,14 +168,14 @@ def load(
         CheckpointError: on every rank: a file holds more than data, or the states cannot be
             resharded, or DeepSpeed found nothing to load.
     """
-    pieces = share(
-        checkpoint.manifest["files"],
-        engine.global_rank,
-        engine.world_size,
-        checkpoint.manifest.get("world_size"),
-    )
-    paths = [checkpoint.directory / entry["file"] for entry, number in pieces if not number]
-    found = [line for path in paths if path.suffix == ".pt" for line in pickle_problems(path)]
+    try:
+        ours = pieces(
+            checkpoint.directory, checkpoint.manifest, engine.global_rank, engine.world_size
+        )
+        paths = [checkpoint.directory / entry["file"] for entry, number in ours if not number]
+        found = [line for path in paths if path.suffix == ".pt" for line in pickle_problems(path)]
+    except CheckpointError as error:  # all ranks must learn of it
+        found = error.problems
     problems = [line for lines in gather_objects(found) for line in lines]
     if problems:
         raise CheckpointError(problems)

@@ -14,8 +14,10 @@ from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.records import Count, Range, RelativePath, mismatch, parse_record
 
 FORMAT = "zerolm-checkpoint"
-VERSION = 3
-READABLE = (2, 3)  # 2: each file has a `sha256` in place of `xxh3_128`
+VERSION, LISTS_VERSION = 3, 4
+# 2: each file has a `sha256` in place of `xxh3_128`; 4: some are in lists, see file_lists.py
+READABLE = (2, VERSION, LISTS_VERSION)
+FILES = "FILES.jsonl"
 
 
 @dataclass
@@ -70,6 +72,22 @@ class ListedFile(_ListedFile, total=False):
     rank: Count
 
 
+class FileList(TypedDict):
+    """A list of files in `FILES.jsonl`: those of `first_rank` and the next ranks.
+
+    Attributes:
+        files_bytes: together.
+        start_byte, size_bytes: of the list in `FILES.jsonl`.
+    """
+
+    first_rank: Count
+    num_files: Count
+    files_bytes: Count
+    start_byte: Count
+    size_bytes: Count
+    xxh3_128: str
+
+
 class _Probe(TypedDict):
     data: dict[str, Any]
     made_by: dict[str, Any]
@@ -87,6 +105,7 @@ class _Required(TypedDict):
 class Manifest(_Required, total=False):
     """The content of a manifest. The last keys are absent in checkpoints of early releases."""
 
+    lists: list[FileList]
     world_size: Count
     zero_stage: Count
     optimizer: str

@@ -27,7 +27,7 @@ import torch
 
 from zerolm.checkpoint.directory import publish
 from zerolm.checkpoint.file_writer import Cancelled
-from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
+from zerolm.checkpoint.manifest import FILES, FORMAT, VERSION, Progress
 from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
 from zerolm.checkpoint.save_job import Job, Outcome, write_files, write_to_memory
@@ -251,7 +251,7 @@ class CheckpointWriter:
         assert job is not None
         self._job = None
         if error is None and job.copies is None:
-            names = [entry["file"] for entry in job.entries or []]
+            names = [entry["file"] for entry in job.entries or []] + [FILES] * (self.rank == 0)
             retired = broadcast_object(job.retired)
             self._start_deletion(delete_own, retired, names)
         elif error is None and job.copies is not None:

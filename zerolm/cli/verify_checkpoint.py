@@ -37,7 +37,7 @@ def file_problems(checkpoint: Checkpoint) -> list[str]:
     problems, progress = verify_files(checkpoint), checkpoint.progress
     if not problems:
         print(
-            f"{checkpoint.directory}: complete, {len(checkpoint.manifest['files'])} files, step "
+            f"{checkpoint.directory}: complete, {checkpoint.num_files} files, step "
             f"{progress.step:,}, {progress.tokens:,} tokens"
         )
     return problems

@@ -207,8 +207,9 @@ _KINDS: tuple[EventKind, ...] = (
         "paused for; `seconds` until it was published",
         "{checkpoint}: copied in {copy_seconds:seconds}, on disk after {seconds:seconds}"),
     EventKind("checkpoint_failed", "bad",
-        "`checkpoint`, `error` of each rank that could not write; after `--checkpoint_failures` in "
-        "a row the run ends", alert=AlertRule("ERROR", "checkpoint not written", "error")),
+        "`checkpoint`, `error` of each rank that could not write, `next_try`: its step; after "
+        "`--checkpoint_failures` intervals in a row the run ends",
+        alert=AlertRule("ERROR", "checkpoint not written", "error")),
     EventKind("checkpoint_problem", "notable",
         "`problem` beside a checkpoint that was published: an old one could not be removed, or "
         "`latest` could not be written; logged once"),

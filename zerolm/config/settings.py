@@ -15,8 +15,9 @@ from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS
 
 COMMAND_LINE = "command line"
 CONCAT, BEST_FIT = "concat", "best_fit"  # --packing
+VARLEN = "varlen"
 ATTENTION_IMPLEMENTATIONS = (
-    *("auto", "eager", "sdpa", "flex_attention"),
+    *("auto", "eager", "sdpa", VARLEN, "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
 PRECISIONS = ("bf16", "fp16", "fp32")  # --precision
@@ -267,7 +268,12 @@ class Settings:
         default=HIGHEST,
         choices=(HIGHEST, HIGH),
     )
-    compile: bool = _switch("model", "compile each block of the model with torch.compile")
+    fp8: bool = _switch(
+        "model",
+        "multiply in 8-bit floating point in the linear layers of the blocks while training, with "
+        "a scale for each tensor; with --compile (default: off)",
+    )
+    compile: bool = _switch("model", "compile the model's blocks and the loss with torch.compile")
     loss_chunk_tokens: int | None = _count(
         "model",
         "compute the loss for this many tokens at a time, to save memory; 0: for all of a "
@@ -396,7 +402,10 @@ class Settings:
         default=False,
     )
     checkpoint_failures: int = _count(
-        "run", "consecutive failed saves after which the run ends (default: 3)", "N", default=3
+        "run",
+        "intervals in a row without a successful save after which the run ends (default: 3)",
+        "N",
+        default=3,
     )
     stop_after: float | None = _flag(
         "run",

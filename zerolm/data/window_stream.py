@@ -73,6 +73,8 @@ class WindowStream(IterableDataset):
         sequence_ids  (M,) int64
         position_ids  (M, T) int64, only with document_mask: restarts at 0 with each document
         document_ids  (M, T) int64, only with document_mask: numbers a row's documents from 0
+        boundaries    (D + 1,) int32, only with document_mask: where each of the D documents starts
+                      in the concatenated rows, and the number of tokens
 
     A document ends with the EOS id of its source. With document_mask, and in a packed row, that id
     has no target, because another document follows. The padding of a packed row has no targets
@@ -207,9 +209,10 @@ class WindowStream(IterableDataset):
             is_last = tokens[:, :-1] == self.reader.eos_ids[sources][:, None]
             batch["targets"].numpy()[is_last] = IGNORED
         if self.document_mask:
-            positions, documents = number_documents(is_last)
+            positions, documents, boundaries = number_documents(is_last)
             batch["position_ids"] = make(positions)
             batch["document_ids"] = make(documents)
+            batch["boundaries"] = make(boundaries, torch.int32)
         if sequence_ids[-1] < 0:  # padding rows come last
             batch["targets"][batch["sequence_ids"] < 0] = IGNORED
         return batch
@@ -224,14 +227,16 @@ def _split_first(located: Iterator[Located]) -> Iterator[Located]:
     yield from located
 
 
-def number_documents(is_last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's position in its document, and its document's number in the row.
+def number_documents(is_last: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where the documents of some rows are.
 
     Args:
         is_last: (M, T) bool, true at the last token of each document.
 
     Returns:
-        (M, T) int64, twice, both counted from 0.
+        (M, T) int64: each token's position in its document, and its document's number in the row,
+        both counted from 0; (D + 1,) int64: where documents start in the concatenated rows, and
+        the number of tokens.
     """
     is_first = np.empty_like(is_last)
     is_first[:, 0] = True
@@ -241,15 +246,16 @@ def number_documents(is_last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     row_of_document = starts // is_last.shape[1]
     first_of_row = np.searchsorted(row_of_document, np.arange(len(is_last)))
     numbers = np.arange(len(starts)) - first_of_row[row_of_document]
-    positions = np.arange(is_last.size) - np.repeat(starts, lengths)
-    return positions.reshape(is_last.shape), np.repeat(numbers, lengths).reshape(is_last.shape)
+    positions = (np.arange(is_last.size) - np.repeat(starts, lengths)).reshape(is_last.shape)
+    documents = np.repeat(numbers, lengths).reshape(is_last.shape)
+    return positions, documents, np.append(starts, is_last.size)
 
 
-def _copy(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64))
+def _copy(values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(dtype)
 
 
-def _pinned_copy(values: np.ndarray) -> torch.Tensor:
-    tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+def _pinned_copy(values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    tensor = torch.empty(values.shape, dtype=dtype, pin_memory=True)
     tensor.numpy()[...] = values
     return tensor

@@ -165,6 +165,7 @@ def _tensor_flags(settings: Settings, name: str) -> list[str]:
     own_texts = "ranks that share a matrix would evaluate different texts"
     flags = {
         "loss_chunk_tokens": "DeepSpeed replaces the output head",
+        "fp8": "DeepSpeed replaces the linear layers",
         "hellaswag": own_texts,
         "core": own_texts,
         "eval_tasks": own_texts,
@@ -194,7 +195,7 @@ def _sequence_flags(
             f"DeepSpeed's attention discards every mask, so tokens would attend across documents. "
             f"Remove one of them."
         )
-    if settings.attn_implementation in ("eager", "flex_attention"):
+    if settings.attn_implementation in ("eager", "flex_attention", "varlen"):
         found.append(
             f"{settings.where('attn_implementation')}: {settings.attn_implementation}, not "
             f"supported together with {name}. Use sdpa or auto."

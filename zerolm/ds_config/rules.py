@@ -28,9 +28,9 @@ _UNSUPPORTED: dict[str, str] = {
     "block.",
     "data_efficiency": "it works only through DeepSpeed's own data loader, and the data order here "
     "depends only on --data and the seed. Remove the block.",
-    "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5.23, and its checkpoints "
-    "cannot be read here (docs/parallelism.md). Remove the block, use ZeRO 3.",
-    "fp8": "8-bit matmuls are not supported, see docs/speed.md. Remove the block, use bf16.",
+    "expert_parallel": "with DeepSpeed's AutoEP a checkpoint can be neither resharded nor exported "
+    "(docs/experts.md). Remove the block, use ZeRO 3.",
+    "fp8": "DeepSpeed does not read it. Remove the block, use bf16 and the flag --fp8.",
     "hybrid_engine": "it is for reinforcement learning. Remove the block.",
     "pipeline": "DeepSpeed's pipeline engine steps the optimizer inside its own training loop, "
     "where a step cannot be checked (docs/parallelism.md). Remove the block, use ZeRO 3.",

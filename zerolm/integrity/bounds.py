@@ -18,10 +18,14 @@ MAD_TO_DEVIATION = 1.4826  # for normal noise
 WIDEN, NARROW = 1.5, 0.999
 TINY = 1e-30  # figures below count as this
 LARGE = 1e4  # no logarithm of a float32 is as large
+LARGEST = torch.finfo(torch.float32).max
 
 
 class Bounds:
     """Bounds on positive figures: medians of their logarithms, and deviations from these.
+
+    A step takes few operations, of which each costs as much as a figure on a GPU: logarithms are
+    only taken when the bounds are updated.
 
     Args:
         non_finite_is_odd: False if all but the last figure may be infinite.
@@ -29,41 +33,43 @@ class Bounds:
 
     def __init__(self, non_finite_is_odd: bool = True) -> None:
         self._non_finite_is_odd = non_finite_is_odd
-        self._logs: torch.Tensor | None = None  # (WINDOW_STEPS, figures)
+        self._seen: torch.Tensor | None = None  # (WINDOW_STEPS, figures)
         self._count = 0
         self._width = 1.0
         self._low = self._high = torch.empty(0)
 
     def add(self, figures: torch.Tensor) -> torch.Tensor:
-        """Add the figures of a step; return whether one of them is odd, () bool.
+        """Add the figures of a step, (figures,) float32; return whether one is odd, () bool.
 
         That is: not finite, or far from the usual.
         """
-        logs = figures.clamp_min(TINY).log()
-        if self._logs is None:
-            self._logs = logs.new_zeros(WINDOW_STEPS, len(logs))
-            self._high = torch.full_like(logs, LARGE)
-            self._low = -self._high
-        inside = (logs >= self._low) & (logs <= self._high)  # NaN is not
-        if not self._non_finite_is_odd:
-            inside[:-1] |= ~torch.isfinite(logs[:-1])
-        self._logs[self._count % WINDOW_STEPS] = logs
+        if self._seen is None:
+            self._seen = figures.new_zeros(WINDOW_STEPS, len(figures))
+            self._low = torch.zeros_like(figures)
+            self._high = torch.full_like(figures, LARGEST)
+        self._seen[self._count % WINDOW_STEPS] = figures
         self._count += 1
+        if not self._non_finite_is_odd:
+            figures = figures.clone()
+            figures[:-1] = figures[:-1].where(torch.isfinite(figures[:-1]), self._low[:-1])
+        odd = (figures.clamp(self._low, self._high) != figures).any()  # NaN differs from itself
         self._width = max(1.0, self._width * NARROW)
         if self._count >= MIN_STEPS and self._count % UPDATE_STEPS == 0:
-            self._update(self._logs[: self._count])
-        return ~inside.all()
+            self._update(self._seen[: self._count])
+        return odd
 
-    def _update(self, logs: torch.Tensor) -> None:
+    def _update(self, figures: torch.Tensor) -> None:
+        logs = figures.clamp_min(TINY).log()
         seen = logs.where(torch.isfinite(logs), torch.nan)
         center = seen.nanmedian(0).values
         deviation = MAD_TO_DEVIATION * (seen - center).abs().nanmedian(0).values
         half = self._width * torch.clamp(DEVIATIONS * deviation, min=math.log(LEAST_FACTOR))
         half = half.nan_to_num(LARGE)  # a figure that was never finite
-        self._low, self._high = center.nan_to_num(0.0) - half, center.nan_to_num(0.0) + half
+        center = center.nan_to_num(0.0)
+        self._low, self._high = (center - half).exp(), (center + half).exp().clamp_max(LARGEST)
 
     def widen(self) -> None:
         """Widen the bounds after a false alarm."""
         self._width *= WIDEN
-        if self._count >= MIN_STEPS and self._logs is not None:
-            self._update(self._logs[: self._count])
+        if self._count >= MIN_STEPS and self._seen is not None:
+            self._update(self._seen[: self._count])

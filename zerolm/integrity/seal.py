@@ -5,17 +5,18 @@ training step has anyway, tells every rank whether any of them found something.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zerolm.integrity.digests import piecewise, values_of_piece
+from zerolm.integrity.digests import piecewise, prepared, values_of_piece
 from zerolm.integrity.zero_state import WEIGHTS, State, parameters_in, states
 
 # A digest is compared over ranks by sums of exact integers: pieces of so many bits, and their
 # squares, fit in a float64 for 8,192 ranks.
 PART_BITS, PARTS = 20, 4
-BUDGET = 0.004  # share of a step's time
+BUDGET = 0.003  # share of a step's time
 MAX_INTERVAL = 64  # steps
 
 
@@ -30,22 +31,28 @@ class Seal:
     def __init__(self, engine: Any, replicated: bool):
         self._engine, self._replicated = engine, replicated
         self._states: list[State] = []
+        # By address, size and dtype.
+        self._digests: dict[tuple[int, int, torch.dtype], Callable[[], torch.Tensor]] = {}
         self._sealed: list[torch.Tensor] = []
         self._now: list[torch.Tensor] = []
+        self._idle = torch.empty(0)  # figures of a step without digests
+        self._idle_cost: float | None = None
+        self._close_seconds = 0.0
         self._cost_seconds = self._step_seconds = float("inf")
         self._began: float | None = None
         self._interval = 1
 
     def begin_step(self) -> None:
         """Measure the time of a step from here to the next call."""
-        now = time.perf_counter()
+        now = _clock(self._engine.device.type == "cuda")
         if self._began is not None:
-            self._step_seconds = min(self._step_seconds, now - self._began)
+            self._step_seconds = _smoothed(self._step_seconds, now - self._began)
         self._began = now
 
     def drop(self) -> None:
         """Forget the digests: the states have been loaded, or are about to be."""
         self._states, self._sealed, self._began = [], [], None
+        self._digests.clear()
 
     @torch.no_grad()
     def close(self, step: int) -> None:
@@ -57,42 +64,57 @@ class Seal:
         timed = not on_gpu or self._cost_seconds == float("inf")  # once on a GPU: it has to wait
         if timed and on_gpu:
             torch.cuda.synchronize()
-        before = time.perf_counter()
+        before = _clock(on_gpu)
         self._states = list(states(self._engine))
-        self._sealed = [piecewise(state.values) for state in self._states]
+        self._sealed = self._take()
         if timed and on_gpu:
             torch.cuda.synchronize()
-        if timed:
-            self._cost_seconds = min(self._cost_seconds, time.perf_counter() - before)
+        self._close_seconds = _clock(on_gpu) - before
+        if timed and on_gpu:
+            self._cost_seconds = 2 * self._close_seconds
+
+    def _take(self) -> list[torch.Tensor]:
+        """Return the digests of the states as they are now."""
+        taken = []
+        for state in self._states:
+            key = (state.values.data_ptr(), state.values.numel(), state.values.dtype)
+            if key not in self._digests:
+                self._digests[key] = prepared(state.values)
+            taken.append(self._digests[key]())
+        return taken
 
     @torch.no_grad()
     def figures(self) -> torch.Tensor:
         """Return figures to sum over ranks, (figures,) float64, for `agree`."""
         device = self._engine.device
-        cost = 2 * self._cost_seconds / self._step_seconds
+        cost = self._cost_seconds / self._step_seconds
         known = cost if cost < 1.0 else 0.0  # also if neither has been measured
-        head = torch.zeros(2, dtype=torch.float64, device=device)
-        head[0].fill_(known)  # a copy of a tensor would wait for the device
-        head[1].fill_(float(bool(self._sealed)))
-        changed = head.new_zeros(1)
-        parts = head.new_zeros(2 * PARTS if self._replicated else 0)
-        if self._sealed:
-            self._now = [piecewise(state.values) for state in self._states]
-            old, new = (
-                torch.cat([each.to(device) for each in all_of])
-                for all_of in (self._sealed, self._now)
-            )
-            changed = (old != new).sum()[None].double()
-            if self._replicated:
-                weights = [
-                    now
-                    for state, now in zip(self._states, self._now, strict=True)
-                    if state.kind == WEIGHTS
-                ]
-                shifts = torch.arange(PARTS, device=device) * PART_BITS
-                bits = (torch.cat(weights).sum().to(device) >> shifts) & ((1 << PART_BITS) - 1)
-                parts = torch.cat([bits, bits.square()]).double()
-        return torch.cat([head, changed, parts])
+        if not self._sealed:
+            if known != self._idle_cost:
+                size = 3 + 2 * PARTS * self._replicated
+                self._idle = torch.zeros(size, dtype=torch.float64, device=device)
+                self._idle[0].fill_(known)  # a copy of a tensor would wait for the device
+                self._idle_cost = known
+            return self._idle
+        before = _clock(on_gpu := device.type == "cuda")
+        head = torch.ones(2, dtype=torch.float64, device=device)
+        head[0].fill_(known)
+        self._now = self._take()
+        old, new = (
+            torch.cat([each.to(device) for each in all_of]) for all_of in (self._sealed, self._now)
+        )
+        changed = (old != new).sum()[None].double()
+        if not on_gpu:
+            spent = _clock(on_gpu) - before + self._close_seconds
+            self._cost_seconds = _smoothed(self._cost_seconds, spent)
+        if not self._replicated:
+            return torch.cat([head, changed])
+        weights = [
+            now for state, now in zip(self._states, self._now, strict=True) if state.kind == WEIGHTS
+        ]
+        shifts = torch.arange(PARTS, device=device) * PART_BITS
+        bits = (torch.cat(weights).sum().to(device) >> shifts) & ((1 << PART_BITS) - 1)
+        return torch.cat([head, changed, torch.cat([bits, bits.square()]).double()])
 
     def agree(self, figures: list[float]) -> tuple[bool, bool]:
         """Return whether a rank's states have changed, and whether ranks have other weights.
@@ -130,3 +152,13 @@ class Seal:
 
     def _parameters(self, state: State, piece: int) -> list[str]:
         return parameters_in(self._engine, state, *values_of_piece(state.values, piece))
+
+
+def _clock(on_gpu: bool) -> float:
+    """Return the CPU seconds of this thread; with a GPU all seconds, since it waits for that."""
+    return time.perf_counter() if on_gpu else time.thread_time()
+
+
+def _smoothed(mean: float, new: float) -> float:
+    """Return a moving average over about ten values; infinite: there is none yet."""
+    return new if mean == float("inf") else mean + (new - mean) / 10

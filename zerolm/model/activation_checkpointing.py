@@ -1,8 +1,8 @@
 """Which activations are saved for the backward pass, and which are recomputed in it.
 
 `--gradient_checkpointing` saves only the inputs of each decoder block. `selective` also saves what
-is expensive to recompute, the outputs of matrix products and of fused attention (SDPA and
-FlashAttention 2 and 3); norms, rotary embeddings and activation functions, which are large but
+is expensive to recompute, the outputs of matrix products and of fused attention (SDPA, varlen
+and FlashAttention 2 and 3); norms, rotary embeddings and activation functions, which are large but
 cheap to compute, are recomputed. On a CPU the gradients are bit-identical to those without it.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for the idea;
@@ -25,6 +25,7 @@ SAVED_OPERATORS = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
     }
 )
 FLASH_ATTENTION_PREFIXES = ("flash_attn::", "flash_attn_3::")  # operators of these packages

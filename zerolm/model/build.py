@@ -1,4 +1,4 @@
-"""Builds the model: chooses attention, constructs it for any ZeRO stage, initialises weights.
+"""Builds the model: constructs it for any ZeRO stage, initialises weights.
 
 `build_model` gives bit-identical weights for every stage, world size and device;
 `weights_fingerprint` makes that comparable, and `check_initialization` detects weights that differ
@@ -7,18 +7,14 @@ from what the config implies. Must not depend on data, schedules or the optimize
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import distributed as dist
 
-from zerolm.common.errors import ConfigError
-from zerolm.config.settings import ATTENTION_IMPLEMENTATIONS, Recompute
-from zerolm.distributed.collectives import require_on_all_ranks, require_same_on_all_ranks
-from zerolm.model import attention
+from zerolm.config.settings import Recompute
 from zerolm.model.activation_checkpointing import checkpoint_kwargs, fix_zero3_linear
-from zerolm.model.architecture import causal_lm_class
 from zerolm.model.init_check import InitializationReport, check_initialization, gathered
 from zerolm.model.initialization import InitialWeights
 
@@ -29,7 +25,6 @@ __all__ = [
     "InitializationReport",
     "build_model",
     "check_initialization",
-    "choose_attention",
     "float32_buffers",
     "restore_float32_buffers",
     "weights_fingerprint",
@@ -37,79 +32,6 @@ __all__ = [
 
 FINGERPRINT_CHUNK = 1 << 21  # values; limits each int64 copy to 16 MiB
 ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads the positions
-
-
-def agreed_attention(
-    config: "PretrainedConfig", requested: str, device_type: str, dtype: torch.dtype
-) -> str:
-    """Return the result of `choose_attention`, equal on all ranks. Every rank must call.
-
-    The choice depends on installed packages and devices, which may differ between hosts.
-
-    Raises:
-        ConfigError: on every rank, if a rank cannot use the requested one, or the choices differ.
-    """
-    chosen, problem = "", ""
-    try:
-        chosen = choose_attention(config, requested, device_type, dtype)
-    except ConfigError as error:
-        problem = str(error)
-    require_on_all_ranks(not problem, problem)
-    require_same_on_all_ranks(
-        chosen,
-        f"--attn_implementation {requested}: {chosen} on this host, but not on rank 0's. Install "
-        f"the same attention packages on all hosts, or name an implementation.",
-    )
-    return chosen
-
-
-def choose_attention(
-    config: "PretrainedConfig", requested: str, device_type: str, dtype: torch.dtype
-) -> str:
-    """Return the attention implementation to build with, in transformers' spelling.
-
-    Args:
-        requested: one of `ATTENTION_IMPLEMENTATIONS`; "auto" takes the first that works of
-            flash_attention_3, flash_attention_2, sdpa and eager.
-        device_type: "cuda", "cpu", ...
-
-    Raises:
-        ConfigError: the requested one does not exist or does not work here.
-    """
-    if requested not in ATTENTION_IMPLEMENTATIONS:
-        raise ConfigError(
-            f"--attn_implementation: {requested!r}, must be one of "
-            f"{', '.join(ATTENTION_IMPLEMENTATIONS)}."
-        )
-    if requested == "auto":
-        preference = ("flash_attention_3", "flash_attention_2", "sdpa")
-        usable = (
-            name for name in preference if not _unsupported_reason(config, name, device_type, dtype)
-        )
-        return next(usable, "eager")
-    if reason := _unsupported_reason(config, requested, device_type, dtype):
-        raise ConfigError(f"--attn_implementation: {requested!r} {reason}")
-    return requested
-
-
-def _unsupported_reason(
-    config: "PretrainedConfig", implementation: str, device_type: str, dtype: torch.dtype
-) -> str | None:
-    """Return why an attention implementation does not work here, with the fix; None if it does."""
-    model_class = causal_lm_class(config)
-    if implementation == "eager":
-        return None
-    if implementation == "sdpa":
-        if model_class._supports_sdpa:
-            return None
-        return f"is not supported by {model_class.__name__}. Use eager."
-    if implementation == "flex_attention":
-        if not model_class._supports_flex_attn:
-            return f"is not supported by {model_class.__name__}. Use auto."
-        if device_type == "cpu":
-            return "has no backward pass on a CPU. Use auto."
-        return None
-    return attention.unsupported_reason(config, implementation, device_type, dtype)
 
 
 def build_model(
@@ -132,7 +54,7 @@ def build_model(
         zero3_config: the resolved DeepSpeed JSON at stage 3, where `deepspeed.zero.Init` partitions
             the parameters during construction, on the accelerator or according to `offload_param`.
             None at other stages: the model is on `device`.
-        attn_implementation: from `choose_attention`.
+        attn_implementation: a name that transformers knows, as `zerolm.attention.choice` gives it.
         device: of this rank.
         initial: existing values of all parameters and persistent buffers, instead of random ones.
 
@@ -211,7 +133,9 @@ class InitialValues(Protocol):
 
     units: list[Any]
 
-    def compute(self, unit: int, dtype: torch.dtype) -> dict[str, torch.Tensor]: ...
+    def compute_all(
+        self, units: Sequence[int], dtype: torch.dtype
+    ) -> Iterator[dict[str, torch.Tensor]]: ...
 
 
 def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype) -> None:
@@ -219,9 +143,10 @@ def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype) ->
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    computed = weights.compute_all(range(rank, len(weights.units), world_size), dtype)
     for start in range(0, len(weights.units), world_size):
         wave = weights.units[start : start + world_size]
-        values = weights.compute(start + rank, dtype) if rank < len(wave) else {}
+        values = next(computed, {})
         for writer, names in enumerate(wave):
             targets = [parameters[name] for name in names]
             with gathered(targets, modifier_rank=writer), torch.no_grad():

@@ -1,7 +1,8 @@
-"""torch.compile of each decoder block separately, under every ZeRO stage, for training only.
+"""torch.compile of each decoder block and of the loss, under every ZeRO stage, for training only.
 
-The blocks are alike, so one graph, compiled once, serves a model of any depth. The rest
-(embeddings, the head with its chunked logits, the mask) is not compiled. Under ZeRO-3 each block is
+The blocks are alike, so one graph, compiled once, serves a model of any depth. The loss is a graph
+from logits to losses, without weights; the rest (embeddings, the head with its chunked logits, the
+mask) is not compiled. Under ZeRO-3 each block is
 a leaf module: DeepSpeed gathers all its weights before it and releases them after it, so the graph
 contains no hooks. Compiled as a whole, a ZeRO-3 model has a graph break at each linear layer.
 
@@ -12,9 +13,13 @@ import importlib.util
 import inspect
 import os
 import shutil
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from zerolm.common.locks import FileLock
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +65,41 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
     return None if decoder_blocks(model) else f"{type(model).__name__} has no list of blocks"
 
 
+def remove_truncated_libraries() -> None:
+    """Remove what a kill or a full disk has truncated in torch's cache of compiled code.
+
+    torch loads it without a check and fails at each start. If it is a library with which torch
+    finds out what the CPU can do, it compiles for an older CPU instead, which rounds differently.
+    The first rank of each host calls this before anything is compiled. It prints what it removed.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache, removed = Path(cache_dir()), 0
+    for path in cache.glob("*/*.so"):
+        with suppress(OSError):  # locked: being written; or removed meanwhile
+            if is_truncated(path):
+                with FileLock(cache / "locks" / f"{path.name.partition('.')[0]}.lock"):
+                    if is_truncated(path):
+                        path.unlink()
+                        removed += 1
+    if removed:
+        print(
+            f"compile: removed {removed} truncated libraries from {cache}; they are compiled again",
+            flush=True,
+        )
+
+
+def is_truncated(path: Path) -> bool:
+    """Return whether a shared library ends before its section headers do, its last part."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # of 64 bits
+            return len(header) < 64 or header[:4] != b"\x7fELF"
+        (start,) = struct.unpack_from("=Q", header, 0x28)
+        size, count = struct.unpack_from("=HH", header, 0x3A)
+        return os.fstat(file.fileno()).st_size < start + size * count
+
+
 def mark_leaf_modules(model: "nn.Module", zero_stage: int) -> None:
     """Keep ZeRO-3's hooks out of the blocks; call before `deepspeed.initialize`."""
     if zero_stage == 3:
@@ -70,18 +110,24 @@ def mark_leaf_modules(model: "nn.Module", zero_stage: int) -> None:
 
 
 def compile_blocks(model: "nn.Module") -> str:
-    """Compile the forward of each block, inside its hooks; return a line to be printed.
+    """Compile the forward of each block, inside its hooks, and the loss; return a line to print.
 
     Call after `deepspeed.initialize`. The first step compiles, which takes seconds to minutes;
     torch caches the graphs on disk.
     """
     import torch
 
+    from zerolm.model import compiled_attention
+    from zerolm.model.loss import COMPILED_LOSS, cross_entropies
+
     torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     blocks: list[Any] = decoder_blocks(model)
     for block in blocks:
         recorders = remove_output_recorders(model, block)
         block.forward = _compiled(block, recorders) if recorders else torch.compile(block.forward)
+    if next(model.parameters()).device.type == "cpu":
+        compiled_attention.install()
+    setattr(model, COMPILED_LOSS, torch.compile(cross_entropies))
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
     return f"compile: {len(blocks)} blocks ({kinds}), one graph each; the first step takes longer"
 

@@ -12,25 +12,28 @@ The inputs depend on the attention implementation of the model:
     flash_attention_*  the same positions, and the document boundaries for the varlen kernel, which
                        transformers derives from the positions only for a single row
                        (modeling_flash_attention_utils.py, `_is_packed_sequence`)
+    varlen             the same; without documents, the boundaries of the rows
 
 A padding mask is never passed: even one of ones silently disables the separation of documents
 (https://github.com/huggingface/transformers/issues/46634). `zerolm.train.mask_check` tests the
 result on the engine.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
+from zerolm.config.settings import VARLEN
 from zerolm.model.architecture import layer_configs, router_loss_coefficient
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-FULL_ATTENTION = "full_attention"
-WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+WINDOW_KEYS = {SLIDING_ATTENTION: "sliding_window", "chunked_attention": "attention_chunk_size"}
 # Models whose attention to a document depends on the rest of its row, whatever the mask.
 NEVER_ISOLATED = {
     "blt": "forms patches of bytes that may belong to two documents",
@@ -45,16 +48,27 @@ def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, 
     """Return the arguments of the model's forward that separate a micro-batch's documents.
 
     Args:
-        batch: with `document_ids` and `position_ids`, (B, T) int64.
+        batch: with `input_ids`, and with `document_ids`, `position_ids`, (B, T) int64, and
+            `boundaries`, (D + 1,) int32, for attention within documents.
         model: a causal LM.
     """
+    kernel = model.config._attn_implementation
+    if "document_ids" not in batch:
+        if kernel != VARLEN:
+            return {}
+        ids = batch["input_ids"]
+        return boundary_arguments(_row_boundaries(ids), ids.shape[1])
     inputs: dict[str, Any] = {"position_ids": model_positions(batch, model)}
-    if model.config._attn_implementation.startswith("flash"):
-        return inputs | varlen_arguments(batch["position_ids"])
+    if _takes_boundaries(kernel):
+        return inputs | boundary_arguments(batch["boundaries"], batch["position_ids"].shape[1])
     # On the meta device transformers cannot read the positions.
     if batch["document_ids"].is_meta or _takes_own_mask(model.config):
         inputs["attention_mask"] = document_mask(batch["document_ids"], model)
     return inputs
+
+
+def _takes_boundaries(kernel: str) -> bool:
+    return kernel == VARLEN or kernel.startswith("flash")
 
 
 def _takes_own_mask(config: "PretrainedConfig") -> bool:
@@ -69,18 +83,25 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
     """Limit the masks that transformers makes inside the context to documents.
 
     Most models make them from the positions, but not all: gpt_oss and afmoe do not pass these on.
+    Transformers does not look for documents in the positions, for which it would wait for the
+    device: it is told the documents, or that there are none. A kernel that takes their boundaries
+    gets no mask.
 
     Args:
-        batch: any micro-batch. Without `document_ids` masks stay as they are, but transformers does
-            not look for documents in the positions, for which it would wait for the device.
+        batch: any micro-batch. Without `document_ids` masks stay as they are.
     """
-    kernel = model.config._attn_implementation
-    if "document_ids" not in batch and not _positions_depend_on_ids(model):
-        with _without_search_for_documents():
+    kernel, documents = model.config._attn_implementation, batch.get("document_ids")
+    if documents is None and kernel != VARLEN and _positions_depend_on_ids(model):
+        yield
+        return
+    if _takes_boundaries(kernel):
+        masks = _replaced_masks(kernel, _no_mask) if kernel == VARLEN else nullcontext()
+        with told_documents(None), masks:
             yield
         return
-    if "document_ids" not in batch or kernel not in ANY_MASK or _takes_own_mask(model.config):
-        yield
+    if documents is None or kernel not in ANY_MASK or _takes_own_mask(model.config):
+        with told_documents(documents):
+            yield
         return
     from transformers.masking_utils import (
         ALL_MASK_ATTENTION_FUNCTIONS,
@@ -90,25 +111,39 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
     )
 
     original = ALL_MASK_ATTENTION_FUNCTIONS[kernel]
-    same_document = packed_sequence_mask_function(batch["document_ids"])
+    same_document = packed_sequence_mask_function(documents)
 
     def mask(*arguments: Any, mask_function: Any = causal_mask_function, **more: Any) -> Any:
         more["allow_is_causal_skip"] = False
         return original(*arguments, mask_function=and_masks(mask_function, same_document), **more)
 
-    ALL_MASK_ATTENTION_FUNCTIONS[kernel] = mask
+    with told_documents(documents), _replaced_masks(kernel, mask):
+        yield
+
+
+@contextmanager
+def _replaced_masks(kernel: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Make transformers call a function for the masks of a kernel."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    ALL_MASK_ATTENTION_FUNCTIONS[kernel] = function
     try:
         yield
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS[kernel]
 
 
+def _no_mask(*arguments: Any, **more: Any) -> None:
+    return None
+
+
 @contextmanager
-def _without_search_for_documents() -> Iterator[None]:
+def told_documents(documents_BT: "torch.Tensor | None") -> Iterator[None]:
+    """Make transformers take these documents instead of those that it finds in the positions."""
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = lambda position_ids: documents_BT
     try:
         yield
     finally:
@@ -158,25 +193,34 @@ def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-def varlen_arguments(positions_BT: "torch.Tensor") -> dict[str, Any]:
-    """Return the document boundaries of the concatenated rows, as arguments of varlen kernels.
+def boundary_arguments(boundaries: "torch.Tensor", length: int) -> dict[str, Any]:
+    """Return the arguments of a model's forward for kernels that take document boundaries.
+
+    The data loader counts them on the host, so that no step waits for the device.
 
     Args:
-        positions_BT: (B, T) int64, 0 at the first token of each document and of each row.
+        boundaries: (D + 1,) int32: where each document starts in the concatenated rows, and where
+            the last one ends.
+        length: of a row. The kernels need a bound on the length of documents, as a number; the
+            longest of a micro-batch would be another one each time, and a compiled block would have
+            to be compiled for each.
     """
-    import torch
-    from torch.nn import functional
-
-    flat = positions_BT.reshape(-1)
-    starts = torch.nonzero(flat == 0).view(-1).to(torch.int32)
-    boundaries = functional.pad(starts, (0, 1), value=flat.numel())
-    longest = int(flat.max()) + 1  # the kernels need a number, not a tensor
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.maybe_mark_dynamic(boundaries, 0)  # one graph for any number of documents
     return {
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "max_length_q": length,
+        "max_length_k": length,
     }
+
+
+def _row_boundaries(ids_BT: "torch.Tensor") -> "torch.Tensor":
+    """Return the boundaries of rows that are one document each."""
+    import torch
+
+    stop, length = ids_BT.numel() + 1, ids_BT.shape[1]
+    return torch.arange(0, stop, length, dtype=torch.int32, device=ids_BT.device)
 
 
 def layer_types(config: "PretrainedConfig") -> set[str]:

@@ -8,7 +8,11 @@ lines of PyTorch. Must not depend on DeepSpeed: `build_model` copies the values 
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -20,6 +24,10 @@ from zerolm.model.architecture import constructor_values, meta_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+# Float32 values that threads of a rank compute ahead of their use, at least one unit.
+MAX_AHEAD_BYTES = 2 << 30
+_global_generator = threading.Lock()
 
 
 def module_seed(seed: int, module_name: str) -> int:
@@ -69,7 +77,8 @@ class InitialWeights:
     def compute(self, unit: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return {name: values} of `units[unit]` on the CPU, drawn in float32, then cast.
 
-        Does not change the state of torch's global generator.
+        Does not change the state of torch's global generator, so threads may compute units at
+        the same time.
         """
         modules = self._unit_modules[unit]
         if not modules:
@@ -85,15 +94,71 @@ class InitialWeights:
             empty = torch.full(placeholder.shape, float("nan"), dtype=torch.float32, device="cpu")
             parameters[leaf] = nn.Parameter(empty, requires_grad=False)
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with torch.no_grad(), _OwnGenerator() as own:
                 for name in modules:
-                    torch.default_generator.manual_seed(module_seed(self.seed, name))
+                    own.generator.manual_seed(module_seed(self.seed, name))
                     self._initializers[name](self._modules[name])
             values = {name: parameters[leaf] for name, (parameters, leaf, _) in slots.items()}
             return {name: values[name].detach().to(dtype) for name in self.units[unit]}
         finally:
             for parameters, leaf, placeholder in slots.values():
                 parameters[leaf] = placeholder
+
+    def compute_all(
+        self, units: Sequence[int], dtype: torch.dtype, threads: int | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield `compute` of each unit in order, computed ahead by threads.
+
+        torch draws values one after the other, but without Python's lock. Units ahead have at most
+        `MAX_AHEAD_BYTES`.
+
+        Args:
+            threads: (default: this rank's share of the cores of its host)
+        """
+        threads = threads or threads_of_rank()
+        if threads == 1:
+            yield from (self.compute(unit, dtype) for unit in units)
+            return
+        ahead: deque[tuple[int, Future[dict[str, torch.Tensor]]]] = deque()
+        with ThreadPoolExecutor(threads, "initial-weights") as pool:
+            for unit in units:
+                size = self._float32_bytes(unit)
+                while ahead and sum(each for each, _ in ahead) + size > MAX_AHEAD_BYTES:
+                    yield ahead.popleft()[1].result()
+                ahead.append((size, pool.submit(self.compute, unit, dtype)))
+            while ahead:
+                yield ahead.popleft()[1].result()
+
+    def _float32_bytes(self, unit: int) -> int:
+        modules = (name.rpartition(".") for name in self.units[unit])
+        return 4 * sum(self._modules[path]._parameters[leaf].numel() for path, _, leaf in modules)
+
+
+def threads_of_rank() -> int:
+    """Return this rank's share of the cores that its host lets it use."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class _OwnGenerator(TorchDispatchMode):
+    """Lets random operations of this thread draw from `generator`, not from torch's global one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in operation.tags:
+            return operation(*args, **given)
+        if any(argument.name == "generator" for argument in operation._schema.arguments):
+            return operation(*args, **({"generator": self.generator} | given))
+        with _global_generator, torch.random.fork_rng(devices=[]):  # rand_like and the like
+            torch.default_generator.set_state(self.generator.get_state())
+            found = operation(*args, **given)
+            self.generator.set_state(torch.default_generator.get_state())
+        return found
 
 
 def _initializers(model: "PreTrainedModel") -> dict[str, Callable[[nn.Module], None]]:

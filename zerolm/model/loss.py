@@ -12,6 +12,7 @@ from zerolm.model.chunked_loss import find_chunked_head
 from zerolm.model.document_mask import isolating_inputs, isolating_masks
 
 IGNORED = -100  # target of a position without loss; the convention of torch and Hugging Face
+COMPILED_LOSS = "compiled_cross_entropies"  # attribute of a model: `cross_entropies`, compiled
 
 
 def token_losses(
@@ -26,9 +27,9 @@ def token_losses(
     Args:
         model: a causal LM or a DeepSpeed engine around one.
         batch: `input_ids` and `targets`, (B, T) int64; targets are shifted, and `IGNORED` where
-            there is no loss. With `document_ids` and `position_ids` (B, T), attention is within
-            documents only (`zerolm.model.document_mask`); with `position_ids` only, rows are slices
-            of sequences (`zerolm.distributed.ulysses`).
+            there is no loss. With `document_ids` and `position_ids` (B, T) and `boundaries`,
+            attention is within documents only (`zerolm.model.document_mask`); with `position_ids`
+            only, rows are slices of sequences (`zerolm.distributed.ulysses`).
         observe: called with the model's output.
 
     Returns:
@@ -37,10 +38,9 @@ def token_losses(
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     inner = getattr(model, "module", model)
-    if "document_ids" in batch:
-        inputs |= isolating_inputs(batch, inner)
-    elif "position_ids" in batch:  # slices of sequences
+    if "position_ids" in batch:  # slices of sequences, or documents
         inputs["position_ids"] = batch["position_ids"]
+    inputs |= isolating_inputs(batch, inner)
     if head := find_chunked_head(inner):  # never holds all logits of the micro-batch
         with isolating_masks(batch, inner), head.computing_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)
@@ -48,18 +48,55 @@ def token_losses(
     else:
         with isolating_masks(batch, inner):
             outputs = model(**inputs)
-        losses = functional.cross_entropy(
-            outputs.logits.float().flatten(0, 1),
-            batch["targets"].flatten(),
-            ignore_index=IGNORED,
-            reduction="none",
-        ).view_as(batch["targets"])
+        of_logits = getattr(inner, COMPILED_LOSS, cross_entropies)
+        losses = of_logits(outputs.logits, batch["targets"])
     if observe is not None:
         observe(outputs)
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * (router_loss_coefficient(inner.config) or 0.0)
     return losses, auxiliary
+
+
+def cross_entropies(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each token, (B, T) float32, 0 where ignored.
+
+    Compiled, it makes no float32 copy of the logits: sums are float32, what is read and written has
+    the dtype of the logits. Evaluations are not compiled, and have the results of torch's function.
+    """
+    if torch.compiler.is_compiling():
+        losses_BT: torch.Tensor = _CrossEntropies.apply(logits_BTV, targets_BT)
+        return losses_BT
+    return functional.cross_entropy(
+        logits_BTV.float().flatten(0, 1),
+        targets_BT.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+    ).view_as(targets_BT)
+
+
+class _CrossEntropies(torch.autograd.Function):
+    """Saves the logits as they are, and log(Z) of each token, instead of all log-probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        counted_BT = targets_BT != IGNORED
+        log_partitions_BT = logits_BTV.float().logsumexp(-1)
+        of_targets_BT1 = logits_BTV.gather(-1, targets_BT.where(counted_BT, 0)[..., None])
+        ctx.save_for_backward(logits_BTV, targets_BT, log_partitions_BT)
+        losses_BT = log_partitions_BT - of_targets_BT1[..., 0].float()
+        return losses_BT.where(counted_BT, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits_BTV, targets_BT, log_partitions_BT = ctx.saved_tensors
+        gradient_BT1 = gradients[0].where(targets_BT != IGNORED, 0.0)[..., None]
+        probabilities_BTV = (logits_BTV.float() - log_partitions_BT[..., None]).exp()
+        ids_V = torch.arange(logits_BTV.shape[-1], device=logits_BTV.device)
+        is_target_BTV = ids_V == targets_BT[..., None]
+        return ((probabilities_BTV - is_target_BTV.float()) * gradient_BT1).to(
+            logits_BTV.dtype
+        ), None
 
 
 def squared_log_partitions(

@@ -201,7 +201,8 @@ def _check_sources(
 def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings) -> Settings:
     """Check the settings against the model; return them with the attention kernel resolved."""
     profile, device = given.profile, host.device.kind
-    found.problems += model_rules.attention_problems(settings, device)
+    precision = profile.compute_precision if profile.json else None
+    found.problems += model_rules.attention_problems(settings, device, precision)
     if profile.json:
         found.problems += model_rules.matmul_problems(settings, profile.compute_precision, device)
     if given.model is None:
@@ -210,6 +211,7 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     if profile.json:
         precision = profile.compute_precision
         found.problems += model_rules.precision_problems(settings, config, precision)
+        found.problems += model_rules.fp8_problems(settings, config, profile, device)
     found.problems += model_rules.model_problems(settings, config, device)
     found.problems += parallel_rules.model_problems(settings, config, profile, host.world_size)
     found.problems += muon.shape_problems(profile, given.model.shapes)
@@ -217,7 +219,8 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     found.notices += model_rules.router_notices(settings, config)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
-    # Flash attention would interpret the document mask as a padding mask.
+    if device != "cpu" and precision != "fp32":
+        return settings  # the ranks choose, who see the GPU
     sdpa = causal_lm_class(config)._supports_sdpa
     return replace(settings, attn_implementation="sdpa" if sdpa else "eager")
 

@@ -143,7 +143,7 @@ def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
     free, required = checkpoint_room(plan.run_dir, size, settings.checkpoint_keep)
     copied = linked is not None and not machine.same_file_system(linked.directory, plan.run_dir)
     if linked is not None and copied and free >= 0:
-        free = max(0, free - sum(entry["size_bytes"] for entry in linked.manifest["files"]))
+        free = max(0, free - linked.size_bytes)
     if free < 0 or plan.device == "absent":
         return
     where = f"{settings.where('run_dir')}: {plan.run_dir}"

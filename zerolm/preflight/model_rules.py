@@ -6,7 +6,8 @@ Uses the model's config and class; must not build weights.
 from typing import TYPE_CHECKING
 
 from zerolm.common.errors import ConfigError
-from zerolm.config.settings import HIGHEST, SELECTIVE, Settings
+from zerolm.config.settings import HIGHEST, SELECTIVE, VARLEN, Settings
+from zerolm.ds_config.profile import Profile
 from zerolm.model import compile, document_mask, loss_chunks
 from zerolm.model.architecture import (
     causal_lm_class,
@@ -19,16 +20,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def attention_problems(settings: Settings, device: str) -> list[str]:
+def attention_problems(settings: Settings, device: str, precision: str | None = None) -> list[str]:
     """Check the attention kernel against the device.
 
     Args:
         device: its kind as DeepSpeed names it: `cpu`, `cuda`, ...
+        precision: of matrix products, from the DeepSpeed JSON, if that can be read.
     """
     attention = settings.attn_implementation
     where = settings.where("attn_implementation")
-    if attention.startswith("flash") and device == "cpu":
-        return [f"{where}: {attention}, needs a GPU. Use auto."]
+    if attention == VARLEN or attention.startswith("flash"):
+        if device == "cpu":
+            return [f"{where}: {attention}, needs a GPU. Use auto."]
+        if precision == "fp32":
+            return [
+                f"{where}: {attention}, needs bf16 or fp16, but {settings.deepspeed_config} "
+                f"computes in fp32. Enable bf16 there, or use auto."
+            ]
     if attention == "flex_attention" and device == "cpu":
         return [f"{where}: {attention}, has no backward pass on a CPU. Use sdpa or eager."]
     return []
@@ -72,6 +80,37 @@ def precision_problems(settings: Settings, config: "PretrainedConfig", precision
     ]
 
 
+def fp8_problems(
+    settings: Settings, config: "PretrainedConfig", profile: Profile, device: str
+) -> list[str]:
+    """Refuse `--fp8` for weights that are not bf16, older GPUs, and models without such layers.
+
+    Args:
+        device: kind of the ranks' devices, `absent` when they are not on this machine.
+    """
+    if not settings.fp8:
+        return []
+    from zerolm.fp8 import layers, linear  # imports torch
+
+    where = f"{settings.where('fp8')}: true"
+    problems = []
+    if profile.precision != "bf16":
+        problems.append(
+            f"{where}, needs bf16 weights, but those of {settings.deepspeed_config} are "
+            f"{profile.precision}. Enable bf16 in it, or remove the flag."
+        )
+    if why := layers.unsupported_device(device):
+        problems.append(f"{where}, but {why}. Remove the flag.")
+    found = layers.layers_of(config)
+    if not found.chosen:
+        odd = f" whose sizes are multiples of {linear.MULTIPLE}" if found.odd else ""
+        problems.append(
+            f"{where}, but {config.model_type} has no linear layers{odd} in its blocks "
+            f"({settings.model_config}). Use another model, or remove the flag."
+        )
+    return problems
+
+
 def model_problems(
     settings: Settings, config: "PretrainedConfig", device: str = "absent"
 ) -> list[str]:
@@ -108,6 +147,8 @@ def model_problems(
     problems += qk_clip_problems(settings, config)
     problems += _router_loss_problems(settings, config)
     kernel = settings.attn_implementation
+    if kernel == VARLEN:
+        problems += _varlen_problems(settings, config)
     if settings.document_mask and (
         why := document_mask.unsupported_reason(config, model_class, kernel)
     ):
@@ -116,6 +157,14 @@ def model_problems(
             f"flag, or use a model with full or sliding-window attention."
         )
     return problems
+
+
+def _varlen_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
+    from zerolm.attention import varlen  # imports torch
+
+    why = varlen.model_problem(config)
+    where = settings.where("attn_implementation")
+    return [f"{where}: varlen, {why} ({settings.model_config}) Use auto."] if why else []
 
 
 def _position_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:

@@ -40,6 +40,7 @@ CURVE_SETTINGS = (
     "beta1",
     "beta2",
     "float32_matmul",
+    "fp8",
     "adaptive_clip",
     "init_from",
     "init_optimizer",
@@ -54,6 +55,7 @@ CURVE_SETTINGS = (
 LEGACY_DEFAULTS = {
     "packing": CONCAT,
     "float32_matmul": HIGHEST,
+    "fp8": False,
     "adaptive_clip": 0.0,
     "init_optimizer": False,
     "balance_rate": 0.0,

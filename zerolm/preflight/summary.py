@@ -82,6 +82,8 @@ def figures(plan: Plan) -> dict[str, str]:
     }
     if any(losses.values()):
         lines["other losses"] = ", ".join(name for name, used in losses.items() if used)
+    if settings.fp8:
+        lines["fp8"] = _fp8_line(plan)
     if settings.qk_clip:
         lines["attention logits"] = _qk_clip_line(plan)
     if settings.balance_rate:
@@ -129,6 +131,19 @@ def _average_line(plan: Plan) -> str:
         f"of the weights, half-life {plan.settings.ema_tokens:,} tokens, about "
         f"{shown_bytes(count)} per rank {place}"
     )
+
+
+def _fp8_line(plan: Plan) -> str:
+    from zerolm.fp8 import layers, linear  # imports torch
+
+    found = layers.layers_of(plan.model.config)
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in found.chosen)
+    share = found.flops_per_token / plan.flops_per_token
+    line = f"{len(found.chosen)} matrices ({', '.join(kinds)}), {share:.0%} of the FLOPs"
+    odd = dict.fromkeys(name.rpartition(".")[2] for name in found.odd)
+    if odd:
+        line += f"; not {', '.join(odd)}: sizes are not multiples of {linear.MULTIPLE}"
+    return line + ("; a CPU emulates it, slowly" if plan.device == "cpu" else "")
 
 
 def _qk_clip_line(plan: Plan) -> str:

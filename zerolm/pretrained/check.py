@@ -3,6 +3,8 @@
 The statistics that `check_initialization` compares say nothing about trained weights.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import nn
 
@@ -24,11 +26,14 @@ class Sums:
         self.weights, self.units = weights, weights.units
         self.read: dict[str, tuple[int, int]] = {}
 
-    def compute(self, unit: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        values = self.weights.compute(unit, dtype)
-        for name, value in values.items():
-            self.read[name] = (weighted_bit_sum(value), _non_finite(value))
-        return values
+    def compute_all(
+        self, units: Sequence[int], dtype: torch.dtype
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        for unit in units:
+            values = self.weights.compute(unit, dtype)
+            for name, value in values.items():
+                self.read[name] = (weighted_bit_sum(value), _non_finite(value))
+            yield values
 
     def is_rounded_to(self, dtype: torch.dtype) -> bool:
         """Return whether some weights have more digits than a dtype."""

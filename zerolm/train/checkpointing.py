@@ -17,9 +17,14 @@ from zerolm.config.resolved import Resolved
 from zerolm.train.stability import StopRequest
 from zerolm.watchdog.progress import record_progress
 
+FIRST_PAUSE = 1 / 64  # of the interval, after which a save that failed is tried again
+
 
 class Checkpointing:
     """Saves checkpoints of a run, and ends the run if too many of them fail.
+
+    A save that fails is tried again after a pause, which doubles with each failure. When it reaches
+    the interval, the run is down to its regular saves; only these count as failures.
 
     Args:
         writer: a `CheckpointWriter`.
@@ -43,6 +48,8 @@ class Checkpointing:
         self._writer, self._settings, self._stop = writer, settings, stop
         self._print_rank0, self._copies = print_rank0, copies
         self._consecutive_failures = 0
+        self._retry_step: int | None = None
+        self._pause = 0  # steps, before the next try
         self._logged_problems: set[str] = set()
         self.newest: str | None = None
 
@@ -50,6 +57,10 @@ class Checkpointing:
     def step(self) -> int | None:
         """Step of the checkpoint that is being written, or None."""
         return self._writer.step
+
+    def retries(self, step: int) -> bool:
+        """Return whether a save that failed is to be tried again after this step."""
+        return self._retry_step is not None and step >= self._retry_step
 
     def flags(self) -> tuple[float, ...]:
         """Return this rank's status flags, to be summed over ranks in the next step."""
@@ -77,6 +88,7 @@ class Checkpointing:
                 the run cannot continue without it.
         """
         record_progress("checkpoint")
+        self._retry_step = None
         start = time.perf_counter()
         if self._writer.copying_to_memory:
             self.finish(log, last=False)
@@ -145,21 +157,33 @@ class Checkpointing:
                 self._print_rank0(f"step={step} note: {problem}")
         if outcome.error is None:
             self._consecutive_failures, self.newest = 0, str(self._writer.checkpoints / name)
+            self._pause, self._retry_step = 0, None
             self._stop.record_save(outcome.seconds)
             times = {"copy_seconds": outcome.copy_seconds, "seconds": outcome.seconds}
             log.event("checkpoint", step, checkpoint=name, **times)
             shown = " ".join(f"{key}={value:.2f}" for key, value in times.items())
             self._print_rank0(f"step={step} checkpoint={name} {shown}")
             return
-        self._consecutive_failures += 1
-        log.event("checkpoint_failed", step, checkpoint=name, error=outcome.error)
-        self._print_rank0(f"step={step} checkpoint={name} FAILED: {outcome.error}")
+        again = self._next_try(step)
+        log.event("checkpoint_failed", step, checkpoint=name, error=outcome.error, next_try=again)
+        self._print_rank0(
+            f"step={step} checkpoint={name} FAILED: {outcome.error}; next try at step {again}"
+        )
         if last or self._consecutive_failures >= self._settings.checkpoint_failures:
             raise CheckpointWriteError(
                 f"{self._writer.checkpoints}: {name} could not be written: {outcome.error}. The "
                 f"newest complete checkpoint is {self.newest or 'none'}. Free disk space, and run "
                 f"the same command again."
             )
+
+    def _next_try(self, step: int) -> int:
+        """Count a save that failed at `step`; return the step of the next one."""
+        interval = self._settings.checkpoint_interval
+        regular = step // interval * interval + interval
+        self._consecutive_failures += step % interval == 0
+        self._pause = 2 * self._pause or max(1, round(interval * FIRST_PAUSE))
+        self._retry_step = step + self._pause if self._pause < interval else None
+        return min(self._retry_step or regular, regular)
 
     def _log_copy(self, outcome: Outcome, log: Any) -> None:
         """Log a copy in memory that failed: the run keeps the last one, or has none."""

@@ -104,8 +104,11 @@ def _rows(
     shift = torch.randint(1, max(2, vocab_size), shape, generator=generator)
     others = torch.where(torch.arange(seq_len) < first, (ids + shift) % vocab_size, ids)
     positions = torch.arange(seq_len)
+    starts = torch.tensor([[row * seq_len, row * seq_len + first] for row in range(count)])
+    boundaries = torch.cat([starts.flatten(), torch.tensor([count * seq_len])])
     shared = {
         "targets": torch.randint(0, vocab_size, shape, generator=generator),
+        "boundaries": boundaries.int(),
         "document_ids": (positions >= first).long().expand(shape),
         "position_ids": torch.where(positions < first, positions, positions - first).expand(shape),
     }

@@ -154,6 +154,12 @@ class Run:
         """Return whether this step is a multiple of `interval`, or the last one."""
         return self.finished or self.stopping or self.progress.step % interval == 0
 
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is due after this step."""
+        interval = self.settings.checkpoint_interval
+        return self.due(interval) or self.checkpointing.retries(self.progress.step)
+
     def start(self) -> bool:
         """Load the newest complete checkpoint if there is one, write run.json and open the logs.
 

@@ -17,11 +17,10 @@ from typing import Any, TypedDict
 
 from zerolm.checkpoint.checksums import checksum_of
 from zerolm.checkpoint.directory import Checkpoint, publish, read
-from zerolm.checkpoint.manifest import ListedFile, files_problem
+from zerolm.checkpoint.manifest import ListedFile, files_problem, parse_manifest
 from zerolm.checkpoint.rotation import point_to, remove_unfinished
 from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError, RecordError
-from zerolm.common.files import write_json
 from zerolm.common.records import parse_record
 from zerolm.common.run_files import MANIFEST, TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.store import OFF, Mismatch, Missing, StoreError
@@ -142,9 +141,10 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
         CheckpointError: the disk is too full.
     """
     checkpoints = RunFiles(run_dir).checkpoints
-    manifest, listed = _listed(store, f"{name}/{MANIFEST}")
-    _, record = _listed(store, f"{name}/{CHECKSUMS}")
-    size = sum(entry["size_bytes"] for entry in listed)
+    temporary = checkpoints / (TEMPORARY + name)
+    checkpoint = Checkpoint(temporary, _manifest(store, name))
+    record = _record(store, f"{name}/{CHECKSUMS}")
+    size = checkpoint.size_bytes
     checkpoints.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(checkpoints).free
     if free < size:
@@ -152,21 +152,19 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
             f"{checkpoints}: {name} needs {size / 1e9:.2f} GB, its file system has "
             f"{free / 1e9:.2f} GB free. Make room, or choose another directory."
         )
-    temporary = checkpoints / (TEMPORARY + name)
     remove_unfinished(checkpoints, temporary)
     temporary.mkdir()
-    write_json(temporary / MANIFEST, manifest)
+    listed = checkpoint.manifest["files"]
     try:
-        if checkpoint_name(read(temporary).progress.step) != name:
-            raise Mismatch(f"{store.url}/{name}/{MANIFEST}: belongs to another step")
         _fetch_files(store, name, temporary, [*listed, *record])
+        _fetch_files(store, name, temporary, checkpoint.entries()[len(listed) :])
     except CheckpointError as error:
         raise Mismatch(str(error).replace(str(temporary), f"{store.url}/{name}")) from error
     except Mismatch:
         shutil.rmtree(temporary, ignore_errors=True)  # make room for the previous checkpoint
         raise
     _move_record(temporary / RECORD_DIRECTORY, run_dir)
-    point_to(publish(temporary, manifest))
+    point_to(publish(temporary, checkpoint.manifest))
     return size
 
 
@@ -198,8 +196,26 @@ def _is_longer(source: Path, target: Path) -> bool:
     return source.stat().st_size > target.stat().st_size
 
 
-def _listed(store: Store, name: str) -> tuple[dict[str, Any], list[ListedFile]]:
-    """Read and check a list of files with sizes and checksums; return (JSON object, its files).
+def _manifest(store: Store, name: str) -> dict[str, Any]:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        Mismatch: it is missing or damaged, or of another step.
+    """
+    where = f"{store.url}/{name}/{MANIFEST}"
+    try:
+        manifest = parse_manifest(store.read(f"{name}/{MANIFEST}"), where)
+    except Missing as error:
+        raise Mismatch(f"{where}: missing") from error
+    except CheckpointError as error:
+        raise Mismatch(str(error).rstrip(".")) from error
+    if checkpoint_name(manifest["progress"]["step"]) != name:
+        raise Mismatch(f"{where}: belongs to another step")
+    return manifest
+
+
+def _record(store: Store, name: str) -> list[ListedFile]:
+    """Read and check the list of the files of the run's record.
 
     Raises:
         Mismatch: it is missing or damaged, or a path in it leads out of the checkpoint.
@@ -212,4 +228,4 @@ def _listed(store: Store, name: str) -> tuple[dict[str, Any], list[ListedFile]]:
         raise Mismatch(str(error)) from error
     if problem := files_problem(content["files"]):
         raise Mismatch(f"{store.url}/{name}: {problem}")
-    return dict(content), content["files"]
+    return content["files"]

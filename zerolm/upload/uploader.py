@@ -221,7 +221,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
     (staging / RECORD_DIRECTORY).mkdir(parents=True)
     shutil.copyfile(checkpoint.directory / MANIFEST, staging / MANIFEST)
     files, checksums = {}, {}
-    for entry in checkpoint.manifest["files"]:
+    for entry in checkpoint.entries():
         source, target = checkpoint.directory / entry["file"], staging / entry["file"]
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

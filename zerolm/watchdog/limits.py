@@ -22,6 +22,7 @@ MAX_FILES = 1 << 16
 FIXED_FILES, FILES_PER_CPU, FILES_PER_GPU = 48, 4, 1
 SHARED_MEMORY = Path("/dev/shm")
 FULL_BYTES = 1 << 20  # less free space is none
+COMPILERS = ("torch._inductor.exc", "torch._dynamo.exc")  # modules of the errors of --compile
 
 _AGAIN = "Run the same command again once it works: the run resumes."
 LARGER_SHARED_MEMORY = (
@@ -100,7 +101,7 @@ def file_limit_problem(world_size: int, is_gpu: bool) -> str | None:
 
 
 def explain(error: BaseException | None) -> str | None:
-    """Return which limit of the machine has caused an error, and the fix; None if none has."""
+    """Return what of the machine has caused an error, and the fix; None if nothing has."""
     while error is not None:
         if "OutOfMemoryError" in type(error).__name__:  # torch's, of a GPU
             return (
@@ -111,6 +112,14 @@ def explain(error: BaseException | None) -> str | None:
         number = _number(error)
         if number is not None:
             return _cause(number, _path(error))
+        if type(error).__module__ in COMPILERS:
+            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "see TORCHINDUCTOR_CACHE_DIR")
+            reason = getattr(error, "inner_exception", error)
+            line = str(reason).partition("\n")[0][:300]
+            return (
+                f"--compile: {type(reason).__name__}: {line}. If this happens again, its cache may "
+                f"be damaged: remove {cache}, or train without --compile."
+            )
         error = error.__cause__
     return None
 

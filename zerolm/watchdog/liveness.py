@@ -19,11 +19,13 @@ START_FACTOR = 3.0  # on the limit until the first step is done: building, compi
 SLOW_FACTOR = 5.0  # a phase may take this many times its longest duration so far
 STALL_SHARE = 1 / 3  # of the limit without progress: heartbeats then say more
 LIBRARIES = ("site-packages", "<frozen", sysconfig.get_path("stdlib"), "torch/")
-PROGRESS_BYTES = 1 << 16  # read or written between two updates; a heartbeat has under 1 KiB
+PROGRESS_BYTES = 1 << 16  # read or written between two updates
 
 
 class ProgressMonitor:
     """Measures for how long the main thread has made no progress, and how long it may.
+
+    `update` is called by the watchdog's thread, whose own input and output does not count.
 
     Args:
         hang_timeout: limit in seconds during training; 0: none.
@@ -66,11 +68,19 @@ class ProgressMonitor:
 
 
 def bytes_moved() -> int:
-    """Return the bytes that this process has read and written, by calls or mapped files."""
+    """Return the bytes that other threads have read and written, by calls or mapped files.
+
+    The heartbeats and stacks of a rank that hangs are no progress of it.
+    """
+    own = f"/proc/self/task/{threading.get_native_id()}/io"
     with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if not line.startswith("sysc"))
+        return _bytes_in("/proc/self/io") - _bytes_in(own)
     return 0
+
+
+def _bytes_in(path: str) -> int:
+    lines = Path(path).read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if not line.startswith("sysc"))
 
 
 def in_collective() -> bool:

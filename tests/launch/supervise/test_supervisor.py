@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.supervise.outcome import Outcome
+from launch.supervise.restarts import Policy, Restarts
 from tests.launching import ROOT, write_json, write_shards
 from tests.zerolm.report.run_directories import heartbeat
 from zerolm.checkpoint import memory
@@ -124,6 +126,13 @@ def test_restarts_are_counted_since_the_newest_checkpoint(fake_run) -> None:
     code, output = fake_run.supervise("crash crash advance crash crash crash done", *flags)
     assert code == 1 and fake_run.num_starts() == 5
     assert "2 restarts without a newer checkpoint" in output
+
+
+def test_a_run_whose_files_were_changed_ends_with_the_refusal_as_the_reason(tmp_path) -> None:
+    restarts = Restarts(Policy(max_restarts=1), tmp_path)
+    assert restarts.add_failure(Outcome(1, step=3)) is None
+    restarts.count += 1
+    assert "refused: correct what is named above" in restarts.add_failure(Outcome(2))
 
 
 def test_a_refusal_leaves_nothing_behind(fake_run) -> None:

@@ -164,6 +164,10 @@ def test_document_mask_restarts_positions_and_drops_targets_across_documents(sou
                 else:
                     assert target == bare["targets"][row, column]
                     position += 1
+        starts = torch.nonzero(batch["position_ids"].flatten() == 0).flatten().tolist()
+        boundaries = batch.pop("boundaries")
+        assert boundaries.dtype == torch.int32
+        assert boundaries.tolist() == [*starts, batch["position_ids"].numel()]
         assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 

@@ -127,6 +127,7 @@ BAD_FLAGS = {
     "qk-clip of slices": (SEQUENCE, LLAMA, {"qk_clip": 100.0}, "the logits of all heads"),
     "selective": (SEQUENCE, LLAMA, {"gradient_checkpointing": "selective"}, "Use full"),
     "chunks": (TENSOR, LLAMA, {"loss_chunk_tokens": 8}, "--loss_chunk_tokens"),
+    "8 bits": (TENSOR, LLAMA, {"fp8": True}, "replaces the linear layers"),
     "samples": (TENSOR, LLAMA, {"prompts": "x.txt"}, "evaluate an export"),
     "HellaSwag": (TENSOR, LLAMA, {"hellaswag": "x.jsonl"}, "evaluate an export"),
     "CORE": (TENSOR, LLAMA, {"core": "eval_bundle"}, "evaluate an export"),
@@ -134,6 +135,7 @@ BAD_FLAGS = {
     "documents": (SEQUENCE, LLAMA, {"document_mask": True}, "attend across documents"),
     "a window": (SEQUENCE, MISTRAL, {}, "sliding_window 16"),
     "eager": (SEQUENCE, LLAMA, {"attn_implementation": "eager"}, "Use sdpa"),
+    "varlen": (SEQUENCE, LLAMA, {"attn_implementation": "varlen"}, "Use sdpa"),
     "odd lengths": (SEQUENCE, LLAMA, {"seq_len": 31}, "must divide"),
 }
 

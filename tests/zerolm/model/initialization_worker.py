@@ -16,6 +16,7 @@ from tests.zerolm.model.initialization_families import (
     sha256_of,
     write_result,
 )
+from zerolm.attention.choice import choose_attention
 from zerolm.distributed.process_group import release_shared_memory
 from zerolm.model import build as zerolm_model
 from zerolm.model.biased_routers import ExpertLoads, biased_routers
@@ -35,7 +36,7 @@ def ds_config(stage, precision, **zero):
 
 def build(family, stage, precision, **zero):
     config = family_config(family)
-    attention = zerolm_model.choose_attention(config, "auto", "cpu", DTYPES[precision])
+    attention = choose_attention(config, "auto", "cpu", DTYPES[precision])
     return config, zerolm_model.build_model(
         config,
         seed=SEED,

@@ -21,8 +21,9 @@ from tests.zerolm.model.initialization_families import (
     plain_weights,
     sha256_of,
 )
+from zerolm.attention.choice import choose_attention
 from zerolm.common.errors import ConfigError
-from zerolm.model import build
+from zerolm.model import build, initialization
 
 HERE = Path(__file__).parent
 LAUNCH_TIMEOUT_SECONDS = 400  # the first launch on a machine compiles DeepSpeed's CPU collectives
@@ -111,6 +112,22 @@ def test_initial_weights_are_those_of_every_earlier_version(family):
     assert build.weights_fingerprint(model).startswith(GOLDEN[family])
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "olmo_hybrid"])  # which draws with `rand_like`
+def test_threads_compute_the_same_values_in_order(family, monkeypatch):
+    values = toy_config(family) if family == "olmo_hybrid" else family_config(family).to_dict()
+    config = AutoConfig.for_model(**values)
+    expected = plain_weights(config, SEED, torch.bfloat16)
+    weights = initialization.InitialWeights(config, SEED)
+    units = [*range(len(weights.units)), 0]
+    monkeypatch.setattr(initialization, "MAX_AHEAD_BYTES", 40_000)
+    state = torch.get_rng_state()
+    computed = list(weights.compute_all(units, torch.bfloat16, threads=4))
+    assert torch.equal(state, torch.get_rng_state())
+    assert [list(values) for values in computed] == [weights.units[unit] for unit in units]
+    for name, value in (item for values in computed for item in values.items()):
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fingerprint_is_equal_for_all_stages_and_world_sizes(world, family):
     for precision, dtype in DTYPES.items():
@@ -176,7 +193,7 @@ def build_alone(config, dtype=torch.float32, seed=SEED, **changes):
         "seed": seed,
         "dtype": dtype,
         "zero3_config": None,
-        "attn_implementation": build.choose_attention(config, "auto", "cpu", dtype),
+        "attn_implementation": choose_attention(config, "auto", "cpu", dtype),
         "gradient_checkpointing": False,
         "device": "cpu",
     }
@@ -274,7 +291,7 @@ def test_the_check_knows_that_an_encoder_inside_the_model_initialises_itself(tmp
 def test_auto_attention_is_the_best_that_class_and_device_support():
     def choose(family):
         config = family_config(family)
-        return build.choose_attention(config, "auto", "cpu", torch.bfloat16)
+        return choose_attention(config, "auto", "cpu", torch.bfloat16)
 
     assert choose("llama") == "sdpa"
     assert choose("mamba") == "eager"  # it has no attention to be fast at
@@ -291,7 +308,7 @@ def test_auto_attention_is_the_best_that_class_and_device_support():
 )
 def test_unsupported_attention_is_refused(family, requested, complaint):
     with pytest.raises(ConfigError, match="--attn_implementation: ") as refusal:
-        build.choose_attention(family_config(family), requested, "cpu", torch.bfloat16)
+        choose_attention(family_config(family), requested, "cpu", torch.bfloat16)
     assert complaint in str(refusal.value)
     assert len(refusal.value.problems) == 1
 

@@ -1,9 +1,14 @@
 """Compiled blocks: which blocks, how many graphs, and the refusals."""
 
+import _ctypes
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from zerolm.common.locks import FileLock
 from zerolm.config.flags import parse_settings
 from zerolm.model import compile
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
@@ -97,3 +102,28 @@ def test_models_that_cannot_be_compiled_are_refused_with_the_reason(monkeypatch)
     assert "needs a C++ compiler" in problem and "--compile" in problem
     if compile.importlib.util.find_spec("triton") is None:
         assert "triton" in str(compile.unsupported_reason(config, "cuda"))
+
+
+def test_truncated_libraries_are_removed_from_the_cache_unless_they_are_being_written(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    complete = Path(_ctypes.__file__)
+    size = complete.stat().st_size
+    lengths = [0, 1, 63, 64, 4096, size // 2, size - 1, size]
+    (tmp_path / "locks").mkdir()
+    for name in [*map(str, lengths), "locked"]:
+        path = tmp_path / "ab" / f"{name}.main.so"
+        path.parent.mkdir(exist_ok=True)
+        shutil.copyfile(complete, path)
+        with open(path, "r+b") as file:
+            file.truncate(lengths[1] if name == "locked" else int(name))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with FileLock(tmp_path / "locks" / "locked.lock"):
+        compile.remove_truncated_libraries()
+    left = sorted(path.name.partition(".")[0] for path in (tmp_path / "ab").iterdir())
+    assert left == sorted([str(size), "locked"])
+    assert (
+        f"removed {len(lengths) - 1} truncated libraries from {tmp_path}" in capsys.readouterr().out
+    )
+    compile.remove_truncated_libraries()
+    assert [path.name for path in (tmp_path / "ab").iterdir()] == [f"{size}.main.so"]

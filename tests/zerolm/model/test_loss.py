@@ -8,6 +8,7 @@ from zerolm.model.loss import (
     IGNORED,
     balance_loss,
     choice_shares,
+    cross_entropies,
     router_z_loss,
     sums_by_source,
     token_losses,
@@ -141,3 +142,31 @@ def test_the_router_z_loss_is_the_mean_square_of_the_log_of_summed_exponentials(
     squares = [[sum(row.exp()).log() ** 2 for row in logits] for logits in routers]
     parts = [router_z_loss([logits[n : n + 2] for logits in routers], 6) for n in (0, 2, 4)]
     torch.testing.assert_close(sum(parts), torch.tensor(squares).mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_loss_has_torchs_values_and_gradients_and_saves_only_the_logits(dtype):
+    torch._dynamo.reset()
+    compiled = torch.compile(cross_entropies, backend="aot_eager", fullgraph=True)
+    logits = (torch.randn(2, 9, 300, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    targets = torch.randint(0, 300, (2, 9))
+    targets[0, :3] = IGNORED
+    weights, saved = torch.rand(2, 9), []
+
+    def results(function):
+        leaf = logits.clone().requires_grad_()
+        losses = function(leaf, targets)
+        (losses * weights).sum().backward()
+        return losses.detach(), leaf.grad
+
+    expected = results(cross_entropies)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: saved.append(one) or one, lambda x: x
+    ):
+        found = results(compiled)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=tolerance, atol=1e-6)
+    assert not found[0][0, :3].any() and not found[1][0, :3].any()
+    assert sum(one.nbytes for one in saved) < logits.nbytes + 40 * targets.numel()
+    torch._dynamo.reset()

@@ -87,6 +87,7 @@ def test_settings_that_do_not_affect_the_curve_may_change(inputs, a_run, change)
         ("--seed 1", ["settings.seed: 0 -> 1 (command line: --seed). "]),
         ("--learning_rate 0.5", ["settings.learning_rate", "0.5", "settings.min_learning_rate"]),
         ("--total_tokens 102400", ["settings.total_tokens: 51200", "102400"]),
+        ("--fp8", ["settings.fp8: false -> true (command line: --fp8). "]),
         ("--data code", ["data_fingerprint"]),
         ("--model_config dropout.json", ["model_config.attention_dropout", "0.1"]),
         ("--deepspeed_config fp32.json", ["ds_config precision: bf16", "fp32", "clipping: 1.0"]),

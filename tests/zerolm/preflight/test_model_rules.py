@@ -7,14 +7,26 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from tests.model_families.toy_configs import toy_config
 from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.model.document_mask import chunks_restart_at_documents
 from zerolm.model.model import max_positions
-from zerolm.preflight.model_rules import model_problems, precision_problems, router_notices
+from zerolm.preflight.model_rules import (
+    attention_problems,
+    fp8_problems,
+    model_problems,
+    precision_problems,
+    router_notices,
+)
 
 
 def layers(model_type, **more):
     """Return a small config of two layers."""
     sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     return CONFIG_MAPPING[model_type](**sizes, **more)
+
+
+# transformers 5.17
+OLD_CHUNKS = None if chunks_restart_at_documents() else "update transformers"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +38,7 @@ def layers(model_type, **more):
         (layers("qwen2", sliding_window=8), None),  # without use_sliding_window
         (layers("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0), None),
         (layers("gpt_oss", layer_types=["full_attention"] * 2, num_local_experts=2), None),
-        (layers("llama4_text", attention_chunk_size=16, num_local_experts=2), None),
+        (layers("llama4_text", attention_chunk_size=16, num_local_experts=2), OLD_CHUNKS),
         (layers("mamba"), "carries state from one document"),
         (layers("qwen3_next"), "carries state from one document"),
         (layers("minimax", num_local_experts=2), "linear_attention layers"),
@@ -50,8 +62,20 @@ def test_document_masks_with_chunks_and_flash_attention_are_refused():
     )
     chunked = layers("llama4_text", attention_chunk_size=16, num_local_experts=2)
     (problem,) = model_problems(settings, chunked)
-    assert "flash_attention_2 does not support chunked attention" in problem
+    assert (OLD_CHUNKS or "flash_attention_2 does not support chunked attention") in problem
     assert model_problems(settings, layers("mistral", sliding_window=8)) == []
+
+
+def test_torchs_varlen_is_refused_with_the_reason():
+    settings, _ = parse_settings(["--seq_len", "32", "--attn_implementation", "varlen"])
+    assert not attention_problems(settings, "absent", "bf16")
+    (problem,) = attention_problems(settings, "cpu", "bf16")
+    assert problem.endswith("--attn_implementation: varlen, needs a GPU. Use auto.")
+    (problem,) = attention_problems(settings, "cuda", "fp32")
+    assert "--attn_implementation: varlen, needs bf16 or fp16" in problem
+    assert model_problems(settings, layers("mistral", sliding_window=8)) == []
+    (problem,) = model_problems(settings, layers("gemma2"))
+    assert "--attn_implementation: varlen, does not support softcap. (" in problem
 
 
 @pytest.mark.parametrize(
@@ -139,3 +163,26 @@ def test_families_that_torch_cannot_compute_in_bf16_are_refused():
     assert "xlstm works in fp32 only" in problem and "--precision fp32" in problem
     assert precision_problems(settings, config, "fp32") == []
     assert precision_problems(settings, layers("llama"), "bf16") == []
+
+
+def test_fp8_is_refused_without_bf16_on_older_gpus_and_without_linear_layers(monkeypatch):
+    """All three at once, and each alone."""
+    settings, _ = parse_settings(["--fp8", "--deepspeed_config", "d.json", "--model_config", "m"])
+    bf16, fp32 = (Profile.parse({"bf16": {"enabled": enabled}}) for enabled in (True, False))
+    autocast = Profile.parse({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    gpt2 = layers("gpt2")  # its Conv1D is no linear layer
+    precision, device, model = fp8_problems(settings, gpt2, fp32, "cuda")
+    assert "--fp8: true, needs bf16 weights, but those of d.json are fp32" in precision
+    assert "this GPU has compute capability 8.6, and fp8 needs 8.9" in device
+    assert "gpt2 has no linear layers in its blocks (m)" in model
+    llama = layers("llama", intermediate_size=96)
+    assert fp8_problems(settings, llama, autocast, "cpu") == [precision]
+    assert fp8_problems(settings, llama, bf16, "cuda") == [device]
+    assert len(fp8_problems(settings, llama, bf16, "xpu")) == 1
+    odd = CONFIG_MAPPING["llama"](hidden_size=36, intermediate_size=90, num_attention_heads=3)
+    (problem,) = fp8_problems(settings, odd, bf16, "absent")
+    assert "no linear layers whose sizes are multiples of 16" in problem
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert fp8_problems(settings, llama, bf16, "cuda") == []
+    assert fp8_problems(parse_settings([])[0], gpt2, fp32, "cuda") == []

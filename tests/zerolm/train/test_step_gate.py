@@ -56,6 +56,7 @@ def test_a_refused_step_changes_no_bit_and_does_not_affect_later_steps(tmp_path)
         for name, config in configs().items()
     ]
     report = tmp_path / "report.json"
-    run_workers(2, Path(__file__).with_name("step_gate_worker.py"), report, *files)
+    worker = Path(__file__).with_name("step_gate_worker.py")
+    run_workers(2, worker, report, *files, timeout=550)  # 140 to 230 s beside other load
     found = {Path(path).stem: problems for path, problems in json.loads(report.read_text()).items()}
     assert found == {name: [] for name in configs()}

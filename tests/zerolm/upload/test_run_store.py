@@ -105,6 +105,7 @@ def test_an_upload_killed_within_a_file_is_resumed(tmp_path, s3_port) -> None:
     assert len(events(run_dir, "upload")) == 1
 
 
+@pytest.mark.soak
 def test_a_store_that_fails_or_hangs_is_an_event_within_bounded_time(tmp_path) -> None:
     run_dir, url = tmp_path / "run", f"s3://{BUCKET}/broken"
     run_dir.mkdir()

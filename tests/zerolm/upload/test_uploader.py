@@ -13,6 +13,7 @@ import pytest
 from tests.launching import ROOT, environment
 from tests.zerolm.upload.published import contents, events, publish
 from zerolm.checkpoint.directory import newest, verify_files
+from zerolm.checkpoint.manifest import manifest_digest
 from zerolm.common.errors import CheckpointError
 from zerolm.common.run_files import MANIFEST
 from zerolm.common.store import StoreError, call_within, describe_error
@@ -208,7 +209,8 @@ def test_a_manifest_cannot_write_outside_of_the_run(run_dir, store, place, tmp_p
     publish(run_dir, 5)
     uploader.upload(run_dir, store, keep=0)
     path = place / "step-00000005" / MANIFEST
-    path.write_text(path.read_text().replace("model.pt", "../../../../outside"))
+    manifest = json.loads(path.read_text().replace("model.pt", "../../../../outside"))
+    path.write_text(json.dumps({**manifest, "digest": manifest_digest(manifest)}))
     with pytest.raises(CheckpointError, match="must be a path inside the directory"):
         restore(store, tmp_path / "again")
 

@@ -121,3 +121,13 @@ def test_a_full_disk_under_the_log_ends_nothing(tmp_path) -> None:
         (tmp_path / "done").unlink()
         if written:
             assert (tmp_path / target).read_text() == written
+
+
+def test_a_failed_compilation_names_the_cache_that_may_be_damaged(monkeypatch) -> None:
+    from torch._inductor.exc import InductorError
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/some/cache")
+    text = limits.explain(InductorError(ImportError("/some/cache/a.so: file too short"), None))
+    assert "file too short" in text and "remove /some/cache, or train without" in text
+    full = InductorError(OSError(28, "No space left on device", "/some/cache/b"), None)
+    assert "no space left" in limits.explain(full)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -126,6 +127,25 @@ def test_a_phase_that_was_slow_before_may_be_slow_again(monkeypatch) -> None:
     assert monitor.quiet_seconds() < 1, "but they are in a checkpoint"
 
 
+def test_what_the_watchdog_writes_is_no_progress(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(liveness, "CURRENT", progress.Progress())
+    monitor = liveness.ProgressMonitor(600)
+    monitor.update()
+    monitor._progress_at = liveness.CURRENT.recorded_at = time.monotonic() - 50
+
+    def write() -> None:
+        (tmp_path / "file").write_bytes(bytes(1 << 20))
+
+    write()  # a heartbeat with the last collectives
+    monitor.update()
+    assert monitor.quiet_seconds() >= 50
+    thread = threading.Thread(target=write)  # a rank that writes a checkpoint
+    thread.start()
+    thread.join()
+    monitor.update()
+    assert monitor.quiet_seconds() < 1
+
+
 RANK = """
 import os, sys, threading, time
 from pathlib import Path
@@ -244,6 +264,7 @@ def test_a_stopped_rank_is_named_with_its_stacks_and_ended(ranks) -> None:
     assert ranks.started[1].returncode != 0
 
 
+@pytest.mark.soak
 def test_a_run_that_was_suspended_continues(ranks) -> None:
     ranks.start("time.sleep(16)", "time.sleep(16)", timeout=600)
     for process in ranks.started:

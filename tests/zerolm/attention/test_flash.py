@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, GptOssForCausalLM
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
-from zerolm.model import attention, build
+from zerolm.attention import choice, flash
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
 HOPPER, BLACKWELL, CONSUMER = 9, 10, 12
@@ -17,7 +17,7 @@ def config_of(family="llama", **more):
 
 def test_supported_gpus_are_those_with_a_backward_pass():
     for version, cards in {2: [8, 9, 10, 12], 3: [9], 4: [9, 10, 11, 12]}.items():
-        good = [card for card in range(7, 14) if not attention.gpu_problem(version, card)]
+        good = [card for card in range(7, 14) if not flash.gpu_problem(version, card)]
         assert set(cards) <= set(good) and 7 not in good
         assert version == 2 or good == cards
         known = FLASH_ATTENTION_COMPATIBILITY_MATRIX[version].get("cuda_min_major_version", 8)
@@ -58,7 +58,7 @@ def test_supported_gpus_are_those_with_a_backward_pass():
 def test_models_that_a_kernel_does_not_support_are_refused(
     version, family, more, card, complaint
 ) -> None:
-    found = attention.model_problem(config_of(family, **more), f"flash_attention_{version}", card)
+    found = flash.model_problem(config_of(family, **more), f"flash_attention_{version}", card)
     assert (complaint is None) == (found is None), found
     assert complaint is None or complaint in found
 
@@ -67,10 +67,10 @@ def test_auto_skips_a_kernel_without_dropout(monkeypatch):
     """On Hopper with all three packages auto would take version 3 without the check."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention, "_is_installed", lambda version: True)
+    monkeypatch.setattr(flash, "_is_installed", lambda version: True)
 
     def auto(**more):
-        return build.choose_attention(config_of(**more), "auto", "cuda", torch.bfloat16)
+        return choice.choose_attention(config_of(**more), "auto", "cuda", torch.bfloat16)
 
     assert auto() == "flash_attention_3"
     assert auto(attention_dropout=0.1) == "flash_attention_2"

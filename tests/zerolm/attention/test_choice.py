@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from zerolm.model.attention import unfused_attention_notice
+from zerolm.attention.choice import unfused_attention_notice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

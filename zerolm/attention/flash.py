@@ -2,11 +2,10 @@
 
 Where transformers only warns, or falls back to another kernel, the functions here return a reason
 for a refusal. The limits of each version are from its source: Dao-AILab/flash-attention at 0251105a
-(August 2026), `flash_attn/`, `hopper/` and `flash_attn/cute/interface.py`. Used by `build`. Must
-not depend on settings.
+(August 2026), `flash_attn/`, `hopper/` and `flash_attn/cute/interface.py`. Must not depend
+on settings.
 """
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ MAX_HEAD_DIM = 256
 # By major compute capability. Version 4 has a forward pass for 8.x too, but no backward pass
 # (`_flash_attn_bwd`).
 SUPPORTED_GPUS = {3: {9}, 4: {9, 10, 11, 12}}
-PROBE_TOKENS = 64
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
 
 
@@ -37,13 +35,8 @@ def unsupported_reason(
     version, model_class = VERSIONS[implementation], causal_lm_class(config)
     if not model_class._supports_flash_attn:
         return f"is not supported by {model_class.__name__}. Use auto."
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return f"needs a CUDA device, this run is on {device_type}. Use auto."
-    if dtype not in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        return (
-            f"needs bf16 or fp16, this run is in {name}. Enable bf16 in the ds config, or use auto."
-        )
+    if why := cuda_problem(device_type, dtype):
+        return why
     # ROCm numbers GPUs differently, and its build supports version 2 only.
     major = 8 if torch.version.hip else torch.cuda.get_device_capability()[0]
     if why := gpu_problem(version, major) or model_problem(config, implementation, major):
@@ -52,6 +45,18 @@ def unsupported_reason(
         return (
             f"needs the package {PACKAGES[version]}, which is not installed. Install it, or use "
             f"auto."
+        )
+    return None
+
+
+def cuda_problem(device_type: str, dtype: torch.dtype) -> str | None:
+    """Return why no FlashAttention runs on a device, with the fix; None if one may."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return f"needs a CUDA device, this run is on {device_type}. Use auto."
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        return (
+            f"needs bf16 or fp16, this run is in {name}. Enable bf16 in the ds config, or use auto."
         )
     return None
 
@@ -114,49 +119,3 @@ def _is_installed(version: int) -> bool:
     from transformers.utils import import_utils
 
     return getattr(import_utils, f"is_flash_attn_{version}_available")()
-
-
-def unfused_attention_notice(
-    config: "PretrainedConfig", device: Any, dtype: torch.dtype, *, document_mask: bool
-) -> str | None:
-    """Return a notice if `sdpa` has no fused kernel for this model here, or None.
-
-    Args:
-        device, dtype: of the computation.
-        document_mask: whether attention gets a mask tensor.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    text = config.get_text_config()
-    width = head_dim(config)
-    if width is None:
-        return None
-    dropout = float(getattr(text, "attention_dropout", 0.0) or getattr(text, "attn_pdrop", 0.0))
-    shape = (1, 2, PROBE_TOKENS, width)
-    query = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(1, 1, PROBE_TOKENS, PROBE_TOKENS, dtype=torch.bool, device=device).tril()
-    fused = [
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-    ]
-    try:
-        with sdpa_kernel(fused), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's reasons, on several lines
-            scaled_dot_product_attention(
-                query,
-                query,
-                query,
-                attn_mask=mask if document_mask else None,
-                dropout_p=dropout,
-                is_causal=not document_mask,
-            )
-    except RuntimeError:
-        return (
-            f"attention: sdpa has no fused kernel on {device} in {str(dtype).partition('.')[2]} "
-            f"for head dimension {width}{', with dropout' if dropout else ''}"
-            f"{', with a document mask' if document_mask else ''}: it computes all scores, "
-            f"whose memory grows with the square of --seq_len"
-        )
-    return None

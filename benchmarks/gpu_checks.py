@@ -1,0 +1,240 @@
+"""Checks that training on this GPU is correct, before benchmarks/gpu.py measures its speed.
+
+    python benchmarks/gpu_checks.py --output results-of-this-gpu
+    python benchmarks/gpu_checks.py --write_curves      # on a CPU: results/gpu_parity.json
+
+A 160M model trains a few steps through pretrain.py: its losses are those that a CPU had, in float32
+and in bf16; a run that is killed with SIGKILL and resumed has the losses of a run that is not, bit
+by bit; attention kernels agree on documents. Each result is written at once, and a second call with
+the same --output repeats only what has not passed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from contender import free_port  # noqa: E402
+from gpu_cases import ds_config, parse_options  # noqa: E402
+
+from zerolm.shards.writer import ShardWriter  # noqa: E402
+
+CURVES = ROOT / "benchmarks/results/gpu_parity.json"
+MODELS = {"160M": "model_configs/llama-160m.json", "toy": "model_configs/tiny.json"}
+STEPS, SEQ_LEN, STEP_TOKENS = 6, 512, 1024
+SAVED_AT, KILLED_AT = 3, 4
+# Largest difference of a loss: other kernels sum in another order.
+TOLERANCES = {"float32": 1e-3, "bf16": 2e-2, "documents": 2e-2}
+FLOAT32 = "bf16.enabled=false"
+
+
+class Failed(Exception):
+    """A check did not pass; the message says why."""
+
+
+class Runs:
+    """Short runs of pretrain.py, in new processes.
+
+    Attributes:
+        model: a key of `MODELS` and of `CURVES`.
+        losses: {name of a run: losses by step}, of the runs so far.
+    """
+
+    def __init__(self, toy: bool, scratch: Path, seconds: float):
+        self.model, self.scratch, self.seconds = "toy" if toy else "160M", scratch, seconds
+        self.losses: dict[str, list[float]] = {}
+        write_documents(scratch / "shards", MODELS[self.model])
+
+    def train(self, name: str, options: str = "", kill: bool = False) -> list[float]:
+        """Train for `STEPS` steps, or until a SIGKILL; return the loss of each step.
+
+        Raises:
+            Failed: the run ended otherwise, or took more than `seconds`.
+        """
+        run_dir, found = self.scratch / name, parse_options(options)
+        profile = self.scratch / f"{name}.json"
+        profile.write_text(json.dumps(ds_config("ds_configs/zero2.json", found)))
+        command = [
+            sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1",
+            "--master_port", str(free_port()), "pretrain.py",
+            "--model_config", MODELS[self.model], "--deepspeed_config", str(profile),
+            "--data", str(self.scratch / "shards"), "--run_dir", str(run_dir),
+            "--seq_len", str(SEQ_LEN), "--micro_batch_size", "1",
+            "--batch_tokens", str(STEP_TOKENS), "--total_tokens", str(STEPS * STEP_TOKENS),
+            "--checkpoint_interval", str(SAVED_AT), "--log_interval", "1",
+            "--learning_rate", "3e-4",
+            "--wandb", "off", "--report_interval", "0", *found.flags,
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        log = self.scratch / f"{name}.log"
+        with log.open("a") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**environment, **found.environment},
+            )  # fmt: skip
+            try:
+                self._wait(process, log, f"step={KILLED_AT} " if kill else None)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                code = process.wait()
+        if code and not kill:
+            raise Failed(f"{name}: exit code {code}: {log.read_text()[-300:]}")
+        rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        by_step = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+        self.losses[name] = [by_step[step] for step in sorted(by_step)]
+        return self.losses[name]
+
+    def _wait(self, process: "subprocess.Popen[bytes]", log: Path, line: str | None) -> None:
+        deadline = time.monotonic() + self.seconds
+        while process.poll() is None and not (line and line in log.read_text()):
+            if time.monotonic() > deadline:
+                raise Failed(f"no end in {self.seconds:.0f} s: {log.read_text()[-300:]}")
+            time.sleep(0.1)
+
+
+def write_documents(directory: Path, model_config: str) -> None:
+    """Write documents of random lengths that a model can learn: noisy counting."""
+    vocabulary = json.loads((ROOT / model_config).read_text())["vocab_size"]
+    tokenizer = {"name": "numbers", "fingerprint": "numbers", "files": []}
+    random = np.random.default_rng(0)
+    with ShardWriter(directory, vocab_size=vocabulary, eos_id=0, tokenizer=tokenizer) as writer:
+        for _ in range(400):
+            start, stride = random.integers(1, vocabulary // 2), random.integers(1, 7)
+            ids = 1 + (start + stride * np.arange(random.integers(20, 300))) % (vocabulary - 1)
+            writer.add(np.append(ids, 0))
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    if not len(one) == len(other) == STEPS:
+        raise Failed(f"{len(one)} and {len(other)} steps instead of {STEPS}")
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def agree(kind: str, one: list[float], other: list[float]) -> str:
+    difference = largest_difference(one, other)
+    if not difference <= TOLERANCES[kind]:
+        raise Failed(f"losses differ by {difference:.1e}: {one} and {other}")
+    return f"losses of {STEPS} steps differ by at most {difference:.1e}"
+
+
+def curve(runs: Runs, kind: str) -> list[float]:
+    return json.loads(CURVES.read_text())[runs.model][kind]
+
+
+def parity_in_bf16(runs: Runs) -> str:
+    return agree("bf16", runs.train("unbroken", "--compile"), curve(runs, "bf16"))
+
+
+def kill_and_resume(runs: Runs) -> str:
+    unbroken = runs.losses.get("unbroken") or runs.train("unbroken", "--compile")
+    runs.train("killed", "--compile", kill=True)
+    resumed = runs.train("killed", "--compile")
+    if resumed != unbroken:
+        raise Failed(f"losses differ: {unbroken}, resumed {resumed}")
+    return f"killed after step {KILLED_AT}, resumed from {SAVED_AT}: the same losses in every bit"
+
+
+def parity_in_float32(runs: Runs) -> str:
+    return agree("float32", runs.train("float32", FLOAT32), curve(runs, "float32"))
+
+
+def documents(runs: Runs) -> str:
+    """Compare the attention kernels that mask documents; on a CPU, those that it has."""
+    import torch
+
+    on_gpu = ("sdpa", "flex_attention", "varlen")
+    first, *others = on_gpu if torch.cuda.is_available() else ("sdpa", "eager")
+    reference = runs.train(first, f"--document_mask --attn_implementation {first}")
+    found = []
+    for each in others:
+        losses = runs.train(each, f"--document_mask --attn_implementation {each}")
+        found.append(f"{each} beside {first}: {agree('documents', losses, reference)}")
+    return "; ".join(found)
+
+
+CHECKS: dict[str, Callable[[Runs], str]] = {
+    "bf16, compiled, beside a CPU": parity_in_bf16,
+    "SIGKILL and resume": kill_and_resume,
+    "float32 beside a CPU": parity_in_float32,
+    "document mask": documents,
+}
+
+
+def run_checks(arguments: argparse.Namespace, deadline: float) -> str:
+    """Run the checks that have not passed; return the table.
+
+    Args:
+        deadline: of `time.monotonic()`; a check that does not fit before it is left out.
+    """
+    path = arguments.output / "checks.json" if arguments.output else None
+    passed: dict[str, list[str]] = json.loads(path.read_text()) if path and path.exists() else {}
+    results = dict(passed)
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = Runs(arguments.toy, Path(scratch), arguments.case_seconds)
+        for name, check in CHECKS.items():
+            if name in passed:
+                continue
+            if time.monotonic() + arguments.case_seconds / 2 > deadline:
+                results[name] = ["not run", "out of time", "-"]
+                continue
+            start = time.monotonic()
+            try:
+                outcome = ["passed", check(runs)]
+            except Failed as error:
+                outcome = ["FAILED", " ".join(str(error).replace("|", "/").split())[:400]]
+            results[name] = [*outcome, f"{time.monotonic() - start:.0f}"]
+            print(f"{name}: {': '.join(outcome)}", flush=True)
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                kept = {key: row for key, row in results.items() if row[0] == "passed"}
+                path.write_text(json.dumps(kept, indent=1) + "\n")
+                path.with_suffix(".md").write_text(table(results) + "\n")
+    return table(results)
+
+
+def table(results: dict[str, list[str]]) -> str:
+    rows = (f"| {name} | {' | '.join(row)} |" for name, row in results.items())
+    return "\n".join(["| check | result | | seconds |", "|---|---|---|---|", *rows])
+
+
+def write_curves(seconds: float) -> None:
+    """Write the losses that this machine has, which must be a CPU."""
+    found = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    for toy in (True, False):
+        with tempfile.TemporaryDirectory() as scratch:
+            runs = Runs(toy, Path(scratch), seconds)
+            bf16 = runs.train("bf16")
+            found[runs.model] = {"bf16": bf16, "float32": runs.train("float32", FLOAT32)}
+        CURVES.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="directory for checks.md and checks.json")
+    parser.add_argument("--toy", action="store_true", help="use a tiny model")
+    parser.add_argument("--case_seconds", type=float, default=150, help="time limit of a run")
+    parser.add_argument("--write_curves", action="store_true", help=f"write {CURVES.name}")
+    arguments = parser.parse_args()
+    if arguments.write_curves:
+        write_curves(arguments.case_seconds)
+    else:
+        print(run_checks(arguments, float("inf")))
+
+
+if __name__ == "__main__":
+    main()

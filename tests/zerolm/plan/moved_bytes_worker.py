@@ -1,0 +1,109 @@
+"""One rank: counts the bytes that DeepSpeed's operations read and write, per parameter.
+
+    RANK=0 WORLD_SIZE=1 ... python moved_bytes_worker.py OUTPUT.json
+
+Writes `{stage: [bytes of a micro-batch, bytes of a step]}` for the shipped profiles, as resolved
+for a single rank. The model is one matrix; the bytes of its own forward and backward pass in plain
+PyTorch are subtracted.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests import ROOT
+from zerolm.config.settings import Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.resolve import resolve_profile
+from zerolm.optim.parameter_groups import parameter_groups
+
+SIZE = 1024
+FILLS = {"copy_", "zero_", "fill_"}  # do not read what they overwrite
+ACCUMULATION = 4
+
+
+class MovedBytes(TorchDispatchMode):
+    """Sums the bytes of all tensors that operations read, and of those that they write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = operation(*args, **(kwargs or {}))
+        arguments = operation._schema.arguments
+        names = [argument.name for argument in arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+        is_view = not written and any(each.alias_info for each in operation._schema.returns)
+        if not is_view and not operation._schema.name.startswith("aten::empty"):
+            name = operation._schema.name.removeprefix("aten::")
+            read = [value for key, value in given.items() if not (name in FILLS and key == "self")]
+            made = [given[key] for key in written if key in given] if written else found
+            self.bytes += size_of(read) + size_of(made)
+        return found
+
+
+def size_of(values: Any) -> int:
+    tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def matrix() -> torch.nn.Linear:
+    return torch.nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16)
+
+
+def of_the_model(inputs: torch.Tensor) -> int:
+    """Return the bytes of a forward and backward pass in plain PyTorch."""
+    model = matrix()
+    with MovedBytes() as counted:
+        model(inputs).float().sum().backward()
+    return counted.bytes
+
+
+def measure(stage: int) -> list[float]:
+    """Return the bytes per parameter that DeepSpeed adds: of a micro-batch, and of a step."""
+    profile = Profile.read(ROOT / f"ds_configs/zero{stage}.json")
+    profile.json["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+    resolved = resolve_profile(
+        profile,
+        Settings(learning_rate=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1),
+        hidden_size=SIZE,
+        micro_batch_size=1,
+        accumulation=ACCUMULATION,
+        replicas=1,
+        on_gpu=False,
+    )
+    model = matrix()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model, 0.1), config=resolved.json
+    )
+    inputs = torch.randn(1, SIZE, dtype=torch.bfloat16)
+    micro_batches, steps = [], []
+    for _ in range(2):  # the optimizer's states are made in the first
+        for micro in range(ACCUMULATION):
+            engine.set_gradient_accumulation_boundary(micro == ACCUMULATION - 1)
+            with MovedBytes() as counted:
+                engine.backward(engine(inputs).float().sum())
+            micro_batches.append(counted.bytes)
+        with MovedBytes() as counted:
+            engine.step()
+        steps.append(counted.bytes)
+    engine.destroy()
+    own = of_the_model(inputs)
+    later = [each - own for each in micro_batches[ACCUMULATION:]]
+    return [sum(later) / ACCUMULATION / SIZE**2, steps[-1] / SIZE**2]
+
+
+deepspeed.init_distributed("gloo")
+Path(sys.argv[1]).write_text(json.dumps({stage: measure(stage) for stage in (1, 2, 3)}))
+os._exit(0)

@@ -1,0 +1,4 @@
+"""The attention kernel of a run: what each kernel supports, and the choice of `auto`.
+
+Must not depend on data, the plan or the training loop.
+"""

@@ -1,0 +1,233 @@
+"""`--attn_implementation varlen`: torch's own FlashAttention 2, `torch.nn.attention.varlen`.
+
+It attends within the documents of a micro-batch, in full or in a sliding window, without a mask.
+`register` makes it known to transformers; `zerolm.model.document_mask` gives a model its arguments,
+the boundaries of the documents. Where it would compute
+something else than the model asks for, `unsupported_reason` says why. Must not depend on settings.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from zerolm.attention.flash import cuda_problem, head_dim
+from zerolm.config.settings import VARLEN
+from zerolm.model.activation_memory import fused_kernels
+from zerolm.model.architecture import ConfigKey, meta_model
+from zerolm.model.attention_logits import intercepted_attention
+from zerolm.model.document_mask import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    boundary_arguments,
+    layer_types,
+    told_documents,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MULTIPLE = 8  # of head dimensions; smaller ones are padded
+MAX_HEAD_DIM = 256
+TRIAL_BOUNDARIES = (0, 40, 41, 64)
+# Arguments of attention functions that change the result, and that torch's function does not take.
+EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
+
+
+def register() -> None:
+    """Make the kernel known to transformers, under its name. May be called again."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(attend, torch_kernel()))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(VARLEN, sdpa_mask)  # without boundaries
+
+
+def torch_kernel() -> Callable[..., Any]:
+    """Return torch's function, for queries with as many heads as keys or a multiple of them.
+
+    Raises:
+        ImportError: this torch has no such function with sliding windows.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = signature(varlen_attn).parameters
+    if "window_size" not in parameters:
+        raise ImportError("varlen_attn has no window_size")
+    if "enable_gqa" not in parameters:  # torch 2.11 needs no permission
+        return varlen_attn
+    return partial(varlen_attn, enable_gqa=True)
+
+
+def attend(
+    kernel: Callable[..., Any],
+    module: Any,
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTE: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within documents; an attention function of transformers.
+
+    Without boundaries, as when text is generated or scored, it is transformers' `sdpa`.
+
+    Args:
+        kernel: from `torch_kernel`.
+        sliding_window: number of keys of a query, itself included; None: all of its document.
+        cu_seq_lens_q, max_length_q: from `document_mask.boundary_arguments`.
+
+    Returns:
+        (B, T, H, E)
+    """
+    if cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module,
+            query_BHTD,
+            key_BKTD,
+            value_BKTE,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **others,
+        )
+    assert attention_mask is None and not dropout, "preflight refuses both"
+    rows, heads, length, width = query_BHTD.shape
+    # Rotary tables in float32 give queries and keys in float32.
+    flat = [
+        _flat(each, _padded(width)).to(value_BKTE.dtype)
+        for each in (query_BHTD, key_BKTD, value_BKTE)
+    ]
+    output = kernel(
+        *flat,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=width**-0.5 if scaling is None else scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # causal
+    )
+    return output[..., : value_BKTE.shape[-1]].view(rows, length, heads, -1), None
+
+
+def _flat(values_BHTD: torch.Tensor, width: int) -> torch.Tensor:
+    """Return values by token, (B T, H, width), with zeros after the last."""
+    values_NHD = values_BHTD.transpose(1, 2).flatten(0, 1)
+    missing = width - values_NHD.shape[-1]
+    return functional.pad(values_NHD, (0, missing)) if missing else values_NHD
+
+
+def _padded(width: int) -> int:
+    return -(-width // MULTIPLE) * MULTIPLE
+
+
+def unsupported_reason(
+    config: "PretrainedConfig", device_type: str, dtype: torch.dtype
+) -> str | None:
+    """Return why `varlen` cannot train a model here, with the fix; None if it can."""
+    if why := model_problem(config):
+        return f"{why} Use auto."
+    return device_problem(device_type, dtype, head_dim(config) or MAX_HEAD_DIM)
+
+
+def model_problem(config: "PretrainedConfig") -> str | None:
+    """Return why `varlen` cannot compute a model's attention, or None.
+
+    Found in a forward pass on the meta device: what the model passes to its attention function.
+    """
+    return _model_problem(ConfigKey.of(config))
+
+
+@lru_cache(maxsize=16)
+def _model_problem(key: ConfigKey) -> str | None:
+    config, types = key.config, layer_types(key.config)
+    if others := types - {FULL_ATTENTION, SLIDING_ATTENTION}:
+        return f"does not support {', '.join(sorted(others))}."
+    found: set[str] = set()
+    windows: list[int | None] = []
+
+    def observe(module: Any, query: Any, key: Any, mask: Any, given: Mapping[str, Any]) -> None:
+        windows.append(given.get("sliding_window"))
+        if (width := query.shape[-1]) > MAX_HEAD_DIM:
+            limit = MAX_HEAD_DIM
+            found.add(f"supports head dimensions up to {limit}, the model has {width}.")
+        if mask is not None or given.get("is_causal") is False:
+            found.add("takes no mask, but the model makes one of its own.")
+        if given.get("cu_seq_lens_q") is None:
+            found.add("gets no document boundaries from the model.")
+        if dropout := given.get("dropout"):
+            found.add(f"does not support dropout, the model has {dropout}.")
+        found.update(f"does not support {name}." for name in EXTRAS if given.get(name) is not None)
+
+    try:
+        model = meta_model(config).train()
+        with torch.no_grad(), fused_kernels(model, False), intercepted_attention(model, observe):
+            _forward_with_boundaries(model)
+    except Exception as error:  # of any type: the class depends on values
+        return f"cannot be tried out with {config.model_type} ({type(error).__name__})."
+    if not windows:
+        return (
+            f"needs a model with the attention functions of transformers, not {config.model_type}."
+        )
+    if SLIDING_ATTENTION in types and not any(windows):
+        found.add("gets no sliding window from the model.")
+    return min(found, default=None)
+
+
+def _forward_with_boundaries(model: Any) -> None:
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
+    ids = torch.empty((1, TRIAL_BOUNDARIES[-1]), dtype=torch.long, device="meta")
+    boundaries = torch.empty(3, dtype=torch.int32, device="meta")
+    arguments = boundary_arguments(boundaries, TRIAL_BOUNDARIES[-1])
+    with told_documents(None):
+        model(input_ids=ids, position_ids=ids, use_cache=False, **arguments)
+
+
+def device_problem(device_type: str, dtype: torch.dtype, width: int) -> str | None:
+    """Return why the kernel does not run on this device, with a fix; None if it does.
+
+    Args:
+        width: largest head dimension of the model.
+    """
+    if why := cuda_problem(device_type, dtype):
+        return why
+    if torch.version.hip:
+        return "needs an NVIDIA GPU. Use auto."
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "needs compute capability 8.0 or higher. Use auto."
+    try:
+        kernel = torch_kernel()
+    except ImportError:
+        return "needs torch 2.11 or newer. Update torch, or use auto."
+    return _trial_problem(kernel, torch.device(device_type), dtype, width)
+
+
+def _trial_problem(
+    kernel: Callable[..., Any], device: torch.device, dtype: torch.dtype, width: int
+) -> str | None:
+    """Run the kernel forward and backward on a few tokens."""
+    boundaries = torch.tensor(TRIAL_BOUNDARIES, dtype=torch.int32, device=device)
+    longest = TRIAL_BOUNDARIES[-1]
+    query, key = (
+        torch.zeros(longest, heads, _padded(width), dtype=dtype, device=device, requires_grad=True)
+        for heads in (2, 1)
+    )
+    try:
+        output = kernel(query, key, key, *(boundaries,) * 2, *(longest,) * 2, window_size=(-1, 0))
+        output.sum().backward()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return f"does not run here ({str(error).strip().splitlines()[0]}). Use auto."
+    return None

@@ -1,0 +1,4 @@
+"""`--fp8`: linear layers that multiply in 8-bit floating point while they train.
+
+Must not depend on data, the optimizer or the training loop.
+"""

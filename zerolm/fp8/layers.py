@@ -1,0 +1,87 @@
+"""Which layers of a model multiply in fp8, and on which devices; converts them in place.
+
+Must not depend on ZeRO or settings.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerolm.fp8.linear import MULTIPLE, Fp8Linear
+from zerolm.model.architecture import is_routed_expert, meta_model, num_experts
+from zerolm.model.compile import decoder_blocks
+from zerolm.model.flops import TRAINING_TO_FORWARD
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROUTER = re.compile(r"(^|\.)(\w*_)?(gate|router|gating)(\.|$)")  # but not gate_proj
+OLDEST_GPU = (8, 9)  # compute capability
+
+
+@dataclass(frozen=True)
+class Fp8Layers:
+    """The linear layers of a model's blocks, by name.
+
+    Attributes:
+        chosen: those that multiply in fp8.
+        odd: those whose sizes are not multiples of 16.
+    """
+
+    chosen: dict[str, nn.Linear]
+    odd: dict[str, nn.Linear]
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of the products in fp8 for a training token."""
+        sizes = (layer.in_features * layer.out_features for layer in self.chosen.values())
+        return TRAINING_TO_FORWARD * 2 * sum(sizes)
+
+
+def find_layers(model: Any) -> Fp8Layers:
+    """Return the linear layers of the decoder blocks without routers and routed experts.
+
+    Experts multiply by stacks of matrices, which are no linear layers, or see any number of tokens.
+    """
+    inside = {layer for block in decoder_blocks(model) for layer in block.modules()}
+    experts, _ = num_experts(model.config)
+    found = Fp8Layers({}, {})
+    for name, layer in model.named_modules():
+        if type(layer) is not nn.Linear or layer not in inside or is_routed_expert(name):
+            continue
+        if ROUTER.search(name) or layer.out_features == experts:
+            continue
+        odd = layer.in_features % MULTIPLE or layer.out_features % MULTIPLE
+        (found.odd if odd else found.chosen)[name] = layer
+    return found
+
+
+def layers_of(config: "PretrainedConfig") -> Fp8Layers:
+    """Return the layers of a model that is not built."""
+    return find_layers(meta_model(config))
+
+
+def unsupported_device(kind: str) -> str | None:
+    """Return why a kind of device cannot multiply in fp8, or None.
+
+    Args:
+        kind: as DeepSpeed names it: `cpu`, `cuda`, ...; `absent` for devices of other machines.
+    """
+    if kind in ("cpu", "absent"):
+        return None
+    if kind != "cuda" or torch.version.hip:
+        return "only NVIDIA GPUs and, slowly, CPUs multiply in the formats that it uses"
+    capability = torch.cuda.get_device_capability()
+    if capability >= OLDEST_GPU:
+        return None
+    found, needed = (".".join(map(str, each)) for each in (capability, OLDEST_GPU))
+    return f"this GPU has compute capability {found}, and fp8 needs {needed}"
+
+
+def install(model: Any) -> None:
+    """Convert the layers of a model in place; call before `deepspeed.initialize`."""
+    for layer in find_layers(model).chosen.values():
+        layer.__class__ = Fp8Linear  # the same parameters, hooks and name

@@ -1,0 +1,108 @@
+"""Attention in compiled blocks on a CPU: torch's forward pass, and a backward pass of its own.
+
+torch's backward pass for CPUs takes most of the time of attention, because of the routine for its
+small products. Here they are batched products of chunks of keys, and the compiler fuses what is
+between them. It saves the same tensors, and its results differ by rounding.
+"""
+
+from typing import Any
+
+import torch
+
+MIN_CHUNK = 128  # keys; products of fewer are slower
+MAX_CHUNKS = 8  # each adds code to the graph
+MAX_TOKENS = 2048  # longer sequences were not measured
+
+
+def install() -> None:
+    """Use it in this process where transformers calls `sdpa` in compiled code."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+
+
+def attention(
+    module: Any,
+    query_BHTD: torch.Tensor,
+    key_BGTD: torch.Tensor,
+    value_BGTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Do as transformers' function for `sdpa`, whose arguments these are."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not (
+        torch.compiler.is_compiling()  # evaluations are not compiled, and keep their results
+        and causal
+        and attention_mask is None
+        and dropout == 0.0
+        and query_BHTD.device.type == "cpu"
+        and query_BHTD.shape[2] == key_BGTD.shape[2] <= MAX_TOKENS
+        and query_BHTD.shape[3] == value_BGTD.shape[3]  # the kernel has no other case
+    ):
+        return sdpa_attention_forward(
+            module, query_BHTD, key_BGTD, value_BGTD, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **more,
+        )  # fmt: skip
+    groups = query_BHTD.shape[1] // key_BGTD.shape[1]
+    if groups > 1:
+        key_BGTD = key_BGTD.repeat_interleave(groups, 1)
+        value_BGTD = value_BGTD.repeat_interleave(groups, 1)
+    scaling = query_BHTD.shape[3] ** -0.5 if scaling is None else scaling
+    output_BHTD = _CausalAttention.apply(query_BHTD, key_BGTD, value_BGTD, scaling)
+    return output_BHTD.transpose(1, 2).contiguous(), None
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Softmax attention of each position to itself and those before it; for compiled code.
+
+    Source: Dao et al. 2022 (FlashAttention, arXiv 2205.14135), appendix B.2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHTD: torch.Tensor,
+        key_BHTD: torch.Tensor,
+        value_BHTD: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        output_BHTD, log_sum_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query_BHTD, key_BHTD, value_BHTD, is_causal=True, scale=scaling
+        )
+        ctx.save_for_backward(query_BHTD, key_BHTD, value_BHTD, output_BHTD, log_sum_BHT)
+        ctx.scaling = scaling
+        return output_BHTD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        grad_BHTD = gradients[0]
+        query_BHTD, key_BHTD, value_BHTD, output_BHTD, log_sum_BHT = ctx.saved_tensors
+        dtype, tokens = query_BHTD.dtype, query_BHTD.shape[2]
+        size = max(MIN_CHUNK, -(-tokens // MAX_CHUNKS))
+        mean_BHT = (grad_BHTD.float() * output_BHTD.float()).sum(-1)
+        query_grad_BHTD = torch.zeros_like(query_BHTD, dtype=torch.float32)
+        key_grads, value_grads = [], []
+        for start in range(0, tokens, size):  # keys of a chunk (K), and the queries they meet (Q)
+            end = min(tokens, start + size)
+            query_BHQD, grad_BHQD = query_BHTD[:, :, start:], grad_BHTD[:, :, start:]
+            key_BHKD, value_BHKD = key_BHTD[:, :, start:end], value_BHTD[:, :, start:end]
+            # In float32: rounded to 16 bits, large scores would change their weights by percents.
+            scores_BHKQ = key_BHKD.float() @ query_BHQD.float().transpose(2, 3) * ctx.scaling
+            allowed_KQ = torch.arange(start, tokens) >= torch.arange(start, end)[:, None]
+            weights_BHKQ = (scores_BHKQ - log_sum_BHT[:, :, None, start:]).exp()
+            weights_BHKQ = weights_BHKQ.where(allowed_KQ, 0.0)
+            value_grads.append(weights_BHKQ.to(dtype) @ grad_BHQD)
+            weight_grads_BHKQ = (value_BHKD @ grad_BHQD.transpose(2, 3)).float()
+            centered_BHKQ = weight_grads_BHKQ - mean_BHT[:, :, None, start:]
+            score_grads_BHKQ = (weights_BHKQ * centered_BHKQ * ctx.scaling).to(dtype)
+            key_grads.append(score_grads_BHKQ @ query_BHQD)
+            of_chunk_BHQD = (score_grads_BHKQ.transpose(2, 3) @ key_BHKD).float()
+            padding = (0, 0, start, 0)
+            query_grad_BHTD = query_grad_BHTD + torch.nn.functional.pad(of_chunk_BHQD, padding)
+        return query_grad_BHTD.to(dtype), torch.cat(key_grads, 2), torch.cat(value_grads, 2), None
