@@ -4,7 +4,7 @@
     python -m tests.soak --log benchmarks/results/kills.jsonl --table benchmarks/results/kills.md
 
 Tiny models are trained under the supervisor, in chunks: each is a run of another configuration with
-some twenty kills at random steps, one every 5 s of training on average. It is compared with an
+some forty kills at random steps, one every 2.5 s of training on average. It is compared with an
 uninterrupted run in every metric row, every tensor and number of the last checkpoint, and every
 sequence of every step. A line per chunk is appended to the log. The same command continues with the
 next chunk until the log has that many kills; a chunk that was interrupted is repeated. The
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     add("--minutes", type=float, help="start no chunk that is not expected to be done by then")
     add("--run_dir", type=Path, default=Path("runs/soak"), help="directory of the runs")
     add("--parallel", type=int, default=1, help="chunks side by side (default: 1)")
-    add("--steps", type=int, default=4000, help="steps of a run (default: 4000)")
+    add("--steps", type=int, default=1000, help="steps of a run (default: 1000)")
     add("--kinds", type=kinds, default=(), help=f"only these, with commas: {', '.join(KINDS)}")
     add("--configurations", help="only these, with commas (default: all in turn)")
     add("--table", type=Path, help="write the log as a Markdown table to this file")

@@ -28,8 +28,8 @@ from tests.soak import chunk, comparison, configurations, kills, log, strike
 from tests.soak.configurations import Configuration
 from zerolm.common.provenance import git_commit
 
-TRAINING_SECONDS = 5.0  # on average between two kills; 15 in the experiment of torchft
-MIN_KILLS, MAX_KILLS = 3, 30  # of a chunk
+TRAINING_SECONDS = 2.5  # on average between two kills; 15 in the experiment of torchft
+MIN_KILLS, MAX_KILLS = 3, 60  # of a chunk
 CHUNK_SECONDS = 600.0  # of the first chunk, before the log says how long they take
 REFERENCE_SECONDS = 3600.0
 

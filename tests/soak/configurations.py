@@ -12,7 +12,7 @@ from tests.launching import EOS, LLAMA, VOCABULARY, write_json, write_shards
 from zerolm.common.provenance import versions
 from zerolm.shards.reader import open_source
 
-SAVE_INTERVAL = 50
+SAVE_INTERVAL = 25
 SOURCES = {"web": 1200, "code": 500, "math": 300}  # {name: documents}
 HELD_OUT = "held_out"
 GPT2 = {
@@ -166,7 +166,7 @@ def flags(configuration: Configuration, base: Path, run_dir: Path, steps: int) -
     arguments += ["--val_data", data / HELD_OUT, "--eval_tokens", 640]
     arguments += ["--eval_interval", 4 * SAVE_INTERVAL, "--checkpoint_interval", SAVE_INTERVAL]
     arguments += ["--num_workers", configuration.workers]
-    arguments += ["--hang_timeout", "120s" if "--compile" in configuration.flags else "60s"]
+    arguments += ["--hang_timeout", "60s" if "--compile" in configuration.flags else "30s"]
     assert BATCH % (2 * configuration.ranks) == 0
     return [*arguments, *configuration.flags]
 
