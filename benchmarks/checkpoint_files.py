@@ -20,10 +20,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.stream_speed import hardware  # noqa: E402 - this file may be run as a script
+from benchmarks import ROOT
+from benchmarks.machine import storage
 
 WORLD_SIZES = (8, 64, 512, 4096)
 ROLES = {"rank 0": 0, "another rank": 5}
@@ -47,7 +45,7 @@ def main() -> None:
     lines = [
         "# Calls and bytes of a rank for checkpoints",
         "",
-        f"`python -m benchmarks.checkpoint_files`, {hardware()}. Calls; MiB read, written.",
+        f"`python -m benchmarks.checkpoint_files`, {storage()}. Calls; MiB read, written.",
         "",
         "| ranks | role | " + " | ".join(PHASES) + " | manifest, KiB |",
         "|---:|---|" + "---:|" * (len(PHASES) + 1),

@@ -12,7 +12,7 @@ time, and the calls of read and write, and their bytes, as the kernel counts the
 
 import argparse
 import json
-import platform
+import os
 import resource
 import shutil
 import subprocess
@@ -23,7 +23,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks import ROOT
+from benchmarks.machine import hardware
+
 GOALS = {
     "stall, asynchronous / DeepSpeed's": "under 0.25 on a CPU, under 0.1 on a GPU",
     "step while writing / step": "under 1.05",
@@ -75,24 +77,6 @@ def main() -> None:
         arguments.output.write_text(table)
 
 
-def hardware() -> str:
-    import os
-
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return f"{os.cpu_count()} cores of {model}, torch {torch.__version__}"
-
-
 def launch(arguments: argparse.Namespace, stage: int) -> dict[str, str]:
     """Run the workers under the deepspeed launcher and return rank 0's figures."""
     directory = Path(tempfile.mkdtemp(dir=arguments.directory))
@@ -105,7 +89,8 @@ def launch(arguments: argparse.Namespace, stage: int) -> dict[str, str]:
                 "--worker", job, "--parameters", str(arguments.parameters),
                 "--rounds", str(arguments.rounds),
             ],
-            cwd=REPOSITORY, check=True, timeout=1800, stdout=subprocess.DEVNULL,
+            cwd=ROOT, check=True, timeout=1800, stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         return json.loads((directory / "figures.json").read_text())
     finally:
@@ -117,7 +102,6 @@ def launch(arguments: argparse.Namespace, stage: int) -> dict[str, str]:
 
 
 def work(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
-    sys.path.insert(0, str(REPOSITORY))
     import torch
 
     from zerolm.checkpoint.manifest import Progress

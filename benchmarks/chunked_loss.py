@@ -23,7 +23,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import ROOT
+
 LAYERS, HIDDEN, SEQ_LEN = 2, 512, 1024
 
 
@@ -111,7 +114,7 @@ def _row(precision: str, chunk: int, turns: list[dict[int, dict[str, float]]]) -
 
 def _in_a_process(**job: Any) -> dict[str, float]:
     command = [sys.executable, __file__, "--one", json.dumps(job)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 BATCH, SEQ_LEN, VOCABULARY, LR, BETAS = 8, 32, 256, 2e-3, (0.9, 0.95)
 SECONDS = 240  # of one case; SuperOffload waits 60 s for its optimizer process
 OFFLOAD = {"device": "cpu", "pin_memory": False}

@@ -12,7 +12,6 @@ same imports; the kernel can reclaim pages of mapped files, which are not counte
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,9 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks import ROOT
+from benchmarks.random_shard import write_random_shard
+
 POLL_SECONDS = 0.02
 PLAIN = """
 import sys
@@ -51,9 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model_config", type=Path, default=REPOSITORY / "model_configs/llama-350m.json"
-    )
+    parser.add_argument("--model_config", type=Path, default=ROOT / "model_configs/llama-350m.json")
     parser.add_argument(
         "--max_shard_size", default="100MB", help="maximum size of a safetensors file"
     )
@@ -73,7 +72,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, work: Path) -> str:
     """Return the table for one checkpoint, exported in both ways."""
     run_dir = train(arguments.model_config, arguments.checkpoints, work)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     python = sys.executable
     idle, _ = watch([python, "-c", IDLE, str(arguments.model_config)], environment)
     shards = ["--max_shard_size", arguments.max_shard_size, "--precision", "bf16"]
@@ -108,23 +107,16 @@ def measure(arguments: argparse.Namespace, work: Path) -> str:
 
 def train(model_config: Path, num_steps: int, work: Path) -> Path:
     """Train on two ranks, with a checkpoint of each step, and return the run directory."""
-    from zerolm.shards.writer import ShardWriter
-
-    vocabulary = json.loads(model_config.read_text())["vocab_size"]
-    tokenizer = {"name": "random", "fingerprint": "random", "files": []}
-    with ShardWriter(
-        work / "shards", vocab_size=vocabulary, eos_id=0, tokenizer=tokenizer
-    ) as writer:
-        writer.add(np.random.default_rng(0).integers(1, vocabulary, 20_000))
+    write_random_shard(work / "shards", model_config, num_tokens=20_000)
     flags = [
-        "--deepspeed_config", REPOSITORY / "ds_configs/zero3.json", "--model_config", model_config,
+        "--deepspeed_config", ROOT / "ds_configs/zero3.json", "--model_config", model_config,
         "--data", work / "shards", "--run_dir", work / "run", "--seq_len", 64,
         "--batch_tokens", 128, "--micro_batch_size", 1, "--wandb", "off",
         "--total_tokens", 128 * num_steps, "--checkpoint_interval", 1,
         "--checkpoint_keep", num_steps,
     ]  # fmt: skip
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    command += [str(REPOSITORY / "pretrain.py"), *map(str, flags)]
+    command += [str(ROOT / "pretrain.py"), *map(str, flags)]
     subprocess.run(command, check=True, timeout=1800, stdout=subprocess.DEVNULL)
     return work / "run"
 
@@ -132,7 +124,7 @@ def train(model_config: Path, num_steps: int, work: Path) -> Path:
 def watch(command: list[str], environment: dict[str, str]) -> tuple[int, float]:
     """Run a command; return (its peak anonymous memory in bytes, its seconds)."""
     start, peak = time.perf_counter(), 0
-    process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):

@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks import ROOT
+
 MODEL = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
     "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -153,7 +154,7 @@ def cpu_seconds() -> float:
 def python(*arguments: object) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)], cwd=REPOSITORY, env=environment,
+        [sys.executable, "-m", *map(str, arguments)], cwd=ROOT, env=environment,
         capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

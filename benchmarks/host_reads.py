@@ -35,6 +35,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import ROOT
+from benchmarks.contenders import LOOPS
+
 READING = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -175,7 +178,7 @@ def flags_of(directory: Path, name: str, steps: int, profile: Path) -> list[str]
         common += ["--batch_tokens", str(tokens), "--micro_batch_size", str(MICRO_BATCH)]
         common += ["--total_tokens", str(100 * tokens), "--learning_rate", "1e-3"]
         return [*common, "--log_interval", "1000", "--wandb", "off"]
-    script = Path(__file__).parent / SCRIPTS[name]
+    script = ROOT / LOOPS / SCRIPTS[name]
     shard = next((directory / "corpus").glob("*.bin"))
     common += ["--shard", str(shard), "--steps", str(steps), "--log_interval", "1000"]
     if name == TRAINER:
@@ -185,8 +188,6 @@ def flags_of(directory: Path, name: str, steps: int, profile: Path) -> list[str]
 
 def profile_of(directory: Path, name: str, stage: int, precision: str) -> Path:
     """Write the shipped profile of a stage, with numbers for loops that do not resolve "auto"."""
-    from tests import ROOT
-
     profile = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
     if precision == "fp32":
         del profile["bf16"]

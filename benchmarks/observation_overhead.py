@@ -24,16 +24,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contender import Contender, free_port  # in this directory
-from training_speed import (
-    STEPS,
-    hardware,
-    resolved_profile,
-    write_shard,
-)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import ROOT
+from benchmarks.contenders import LOOPS
+from benchmarks.contenders.turns import Contender, take_turns, with_quartiles
+from benchmarks.machine import hardware
+from benchmarks.random_shard import write_random_shard
+from benchmarks.training_speed import STEPS, resolved_profile, step_tokens
+from tests.launching import free_port
 
 EVERYTHING, NOTHING, BARE = "everything on", "nothing on", "bare DeepSpeed loop"
-MARK_STEPS, WARMUP_STEPS = 5, 20  # as in observed_pretrain.py
+MARK_STEPS = 5  # as in contenders/observed_pretrain.py
 HEALTH = ("noise scale", "every step: what", "update ratio", "weight norms")
 
 
@@ -48,7 +50,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end, too
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
-        write_shard(scratch / "shards", arguments.model_config)
+        write_random_shard(scratch / "shards", arguments.model_config)
         costs = run_alone(arguments, scratch)
         report = shares(costs, arguments.log_interval)
         print(report, flush=True)
@@ -88,12 +90,11 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path, steps: i
         resolved = scratch / "resolved.json"
         resolved.write_text(json.dumps(resolved_profile(arguments, scratch / EVERYTHING)))
         return [
-            "benchmarks/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved),
+            f"{LOOPS}/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved),
             "--steps", str(steps), "--shard", str(scratch / "shards/shard-00000.bin"),
             "--log_interval", str(MARK_STEPS),
         ]  # fmt: skip
-    step_sequences = arguments.micro_batch_size * arguments.accumulation * arguments.num_processes
-    step_tokens = arguments.seq_len * step_sequences
+    tokens = step_tokens(arguments)
     observing = [
         "--log_interval",
         str(arguments.log_interval),
@@ -104,11 +105,11 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path, steps: i
     if name == NOTHING:
         observing = ["--log_interval", str(STEPS), "--wandb", "off", "--report_interval", "0"]
     return [
-        "benchmarks/observed_pretrain.py", *common, *observing,
+        f"{LOOPS}/observed_pretrain.py", *common, *observing,
         "--deepspeed_config", arguments.deepspeed_config,
         "--data", str(scratch / "shards"), "--run_dir", str(scratch / name),
         "--micro_batch_size", str(arguments.micro_batch_size),
-        "--batch_tokens", str(step_tokens), "--total_tokens", str(steps * step_tokens),
+        "--batch_tokens", str(tokens), "--total_tokens", str(steps * tokens),
         "--checkpoint_interval", str(STEPS),
     ]  # fmt: skip
 
@@ -124,7 +125,7 @@ def run_alone(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "OBSERVATION_COSTS": str(costs)}
     environment |= {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [launcher, *ranks, *command], cwd=Path(__file__).parent.parent, env=environment, text=True,
+        [launcher, *ranks, *command], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=3600,
     )  # fmt: skip
     if done.returncode:
@@ -158,23 +159,17 @@ def row(part: str, part_seconds: float, step_seconds: float) -> str:
 
 def run_in_turns(arguments: argparse.Namespace, scratch: Path) -> dict[str, list[float]]:
     """Return {contender: mean seconds of a step in each of its turns}."""
-    seconds: dict[str, list[float]] = {EVERYTHING: [], NOTHING: [], BARE: []}
     contenders: list[Observed] = []
     try:
-        for name in seconds:
+        for name in (EVERYTHING, NOTHING, BARE):
             command = command_of(name, arguments, scratch, STEPS)
             contenders.append(Observed(name, command, arguments))
             contenders[-1].warm_up()
             print(f"{name}: warm", flush=True)
-        for number in range(1, arguments.rounds + 1):
-            for contender in contenders:
-                seconds[contender.name].append(contender.take_turn()[0])
-            shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
-            print(f"round {number}, seconds per step: {shown}", flush=True)
+        return take_turns(contenders, arguments.rounds)
     finally:
         for contender in contenders:
             contender.kill()
-    return seconds
 
 
 def table(seconds: dict[str, list[float]]) -> str:
@@ -185,8 +180,7 @@ def table(seconds: dict[str, list[float]]) -> str:
     ]
     for name, times in seconds.items():
         ratios = [full / other for full, other in zip(seconds[EVERYTHING], times, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        ratio = "1" if name == EVERYTHING else f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+        ratio = "1" if name == EVERYTHING else with_quartiles(ratios)
         lines.append(f"| {name} | {statistics.median(times):.4f} | {ratio} |")
     rounds = len(seconds[EVERYTHING])
     lines += ["", f"{rounds} rounds; the last column is the median over the rounds."]

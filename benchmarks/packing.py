@@ -26,13 +26,11 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# This file is run as a script.
-from data_prep.tokenize.pack import EFFICIENCY_HEADER, Efficiency, pack  # noqa: E402
-from zerolm.shards.reader import open_source  # noqa: E402
-from zerolm.shards.writer import ShardWriter  # noqa: E402
+from data_prep.tokenize.pack import EFFICIENCY_HEADER, Efficiency, pack
+from zerolm.shards.reader import open_source
+from zerolm.shards.writer import ShardWriter
 
 VOCAB_SIZE = 16_000
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create a virtual environment with the tools that benchmarks/tokenize_speed.py, stream_speed.py and
+# Create a virtual environment with what benchmarks.tokenize_speed, stream_speed, converters and
 # training_speed.py compare with. It also sees the packages of the Python that runs this script.
 # litdata, mosaicml-streaming and litgpt are installed without their dependencies, which include CUDA
 # libraries and another torch.

@@ -20,11 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.stream_speed import hardware  # noqa: E402 - this file may be run as a script
-from zerolm.common.run_files import RunFiles  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import storage
+from zerolm.common.run_files import RunFiles
 
 WORLD_SIZES = (8, 64, 512, 4096)
 LOCAL = 8  # ranks of a host
@@ -80,7 +78,7 @@ def main() -> None:
     lines = [
         "# File system calls of the watchdogs of a run",
         "",
-        f"`python -m benchmarks.rank_files`, {hardware()}. Calls per second below `ranks/`; in "
+        f"`python -m benchmarks.rank_files`, {storage()}. Calls per second below `ranks/`; in "
         f"brackets those that change the directory.",
         "",
         "| ranks | state | " + " | ".join(ROLES) + " | all ranks together |",

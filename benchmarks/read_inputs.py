@@ -28,12 +28,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data_prep.read.discovery import find_inputs  # noqa: E402
-from data_prep.read.documents import InputRules  # noqa: E402 - this file is run as a script
-from data_prep.read.work_units import Tally, plan_units, read_batches  # noqa: E402
+from data_prep.read.discovery import find_inputs
+from data_prep.read.documents import InputRules
+from data_prep.read.work_units import Tally, plan_units, read_batches
 
 REPETITIONS = 5
 NAMES = ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet")

@@ -25,11 +25,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import ROOT
 from tests.launching import LLAMA, environment, free_port, write_json, write_shards
 from zerolm.common import processes
 from zerolm.watchdog import progress
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SAVE, AFTER_SAVE, SECONDS = 10, 3, 600.0
 STEP_SECONDS = 0.1  # added to each step, since a toy step is shorter than a kill takes
 SEQ_LEN, BATCH = 32, 8
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--fault", choices=("kill", "stop"), default="kill")
     parser.add_argument("--before", metavar="COMMIT", help="also time this commit")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
-    parser.add_argument("--tree", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     columns = {}
     with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
@@ -61,9 +61,7 @@ def main() -> None:
 def checkout(commit: str, tree: Path) -> Path:
     """Write the files of a commit to a directory."""
     tree.mkdir()
-    archive = subprocess.run(
-        ["git", "archive", commit], cwd=REPOSITORY, capture_output=True, check=True
-    )
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True)
     subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
     return tree
 

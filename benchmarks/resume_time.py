@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BATCH_SEQUENCES, SEQ_LEN, LOG_INTERVAL, ROUNDS = 256, 128, 10, 5
 

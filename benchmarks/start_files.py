@@ -21,16 +21,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.rank_files import ROLES, WORLD_SIZES  # noqa: E402 - may be a script
-from benchmarks.stream_speed import hardware  # noqa: E402
-from tests.launching import LLAMA, environment, run_ranks, write_json, write_shards  # noqa: E402
-from zerolm.checkpoint.file_lists import with_lists  # noqa: E402
-from zerolm.checkpoint.file_writer import write_hashed  # noqa: E402
-from zerolm.checkpoint.manifest import manifest_digest  # noqa: E402
-from zerolm.common.run_files import MANIFEST, RunFiles  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import storage
+from benchmarks.rank_files import ROLES, WORLD_SIZES
+from tests.launching import LLAMA, environment, run_ranks, write_json, write_shards
+from zerolm.checkpoint.file_lists import with_lists
+from zerolm.checkpoint.file_writer import write_hashed
+from zerolm.checkpoint.manifest import manifest_digest
+from zerolm.common.run_files import MANIFEST, RunFiles
 
 SEQ_LEN, STEPS = 32, 4
 CALL = re.compile(r"^(\d+) +(\w+)\((.*?)(?:\) += (-?\d+).*|<unfinished .*)$")
@@ -201,7 +199,7 @@ def tables(base: Path, jobs: list[dict[str, object]]) -> str:
         changes[process, part] += name in CHANGES or "O_CREAT" in arguments
     lines = [
         "# File system calls of a rank at its start", "",
-        f"`python -m benchmarks.start_files`, {hardware()}. Imports: {num_imports:,} calls of "
+        f"`python -m benchmarks.start_files`, {storage()}. Imports: {num_imports:,} calls of "
         f"each rank, on the disk of the Python environment.", "",
         "| ranks | role | " + " | ".join(PARTS) + " | together | KiB |",
         "|---:|---|" + "---:|" * (len(PARTS) + 2),

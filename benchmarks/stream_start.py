@@ -13,7 +13,7 @@ starts once as the rank in LOCAL_RANK.
 
 The token files are sparse files of the right size. This measures the computations and lookups
 before the first batch, with the directory's entries in memory, and not the speed of a disk (cold
-reads are in benchmarks/stream_speed.py). Each repetition has another seed, and so other windows.
+reads are in benchmarks/stream_speed). Each repetition has another seed, and so other windows.
 The reference is np.memmap with a stored permutation, the usual way to shuffle, as far as it fits in
 memory.
 """
@@ -37,17 +37,15 @@ import numpy as np
 import torch
 import xxhash
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.stream_speed import hardware  # noqa: E402 - this file may be run as a script
-from zerolm.data.loader import TokenStream  # noqa: E402
-from zerolm.optim.schedule import BatchSchedule  # noqa: E402
-from zerolm.shards.checksums import BLOCK_BYTES  # noqa: E402
-from zerolm.shards.local import LocalFiles  # noqa: E402
-from zerolm.shards.reader import open_source  # noqa: E402
-from zerolm.shards.table import TABLE, write_table  # noqa: E402
-from zerolm.shards.writer import DEFAULT_SHARD_TOKENS  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import storage
+from zerolm.data.loader import TokenStream
+from zerolm.optim.schedule import BatchSchedule
+from zerolm.shards.checksums import BLOCK_BYTES
+from zerolm.shards.local import LocalFiles
+from zerolm.shards.reader import open_source
+from zerolm.shards.table import TABLE, write_table
+from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 LARGE_SHARD_TOKENS = 1 << 33
 CASES = (
@@ -80,7 +78,7 @@ def main() -> None:
         if not options.one.exists():
             write_table(sparse_shards(options.one, *CASES[-1][:2]))
         return print(json.dumps(one_start(options.one, options)))
-    header = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
+    header = [f"{datetime.date.today()}; {storage()}", f"`{' '.join(sys.orig_argv[1:])}`"]
     found: dict[Case, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         for sizes in {case[:2] for case in CASES}:

@@ -21,18 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from contender import ROOT, Contender, free_port
-from training_speed import (
-    OURS,
-    command_of,
-    hardware,
-    parse_arguments,
-    write_shard,
-)
 
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.contenders.turns import Contender, take_turns, with_quartiles
+from benchmarks.machine import hardware
+from benchmarks.random_shard import write_random_shard
+from benchmarks.training_speed import OURS, command_of, parse_arguments
 from tests.endpoints import WandbServer
+from tests.launching import free_port
 
 OFF, OFFLINE = "--wandb off", "--wandb offline"
 BROKEN = {"refuses": None, "hangs": "hang", "answers 500": "500"}
@@ -62,7 +59,7 @@ class Run(Contender):
             pass
         self.stop()
 
-    def take_turn(self) -> tuple[float, list[int]]:
+    def take_turn(self) -> float:
         self._signal(signal.SIGCONT)
         return super().take_turn()
 
@@ -86,9 +83,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its runs end, too
     with tempfile.TemporaryDirectory() as scratch_name, contextlib.ExitStack() as stack:
         scratch = Path(scratch_name)
-        write_shard(scratch / "shards", arguments.model_config)
+        write_random_shard(scratch / "shards", arguments.model_config)
         runs: list[Run] = []
-        seconds: dict[str, list[float]] = {}
         try:
             for name in (OFF, OFFLINE, *BROKEN):
                 script = command_of(OURS, arguments, scratch)
@@ -102,14 +98,9 @@ def main() -> None:
                     if BROKEN[name] is None:
                         more["WANDB_BASE_URL"] = f"http://127.0.0.1:{free_port()}"
                 runs.append(Run(name, script, arguments, **more))
-                seconds[name] = []
                 runs[-1].warm_up()
                 print(f"{name}: warm", flush=True)
-            for number in range(arguments.rounds):
-                for run in runs[:: -1 if number % 2 else 1]:
-                    seconds[run.name].append(run.take_turn()[0])
-                shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
-                print(f"round {number + 1}, seconds per step: {shown}", flush=True)
+            seconds = take_turns(runs, arguments.rounds, back_and_forth=True)
             failed = [(scratch / f"run-{number}" / "events.jsonl").read_text().count(
                 "tracker_failed") for number in range(len(runs))]  # fmt: skip
         finally:
@@ -134,8 +125,7 @@ def table(seconds: dict[str, list[float]], failed: Sequence[int]) -> str:
     ]
     for (name, times), failures in zip(seconds.items(), failed, strict=True):
         ratios = [time_ / without for time_, without in zip(times, seconds[OFF], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        ratio = "1" if name == OFF else f"{middle:.4f} (quartiles {low:.4f} to {high:.4f})"
+        ratio = "1" if name == OFF else with_quartiles(ratios, digits=4)
         lines.append(f"| {name} | {statistics.median(times):.4f} | {ratio} | {failures} |")
     lines += ["", f"{len(seconds[OFF])} rounds; ratios are medians over the rounds."]
     return "\n".join(lines)

@@ -16,8 +16,8 @@ includes everything that a contender does.
 
 litgpt (`--litgpt`, the Python of the environment that benchmarks/peers.sh creates) is an optional
 fourth: a model of the same shape and number of parameters, the same batch and shard, in one process
-with all threads, since on CPUs its pretraining supports no more (litgpt_pretrain.py). It always
-compiles, so compare it with `--flags=--compile`.
+with all threads, since on CPUs its pretraining supports no more. It always compiles, so compare it
+with `--flags=--compile`.
 
 pretrain.py stays in its learning-rate warmup, so the others get a learning rate as small. Routers
 of a mixture of experts that learn send all tokens to a few experts, and then compute less.
@@ -25,9 +25,6 @@ of a mixture of experts that learn send all tokens to a few experts, and then co
 
 import argparse
 import json
-import os
-import platform
-import re
 import shlex
 import signal
 import statistics
@@ -38,17 +35,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from contender import ROOT, Contender, Litgpt
-from litgpt_shape import litgpt_shape
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-sys.path.insert(0, str(ROOT))
-
-from zerolm.shards.writer import ShardWriter
+from benchmarks.contenders import LOOPS
+from benchmarks.contenders.litgpt_shape import litgpt_shape
+from benchmarks.contenders.turns import Contender, Litgpt, take_turns, with_quartiles
+from benchmarks.machine import hardware
+from benchmarks.random_shard import write_random_shard
 
 OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer"
 LITGPT = "litgpt, one process"
-SHARD_TOKENS = 4_000_000
 STEPS = 1_000_000  # more than a benchmark can take: it kills its contenders before
 LEARNING_RATE = 1e-5  # of contenders without a warmup
 
@@ -63,26 +59,18 @@ def main() -> None:
             arguments.model_config = str(scratch / "model.json")
             shallow = config | {"num_hidden_layers": arguments.num_layers}
             Path(arguments.model_config).write_text(json.dumps(shallow))
-        write_shard(scratch / "shards", arguments.model_config)
+        write_random_shard(scratch / "shards", arguments.model_config)
         contenders: list[Contender] = []
         names = [OURS, BARE, TRAINER, *([LITGPT] if arguments.litgpt else [])]
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        measured: set[int] = set()
         try:
-            for name in seconds:
+            for name in names:
                 script = command_of(name, arguments, scratch)
                 kind = Litgpt if name == LITGPT else Contender
                 contenders.append(kind(name, script, arguments))
                 contenders[-1].warm_up()
                 print(f"{name}: warm", flush=True)
-            for number in range(1, arguments.rounds + 1):
-                for contender in contenders:
-                    step_seconds, steps = contender.take_turn()
-                    seconds[contender.name].append(step_seconds)
-                    measured.update(steps if contender.name == OURS else ())
-                shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
-                print(f"round {number}, seconds per step: {shown}", flush=True)
-            reported = reported_step_seconds(scratch / "run", measured)
+            seconds = take_turns(contenders, arguments.rounds)
+            reported = reported_step_seconds(scratch / "run", contenders[0].counted)
         finally:
             for contender in contenders:
                 contender.kill()
@@ -133,15 +121,6 @@ def step_tokens(arguments: argparse.Namespace) -> int:
     return arguments.seq_len * sequences
 
 
-def write_shard(directory: Path, model_config: str) -> None:
-    """Write a shard directory of random token IDs, whose values do not matter to speed."""
-    vocab_size = json.loads(Path(model_config).read_text())["vocab_size"]
-    ids = np.random.default_rng(0).integers(0, vocab_size, SHARD_TOKENS, dtype=np.int64)
-    tokenizer = {"name": "random ids", "fingerprint": "random", "files": []}
-    with ShardWriter(directory, vocab_size=vocab_size, eos_id=0, tokenizer=tokenizer) as writer:
-        writer.add(ids)
-
-
 def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     """Return the arguments of `deepspeed` that run one contender."""
     seq_len, log_interval = str(arguments.seq_len), str(arguments.log_interval)
@@ -161,19 +140,19 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
     if name == BARE:
         resolved = scratch / "resolved.json"
         resolved.write_text(json.dumps(resolved_profile(arguments, run_dir)))
-        return ["benchmarks/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved)]
+        return [f"{LOOPS}/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved)]
     if name == LITGPT:
         micro = (
             arguments.micro_batch_size * arguments.num_processes
         )  # all sequences that the others process at once
         return [
-            "benchmarks/litgpt_pretrain.py", *common, "--micro_batch_size", str(micro),
+            f"{LOOPS}/litgpt_pretrain.py", *common, "--micro_batch_size", str(micro),
             "--batch_size", str(step_tokens(arguments) // arguments.seq_len),
             "--parameters", str(num_parameters(arguments.model_config)),
             "--out_dir", str(scratch / "litgpt"),
         ]  # fmt: skip
     return [
-        "benchmarks/hf_trainer.py", *common, "--deepspeed_config", arguments.deepspeed_config,
+        f"{LOOPS}/hf_trainer.py", *common, "--deepspeed_config", arguments.deepspeed_config,
         "--micro_batch_size", str(arguments.micro_batch_size),
         "--accumulation", str(arguments.accumulation), "--learning_rate", str(LEARNING_RATE),
         *arguments.trainer_flags.split(),
@@ -238,8 +217,7 @@ def table(seconds: dict[str, list[float]], reported: list[float], tokens: int) -
     ]
     for name, times in seconds.items():
         ratios = [other / ours for other, ours in zip(times, seconds[OURS], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        ratio = "1" if name == OURS else f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+        ratio = "1" if name == OURS else with_quartiles(ratios)
         median, mean = 1 / statistics.median(times), 1 / statistics.fmean(times)
         rate = f"{median * tokens:,.0f}"
         lines.append(f"| {name} | {median:.3f} | {mean:.3f} | {rate} | {ratio} |")
@@ -250,18 +228,6 @@ def table(seconds: dict[str, list[float]], reported: list[float], tokens: int) -
         f"pretrain.py itself reports {statistics.median(reported):.4f} s per step (median).",
     ]
     return "\n".join(lines)
-
-
-def hardware() -> str:
-    """Return a description of this machine."""
-    import torch
-
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-    else:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        device = f"{os.cpu_count()} cores of {found[1] if found else platform.machine()}"
-    return f"{device}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

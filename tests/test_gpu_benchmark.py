@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import carry, table
+from benchmarks.gpu.cases import OURS, PLAIN, TRAINER, cases, command, parse_options
+from benchmarks.gpu.run_case import failure_reason
 from tests import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import carry
-import gpu
-import gpu_cases
-import gpu_table
-
 from zerolm.config.flags import parse_settings
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.schema import schema_problems
@@ -26,15 +21,15 @@ def test_every_case_is_a_valid_command(tmp_path):
     arguments = Namespace(
         toy=False, accumulation=2, log_interval=2, port=1, deepspeed_config="ds_configs/zero2.json"
     )
-    titles = [case.title for case in gpu_cases.cases((2048, 8192))]
+    titles = [case.title for case in cases((2048, 8192))]
     assert len(set(titles)) == len(titles)
     exact = "1.3B, 2048: pretrain.py --compile zero_optimization.stage=1"
     assert titles[:2] == [f"{exact} --profile 3:3", exact]
-    for case in gpu_cases.cases((2048, 8192)):
-        argv = gpu_cases.command(case, 4, 2, arguments, tmp_path)
+    for case in cases((2048, 8192)):
+        argv = command(case, 4, 2, arguments, tmp_path)
         config = json.loads(Path(argv[argv.index("--model_config") + 1]).read_text())
         assert config["max_position_embeddings"] >= case.seq_len
-        if case.contender == gpu_cases.OURS:
+        if case.contender == OURS:
             settings, problems = parse_settings(argv[argv.index("pretrain.py") + 1 :])
             assert problems == [] and settings.batch_tokens == 2 * 4 * case.seq_len
             profile = json.loads(Path(settings.deepspeed_config).read_text())
@@ -44,43 +39,41 @@ def test_every_case_is_a_valid_command(tmp_path):
 
 
 def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
-    one, _, other, third = gpu_cases.cases((2048, 8192))[1:5]
+    one, _, other, third = cases((2048, 8192))[1:5]
     found = [
-        gpu_table.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0, 75.0, 0.0004, 1.5),
-        gpu_table.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0, 50.0),
-        gpu_table.Figures(
-            third, 8, outcome=gpu.failure_reason(["torch.OutOfMemoryError: out of memory"], 9)
+        table.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0, 75.0, 0.0004, 1.5),
+        table.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0, 50.0),
+        table.Figures(
+            third, 8, outcome=failure_reason(["torch.OutOfMemoryError: out of memory"], 9)
         ),
     ]
-    table = gpu_table.table(found, Namespace(toy=False))
-    assert "| 60,000 | 61.0% | 50.0 | 40 | 75 | 0.40 | 1.50 | 1.00 |" in table
-    assert "| 40,000 | 41.0% | 60.0 | 20 | 50 | - | - | 0.67 |" in table
-    assert "| out of memory |" in table
-    toy = gpu_table.table(found, Namespace(toy=True))
+    shown = table.table(found, Namespace(toy=False))
+    assert "| 60,000 | 61.0% | 50.0 | 40 | 75 | 0.40 | 1.50 | 1.00 |" in shown
+    assert "| 40,000 | 41.0% | 60.0 | 20 | 50 | - | - | 0.67 |" in shown
+    assert "| out of memory |" in shown
+    toy = table.table(found, Namespace(toy=True))
     assert "tiny for 1.3B" in toy and "goal" not in toy
-    assert "MFU 0.610" in table and "1.50 times as fast as Trainer" in table
-    assert gpu.failure_reason(["step=1"], 9) == "no figure in 9 s"
+    assert "MFU 0.610" in shown and "1.50 times as fast as Trainer" in shown
+    assert failure_reason(["step=1"], 9) == "no figure in 9 s"
     output = ["ValueError: wrong\n", "[launch.py] exits with return code = 1\n", ""]
-    assert gpu.failure_reason(output, 9) == "ended: ValueError: wrong"
+    assert failure_reason(output, 9) == "ended: ValueError: wrong"
     refused = ["pretrain.py: refused, nothing was written.\n", "a.json: key: 1, why. Fix.\n", ""]
-    assert gpu.failure_reason(refused, 9) == "refused: a.json: key: 1, why. Fix."
-    assert gpu.failure_reason(["[rank0]: torch.Error: odd\n", "bye\n", ""], 9) == (
+    assert failure_reason(refused, 9) == "refused: a.json: key: 1, why. Fix."
+    assert failure_reason(["[rank0]: torch.Error: odd\n", "bye\n", ""], 9) == (
         "ended: [rank0]: torch.Error: odd"
     )
 
 
 def test_a_second_call_measures_only_what_has_no_figure_yet(tmp_path):
-    one, other = gpu_cases.cases((2048, 8192))[:2]
-    found = [gpu_table.Figures(one, 8, 60_000.0), gpu_table.Figures(other, 8, outcome="not run")]
-    gpu_table.write(found, Namespace(toy=False, output=tmp_path / "of this gpu"))
-    assert gpu_table.read(tmp_path / "of this gpu") == {one: found[0]}
-    assert gpu_table.read(tmp_path / "nothing") == {} and gpu_table.read(None) == {}
+    one, other = cases((2048, 8192))[:2]
+    found = [table.Figures(one, 8, 60_000.0), table.Figures(other, 8, outcome="not run")]
+    table.write(found, Namespace(toy=False, output=tmp_path / "of this gpu"))
+    assert table.read(tmp_path / "of this gpu") == {one: found[0]}
+    assert table.read(tmp_path / "nothing") == {} and table.read(None) == {}
 
 
 def test_options_of_a_case_are_sorted_into_flags_keys_and_variables():
-    options = gpu_cases.parse_options(
-        "--compile a.b=false c=bf16 d.e=5 NAME_X=1 micro/2 --x=y fused_adam"
-    )
+    options = parse_options("--compile a.b=false c=bf16 d.e=5 NAME_X=1 micro/2 --x=y fused_adam")
     assert options.flags == ["--compile", "--x=y"] and options.environment == {"NAME_X": "1"}
     assert options.keys == {"a.b": False, "c": "bf16", "d.e": 5}
     assert options.micro_divisor == 2 and options.deepspeeds_adam
@@ -99,12 +92,12 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     flags = ["--toy", "--only", "160M, 64", "--seconds", "800", "--case_seconds", "250"]
     flags += ["--lines", "3", "--warmup_lines", "1", "--output", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/gpu.py", *flags],
-        capture_output=True, text=True, timeout=900,
+        [sys.executable, "-m", "benchmarks.gpu", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads((tmp_path / "gpu.json").read_text())
-    contenders = [gpu_cases.OURS, gpu_cases.TRAINER, gpu_cases.PLAIN]
+    contenders = [OURS, TRAINER, PLAIN]
     assert [row["case"]["contender"] for row in rows] == contenders
     for row in rows:
         assert row["outcome"] == "" and row["tokens_per_second"] > 0 and row["peak_bytes"] > 1e8

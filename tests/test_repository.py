@@ -97,7 +97,7 @@ def all_flags() -> set[str]:
         inner = [(name, each) for each in command.commands] if isinstance(command, Group) else []
         for words in inner or [(name,)]:
             found |= flags_of_command(tuple(words)) or set()
-    for path in tracked("benchmarks/*.py", "tests/*/__main__.py"):
+    for path in tracked("benchmarks/**/*.py", "tests/*/__main__.py"):
         found |= flags_of_script(name_of(path))
     return found
 

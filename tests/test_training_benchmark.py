@@ -6,13 +6,10 @@ import sys
 
 import pytest
 
+from benchmarks.contenders.litgpt_shape import litgpt_shape
+from benchmarks.contenders.turns import LITGPT_LINE, STEP_LINE
+from benchmarks.training_speed import num_parameters
 from tests import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from contender import LITGPT_LINE, STEP_LINE
-from litgpt_shape import litgpt_shape
-from training_speed import num_parameters
 
 CONFIGS = ("tiny", "llama-160m", "llama-1.3b")
 

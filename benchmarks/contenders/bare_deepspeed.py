@@ -1,6 +1,6 @@
 """A minimal DeepSpeed training loop, the reference for pretrain.py.
 
-    deepspeed benchmarks/bare_deepspeed.py --shard shards/web/shard-00000.bin ...
+    deepspeed benchmarks/contenders/bare_deepspeed.py --shard shards/web/shard-00000.bin ...
 
 Imports nothing of zerolm. Prints `step=N loss=L` every `--log_interval` steps, as pretrain.py does.
 No checks, no checkpoints, no metrics.

@@ -1,6 +1,6 @@
 """The rates that a training step cannot exceed: matrix products and attention at a model's shapes.
 
-    python benchmarks/gpu_ceilings.py --model_config model_configs/llama-1.3b.json
+    python -m benchmarks.gpu.ceilings --model_config model_configs/llama-1.3b.json
 
 Prints TFLOP/s of bf16 on random data, forward and backward, and GB/s of a copy. The figures are
 medians of `--repeats` timings. A backward pass counts twice the FLOPs of the forward pass; causal

@@ -1,7 +1,7 @@
-"""Checks that training on this GPU is correct, before benchmarks/gpu.py measures its speed.
+"""Checks that training on this GPU is correct, before benchmarks/gpu measures its speed.
 
-    python benchmarks/gpu_checks.py --output results-of-this-gpu
-    python benchmarks/gpu_checks.py --write_curves      # on a CPU: results/gpu_parity.json
+    python -m benchmarks.gpu.checks --output results-of-this-gpu
+    python -m benchmarks.gpu.checks --write_curves      # on a CPU: results/gpu_parity.json
 
 A 160M model trains a few steps through pretrain.py: its losses are those that a CPU had, in float32
 and in bf16; a run that is killed with SIGKILL and resumed has the losses of a run that is not, bit
@@ -23,13 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from contender import free_port  # noqa: E402
-from gpu_cases import ds_config, parse_options  # noqa: E402
-
-from zerolm.shards.writer import ShardWriter  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.gpu.cases import ds_config, parse_options
+from tests.launching import free_port
+from zerolm.shards.writer import ShardWriter
 
 CURVES = ROOT / "benchmarks/results/gpu_parity.json"
 MODELS = {"160M": "model_configs/llama-160m.json", "toy": "model_configs/tiny.json"}

@@ -1,6 +1,6 @@
 """A bare compiled PyTorch loop on one device: the model, `torch.compile`, fused AdamW, no ZeRO.
 
-    python benchmarks/plain_loop.py --shard shards/web/shard-00000.bin ...
+    python benchmarks/contenders/plain_loop.py --shard shards/web/shard-00000.bin ...
 
 A good hand-written script: float32 weights, matmuls in bf16 by autocast, the complete model
 compiled. Autocast leaves out the grouped matmuls of experts, for which transformers takes a loop in

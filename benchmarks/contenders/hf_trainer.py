@@ -1,6 +1,6 @@
 """Hugging Face Trainer with the same DeepSpeed JSON, model and data as pretrain.py.
 
-    deepspeed benchmarks/hf_trainer.py --shard shards/web/shard-00000.bin ...
+    deepspeed benchmarks/contenders/hf_trainer.py --shard shards/web/shard-00000.bin ...
 
 The usual alternative to pretrain.py. Imports nothing of zerolm. Prints `step=N loss=L peak_bytes=B`
 every `--log_interval` steps. Needs accelerate, in zerolm[dev].

@@ -1,4 +1,4 @@
-"""The figures of benchmarks/gpu.py: its files, its table, and whether the goals are reached."""
+"""The figures of benchmarks/gpu: its files, its table, and whether the goals are reached."""
 
 import argparse
 import json
@@ -9,8 +9,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpu_cases import EXACT, OURS, TOY_MODELS, TRAINER, Case
-from training_speed import hardware
+from benchmarks.gpu.cases import EXACT, OURS, TOY_MODELS, TRAINER, Case
+from benchmarks.machine import hardware
 
 
 @dataclass
@@ -57,7 +57,7 @@ def table(results: list[Figures], arguments: argparse.Namespace) -> str:
     """Return the Markdown table; ratios are to the fastest pretrain.py of the model and length."""
     flags, toy = shlex.join(sys.argv[1:]), arguments.toy
     lines = [
-        f"`python benchmarks/gpu.py {flags}`".replace(" `", "`")
+        f"`python -m benchmarks.gpu {flags}`".replace(" `", "`")
         + f", {time.strftime('%Y-%m-%d')}, {hardware()}",
         "",
         "| model | tokens | contender | flags | micro-batch | tokens/s | MFU | peak GiB "

@@ -1,6 +1,6 @@
-"""Collect the wheels that benchmarks/gpu.py needs on a machine without a package index.
+"""Collect the wheels that benchmarks/gpu needs on a machine without a package index.
 
-    python benchmarks/carry.py --python 3.12
+    python -m benchmarks.gpu.carry --python 3.12
 
 Fills `.whl/`, which git ignores, with the requirements of setup.cfg and of Hugging Face Trainer and
 all their dependencies, at the versions of constraints.txt and for the target's Python on Linux.
@@ -22,7 +22,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import ROOT
+
 SOURCE_ONLY = "deepspeed"
 TRAINER = "accelerate"  # required by Hugging Face Trainer; in zerolm[dev]
 NOT_NEEDED = {  # required by setup.cfg, but not imported by the benchmark

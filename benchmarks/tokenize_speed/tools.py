@@ -1,6 +1,6 @@
-"""The tools that benchmarks/tokenize_speed.py compares, each used as its documentation says.
+"""The tools that benchmarks/tokenize_speed compares, each used as its documentation says.
 
-    python -m benchmarks.tokenize_tools TOOL DIRECTORY OUT WORKERS
+    python -m benchmarks.tokenize_speed.tools TOOL DIRECTORY OUT WORKERS
 
 DIRECTORY has corpus-0.jsonl, corpus-1.jsonl, ... (one per worker) and tokenizer/. Every tool writes
 the token IDs of every document, each followed by an EOS ID; `ids_of` reads them in order.

@@ -5,7 +5,7 @@
 
 A window has 2,049 IDs. Every reader returns each window of one epoch once, shuffled, in batches of
 8 rows of int64 inputs and targets. An untimed run first checks that the windows are the same. The
-readers, in benchmarks/stream_readers.py:
+readers, in benchmarks/stream_speed/readers.py:
 
     zerolm                    TokenStream; each block of 8 KiB is verified when it is first read
     zerolm, blocks of 64 KiB  the same shards without the small checksums, as older releases have
@@ -30,7 +30,6 @@ import ctypes
 import datetime
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -41,11 +40,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.stream_copies import DOCUMENT_TOKENS, EOS_ID, VOCAB_SIZE  # noqa: E402
-from benchmarks.stream_readers import READERS  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import storage
+from benchmarks.stream_speed.copies import DOCUMENT_TOKENS, EOS_ID, VOCAB_SIZE
+from benchmarks.stream_speed.readers import READERS
 
 OURS = "zerolm"
 LIMIT_SECONDS = 600
@@ -73,7 +71,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
     parser.add_argument("--output", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
-    header = [f"{datetime.date.today()}; {hardware()}", f"`{' '.join(sys.orig_argv[1:])}`"]
+    header = [f"{datetime.date.today()}; {storage()}", f"`{' '.join(sys.orig_argv[1:])}`"]
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         work = Path(scratch)
         ids = corpus(work / "ids.bin", options.windows * options.seq_len + 1)
@@ -138,7 +136,7 @@ def command(
 ) -> list[str]:
     checkout = ("--megatron", str(options.megatron.resolve())) if options.megatron else ()
     return [
-        *(sys.executable, "-W", "ignore", "-m", "benchmarks.stream_readers", action, name),
+        *(sys.executable, "-W", "ignore", "-m", "benchmarks.stream_speed.readers", action, name),
         *(str(directory), str(ids), "--seq_len", str(options.seq_len), *checkout, *more),
     ]
 
@@ -258,20 +256,6 @@ def drop_from_page_cache(path: Path) -> float:
     address = ctypes.c_void_p(content.ctypes.data)
     assert libc.mincore(address, ctypes.c_size_t(len(content)), vector) == 0
     return float((np.frombuffer(vector, np.uint8) & 1).mean())
-
-
-def hardware() -> str:
-    """Return a description of this machine."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
-    read_ahead = sorted(
-        int(path.read_text()) for path in Path("/sys/block").glob("[!l]*/queue/read_ahead_kb")
-    )
-    return (
-        f"{model or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at "
-        f"the start, read-ahead of the disks {read_ahead} KiB; Python {platform.python_version()}, "
-        f"numpy {np.__version__}"
-    )
 
 
 if __name__ == "__main__":

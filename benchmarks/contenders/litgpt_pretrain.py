@@ -1,6 +1,6 @@
-"""litgpt's own pretraining with the model, batch and token shard of training_speed.py.
+"""litgpt's own pretraining with the model, batch and token shard of benchmarks/training_speed.py.
 
-    python benchmarks/litgpt_pretrain.py --shard shards/web/shard-00000.bin ...
+    python benchmarks/contenders/litgpt_pretrain.py --shard shards/web/shard-00000.bin ...
 
 Needs the Python of an environment with litgpt (benchmarks/peers.sh creates one); imports nothing of
 zerolm. Calls `litgpt.pretrain.setup`, as `litgpt pretrain` does, with its own Fabric,

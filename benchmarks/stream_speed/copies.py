@@ -1,18 +1,13 @@
-"""Write the same token IDs in the format of each reader of benchmarks/stream_readers.py."""
+"""Write the same token IDs in the format of each reader of benchmarks/stream_speed/readers.py."""
 
 import argparse
-import importlib
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.contenders.libraries import import_megatron, import_streaming
 
 EOS_ID, VOCAB_SIZE, DOCUMENT_TOKENS = 0, 50_000, 1000
 
@@ -46,15 +41,6 @@ def shards(directory: Path, ids: np.ndarray, seq_len: int) -> None:
             writer.add(part, np.minimum(ends, len(part)))
 
 
-def import_streaming() -> Any:
-    """Import mosaicml-streaming without its image data sets, which need torchvision."""
-    for name in ("streaming.vision", "streaming.multimodal"):
-        sys.modules[name] = types.ModuleType(name)
-    import streaming
-
-    return streaming
-
-
 def write_mds(directory: Path, ids: np.ndarray, seq_len: int) -> None:
     columns = {"tokens": f"ndarray:uint16:{seq_len + 1}"}
     with import_streaming().MDSWriter(out=str(directory), columns=columns) as writer:
@@ -73,20 +59,6 @@ def write_litdata(directory: Path, ids: np.ndarray, seq_len: int) -> None:
         cache[number] = torch.from_numpy(np.ascontiguousarray(window))
     cache.done()
     cache.merge()
-
-
-def import_megatron(checkout: Path) -> Any:
-    """Import Megatron-LM's data sets without its other modules, which need GPU libraries."""
-    sys.path.insert(0, str(checkout))
-    core = types.ModuleType("megatron.core")
-    core.__path__ = [str(checkout / "megatron/core")]
-    sys.modules["megatron.core"] = core
-    importlib.import_module(
-        "megatron.core.parallel_state"
-    )  # first, because the others have an import cycle
-    from megatron.core.datasets import gpt_dataset, indexed_dataset, utils
-
-    return gpt_dataset, indexed_dataset, utils
 
 
 def write_megatron(directory: Path, ids: np.ndarray, checkout: Path, document_tokens: int) -> None:

@@ -15,13 +15,11 @@ for which --peers or --megatron is missing are left out and reported.
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -31,57 +29,16 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from benchmarks.tokenize_tools import EOS, RAW, ids_of
+from benchmarks import ROOT
+from benchmarks.tokenize_speed.corpus import join_corpus, write_corpus
+from benchmarks.tokenize_speed.tools import RAW, ids_of
 
 VOCAB_SIZE = 32_000
 TRAINED_BYTES = 16_000_000
-SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt", ".html", ".pm", ".pl", ".h", ".c", ".cpp", ".js"}
 OURS = ("zerolm", "zerolm-tokenizers")
 PEERS = ("datatrove", "datasets.map", "litdata", "megatron", "megatron-gigatoken", "megatron-fast")
 STOCK = ("datatrove", "datasets.map", "litdata", "megatron")  # use the library `tokenizers`
 LIMIT_SECONDS = 1800
-
-
-def write_corpus(directory: Path, text_bytes: int, parts: int) -> tuple[int, int]:
-    """Write corpus-<n>.jsonl, consecutive parts of one order; return (documents, bytes of text)."""
-    paths = sysconfig.get_paths()
-    found = []
-    for top in (paths["stdlib"], paths["purelib"], "/usr/share", "/usr/include", "/usr/lib"):
-        for base, _, names in os.walk(top):
-            files = (Path(base) / name for name in names if Path(name).suffix in SUFFIXES)
-            found += [file for file in files if not file.is_symlink()]
-    found = sorted(set(found), key=lambda path: hashlib.md5(str(path).encode()).digest())
-    texts, seen, size = [], set(), 0
-    for path in found:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        digest = hashlib.md5(text.encode()).digest()
-        if digest in seen or not 200 < len(text) < 1_000_000 or EOS in text:
-            continue
-        seen.add(digest)
-        texts.append(text)
-        size += len(text.encode())
-        if size >= text_bytes:
-            break
-    done, number = 0, 0
-    outputs = [open(directory / f"corpus-{part}.jsonl", "w") for part in range(parts)]
-    for text in texts:
-        outputs[number].write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-        done += len(text.encode())
-        number = min(parts - 1, done * parts // size)
-    for output in outputs:
-        output.close()
-    return len(texts), size
-
-
-def join_corpus(directory: Path, parts: int) -> None:
-    """Write corpus.jsonl: Megatron's tools read a single file."""
-    with open(directory / "corpus.jsonl", "wb") as joined:
-        for part in range(parts):
-            with open(directory / f"corpus-{part}.jsonl", "rb") as file:
-                shutil.copyfileobj(file, joined, 1 << 22)
 
 
 def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespace) -> list[str]:
@@ -96,7 +53,7 @@ def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespac
         ]
     python = sys.executable if tool in (*RAW, "datasets.map") else options.peers
     arguments = [tool, str(directory), str(out), str(options.workers), str(options.megatron)]
-    return [python, "-m", "benchmarks.tokenize_tools", *arguments]
+    return [python, "-m", "benchmarks.tokenize_speed.tools", *arguments]
 
 
 class Run(NamedTuple):
@@ -155,7 +112,7 @@ def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> d
     """Run the tools in rounds, slow peers fewer times; return {name: (run, digest of IDs)}."""
     environment = {
         **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parent.parent),
+        "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": str(directory / "cache"),
     }  # fmt: skip
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each run compiles its imports

@@ -1,4 +1,4 @@
-"""The cases of benchmarks/gpu.py, the most important first, and the command of each."""
+"""The cases of benchmarks/gpu, the most important first, and the command of each."""
 
 import argparse
 import copy
@@ -11,6 +11,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.contenders import LOOPS
 
 OURS, TRAINER, PLAIN = "pretrain.py", "Trainer + DeepSpeed", "plain PyTorch, compiled"
 BASE = "--compile"  # the reference for single options
@@ -152,14 +154,14 @@ def command(
     shard = str(shards_of(case, scratch) / "shard-00000.bin")
     peer = ["--shard", shard, "--steps", str(STEPS), "--accumulation", str(accumulation)]
     if case.contender == PLAIN:
-        return [sys.executable, "benchmarks/plain_loop.py", *common, *peer, *options.flags]
+        return [sys.executable, f"{LOOPS}/plain_loop.py", *common, *peer, *options.flags]
     profile = scratch / "profile.json"
     profile.write_text(json.dumps(ds_config(arguments.deepspeed_config, options)))
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
     launcher += ["--master_port", str(arguments.port)]
     common += ["--deepspeed_config", str(profile)]
     if case.contender == TRAINER:
-        return [*launcher, "benchmarks/hf_trainer.py", *common, *peer, *options.flags]
+        return [*launcher, f"{LOOPS}/hf_trainer.py", *common, *peer, *options.flags]
     never = [] if "--checkpoint_interval" in options.flags else ["--checkpoint_interval", STEPS]
     return [
         *launcher, "pretrain.py", *common, "--data", str(shards_of(case, scratch)),

@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import random
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,11 +21,9 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.flip_experiment import BATCH, SEQ_LEN, Experiment, flags, start  # noqa: E402
-from tests.launching import VOCABULARY  # noqa: E402
+from benchmarks.bit_flips.experiment import Experiment
+from benchmarks.bit_flips.tiny_run import BATCH, SEQ_LEN, flags, start
+from tests.launching import VOCABULARY
 
 MATTERS = 1e-3  # change of a loss
 PLACES = (

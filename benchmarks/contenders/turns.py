@@ -6,7 +6,7 @@ import os
 import queue
 import re
 import signal
-import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,13 +14,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import ROOT
+from tests.launching import free_port
+
 STEP_LINE = re.compile(r"^step=(\d+)\b.*\bloss=")
 LITGPT_LINE = re.compile(r"^Epoch \d+ \| iter \d+ step (\d+) \| loss train: ")
 
 
 class Contender:
-    """A `deepspeed` command that prints `step=N ... loss=L`, running or paused."""
+    """A `deepspeed` command that prints `step=N ... loss=L`, running or paused.
+
+    Attributes:
+        counted: the steps of the lines that counted in its turns.
+    """
 
     pattern = STEP_LINE
 
@@ -33,6 +39,7 @@ class Contender:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.lines: list[str] = []
+        self.counted: set[int] = set()
         self.steps: queue.Queue[tuple[int, float]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -70,14 +77,15 @@ class Contender:
             pass
         self.stop()
 
-    def take_turn(self) -> tuple[float, list[int]]:
-        """Run for some lines; return the mean seconds of a step, and the steps of those lines."""
+    def take_turn(self) -> float:
+        """Run for some lines; return the mean seconds of a step."""
         os.killpg(self.process.pid, signal.SIGCONT)
         first_step, start = self.next_line()  # do not count the step that the pause interrupted
         lines = [self.next_line() for _ in range(self.arguments.turn_lines)]
         self.stop()
         last_step, end = lines[-1]
-        return (end - start) / (last_step - first_step), [step for step, _ in lines]
+        self.counted.update(step for step, _ in lines)
+        return (end - start) / (last_step - first_step)
 
     def stop(self) -> None:
         os.killpg(self.process.pid, signal.SIGSTOP)
@@ -104,7 +112,24 @@ class Litgpt(Contender):
         return super().threads() * self.arguments.num_processes
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+def take_turns(
+    contenders: Sequence[Contender], rounds: int, back_and_forth: bool = False
+) -> dict[str, list[float]]:
+    """Let paused contenders run in turn; return {name: mean seconds of a step in each turn}.
+
+    Args:
+        back_and_forth: reverse the order in every other round.
+    """
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds):
+        for contender in contenders[:: -1 if back_and_forth and number % 2 else 1]:
+            seconds[contender.name].append(contender.take_turn())
+        shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
+        print(f"round {number + 1}, seconds per step: {shown}", flush=True)
+    return seconds
+
+
+def with_quartiles(ratios: Sequence[float], digits: int = 3) -> str:
+    """Return the median of the ratios of all rounds as text, with its quartiles."""
+    low, middle, high = (f"{each:.{digits}f}" for each in statistics.quantiles(ratios, n=4))
+    return f"{middle} (quartiles {low} to {high})"

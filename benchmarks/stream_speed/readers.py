@@ -1,7 +1,7 @@
-"""The readers that benchmarks/stream_speed.py compares, each measured in a new process.
+"""The readers that benchmarks/stream_speed compares, each measured in a new process.
 
-    python -m benchmarks.stream_readers write READER DIRECTORY TOKENS.bin --seq_len T
-    python -m benchmarks.stream_readers read READER DIRECTORY TOKENS.bin --seq_len T [...]
+    python -m benchmarks.stream_speed.readers write READER DIRECTORY TOKENS.bin --seq_len T
+    python -m benchmarks.stream_speed.readers read READER DIRECTORY TOKENS.bin --seq_len T [...]
 
 `write` writes the token IDs in the reader's format; `read` prints one line of JSON. Every reader
 returns each window of one epoch once, shuffled, as int64 inputs and targets.
@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import resource
-import sys
 import time
 import types
 from collections.abc import Iterable, Iterator
@@ -25,17 +24,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.stream_copies import (  # noqa: E402 - this file may be run as a script
-    EOS_ID,
-    VOCAB_SIZE,
-    import_megatron,
-    import_streaming,
-    windows,
-    write,
-)
+from benchmarks.contenders.libraries import import_megatron, import_streaming
+from benchmarks.stream_speed.copies import EOS_ID, VOCAB_SIZE, windows, write
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
