@@ -25,6 +25,7 @@ SYNTAX = re.compile(r"\[|\.\.\.")  # in inline code that shows the syntax of a c
 PRETRAIN = {f"--{name}" for name in FLAGS} | {f"--no_{name}" for name in FLAGS} | {"--help"}
 LAUNCHER = {f"--{name}" for name in LAUNCHER_FLAGS}
 FOLDERS = ("ds_configs/", "model_configs/", "launch/", "data_prep/")
+CHECKED = ("benchmarks/", "tests/")  # folders whose modules are commands
 SCRIPTS = ("pretrain.py", "tests/run.sh")
 FENCE = r"^```{}\n(.*?)^```"
 # `python -m MODULE` is `zerolm` with these words.
@@ -124,7 +125,7 @@ def known_flags(argv: list[str]) -> set[str] | None:
     for script in (program, f"{program}.py", f"{program}/__main__.py"):
         if argv[0] == "python" and script.endswith(".py") and (ROOT / script).is_file():
             return flags_of_script(script)
-    if argv[0] == "python" and argv[1] != "-m":
+    if argv[0] == "python" and (argv[1] != "-m" or program.startswith(CHECKED)):
         raise LookupError("no such script")
     return None
 

@@ -118,6 +118,18 @@ def test_the_files_that_a_document_names_exist(path):
     assert not missing
 
 
+def test_the_readme_of_the_benchmarks_names_every_command():
+    text = text_of(ROOT / "benchmarks" / "README.md")
+    modules = [path for path in tracked("benchmarks/*.py") if "__main__" in text_of(path)]
+    names = [
+        *(path.stem for path in modules),
+        *(path.parent.name for path in tracked("benchmarks/*/__main__.py")),
+    ]
+    assert len(names) > 25
+    missing = [n for n in names if f"benchmarks.{n}" not in text and f"/{n}.py" not in text]
+    assert not missing
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_json_in_a_document_parses(path):
     for block in blocks(text_of(path), "json"):
