@@ -208,7 +208,9 @@ def table(flips: list[dict], clean: list[dict], steps: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bit_flips", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--steps", type=int, default=50, help="after the warm-up")

@@ -146,7 +146,9 @@ def _difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.converters", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--documents", type=int, default=12_000)
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")

@@ -156,7 +156,9 @@ def show_growth(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dedup", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument(
         "--accuracy", type=int, default=1500, help="number of documents; 0: leave it out"
     )

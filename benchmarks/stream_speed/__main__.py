@@ -51,7 +51,9 @@ LIMIT_SECONDS = 600
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.stream_speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--readers", nargs="+", default=list(READERS), choices=list(READERS))
     parser.add_argument("--seq_len", type=int, default=2048)

@@ -188,7 +188,9 @@ def show(runs: dict[str, list], text_bytes: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tokenize_speed", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--text_mb", type=float, default=200)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of zerolm and the raw loops")
     parser.add_argument(
