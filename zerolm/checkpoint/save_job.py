@@ -32,7 +32,8 @@ class Outcome:
         error: why it was not published; None if it was.
         problems: what could not be tidied up; known on rank 0 only.
         copy_seconds: how long training waited for the copy.
-        seconds: from the start of the copy to the end.
+        seconds: from the start of the copy until it was published; known on rank 0, other ranks
+            have the time until they learned of it, at the end of that step.
         in_memory: it is a copy in the memory of the hosts.
     """
 
@@ -47,7 +48,10 @@ class Outcome:
 
 @dataclass
 class Job:
-    """A checkpoint in progress. Threads only set `entries`, `published`, `problems` and `error`."""
+    """One checkpoint or copy in progress.
+
+    Threads only set `entries`, `published_seconds`, `published`, `problems` and `error`.
+    """
 
     temporary: Path
     progress: Progress
@@ -60,6 +64,7 @@ class Job:
     entries: list[dict[str, Any]] | None = None
     publishing: bool = False
     published: bool = False
+    published_seconds: float | None = None  # after `started`
     problems: list[str] = field(default_factory=list)
     retired: list[Path] = field(default_factory=list)
     error: str | None = None

@@ -257,7 +257,7 @@ class CheckpointWriter:
         elif error is None and job.copies is not None:
             fault_point("memory.remove", job.progress.step)
             self._start_deletion(job.copies.remove_older, job.progress.step)
-        seconds = time.perf_counter() - job.started
+        seconds = job.published_seconds or time.perf_counter() - job.started
         name = checkpoint_name(job.progress.step)
         return Outcome(
             name, job.progress, error, job.problems, job.copy_seconds, seconds,
@@ -295,6 +295,7 @@ class CheckpointWriter:
 
     def _publish(self, job: Job) -> None:
         final = publish(job.temporary, job.manifest)
+        job.published_seconds = time.perf_counter() - job.started
         try:
             job.retired, problems = rotate(final, self.retention, job.best)
             job.problems += problems
