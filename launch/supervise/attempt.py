@@ -31,6 +31,7 @@ from zerolm.watchdog.progress import Heartbeat
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 30.0  # time for processes that a launch left behind to end by themselves
 RANKS_GONE_SECONDS = 60.0  # time for the launcher to notice that its ranks have ended
+LAUNCHER_SECONDS = 1.5  # the same, if it is known why they have: it looks every second
 STOPPED_SECONDS = 30.0  # limit with all ranks of this host stopped (SIGSTOP), unable to report it
 SILENT_SECONDS = 60.0  # added to a rank's own limit before its silence counts as a hang
 SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspended, too
@@ -108,6 +109,7 @@ class Attempt:
         self._checked = now
         try:
             reason = self._stuck_reason(now)
+            self._end_idle_launchers(now)
         except Exception as error:  # of a check, which must not end the run that it checks
             reason, self.problem = None, f"cannot check the ranks: {error!r}"
         if reason is not None:
@@ -206,6 +208,22 @@ class Attempt:
         if silent and len(silent) == len(alive) and _is_writable(self.files.ranks):
             return self._with_stacks(silent, "every rank's heartbeat is older than its limit")
         return None
+
+    def _end_idle_launchers(self, now: float) -> None:
+        """Kill the launchers if all ranks have ended and their log says why.
+
+        DeepSpeed's would wait up to 30 s for every process that a rank has started, such as a
+        tracker, which sends its last rows while the run starts again.
+        """
+        gone = self._gone_since is not None and now - self._gone_since > LAUNCHER_SECONDS
+        if not gone or any(beat["machine"] != self.machine for beat in self._beats):
+            return
+        lost = [each for each in self._new_events() if each["event"] in ("rank_lost", "hang")]
+        if any(each["event"] == "hang" or each.get("ended") for each in lost):
+            for pid in {beat["launcher_pid"] for beat in self._beats}:
+                if pid is not None:
+                    processes.signal_marked(pid, signal.SIGKILL, self.mark)
+            self.process.send_signal(signal.SIGKILL)
 
     def _is_silent(self, beat: Heartbeat, now: float) -> bool:
         """Return whether a rank's heartbeat has not changed for long; wall clocks may jump."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,9 +27,9 @@ def attempt(tmp_path):
     started.finish()
 
 
-def write_heartbeat(attempt: Attempt, **values: object) -> Path:
-    """Write the heartbeat of a rank whose process is that of the launch."""
-    process = processes.inspect_process(attempt.process.pid)
+def write_heartbeat(attempt: Attempt, pid: int = 0, **values: object) -> Path:
+    """Write the heartbeat of a rank with a process, or else with that of the launch."""
+    process = processes.inspect_process(pid or attempt.process.pid)
     beat = heartbeat(
         0, machine=attempt.machine, pid=process.pid, token="1", step=3, limit_seconds=0.2,
         start_ticks=process.start_ticks, supervisor=attempt.mark.partition("=")[2], **values,
@@ -55,6 +56,24 @@ def test_a_jump_of_the_clock_neither_ends_a_healthy_launch_nor_hides_a_silent_on
     while attempt.running() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "heartbeat is older than its limit" in str(attempt.kill_reason)
+
+
+@pytest.mark.parametrize("ended", ["SIGKILL", None])
+def test_launchers_do_not_wait_for_trackers_once_it_is_known_why_all_ranks_have_ended(
+    attempt, ended
+) -> None:
+    with subprocess.Popen(SLEEP) as rank:
+        write_heartbeat(attempt, pid=rank.pid)
+        assert attempt.running()
+        lost = {"event": "rank_lost", "step": 3, "ended": ended, "ranks": []}
+        attempt.files.events.write_text(
+            json.dumps({**lost, "time": "2026-11-23T13:35:54+0000"}) + "\n"
+        )
+        rank.kill()
+    deadline = time.monotonic() + 3
+    while attempt.running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert attempt.running() == (ended is None) and attempt.kill_reason is None
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"rank": []}', '{"rank": 0, "supervisor": null}'])
