@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 from zerolm.common.records import Count, mismatch
+from zerolm.config.run_records import OLD_VALUE
 from zerolm.watchdog.progress import Heartbeat
 
 RUNNER_GONE = "deepspeed has ended"  # reason of a stop, as zerolm/watchdog/watchdog.py logs it
@@ -59,6 +60,8 @@ class Outcome:
         step: optimizer step that was being taken; None if no step had started.
         sequences: (first, count) of that step's sequence numbers, if known.
         reasons: what happened, one line each.
+        values_changed: refused, since a value of the command, or of a file that it names, differs
+            from that with which the run began.
         corrupt_hosts: hosts that have computed or stored wrong values.
         error_lines: the last lines of the launch's output that look like errors.
         downtime: further keys of the event `attempt_failed`, of `downtime.downtime`.
@@ -68,6 +71,7 @@ class Outcome:
     step: int | None = None
     sequences: Sequence[int] | None = None
     reasons: list[str] = field(default_factory=list)
+    values_changed: bool = False
     corrupt_hosts: list[str] = field(default_factory=list)
     error_lines: list[str] = field(default_factory=list)
     downtime: dict[str, Any] = field(default_factory=dict)
@@ -119,6 +123,9 @@ def classify(
         outcome.sequences = next(filter(None, known), None)
     if outcome.exit_code == EXIT_REFUSED:
         outcome.reasons += _refusal(output)
+        # Another world size may be that of hosts that come back.
+        changed = [line for line in output if OLD_VALUE in line and ": world_size: " not in line]
+        outcome.values_changed = bool(changed)
     saved = any(event.get("reason") == RUNNER_GONE for event in events)
     if rank_exit is not None and not outcome.reasons and not saved:
         outcome.reasons.append(f"a rank ended with {rank_exit}")

@@ -19,7 +19,7 @@ class Policy:
     Attributes:
         max_restarts: restarts in a row without a newer checkpoint.
         same_step_limit: failures in one step, or before the first step of a run that has never
-            taken one, after which the supervisor stops.
+            taken one, or refusals of values that have changed, after which the supervisor stops.
         backoff, max_backoff: seconds before a restart; doubled for each one without progress.
         deadline: seconds from the start of the supervisor after which the run is asked to stop.
         min_hosts: minimum number of hosts to start on; None: as many as the command requests.
@@ -46,6 +46,7 @@ class Restarts:
         self.has_trained = False  # a launch of this supervisor has begun a step
         self.progressed = False  # since the last failure
         self._failures: Counter[int | None] = Counter()  # by step
+        self._refusals = 0  # of changed values, in a row
         self._pauses = 0
         self._newest = -1
         self._checkpoint_at_failure = self._newest_checkpoint()
@@ -61,6 +62,13 @@ class Restarts:
         # A start that fails after others have worked: a file server or a host is away for a while.
         self.has_trained = self.has_trained or outcome.step is not None
         repeats = outcome.step is not None or not self.has_trained
+        self._refusals = self._refusals + 1 if outcome.values_changed else 0
+        if self._refusals >= self.policy.same_step_limit:
+            return (
+                f"stopping: refused {self._refusals} times, since values have changed that the run "
+                f"began with; {self.shown_checkpoint()}. Correct what is named above, and start it "
+                f"again."
+            )
         if repeats and self._failures[outcome.step] >= self.policy.same_step_limit:
             return self._diagnosis(outcome)
         if self.count >= self.policy.max_restarts:

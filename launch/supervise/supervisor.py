@@ -20,6 +20,7 @@ from typing import Any
 
 from launch.command.deepspeed_command import run_directory
 from launch.supervise.attempt import POLL_SECONDS, Attempt, left_behind
+from launch.supervise.config_files import ConfigFiles
 from launch.supervise.hosts import without_failing_hosts
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
@@ -86,6 +87,7 @@ class Supervisor:
         self.keeps_failing = False
         self.created_run_dir = not self.run_dir.exists()
         self.lock = _lock_run_directory(self.run_dir)
+        self.configs = ConfigFiles(self.command, self.run_dir, self.log)
 
     def run(self) -> int:
         """Supervise the run to its end; return its exit code."""
@@ -120,7 +122,7 @@ class Supervisor:
             self.attempts += 1
             try:
                 command = without_failing_hosts(
-                    self.command,
+                    self.configs.pinned(self.command),
                     self.run_dir,
                     policy.min_hosts,
                     policy.host_check,

@@ -46,6 +46,7 @@ class RunFiles:
         # Written by the supervisor
         self.supervisor = run_dir / "supervisor"  # its lock, with its host and pid
         self.hostfile = run_dir / "hosts"
+        self.configs = run_dir / "configs"
         # Directories
         self.checkpoints = run_dir / "checkpoints"
         self.latest = self.checkpoints / LATEST
@@ -57,6 +58,10 @@ class RunFiles:
 
     def checkpoint(self, name: str) -> Path:
         return self.checkpoints / name
+
+    def kept_config(self, setting: str) -> Path:
+        """Return the supervisor's copy of a config file that has changed since it started."""
+        return self.configs / f"{setting}.json"
 
     def archived_metrics(self, rollback: int) -> Path:
         """Return the file with the metrics of the steps that a rollback discarded."""

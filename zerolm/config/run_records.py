@@ -10,6 +10,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.records import Count, Range, read_record
 from zerolm.common.run_files import RunFiles
 
+OLD_VALUE = "Give the old value to resume the run"  # in each refusal of a changed value
 FIX = "Restore it from a copy, or choose another --run_dir."
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.values import shown
 from zerolm.config.resolved import Resolved
+from zerolm.config.run_records import OLD_VALUE
 from zerolm.config.settings import CONCAT, HIGHEST, split_weight
 from zerolm.data.mixture import describe_stages, same_order_until, stages_from_record
 from zerolm.data.order import Stage
@@ -140,13 +141,13 @@ def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[
         line = f"{path}: {one} ({one.where})"
         if one.obstacle:
             lines.append(
-                f"{line}, cannot be carried over: {one.obstacle}. Give the old value to resume the "
-                f"run, or choose another --run_dir."
+                f"{line}, cannot be carried over: {one.obstacle}. {OLD_VALUE}, or choose another "
+                f"--run_dir."
             )
         elif not accepted:
             lines.append(
-                f"{line}. Give the old value to resume the run, or choose another --run_dir, or "
-                f"add --accept_changes to resume with the new one."
+                f"{line}. {OLD_VALUE}, or choose another --run_dir, or add --accept_changes to "
+                f"resume with the new one."
             )
     return lines
 

@@ -49,6 +49,15 @@ elif action == "gave_up":
 elif action == "refuse":
     print("pretrain.py: refused, nothing was written.\ndata: gone")
     sys.exit(2)
+elif action == "changed":
+    print("pretrain.py: refused, nothing was written.")
+    print("run.json: settings.seed: 1 -> 2 (--seed). Give the old value to resume the run.")
+    sys.exit(2)
+elif action == "edit":  # crash, after the first config file has been cut and the second deleted
+    paths = [Path(sys.argv[sys.argv.index(flag) + 1]) for flag in ("--settings", "--model_config")]
+    os.truncate(paths[0], 5)
+    paths[1].unlink()
+    sys.exit(1)
 elif action == "crash":
     rank = {"rank": 3, "host": "node7", "pid": 9, "step": 7, "phase": "step",
             "sequences": [48, 8], "reason": "ended: SIGKILL", "stacks": None}  # fmt: skip

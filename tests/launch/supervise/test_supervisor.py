@@ -77,6 +77,8 @@ def fake_run(tmp_path):
         ("gave_up", 76, 1, "gave up"),
         ("refuse", 2, 1, "refused"),
         ("crash refuse refuse refuse done", 0, 5, "refused, nothing was written. data: gone"),
+        ("crash changed changed changed done", 2, 4, "refused 3 times, since values have changed"),
+        ("crash changed changed early changed done", 0, 6, "settings.seed: 1 -> 2"),
         ("early early early done", 1, 3, "the run has failed 3 times before its first step"),
         ("crash early early early done", 0, 5, "failed before its first step"),
         ("early advance early advance early crash done", 0, 7, "attempt 6 failed"),
@@ -133,6 +135,20 @@ def test_a_run_whose_files_were_changed_ends_with_the_refusal_as_the_reason(tmp_
     assert restarts.add_failure(Outcome(1, step=3)) is None
     restarts.count += 1
     assert "refused: correct what is named above" in restarts.add_failure(Outcome(2))
+
+
+def test_a_restart_reads_the_files_of_the_first_start(fake_run) -> None:
+    settings, model = fake_run.directory / "settings.json", fake_run.directory / "model.json"
+    settings.write_text('{"seed": 1}')
+    model.write_text('{"model_type": "llama"}')
+    given = ["--settings", str(settings), "--model_config", str(model)]
+    code, output = fake_run.supervise("edit done", launcher=given)
+    copies = fake_run.run_dir / "configs"
+    added = f"--model_config {copies}/model_config.json --settings {copies}/settings.json"
+    assert code == 0 and f"start 1: done {' '.join(given)}" in output, output
+    assert added in output and output.count("has changed, or cannot be read") == 2
+    assert (copies / "settings.json").read_text() == '{"seed": 1}'
+    assert model.name not in [path.name for path in fake_run.directory.iterdir()]
 
 
 def test_a_refusal_leaves_nothing_behind(fake_run) -> None:

@@ -1,0 +1,79 @@
+"""The JSON files that a command names, kept so that each restart reads what the first start read.
+
+A run takes hours, in which its files may be edited for the next one, or deleted.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.command.deepspeed_command import pretrain_flags
+from zerolm.common.files import write_atomically
+from zerolm.common.run_files import RunFiles
+from zerolm.common.shipped import find_config
+from zerolm.config.flags import parse_settings
+
+NAMES = ("settings", "deepspeed_config", "model_config")
+
+
+class ConfigFiles:
+    """The content of a command's settings, DeepSpeed and model JSON, read when this is created.
+
+    A file that cannot be read is left to pretrain.py, which refuses it. So is the run's own
+    run.json, which each start writes.
+
+    Args:
+        command: `deepspeed ... pretrain.py ...`.
+        log: prints a line for the user.
+    """
+
+    def __init__(self, command: Sequence[str], run_dir: Path, log: Callable[[str], None]):
+        self.files, self.log = RunFiles(run_dir), log
+        settings, _ = parse_settings(pretrain_flags(command))
+        given = {name: getattr(settings, name) for name in NAMES}
+        self._paths = {name: _file_of(path) for name, path in given.items() if path is not None}
+        read = {name: _content(path) for name, path in self._paths.items()}
+        self._kept = {
+            name: content
+            for name, content in read.items()
+            if content is not None and not _is_same(self._paths[name], self.files.record)
+        }
+        self._replaced: set[str] = set()
+
+    def pinned(self, command: Sequence[str]) -> list[str]:
+        """Return the command with a copy in the run directory for each file that has changed.
+
+        Raises:
+            OSError: a copy cannot be written.
+        """
+        changed = {name for name, kept in self._kept.items() if _content(self._paths[name]) != kept}
+        pinned = list(command)
+        for name in sorted(changed):
+            copy = self.files.kept_config(name)
+            copy.parent.mkdir(exist_ok=True)
+            write_atomically(copy, self._kept[name])
+            pinned += [f"--{name}", str(copy)]  # of two values the last one counts
+            if name not in self._replaced:
+                self.log(
+                    f"{self._paths[name]} has changed, or cannot be read: this run continues with "
+                    f"its content of when the supervisor started, {copy}. To use the new content, "
+                    f"stop the supervisor and start it again"
+                )
+        self._replaced = changed
+        return pinned
+
+
+def _file_of(path: str) -> Path:
+    """Return the file that pretrain.py reads for a path, which may be that of a model directory."""
+    file = find_config(path)
+    return file / "config.json" if file.is_dir() else file
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return path.resolve() == other.resolve()
