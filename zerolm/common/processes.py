@@ -7,7 +7,7 @@ name, which processes of other runs share. Reads Linux's /proc. Standard library
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +96,19 @@ def handles_signal(pid: int, number: int) -> bool:
         caught = int(text.partition("SigCgt:")[2].split()[0], 16)
         return bool(caught >> (number - 1) & 1)
     return False
+
+
+def files_in_use(paths: Collection[Path]) -> set[Path]:
+    """Return those of some files that a process of this user has mapped or open."""
+    used = set()
+    for pid in all_pids() if paths else ():
+        with contextlib.suppress(OSError):  # it has ended, or is of another user
+            maps = (PROC / str(pid) / "maps").read_text(errors="replace")
+            used |= {path for path in paths if str(path) in maps}
+            for descriptor in (PROC / str(pid) / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    used.add(descriptor.readlink())
+    return used & set(paths)
 
 
 # ---- Marks

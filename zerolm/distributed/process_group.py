@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerolm.common import machine
+from zerolm.common import machine, processes
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError
 
@@ -24,6 +24,9 @@ REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for a process group; rank 0 may first download a run to restore.
 RENDEZVOUS_TIMEOUT_SECONDS = 1800
 DEPARTURE_TIMEOUT_SECONDS = 30
+SHARED_MEMORY = Path("/dev/shm")
+BUFFER = "deepspeed_allreduce_buffer"  # in deepspeed/ops/csrc/cpu/comm/shm.cpp, 0.19.8
+STALE_BUFFER_SECONDS = 600
 _stores: list[Any] = []  # the TCP store shared by all ranks, then one prefix of it per rendezvous
 
 
@@ -151,6 +154,8 @@ def init() -> tuple[int, int, Any]:
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     if accelerator.device_name() == "cpu":
         device = torch.device("cpu")
+        if local_rank == 0:
+            remove_stale_buffers()
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             # DeepSpeed would try to compile this op and crash; without it Gloo does the same work.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -174,9 +179,28 @@ def release_shared_memory() -> None:
 
     torch.distributed.barrier()
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{os.environ['RANK']}"
+    name = f"{BUFFER}_{os.getuid()}_{address}_{port}_{os.environ['RANK']}"
     with contextlib.suppress(OSError):  # does not exist with several hosts or on GPUs
-        Path("/dev/shm", name).unlink()
+        (SHARED_MEMORY / name).unlink()
+
+
+def remove_stale_buffers() -> None:
+    """Remove buffers of this user's ranks that were killed before `release_shared_memory`.
+
+    Only those that are older than ten minutes and that no process has mapped or open: a rank opens
+    a buffer by its name in its first second. The first rank of each host calls this before the
+    process group exists, for which the other ranks wait before they create theirs.
+    """
+    oldest = time.time() - STALE_BUFFER_SECONDS
+    stale = set()
+    for path in SHARED_MEMORY.glob(f"{BUFFER}_{os.getuid()}_*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.getuid() and max(status.st_mtime, status.st_ctime) < oldest:
+                stale.add(path)
+    for path in stale - processes.files_in_use(stale):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _free_port() -> int:
