@@ -211,13 +211,27 @@ def test_a_second_ctrl_c_kills_the_run_at_once(fake_run) -> None:
     assert fake_run.processes() == []
 
 
-def test_a_request_to_stop_before_any_rank_has_started_ends_the_launch(fake_run) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_stop_before_any_rank_has_started_ends_the_launch(fake_run, number) -> None:
     process = fake_run.start("sleep")
     fake_run.wait_for_start()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 75, output
     assert fake_run.processes() == []
+
+
+def test_a_supervisor_that_is_ended_by_sigquit_takes_the_launcher_with_it(fake_run) -> None:
+    process = fake_run.start("sleep")
+    fake_run.wait_for_start()
+    process.send_signal(signal.SIGQUIT)
+    assert process.wait(timeout=SECONDS) == -signal.SIGQUIT
+    deadline = time.monotonic() + SECONDS
+    while len(fake_run.processes()) > 1:  # what is left is what the launcher had started
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    code, _ = fake_run.supervise("sleep done")
+    assert code == 0, "the lock of the directory must have been released"
 
 
 def test_a_second_supervisor_of_a_directory_is_refused(fake_run) -> None:
