@@ -38,6 +38,8 @@ def token_losses(
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     inner = getattr(model, "module", model)
+    if router_loss_coefficient(inner.config) is not None:
+        inputs["output_router_logits"] = True  # JetMoE of transformers 5.17 ignores its config
     if "position_ids" in batch:  # slices of sequences, or documents
         inputs["position_ids"] = batch["position_ids"]
     inputs |= isolating_inputs(batch, inner)
