@@ -30,6 +30,8 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Do as transformers' function for `sdpa`, whose arguments these are."""
@@ -40,14 +42,18 @@ def attention(
         torch.compiler.is_compiling()  # evaluations are not compiled, and keep their results
         and causal
         and attention_mask is None
+        and position_bias is None
+        and softcap is None
         and dropout == 0.0
+        and not torch.is_autocast_enabled("cpu")  # which casts what torch's function gets
         and query_BHTD.device.type == "cpu"
         and query_BHTD.shape[2] == key_BGTD.shape[2] <= MAX_TOKENS
         and query_BHTD.shape[3] == value_BGTD.shape[3]  # the kernel has no other case
     ):
         return sdpa_attention_forward(
             module, query_BHTD, key_BGTD, value_BGTD, attention_mask,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **more,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias,
+            softcap=softcap, **more,
         )  # fmt: skip
     groups = query_BHTD.shape[1] // key_BGTD.shape[1]
     if groups > 1:

@@ -55,9 +55,22 @@ def test_the_output_is_torchs_and_the_gradients_are_as_close_to_those_of_float32
     assert error(found[1:]) < 1.2 * error(of_torch[1:])
 
 
+def test_autocast_applies_as_in_torchs_function(compiled):
+    """There rotary embeddings give queries and keys in float32, beside values in bf16."""
+
+    def output_of(function):
+        query, key, value, _ = inputs(torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(MODULE, query, key, value.bfloat16(), None)[0]
+
+    expected, found = output_of(sdpa_attention_forward), output_of(compiled)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
 def test_other_attention_and_uncompiled_code_keep_torchs_kernel(compiled, monkeypatch):
     mask = torch.ones(50, 50, dtype=torch.bool).tril(3)
-    cases = [{"mask": mask}, {"is_causal": False}]
+    bias = torch.randn(1, 4, 50, 50)
+    cases = [{"mask": mask}, {"is_causal": False}, {"position_bias": bias}]
     for case in cases:
         expected = results(sdpa_attention_forward, torch.float32, **case)
         torch.testing.assert_close(results(compiled, torch.float32, **case), expected)
