@@ -93,7 +93,7 @@ def probe(
     """Run the steps, and return measured and predicted figures.
 
     Args:
-        settings: of the plan; only the sequence length and the micro-batch are used as they are.
+        settings: of the plan; its budget, batch and schedule are replaced by a few short steps.
         ranks: devices of this machine to use.
         timeout_seconds: after which the run is killed.
 
@@ -120,7 +120,11 @@ def _prepare(
     flags += ["--model_config", model.path, "--deepspeed_config", ds_path]
     flags += ["--seq_len", str(seq_len), "--micro_batch_size", str(micro)]
     flags += ["--batch_tokens", str(batch), "--total_tokens", str(STEPS * batch)]
-    flags += ["--attn_implementation", settings.attn_implementation]
+    for name in ("compile", "fp8"):
+        flags += [f"--{name}"] if getattr(settings, name) else []
+    for name in ("attn_implementation", "loss_chunk_tokens", "precision", "qk_clip"):
+        value = getattr(settings, name)
+        flags += [] if value is None else [f"--{name}", str(value)]
     flags += ["--log_interval", "1", "--checkpoint_interval", "1000", "--wandb", "off"]
     return flags + command_line_arguments(settings.gradient_checkpointing)
 

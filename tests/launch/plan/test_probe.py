@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.plan.probe import _prepare
 from tests.launching import LLAMA, ROOT, environment, write_json
+from zerolm.config.flags import parse_settings
+from zerolm.model.model import Model
 
 DS = ROOT / "ds_configs" / "zero2.json"
 
@@ -40,6 +43,15 @@ def test_a_probe_agrees_with_the_prediction_and_plans_with_it(tmp_path):
     assert measured["memory_ratio"] == pytest.approx(1, rel=0.01)
     assert found["plan"]["hardware"] == "H100" and found["plan"]["memory"]["fits"]
     assert not list(Path(tmp_path).glob("zerolm-probe-*"))
+
+
+def test_a_probe_runs_with_the_flags_of_the_plan(tmp_path):
+    given = ["--compile", "--fp8", "--loss_chunk_tokens=64", "--precision=bf16", "--qk_clip=30.0"]
+    settings, problems = parse_settings(given)
+    assert problems == []
+    path = write_json(tmp_path / "model.json", LLAMA)
+    flags = _prepare(Model.load(str(path)), settings, str(DS), 1, tmp_path)
+    assert set(" ".join(given).replace("=", " ").split()) <= set(flags)
 
 
 def test_a_failed_probe_is_an_error_without_a_traceback(tmp_path):
