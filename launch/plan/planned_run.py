@@ -33,6 +33,7 @@ class PlannedRun:
         attention_flops: the part of `flops_per_token` that grows with the sequence length.
         head_flops: the part of the output head.
         routed_flops: the part of routed experts.
+        fp8_share: of the layers' matrix products that are in fp8.
         measured_flops: FLOPs per token of measuring attention logits for `--qk_clip`.
         begun_tokens: that the trunk of a branch has trained on before it.
     """
@@ -47,6 +48,7 @@ class PlannedRun:
     attention_flops: float
     head_flops: float
     routed_flops: float
+    fp8_share: float
     measured_flops: float
     begun_tokens: int = 0
 
@@ -104,7 +106,9 @@ def plan_run(
             f"Enable fp16 in the DeepSpeed JSON, or use a newer device."
         )
     if settings.fp8 and not hardware.fp8:
-        found.problems.append(f"--fp8: {hardware.name} has no fp8. Remove it, or use an H100.")
+        found.problems.append(
+            f"--fp8: not supported on {hardware.name}. Remove it, or use an H100."
+        )
     settings = replace(settings, deepspeed_config=profile.name, model_config=model.path)
     settings = resolve_settings(
         settings,
@@ -117,11 +121,13 @@ def plan_run(
     )
     found.problems += model_problems(settings, model.config, profile, devices)
     found.problems += model_rules.qk_clip_problems(settings, model.config)
+    found.problems += model_rules.fp8_problems(settings, model.config, profile, "absent")
     if found.problems:
         raise ConfigError(list(dict.fromkeys(found.problems)))
     resolved = Resolved.of(settings)
     flops = flops_per_token(model.config, model.shapes, resolved.seq_len)
     attention = flops - flops_per_token(model.config, model.shapes, 0)
+    head = TRAINING_TO_FORWARD * head_flops_per_token(model.config, model.shapes)
     profile = resolve_ds_config(profile, resolved, model, world_size=devices, on_gpu=True)
     return PlannedRun(
         model,
@@ -132,8 +138,9 @@ def plan_run(
         devices_per_node,
         flops,
         attention,
-        TRAINING_TO_FORWARD * head_flops_per_token(model.config, model.shapes),
+        head,
         _routed_flops(model),
+        _fp8_flops(resolved, model) / (flops - attention - head),
         _measured_flops(resolved, model),
         begun_tokens,
     )
@@ -142,6 +149,14 @@ def plan_run(
 def _routed_flops(model: Model) -> float:
     values = num_parameters({n: each for n, each in model.shapes.items() if is_routed_expert(n)})
     return 2 * TRAINING_TO_FORWARD * values * routed_fraction(model.config) if values else 0.0
+
+
+def _fp8_flops(settings: Resolved, model: Model) -> float:
+    if not settings.fp8:
+        return 0.0
+    from zerolm.fp8.layers import layers_of  # imports torch
+
+    return layers_of(model.config).flops_per_token
 
 
 def _measured_flops(settings: Resolved, model: Model) -> float:

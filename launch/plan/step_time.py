@@ -123,9 +123,8 @@ def step_time(
     if run.settings.gradient_checkpointing:
         kept *= 1 + costs.recomputation / TRAINING_TO_FORWARD
     passes = costs.compiled_passes if run.settings.compile else costs.eager_passes
-    elementwise = (
-        tokens * kept * (passes + run.settings.fp8 * costs.fp8_passes) / hardware.memory_bandwidth
-    )
+    passes += run.fp8_share * costs.fp8_passes
+    elementwise = tokens * kept * passes / hardware.memory_bandwidth
     shapes, ranks = run.shapes_of_rank
     values = num_parameters(shapes)
     shard = values / (ranks if run.profile.zero_stage else 1)
@@ -146,19 +145,19 @@ def step_time(
 def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -> float:
     """Return the seconds of a token's matrix products, at `rate` FLOP/s in the run's precision."""
     layers = run.flops_per_token - run.attention_flops - run.head_flops
+    if run.fp8_share:
+        assert run.hardware.fp8 and run.hardware.bf16
+        faster = costs.fp8 * run.hardware.fp8 / run.hardware.bf16
+        layers *= 1 - run.fp8_share * (1 - 1 / faster)
     layers += (costs.experts - 1) * run.routed_flops
     attention = costs.attention * run.attention_flops
     again = costs.recomputation / TRAINING_TO_FORWARD
     layers *= 1 + again * repeated
     attention *= 1 + again * (repeated == 1)
-    faster = 1.0
-    if run.settings.fp8:
-        assert run.hardware.fp8 and run.hardware.bf16
-        faster = costs.fp8 * run.hardware.fp8 / run.hardware.bf16
     head = run.head_flops
     if run.settings.loss_chunk_tokens:
         head *= 1 + 1 / TRAINING_TO_FORWARD
-    return (layers / faster + attention + head + run.measured_flops) / rate
+    return (layers + attention + head + run.measured_flops) / rate
 
 
 def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:

@@ -5,13 +5,14 @@ Must not depend on ZeRO or settings.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerolm.fp8.linear import MULTIPLE, Fp8Linear
-from zerolm.model.architecture import is_routed_expert, meta_model, num_experts
+from zerolm.model.architecture import ConfigKey, is_routed_expert, meta_model, num_experts
 from zerolm.model.compile import decoder_blocks
 from zerolm.model.flops import TRAINING_TO_FORWARD
 
@@ -61,7 +62,12 @@ def find_layers(model: Any) -> Fp8Layers:
 
 def layers_of(config: "PretrainedConfig") -> Fp8Layers:
     """Return the layers of a model that is not built."""
-    return find_layers(meta_model(config))
+    return _layers_of(ConfigKey.of(config))
+
+
+@lru_cache(maxsize=16)
+def _layers_of(key: ConfigKey) -> Fp8Layers:
+    return find_layers(meta_model(key.config))
 
 
 def unsupported_device(kind: str) -> str | None:

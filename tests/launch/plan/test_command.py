@@ -117,6 +117,21 @@ def test_only_active_experts_count_as_flops(capsys):
     assert found["flops_per_token"] < 6 * found["parameters"]
 
 
+def test_fp8_makes_only_the_matrices_faster_that_multiply_in_it(capsys):
+    """Not those of routed experts, and no model without linear layers."""
+
+    def compute(model, *flags):
+        words = golden_words(ROOT / "model_configs" / f"{model}.json", "8 x H100")
+        found = plan_json(capsys, *words, "--micro_batch_size", 1, *flags)
+        return found["step_seconds"]["compute"]
+
+    assert compute("llama-7b", "--fp8") < 0.7 * compute("llama-7b")
+    assert 0.9 * compute("moe-1.6b") < compute("moe-1.6b", "--fp8") < compute("moe-1.6b")
+    words = golden_words(ROOT / "model_configs" / "gpt2.json", "8 x H100")
+    assert plan(*words, "--fp8") == 2
+    assert "gpt2 has no linear layers" in capsys.readouterr().err
+
+
 def test_gradient_checkpointing_costs_a_forward_pass(capsys):
     words = golden_words(ROOT / "model_configs" / "llama-7b.json", "64 x A100")
     plain = plan_json(capsys, *words)
@@ -221,6 +236,7 @@ def test_flags_and_files_replace_figures_of_a_device(capsys, tmp_path):
         (["--micro_batch_size", "0"], "must be at least 1"),
         (["--write", "ds.json"], "needs --search"),
         (["--hardware", "V100"], "bf16 is not supported by V100"),
+        (["--hardware", "MI300X", "--fp8"], "--fp8: not supported on MI300X"),
         (["--batch_tokens", "1000"], "must be a multiple of --seq_len"),
     ],
 )
