@@ -6,8 +6,8 @@ First pretrain.py runs alone with everything on, at the default intervals, with 
 part that only observes; the first table has its share of the time of a step. This does not include
 the work of other processes (W&B, TensorBoard, report). So then three contenders take turns, as in
 training_speed.py: everything on; the same with a line every million steps, no tracker and no
-report; and a bare DeepSpeed loop. Evaluations and samples are off: they run outside of steps, and
-cost what the user asks for.
+report; and a bare DeepSpeed loop; with `--rounds 0` there are no turns. Evaluations and samples are
+off: they run outside of steps, and cost what the user asks for.
 """
 
 import argparse
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import ROOT
 from benchmarks.contenders import LOOPS
-from benchmarks.contenders.turns import Contender, take_turns, with_quartiles
+from benchmarks.contenders.turns import Contender, add_flags, take_turns, with_quartiles
 from benchmarks.machine import hardware
 from benchmarks.random_shard import write_random_shard
 from benchmarks.training_speed import STEPS, resolved_profile, step_tokens
@@ -67,19 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model_config", default="model_configs/tiny.json")
-    parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
-    parser.add_argument("--num_processes", type=int, default=2)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--micro_batch_size", type=int, default=8)
-    parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--log_interval", type=int, default=10, help="the default of a long run")
+    add_flags(parser)
     parser.add_argument("--steps", type=int, default=120, help="steps of the run alone")
-    parser.add_argument("--warmup_steps", type=int, default=20, help="before the first round")
-    parser.add_argument("--turn_lines", type=int, default=4, help="lines that count in a turn")
-    parser.add_argument("--rounds", type=int, default=16, help="rounds; 0: only the run alone")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds to wait for a line")
-    parser.add_argument("--output", type=Path, help="also write the tables to this Markdown file")
+    parser.set_defaults(log_interval=10, warmup_steps=20, turn_lines=4, rounds=16, timeout=600)
     return parser.parse_args()
 
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import LOOPS
 from benchmarks.contenders.litgpt_shape import litgpt_shape
-from benchmarks.contenders.turns import Contender, Litgpt, take_turns, with_quartiles
+from benchmarks.contenders.turns import Contender, Litgpt, add_flags, take_turns, with_quartiles
 from benchmarks.machine import hardware
 from benchmarks.random_shard import write_random_shard
 
@@ -86,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model_config", default="model_configs/tiny.json")
+    add_flags(parser)
     parser.add_argument(
         "--num_layers", type=int, help="number of layers (default: that of the config)"
     )
@@ -94,18 +94,7 @@ def parse_arguments() -> argparse.Namespace:
         "--flags", default="", help="additional flags of pretrain.py, such as --flags=--compile"
     )
     parser.add_argument("--trainer_flags", default="", help="additional flags of hf_trainer.py")
-    parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
-    parser.add_argument("--num_processes", type=int, default=2)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--micro_batch_size", type=int, default=8)
-    parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--warmup_steps", type=int, default=10, help="before the first round")
-    parser.add_argument("--log_interval", type=int, default=4, help="steps per line")
-    parser.add_argument("--turn_lines", type=int, default=2, help="lines that count in a turn")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for a line")
     parser.add_argument("--litgpt", help="Python of an environment with litgpt, to include it")
-    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     if arguments.litgpt:
         try:

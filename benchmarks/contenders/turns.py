@@ -112,6 +112,22 @@ class Litgpt(Contender):
         return super().threads() * self.arguments.num_processes
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command whose contenders take turns: their run, the turns, its table."""
+    parser.add_argument("--model_config", default="model_configs/tiny.json")
+    parser.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
+    parser.add_argument("--num_processes", type=int, default=2)
+    parser.add_argument("--seq_len", type=int, default=256)
+    parser.add_argument("--micro_batch_size", type=int, default=8)
+    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--warmup_steps", type=int, default=10, help="before the first round")
+    parser.add_argument("--log_interval", type=int, default=4, help="steps per line")
+    parser.add_argument("--turn_lines", type=int, default=2, help="lines that count in a turn")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for a line")
+    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
+
+
 def take_turns(
     contenders: Sequence[Contender], rounds: int, back_and_forth: bool = False
 ) -> dict[str, list[float]]:
