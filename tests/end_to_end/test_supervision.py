@@ -163,6 +163,36 @@ def test_a_request_to_stop_saves_once_and_the_run_resumes_exactly(setup, uninter
     assert differences(run_dir, uninterrupted) == []
 
 
+@pytest.mark.soak
+def test_a_closed_terminal_loses_no_step_whichever_process_gets_the_signal(
+    setup, uninterrupted
+) -> None:
+    run_dir, arguments, variables = setup
+    slowly = {**variables, "FAULT": SLOW, "FAULT_ONCE": ""}
+    with Supervised(run_dir, arguments, **slowly) as run:
+        run.wait_for_step(4)
+        run.signal_supervisor(signal.SIGHUP)
+        assert run.wait(120) == 75, run.output()[-4000:]
+        last = run.events()[-1]
+        assert (last["event"], last["reason"]) == ("stopped", "SIGHUP")
+        newest = saved(run_dir, last["step"])
+    with Supervised(run_dir, arguments, **slowly) as run:
+        run.wait_for_step(newest + 4)
+        run.signal_supervisor(signal.SIGQUIT)  # which ends it
+        assert run.wait(60) == -signal.SIGQUIT
+        deadline = time.monotonic() + 120
+        while processes.marked_pids(run.mark):
+            assert time.monotonic() < deadline, run.output()[-4000:]
+            time.sleep(0.1)
+        newest = saved(run_dir, newest + 4)  # by the ranks, which have noticed
+    with Supervised(run_dir, arguments, **slowly) as run:
+        run.wait_for_step(newest + 4)
+        run.send(run.heartbeats()[0]["launcher_pid"], signal.SIGHUP)
+        assert run.wait(240) == 0, run.output()[-6000:]
+        assert names_of(run.events()).count("attempt_failed") == 1
+    assert differences(run_dir, uninterrupted) == []
+
+
 def saved(run_dir: Path, at_least: int) -> int:
     """Return the step of the checkpoint that the pointer names."""
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
