@@ -29,6 +29,7 @@ def results(function, dtype: torch.dtype, **more) -> tuple[torch.Tensor, ...]:
 @pytest.fixture
 def compiled(monkeypatch):
     monkeypatch.setattr(compiled_attention, "MIN_CHUNK", 16)
+    monkeypatch.setattr(compiled_attention, "DTYPES", (torch.float32, torch.bfloat16))
     torch._dynamo.reset()
     yield torch.compile(compiled_attention.attention, backend="aot_eager", fullgraph=True)
     torch._dynamo.reset()
@@ -81,3 +82,6 @@ def test_other_attention_and_uncompiled_code_keep_torchs_kernel(compiled, monkey
     monkeypatch.setattr(compiled_attention._CausalAttention, "apply", unexpected)
     expected = results(sdpa_attention_forward, torch.float32)
     torch.testing.assert_close(results(compiled_attention.attention, torch.float32), expected)
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled_attention._CausalAttention, "apply", unexpected)
+    torch.testing.assert_close(results(compiled, torch.float32), expected)
