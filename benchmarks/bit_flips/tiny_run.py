@@ -14,10 +14,11 @@ from tests.launching import LLAMA, free_port, write_json, write_shards
 SEQ_LEN, BATCH = 32, 8
 
 
-def flags(directory: Path, name: str, *more: object) -> list[str]:
+def flags(directory: Path, name: str, *more: object, **model_config: object) -> list[str]:
     if not (directory / "corpus").exists():
         write_shards(directory / "corpus", num_documents=4000)
-    model = write_json(directory / f"{name}.model.json", {**LLAMA, "attention_dropout": 0.1})
+    model_config = {**LLAMA, "attention_dropout": 0.1, **model_config}
+    model = write_json(directory / f"{name}.model.json", model_config)
     config = {
         "zero_optimization": {"stage": 2},
         "bf16": {"enabled": "fp32" not in name},
