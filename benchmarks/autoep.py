@@ -8,6 +8,7 @@ AutoEP (docs/experts.md); this shows what works of it by itself. DeepSpeed 0.19.
 transformers with arguments that 5.23 no longer takes; it is replaced here.
 """
 
+import argparse
 import copy
 import os
 import sys
@@ -123,16 +124,19 @@ def work(stage: int, directory: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     from tests.launching import run_workers
 
     print("| ZeRO | losses | gradient norms | resume | DeepSpeed's export |\n|---|---|---|---|---|")
     for stage in (1, 2, 3):
         with tempfile.TemporaryDirectory() as directory:
-            run_workers(2, Path(__file__), str(stage), directory, timeout=300)
+            run_workers(2, Path(__file__), "--worker", str(stage), directory, timeout=300)
             print(Path(directory, "row").read_text(), flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        work(int(sys.argv[1]), sys.argv[2])
+    if sys.argv[1:2] == ["--worker"]:
+        work(int(sys.argv[2]), sys.argv[3])
     main()
