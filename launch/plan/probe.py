@@ -122,7 +122,8 @@ def _prepare(
     flags += ["--batch_tokens", str(batch), "--total_tokens", str(STEPS * batch)]
     for name in ("compile", "fp8"):
         flags += [f"--{name}"] if getattr(settings, name) else []
-    for name in ("attn_implementation", "loss_chunk_tokens", "precision", "qk_clip"):
+    named = ("attn_implementation", "ema_tokens", "loss_chunk_tokens", "precision", "qk_clip")
+    for name in named:
         value = getattr(settings, name)
         flags += [] if value is None else [f"--{name}", str(value)]
     flags += ["--log_interval", "1", "--checkpoint_interval", "1000", "--wandb", "off"]

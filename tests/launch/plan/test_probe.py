@@ -47,6 +47,7 @@ def test_a_probe_agrees_with_the_prediction_and_plans_with_it(tmp_path):
 
 def test_a_probe_runs_with_the_flags_of_the_plan(tmp_path):
     given = ["--compile", "--fp8", "--loss_chunk_tokens=64", "--precision=bf16", "--qk_clip=30.0"]
+    given += ["--ema_tokens=4096"]
     settings, problems = parse_settings(given)
     assert problems == []
     path = write_json(tmp_path / "model.json", LLAMA)
