@@ -113,7 +113,7 @@ def explain(error: BaseException | None) -> str | None:
         if number is not None:
             return _cause(number, _path(error))
         if type(error).__module__ in COMPILERS:
-            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "see TORCHINDUCTOR_CACHE_DIR")
+            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torch's cache of compiled code")
             reason = getattr(error, "inner_exception", error)
             line = str(reason).partition("\n")[0][:300]
             return (

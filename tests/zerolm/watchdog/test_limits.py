@@ -129,5 +129,8 @@ def test_a_failed_compilation_names_the_cache_that_may_be_damaged(monkeypatch) -
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/some/cache")
     text = limits.explain(InductorError(ImportError("/some/cache/a.so: file too short"), None))
     assert "file too short" in text and "remove /some/cache, or train without" in text
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    text = limits.explain(InductorError(ImportError("a.so: file too short"), None))
+    assert "remove torch's cache of compiled code, or train without" in text
     full = InductorError(OSError(28, "No space left on device", "/some/cache/b"), None)
     assert "no space left" in limits.explain(full)
