@@ -129,5 +129,7 @@ def test_a_group_that_no_longer_fits_waits_and_fails_nothing(tmp_path):
     file.write_text(TESTS)
     now = time.monotonic()
     turn = [[f"{file}::test_good"], [f"{file}::test_bad"]]
-    good, found = run(turn, {}, start_before=now, until=now + 60)
+    good, found = run(turn, {}, start_before=now, until=now + 200)
     assert good and [each.outcome for each in found] == ["passed", "waits: out of time"]
+    good, found = run(turn, {}, start_before=now, until=now + 60)
+    assert good and [each.outcome for each in found] == ["waits: out of time"] * 2
