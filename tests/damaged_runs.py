@@ -32,6 +32,14 @@ from zerolm.watchdog.heartbeats import Heartbeats
 from zerolm.watchdog.liveness import ProgressMonitor
 
 STEP_TOKENS = 512
+FIGURES = {  # of each step: what `status` and the report compute with
+    "throughput/step_seconds": 0.5, "throughput/tokens_per_second": 1e3, "throughput/mfu": 0.4,
+    "throughput/data_seconds": 0.1, "throughput/slowest_rank": 1,
+    "throughput/slowest_rank_seconds": 0.6, "throughput/mean_rank_seconds": 0.5,
+    "checkpoint/stall_seconds": 0.2, "checkpoint/wait_seconds": 0.1, "train/grad_norm": 0.9,
+    "train/learning_rate": 1e-3, "train/clipped_share": 0.2, "train/update_ratio": 1e-3,
+    "train/noise_scale_tokens": 1e4, "health/skipped_steps": 1,
+}  # fmt: skip
 NOISE = "<raw>"  # in a JSON string: replaced, with its quotes, by text that need not be JSON
 RAW = [
     "[" * 300 + "]" * 300, '{"a":' * 5000 + "1" + "}" * 5000, "[" * 100_000, "1" * 400, "1e999",
@@ -69,7 +77,7 @@ def make_run(base: Path) -> Path:
     log.event("start", 0, world_size=1, zero_stage=2)
     for step in range(1, 21):
         row = {"step": step, "tokens": step * STEP_TOKENS, "train/loss": 6 / step, "train/x": None}
-        log.metrics({**row, "throughput/step_seconds": 0.5, "throughput/tokens_per_second": 1e3})
+        log.metrics({**row, **FIGURES})
         if step % 5 == 0:
             log.metrics({"step": step, "tokens": step * STEP_TOKENS, "eval/loss": 3.0 / step})
             sample = {"step": step, "tokens": step * STEP_TOKENS, "prompt_number": 0, "seed": 1}

@@ -7,10 +7,13 @@ No traceback, no hang, and nothing is written by a refusal. The soak test tries 
 
 import contextlib
 import io
+import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,9 @@ from zerolm.upload.uploader import _read_sent_list
 from zerolm.watchdog import progress, verdict
 
 HANG_SECONDS = 60
+METRICS = "run/metrics.jsonl"
+ODD_NUMBERS = ["0", "-1", "1e-300", "1e300", "9" * 30]
+NO_NUMBERS = ["null", "NaN", "-Infinity", "1e999"]
 FEW, MANY = 25, int(os.environ.get("ZEROLM_DAMAGE_EXAMPLES", "2000"))
 
 
@@ -239,6 +245,22 @@ def test_each_file_that_is_no_file_of_ours_is_survived(base, what) -> None:
 
 def test_random_damage_to_any_file_is_survived(base) -> None:
     check_examples(base, files_in(base), FEW, survives)
+
+
+@pytest.mark.parametrize("number", [*ODD_NUMBERS, *NO_NUMBERS])
+def test_any_number_in_the_metrics_is_survived(base, number) -> None:
+    lines = (base / METRICS).read_text().splitlines()
+    for key in {key for line in lines for key in json.loads(line)}:
+        number_of_key = partial(re.sub, rf'("{key}": )[^,}}]+', rf"\g<1>{number}")
+        for where in (slice(None), slice(10, 11), slice(12, 13)):  # all; a step; an evaluation
+            changed = lines.copy()
+            changed[where] = map(number_of_key, lines[where])
+            (base / METRICS).write_text("\n".join(changed) + "\n")
+            for words in (("status",), ("status", "--json")):
+                code, output = call(*words, base / "run")
+                assert code == 0, f"{key}: {output}"
+            render(report_data([read_run(base / "run")]))
+    (base / METRICS).write_text("\n".join(lines) + "\n")
 
 
 @pytest.mark.soak

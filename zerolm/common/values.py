@@ -5,6 +5,7 @@ which the caller adds the name and the value of the setting.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -105,7 +106,9 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as 1d02h03m, 2h03m, 3m04s or 5s."""
+    """Format seconds as 1d02h03m, 2h03m, 3m04s or 5s; as unknown if they are not finite."""
+    if not math.isfinite(seconds):
+        return "unknown"
     minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

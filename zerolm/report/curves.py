@@ -27,10 +27,11 @@ class Curves:
         if self.steps and step < self.steps[-1]:
             self._truncate(step)
         seconds = self.seconds[-1] if self.seconds else 0.0
-        if isinstance(row.get("throughput/step_seconds"), (int, float)):
+        of_step = row.get("throughput/step_seconds")
+        if isinstance(of_step, (int, float)) and math.isfinite(of_step):
             timed, _ = self.columns.get("throughput/step_seconds", ((), ()))
             before = self.steps[timed[-1]] if timed else 0
-            seconds += row["throughput/step_seconds"] * max(0, step - before)
+            seconds += of_step * max(0, step - before)
         line = len(self.steps)
         self.steps.append(step)
         self.tokens.append(row["tokens"])

@@ -92,7 +92,7 @@ class RunHistory:
     def seconds_left(self) -> float | None:
         """Return the seconds of training left, at the mean speed of the last lines."""
         speeds = self.curves.values("throughput/tokens_per_second")[-20:]
-        if not speeds or self.total_tokens is None:
+        if self.total_tokens is None or sum(speeds) <= 0:
             return None
         return max(0, self.total_tokens - self.tokens) / (sum(speeds) / len(speeds))
 
