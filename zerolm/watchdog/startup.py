@@ -37,7 +37,8 @@ def parts(launcher: processes.Process | None) -> dict[str, float]:
     ends = {}
     if launcher is not None:
         node_launcher = processes.inspect_process(own.parent)
-        if node_launcher is not None and node_launcher.pid != launcher.pid:
+        # A killed node launcher leaves this process to the machine's first one, which is older.
+        if node_launcher is not None and node_launcher.start_ticks > launcher.start_ticks:
             ends["deepspeed"] = node_launcher.start_ticks / TICKS
         ends["node launcher"] = created
     ends |= _ends

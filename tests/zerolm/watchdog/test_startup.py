@@ -3,12 +3,14 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.supervise.downtime import downtime
 from tests.zerolm.report.run_directories import heartbeat
+from zerolm.common import processes
 from zerolm.common.run_files import RunFiles
 from zerolm.watchdog import startup
 
@@ -58,6 +60,14 @@ def test_a_recovery_is_the_sum_of_its_parts(tmp_path, monkeypatch) -> None:
     assert list(parts) == ["noticed", "ended", "pause", "imports", "first step", "repeated steps"]
     assert parts["pause"] == pytest.approx(3.0, abs=0.1)
     assert seconds == pytest.approx(sum(parts.values()))
+
+
+def test_an_older_parent_is_not_the_node_launcher(monkeypatch) -> None:
+    monkeypatch.setattr(startup, "_ends", {})
+    own = processes.inspect_process(os.getpid())
+    assert list(startup.parts(replace(own, pid=own.parent - 1))) == ["node launcher"]
+    older = replace(own, start_ticks=0)
+    assert list(startup.parts(older)) == ["deepspeed", "node launcher"]
 
 
 def test_the_fault_is_the_last_progress_of_any_rank(tmp_path) -> None:
