@@ -232,10 +232,10 @@ class KilledRun:
         if kind.restarted_by == "us":
             self.run.process.wait(timeout=REPORT_SECONDS)
         if kind.sign:
-            self.wait(lambda: bool(self.printed(sign, before)), REPORT_SECONDS)
+            self.wait(lambda: self.is_reported(kill, sign, before), REPORT_SECONDS)
             kill.report = self.printed(sign, before)
             kill.reported_seconds = round(time.monotonic() - began, 2)
-            if not kill.report:
+            if not self.is_reported(kill, sign, before):
                 self.problems.append(f"{kill.kind} in step {kill.at_step}: not reported")
         if kill.kind == "while starting":
             self.kills.append(dataclasses.replace(kill, kind="one rank"))
@@ -257,6 +257,14 @@ class KilledRun:
             if len(resumed) > before.resumes:
                 kill.lost_steps = kill.at_step - resumed[-1]["step"]
         self.check_failures(kill, before, self.state())
+
+    def is_reported(self, kill: Kill, sign: str, before: State) -> bool:
+        """Return whether a kill is reported, or another fault that was injected just before."""
+        if self.printed(sign, before):
+            return True
+        now = self.state()
+        others = now.injected - before.injected - kill.is_injected
+        return others > 0 and now.failures > before.failures
 
     def check_failures(self, kill: Kill, before: State, after: State) -> None:
         """Note failures that neither the kill nor a fault that was injected meanwhile explains."""
