@@ -1,10 +1,11 @@
-"""`Spare`: starts and asks the process that has the imports of the next launch done.
+"""`Spare`: starts and asks the process that does the imports of the next launch.
 
 Only for launches of `deepspeed` with this Python. Whatever is wrong with it, the launch is started
 in the ordinary way. It costs the memory of one rank without a model, about 0.3 GB, most of which
 the ranks that it forks share.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -20,13 +21,21 @@ from typing import Any
 
 import psutil
 
+from launch.command.deepspeed_command import launcher_option
 from launch.supervise import spare_process
-from launch.supervise.spare_process import PADDING_BYTES, PR_SET_PDEATHSIG, RUNNER, Forked
+from launch.supervise.spare_process import (
+    NO_RESTS,
+    PADDING_BYTES,
+    PR_SET_PDEATHSIG,
+    RUNNER,
+    Forked,
+)
 from zerolm.common import processes
 from zerolm.common.values import shown_bytes
 
 PR_SET_CHILD_SUBREAPER = 36
 REPLY_SECONDS = 10.0
+IMPORT_SECONDS = 60.0  # then a launch no longer waits for the imports
 MIN_FREE_BYTES = 2 << 30  # below this no spare is started
 
 
@@ -35,10 +44,11 @@ class Spare:
 
     Args:
         modules: file with the names of the modules to import, a JSON list that rank 0 writes.
+        forkable: written as soon as a process that has imported them can be forked.
     """
 
-    def __init__(self, modules: Path):
-        self.modules = modules
+    def __init__(self, modules: Path, forkable: Path):
+        self.modules, self.forkable = modules, forkable
         self.process: subprocess.Popen[bytes] | None = None
         self.problem: str | None = None  # why there is none, and will be none
         self._channel: socket.socket | None = None
@@ -60,6 +70,11 @@ class Spare:
             return f"no spare process: {self.problem}" if self.problem else None
         return None
 
+    def prepare(self, command: Sequence[str]) -> None:
+        """Start the process if none is running, and one could be forked in an earlier start."""
+        if self.process is None and self.problem is None and self.forkable.exists():
+            self._start_for(command)
+
     def _start_for(self, command: Sequence[str]) -> None:
         if runner_arguments(command) is None:
             self.problem = "the command does not start deepspeed with this Python"
@@ -80,9 +95,12 @@ class Spare:
         self._channel, self._ready = own, False
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str]) -> Forked | None:
-        """Fork a launch and return its process; None if there is no spare that can."""
+        """Fork a launch and return its process; None if there is no spare that can.
+
+        Waits for imports that have begun: they are done before those of the launch itself would be.
+        """
         arguments = runner_arguments(command)
-        if arguments is None or not self._is_ready() or self._channel is None:
+        if arguments is None or not self._finish_imports(command) or self._channel is None:
             return None
         content = json.dumps(
             {"command": list(command), "arguments": arguments, "environment": dict(environment),
@@ -106,6 +124,15 @@ class Spare:
             os.close(write)
         return launched
 
+    def _finish_imports(self, command: Sequence[str]) -> bool:
+        """Return whether the process is ready; wait until it is if its ranks are on this host."""
+        is_local = not any(launcher_option(command, name) for name in ("-H", "--hostfile"))
+        if self._channel is not None and not self._ready and is_local:
+            with contextlib.suppress(OSError):
+                self._channel.sendall(NO_RESTS)
+            select.select([self._channel], [], [], IMPORT_SECONDS)
+        return self._is_ready()
+
     def _is_ready(self) -> bool:
         if self._channel is not None and not self._ready:
             if not select.select([self._channel], [], [], 0)[0]:
@@ -115,6 +142,8 @@ class Spare:
             except (OSError, ValueError):
                 message = {"declined": "it has ended"}
             self._ready, self.problem = "ready" in message, message.get("declined")
+            with contextlib.suppress(OSError):
+                self.forkable.touch() if self._ready else self.forkable.unlink(missing_ok=True)
             if self.problem is not None:
                 self.end()
         return self._ready

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ ADOPTION_SECONDS = 5.0
 POLL_SECONDS = 0.002
 # Fields of /proc/PID/stat after the name: where the arguments and the environment begin and end.
 ARGUMENTS, ENVIRONMENT = 45, 47
+NO_RESTS = b"no rests"  # a message, as long as the size that begins a request
 PADDING_BYTES = 1 << 15  # of arguments, so that those of a rank fit in their place
 
 Job = Callable[[], Any]
@@ -83,7 +85,7 @@ def main(argv: Sequence[str]) -> Job:
     channel, oom_score = socket.socket(fileno=int(argv[0])), _read_oom_score()
     _write_oom_score(1000)  # without memory the kernel kills this process first
     before = dict(os.environ)
-    _import(json.loads(Path(argv[1]).read_text()))
+    _import(json.loads(Path(argv[1]).read_text()), channel)
     set_by_imports = {key: text for key, text in os.environ.items() if before.get(key) != text}
     files = _file_states()
     if problem := _unsafe():
@@ -107,15 +109,18 @@ def main(argv: Sequence[str]) -> Job:
     sys.exit(0)
 
 
-def _import(names: Sequence[str]) -> None:
-    """Import modules, resting as long as it takes, for the sake of the run that is training."""
+def _import(names: Sequence[str], channel: socket.socket) -> None:
+    """Import modules, resting as long as it takes, for the sake of the run that is training.
+
+    Without rests as soon as the supervisor has sent something: it waits.
+    """
     for name in [RUNNER, NODE_LAUNCHER, *names]:
         if name.partition(".")[0] in OWN:
             continue
         start = time.monotonic()
         with contextlib.suppress(Exception):  # names that other modules have added to sys.modules
             importlib.import_module(name)
-        time.sleep(min(time.monotonic() - start, 1.0))
+        select.select([channel], [], [], min(time.monotonic() - start, 1.0))
 
 
 def _unsafe() -> str | None:
@@ -155,7 +160,9 @@ def _reply(channel: socket.socket, **message: Any) -> None:
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], int] | None:
     """Return the next request and the descriptor for the output; None if the supervisor ended."""
-    size, descriptors, *_ = socket.recv_fds(channel, 8, 1)
+    size = NO_RESTS
+    while size == NO_RESTS:
+        size, descriptors, *_ = socket.recv_fds(channel, 8, 1)
     if not size:
         return None
     content = b""

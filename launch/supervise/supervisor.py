@@ -76,7 +76,8 @@ class Supervisor:
         self.run_dir = run_directory(self.command)
         self.restarts = Restarts(policy, self.run_dir)
         self.identity = secrets.token_hex(8)
-        self.spare = Spare(RunFiles(self.run_dir).modules)
+        files = RunFiles(self.run_dir)
+        self.spare = Spare(files.modules, files.forkable)
         self.attempts = 0
         self.corrupt_hosts: set[str] = set()
         self.signals: list[int] = []
@@ -187,6 +188,7 @@ class Supervisor:
     def _start(self, command: list[str]) -> Attempt:
         self.log(f"attempt {self.attempts}: {' '.join(command)}")
         mark = f"{self.identity}-{self.attempts}"
+        self._guarded("start a spare process", self.spare.prepare, self.command)
         attempt = Attempt(command, mark, self.run_dir, spare=self.spare)
         if isinstance(attempt.process, Forked):
             self.log("started from the spare process")

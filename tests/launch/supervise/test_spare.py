@@ -41,7 +41,7 @@ def spare(tmp_path):
     (tmp_path / "modules.json").write_text(
         '["colorsys", "no_such_module", "zerolm.common.files", "edited_library"]'
     )
-    found = Spare(tmp_path / "modules.json")
+    found = Spare(tmp_path / "modules.json", tmp_path / "forkable")
     yield found
     found.end()
 
@@ -88,12 +88,17 @@ def test_a_forked_launch_is_like_a_started_one(spare, tmp_path, monkeypatch) -> 
     command = deepspeed(write_script(tmp_path))
     monkeypatch.setenv("CODE", "0")
     monkeypatch.setenv("SHOWN", str(tmp_path / "shown"))
-    assert "has imported" in wait_for(spare, command)
+    spare.prepare(command)
+    assert spare.process is None, "no process with these modules was ever forked"
+    assert spare.tick(command) is None, "it has begun to import, and the launch waits for it"
     monkeypatch.setenv("NEW", "set after the spare was started")
-    started, code, imported = launch(command, tmp_path, None, 1)
-    assert (code, imported) == (0, False)
     forked, code, imported = launch(command, tmp_path, spare, 2)
     assert (code, imported) == (0, True)
+    spare.end()
+    spare.prepare(command)
+    assert spare.process is not None
+    started, code, imported = launch(command, tmp_path, None, 1)
+    assert (code, imported) == (0, False)
     marks = [[one for one in rank["environ"] if "SUPERVISOR" in one] for rank in (started, forked)]
     assert marks == [[f"{processes.SUPERVISOR}=test-{os.getpid()}-{n}"] for n in (1, 2)]
     for rank in (started, forked):
@@ -152,7 +157,7 @@ def test_the_spare_ends_with_its_supervisor(tmp_path) -> None:
     modules.write_text("[]")
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom launch.supervise.spare import Spare\n"
-        f"spare = Spare(Path({str(modules)!r}))\n"
+        f"spare = Spare(Path({str(modules)!r}), Path({str(tmp_path / 'forkable')!r}))\n"
         "spare.tick([sys.executable, '-m', 'deepspeed.launcher.runner'])\n"
         "print(spare.process.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
