@@ -28,6 +28,7 @@ from tests import ROOT
 from tests.damaged_runs import OBJECTS, Damage, command, damages, make_run
 from zerolm.__main__ import main
 from zerolm.checkpoint import load, rollback
+from zerolm.checkpoint.manifest import manifest_digest
 from zerolm.common.errors import EXIT_REFUSED, ZerolmError
 from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow
 from zerolm.common.run_files import MANIFEST, RunFiles
@@ -245,6 +246,16 @@ def test_each_file_that_is_no_file_of_ours_is_survived(base, what) -> None:
 
 def test_random_damage_to_any_file_is_survived(base) -> None:
     check_examples(base, files_in(base), FEW, survives)
+
+
+def test_a_manifest_without_any_of_its_keys_is_survived(base) -> None:
+    name = f"run/checkpoints/step-00000015/{MANIFEST}"
+    manifest = json.loads((base / name).read_text())
+    for key in manifest:
+        changed = {each: value for each, value in manifest.items() if each != key}
+        changed["digest"] = manifest_digest(changed)
+        text = json.dumps(changed)
+        survives(base, Damage(name, f"without {key}", partial(Path.write_text, data=text)))
 
 
 @pytest.mark.parametrize("number", [*ODD_NUMBERS, *NO_NUMBERS])

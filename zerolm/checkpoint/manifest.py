@@ -100,19 +100,19 @@ class _Required(TypedDict):
     digest: str
     progress: Progress
     files: list[ListedFile]
-
-
-class Manifest(_Required, total=False):
-    """The content of a manifest. The last keys are absent in checkpoints of early releases."""
-
-    lists: list[FileList]
     world_size: Count
     zero_stage: Count
     optimizer: str
     data_fingerprint: str
     precision: str
-    versions: dict[str, str]
     model_config: dict[str, Any]
+
+
+class Manifest(_Required, total=False):
+    """The content of a manifest. Its own keys are absent in checkpoints of early releases."""
+
+    lists: list[FileList]
+    versions: dict[str, str]
     cut: dict[str, Any]
     order: dict[str, Any]
     probe: _Probe | None

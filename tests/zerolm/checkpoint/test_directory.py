@@ -8,6 +8,7 @@ import pytest
 import xxhash
 
 from tests.launching import ROOT, environment
+from tests.manifests import WRITTEN
 from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint import rollback
 from zerolm.checkpoint.directory import candidates, locate, publish
@@ -39,6 +40,7 @@ def fill(run_dir: Path, step: int, tokens: int = 0) -> tuple[Path, dict]:
     return temporary, {
         "format": FORMAT,
         "version": VERSION,
+        **WRITTEN,
         "world_size": 2,
         "zero_stage": 2,
         "optimizer": topology.optimizer_kind(ADAMW),

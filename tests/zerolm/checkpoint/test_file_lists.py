@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tests.manifests import WRITTEN
 from zerolm.checkpoint import checksums, directory, file_lists
 from zerolm.checkpoint.directory import publish, read, verify_files
 from zerolm.checkpoint.file_lists import LISTED_RANKS, pieces
@@ -34,7 +35,7 @@ def write(run_dir: Path, num_ranks: int, step: int = 5) -> Path:
         entry["xxh3_128"] = xxhash.xxh3_128_hexdigest(content)
         entries.append(entry if rank is None else {**entry, "rank": rank})
     manifest = {
-        "format": FORMAT, "version": VERSION, "world_size": num_ranks, "zero_stage": 2,
+        "format": FORMAT, "version": VERSION, **WRITTEN, "world_size": num_ranks, "zero_stage": 2,
         "progress": vars(Progress(step=step)),
         "files": sorted(entries, key=lambda entry: entry["file"]),
     }  # fmt: skip

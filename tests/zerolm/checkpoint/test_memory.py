@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.manifests import FACTS
 from tests.zerolm.checkpoint.test_writer import Engine, group, run_dir
 from zerolm.checkpoint import load, memory
 from zerolm.checkpoint.manifest import Progress
@@ -42,7 +43,7 @@ def connect(run_dir: Path) -> memory.MemoryCopies:
 
 
 def copy(writer: CheckpointWriter, copies: memory.MemoryCopies, step: int) -> Outcome:
-    writer.copy_to_memory(Progress(step=step), copies)
+    writer.copy_to_memory(Progress(step=step), copies, **FACTS)
     outcome = writer.finish()
     assert outcome is not None and outcome.in_memory
     return outcome
@@ -65,7 +66,7 @@ def test_the_newest_copy_is_taken_unless_a_checkpoint_on_disk_is_newer(run_dir) 
         assert copy(writer, copies, step).error is None
         assert names(copies.directory) == [f"step-{step:08d}"], "the older one is removed"
         assert newest(connect(run_dir), run_dir) == step
-    writer.save(Progress(step=10))
+    writer.save(Progress(step=10), **FACTS)
     assert writer.finish() is not None
     assert newest(copies, run_dir) is None and names(copies.directory) == []
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.manifests import WRITTEN
 from zerolm.checkpoint import directory, rollback, rotation
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
@@ -20,7 +21,7 @@ def add_checkpoint(run_dir: Path, step: int, **more) -> Path:
     directory = run_dir / "checkpoints" / f"step-{step:08d}"
     directory.mkdir(parents=True)
     progress = vars(Progress(step=step, position=8 * step, tokens=256 * step, **more))
-    manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": []}
+    manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": [], **WRITTEN}
     manifest["digest"] = manifest_digest(manifest)
     (directory / "MANIFEST.json").write_text(json.dumps(manifest))
     (run_dir / "checkpoints" / "latest").write_text(directory.name + "\n")

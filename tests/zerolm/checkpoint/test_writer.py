@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.manifests import FACTS
 from zerolm.checkpoint import save_job
 from zerolm.checkpoint.directory import newest, read, verify_files
 from zerolm.checkpoint.file_writer import write_hashed
@@ -48,7 +49,7 @@ def run_dir(tmp_path) -> Path:
 
 
 def save(writer: CheckpointWriter, step: int) -> Outcome:
-    writer.save(Progress(step=step))
+    writer.save(Progress(step=step), **FACTS)
     outcome = writer.finish()
     assert outcome is not None
     return outcome

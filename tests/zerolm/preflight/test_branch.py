@@ -10,6 +10,7 @@ import pytest
 
 from launch.__main__ import main
 from tests.launching import LLAMA, write_json
+from tests.manifests import WRITTEN
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, shards, write_record
 from tests.zerolm.pretrained.small_models import save_model
 from zerolm.checkpoint import branch, directory
@@ -36,6 +37,7 @@ def add_checkpoint(run_dir, plan, step):
     listed["sha256"] = sha256_file(temporary / "states.pt")
     progress = Progress(step=step, position=16 * step, tokens=STEP_TOKENS * step)
     manifest = {
+        **WRITTEN,
         "format": FORMAT, "version": VERSION, "files": [listed], "progress": vars(progress),
         "world_size": plan.world_size, "zero_stage": plan.profile.zero_stage,
         "optimizer": topology.optimizer_kind(plan.profile), "precision": plan.profile.precision,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.launching import LLAMA, write_json
+from tests.manifests import WRITTEN
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_record
 from zerolm.checkpoint import directory
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
@@ -60,6 +61,7 @@ def add_checkpoint(run_dir, plan, position=16, **cut):
     temporary.mkdir(parents=True)
     progress = Progress(step=5, position=position, tokens=32 * position)
     manifest = {
+        **WRITTEN,
         "format": FORMAT, "version": VERSION, "files": [], "progress": vars(progress),
         "world_size": plan.world_size, "zero_stage": plan.profile.zero_stage,
         "optimizer": topology.optimizer_kind(plan.profile),

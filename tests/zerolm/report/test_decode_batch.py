@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.launching import ROOT, environment, write_json
+from tests.manifests import WRITTEN
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.data.order import Order
 from zerolm.shards.reader import open_source
@@ -116,7 +117,7 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     directory = run_dir / "checkpoints" / "step-00000007"
     directory.mkdir(parents=True)
     progress = vars(Progress(step=7, position=100))
-    manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": []}
+    manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": [], **WRITTEN}
     write_json(directory / "MANIFEST.json", {**manifest, "digest": manifest_digest(manifest)})
     done = call("-m", "zerolm", "decode-batch", run_dir, "--step", 9)
     assert list(sequences_of(done.stdout)) == [116, 117, 118, 119]

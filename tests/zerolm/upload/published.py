@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+from tests.manifests import WRITTEN
 from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.common.files import sha256_file
@@ -20,6 +21,7 @@ def publish(run_dir: Path, step: int, size: int = 1000, **progress: int) -> Path
         path.write_bytes(random.randbytes(size))
         files.append({"file": name, "size_bytes": size, "sha256": sha256_file(path)})
     manifest = {
+        **WRITTEN,
         "format": FORMAT,
         "version": VERSION,
         "world_size": 2,
