@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from launch.supervise.attempt import Attempt
 from launch.supervise.restarts import Policy, Restarts
 from tests import ROOT
-from tests.damaged_runs import OBJECTS, Damage, command, damages, make_run
+from tests.damaged_runs import NOISE, OBJECTS, Damage, command, damages, make_run
 from zerolm.__main__ import main
 from zerolm.checkpoint import load, rollback
 from zerolm.checkpoint.manifest import manifest_digest
@@ -248,6 +248,27 @@ def test_random_damage_to_any_file_is_survived(base) -> None:
     check_examples(base, files_in(base), FEW, survives)
 
 
+def shown(base: Path, what: str) -> None:
+    """Check that `status` and the report show a run."""
+    for words in (("status",), ("status", "--json")):
+        code, output = call(*words, base / "run")
+        assert code == 0, f"{what}: {output}"
+    json.loads(output, parse_constant=lambda name: pytest.fail(f"{what}: {name} is no JSON"))
+    render(report_data([read_run(base / "run")]))
+
+
+@pytest.mark.parametrize("number", ["-1", "1e999"])
+def test_any_number_in_the_events_is_survived(base, number) -> None:
+    path = base / "run" / "events.jsonl"
+    lines = path.read_text().splitlines()
+    for index, line in enumerate(lines):
+        for key in json.loads(line):
+            changed = json.dumps({**json.loads(line), key: NOISE}).replace(f'"{NOISE}"', number)
+            path.write_text("\n".join([*lines[:index], changed, *lines[index + 1 :]]) + "\n")
+            shown(base, f"{number} for {key} of event {index}")
+    path.write_text("\n".join(lines) + "\n")
+
+
 def test_a_manifest_without_any_of_its_keys_is_survived(base) -> None:
     name = f"run/checkpoints/step-00000015/{MANIFEST}"
     manifest = json.loads((base / name).read_text())
@@ -267,10 +288,7 @@ def test_any_number_in_the_metrics_is_survived(base, number) -> None:
             changed = lines.copy()
             changed[where] = map(number_of_key, lines[where])
             (base / METRICS).write_text("\n".join(changed) + "\n")
-            for words in (("status",), ("status", "--json")):
-                code, output = call(*words, base / "run")
-                assert code == 0, f"{key}: {output}"
-            render(report_data([read_run(base / "run")]))
+            shown(base, f"{number} for {key}")
     (base / METRICS).write_text("\n".join(lines) + "\n")
 
 

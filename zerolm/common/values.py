@@ -83,6 +83,26 @@ def parse_bytes(value: Any) -> int:
     return parse_count(value)
 
 
+def strict_json(value: Any, **options: Any) -> str:
+    """Return a value as JSON that every parser reads: numbers that are not finite become null.
+
+    Args:
+        options: of `json.dumps`.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def parse_duration(value: Any) -> float:
     """Parse `3h50m`, `90s`, `2d` or a number of seconds; return seconds."""
     text = str(value).strip().lower()

@@ -8,7 +8,6 @@ Standard library only.
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import write_atomically
 from zerolm.common.run_files import RunFiles
+from zerolm.common.values import strict_json
 from zerolm.report.report_data import report_data
 from zerolm.report.run_history import read_runs
 
@@ -73,7 +73,7 @@ def render(data: Json) -> str:
 
 def json_in_html(data: Json) -> str:
     """Return JSON that cannot close the HTML element it is placed in."""
-    text = json.dumps(data, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    text = strict_json(data, ensure_ascii=True, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

@@ -6,7 +6,6 @@ s for 40,000 lines of 80 metrics).
 """
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common import events
-from zerolm.common.values import count, duration
+from zerolm.common.values import count, duration, strict_json
 from zerolm.config.run_records import lineage
 from zerolm.report.event_list import merged
 from zerolm.report.run_history import RunHistory, read_runs, seconds_of
@@ -43,7 +42,7 @@ def print_status(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> Non
     """
     if as_json:
         for run in read_runs(run_dirs):
-            print(json.dumps(status_of(run)))
+            print(strict_json(status_of(run)))
         return
     with contextlib.suppress(KeyboardInterrupt):
         (_show_live if sys.stdout.isatty() else _show_plain)(run_dirs, watch)
