@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launching import ROOT, environment
-from tests.soak.kills import KINDS, SAVE_INTERVAL, Kill
+from tests.soak.kills import KINDS, SAVE_INTERVAL, Kill, named
 from tests.soak.strike import FULL, POLL_SECONDS, kill_marked, strike, strike_the_start, words
 from tests.supervised import Supervised
 from zerolm.checkpoint import memory
@@ -228,7 +228,7 @@ class KilledRun:
         if not kill.is_injected and not strike(kill, self.run, self.rng):
             return
         kill.at_step = kill.step if kill.is_injected else before.step
-        sign = kind.sign.format(rank=kill.rank)
+        sign = kind.sign.format(rank=named(kill.rank, self.ranks))
         if kind.restarted_by == "us":
             self.run.process.wait(timeout=REPORT_SECONDS)
         if kind.sign:

@@ -20,7 +20,8 @@ class Kind:
     Attributes:
         about: its line in the table.
         restarted_by: who starts the run again; `nobody`: it goes on.
-        sign: regular expression of what must be printed after it; {rank} is the rank that was hit.
+        sign: regular expression of what must be printed after it; {rank} names the rank that was
+            hit. Nobody else can name the rank of a run that has only one.
         fault: injected by `zerolm.common.faults`, as `point:{rank}:{step}:action`.
     """
 
@@ -31,7 +32,7 @@ class Kind:
 
 
 FAILED = r"supervise:   "
-NAMED = r"supervise:   rank {rank} on "
+NAMED = r"supervise:   {rank} "
 KINDS = {
     "one rank": Kind("SIGKILL to a rank", "supervisor", NAMED),
     "all ranks": Kind("SIGKILL to all ranks at once", "supervisor", FAILED),
@@ -55,13 +56,18 @@ KINDS = {
         "SIGKILL to a process of the restart that follows a kill", "supervisor", FAILED
     ),
     "supervisor": Kind("SIGKILL to the supervisor, started again at once", "us"),
-    "stop": Kind("SIGTERM to the supervisor", "us", r"supervise: stopped on request"),
+    "stop": Kind("SIGTERM to the supervisor", "us", r"supervise: stop(ped on request| requested)"),
     "machine": Kind("SIGKILL to all processes at once", "us"),
     "tracker": Kind("SIGKILL to a process of W&B or TensorBoard", "nobody"),
     "report": Kind("SIGKILL to the process that writes the report", "nobody"),
     "full disk": Kind("the disk of the run directory is full for a while", "nobody",
                       r"[Nn]o space|checkpoint_failed|needs .*, has "),
 }  # fmt: skip
+
+
+def named(rank: int, num_ranks: int) -> str:
+    """Return a regular expression of how a failure names a rank."""
+    return f"rank {rank} on" if num_ranks > 1 else "(rank 0 on|a rank ended|every rank is)"
 
 
 @dataclass

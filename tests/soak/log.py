@@ -64,7 +64,7 @@ def table(chunks: Sequence[Chunk], command: str) -> str:
         "| part | number | median | 95% |", "|---|---|---|---|",
         *(_seconds_row(part, values) for part, values in _parts(kills).items()),
         *(_seconds_row(part, values) for part, values in _recoveries(chunks).items()), "",
-        *_problems(chunks),
+        *_problems(chunks), *_notes(chunks),
     ]  # fmt: skip
     return "\n".join(lines).rstrip() + "\n"
 
@@ -123,3 +123,9 @@ def _problems(chunks: Sequence[Chunk]) -> list[str]:
         for line in [*chunk["differences"][:3], *chunk["problems"]]
     ]
     return ["## Differences and problems", "", *(lines or ["None."]), ""]
+
+
+def _notes(chunks: Sequence[Chunk]) -> list[str]:
+    """Return what was added to the log by hand."""
+    notes = [f"- chunk {chunk['chunk']}: {chunk['note']}" for chunk in chunks if "note" in chunk]
+    return ["## Notes", "", *notes] if notes else []

@@ -52,7 +52,8 @@ def strike_the_start(kill: Kill, run: Supervised, rng: random.Random) -> None:
 
 
 def send(kill: Kill, run: Supervised, pid: int, number: int = signal.SIGKILL) -> bool:
-    kill.detail = " ".join(words(pid)).replace(str(run.run_dir.parent), "")[-80:]
+    shown = " ".join(words(pid)).replace(str(run.run_dir.parent), "")
+    kill.detail = re.sub(r"/\S*/", "", shown)[-80:]  # without directories of this machine
     return processes.signal_marked(pid, number, run.mark)
 
 
