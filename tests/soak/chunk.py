@@ -22,6 +22,7 @@ from zerolm.common.jsonl import EventRow
 
 START_SECONDS = 600.0  # until a start has done its first step: --compile on a loaded machine
 REPORT_SECONDS = 300.0  # a hang is reported after its timeout
+COINCIDENCE_SECONDS = 10.0  # between a kill and a fault of which only one is reported
 QUIET_SECONDS = 45.0  # for what need not be reported
 DONE_SECONDS = 3600.0
 TAIL_BYTES = 1 << 14
@@ -222,7 +223,7 @@ class KilledRun:
         Args:
             before: the kill; of one that is injected it may be some seconds old.
         """
-        kind, began = KINDS[kill.kind], time.monotonic()
+        kind, began, struck_at = KINDS[kill.kind], time.monotonic(), time.time()
         if kill.is_injected and not self.has_fired(kill):
             return  # a fault before it has kept the save from getting there
         if not kill.is_injected and not strike(kill, self.run, self.rng):
@@ -232,10 +233,10 @@ class KilledRun:
         if kind.restarted_by == "us":
             self.run.process.wait(timeout=REPORT_SECONDS)
         if kind.sign:
-            self.wait(lambda: self.is_reported(kill, sign, before), REPORT_SECONDS)
+            self.wait(lambda: self.is_reported(kill, sign, before, struck_at), REPORT_SECONDS)
             kill.report = self.printed(sign, before)
             kill.reported_seconds = round(time.monotonic() - began, 2)
-            if not self.is_reported(kill, sign, before):
+            if not self.is_reported(kill, sign, before, struck_at):
                 self.problems.append(f"{kill.kind} in step {kill.at_step}: not reported")
         if kill.kind == "while starting":
             self.kills.append(dataclasses.replace(kill, kind="one rank"))
@@ -258,13 +259,18 @@ class KilledRun:
                 kill.lost_steps = kill.at_step - resumed[-1]["step"]
         self.check_failures(kill, before, self.state())
 
-    def is_reported(self, kill: Kill, sign: str, before: State) -> bool:
-        """Return whether a kill is reported, or another fault that was injected just before."""
+    def is_reported(self, kill: Kill, sign: str, before: State, struck_at: float) -> bool:
+        """Return whether a kill is reported, or a fault that was injected at the same moment.
+
+        Args:
+            struck_at: when the kill happened, on the clock of `time.time`.
+        """
         if self.printed(sign, before):
             return True
-        now = self.state()
-        others = now.injected - before.injected - kill.is_injected
-        return others > 0 and now.failures > before.failures
+        own = kill.detail.replace(":", "-")
+        fired = [path.stat().st_mtime for path in self.once.iterdir() if path.name != own]
+        coincides = any(abs(at - struck_at) < COINCIDENCE_SECONDS for at in fired)
+        return coincides and self.state().failures > before.failures
 
     def check_failures(self, kill: Kill, before: State, after: State) -> None:
         """Note failures that neither the kill nor a fault that was injected meanwhile explains."""

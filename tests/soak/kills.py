@@ -56,7 +56,7 @@ KINDS = {
         "SIGKILL to a process of the restart that follows a kill", "supervisor", FAILED
     ),
     "supervisor": Kind("SIGKILL to the supervisor, started again at once", "us"),
-    "stop": Kind("SIGTERM to the supervisor", "us", r"supervise: stop(ped on request| requested)"),
+    "stop": Kind("SIGTERM to the supervisor", "us", r"supervise: stopped on request"),
     "machine": Kind("SIGKILL to all processes at once", "us"),
     "tracker": Kind("SIGKILL to a process of W&B or TensorBoard", "nobody"),
     "report": Kind("SIGKILL to the process that writes the report", "nobody"),
