@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,9 @@ class Campaign:
                 with self.lock:
                     log.append(self.log, entry)
                 print(shown(entry), flush=True)
+            except Exception:
+                traceback.print_exc()  # now: the pool raises it when the other chunks are done
+                raise
             finally:
                 self.running.discard(number)
 
