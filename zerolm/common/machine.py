@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from zerolm.common import processes
 from zerolm.common.errors import ConfigError
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
@@ -125,7 +126,8 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
     """Return the locks of operator builds in torch's extension cache: (stale, possibly in use).
 
     A rank that is killed while it builds an operator leaves its lock behind, and every later rank
-    waits for it forever, silently. A running build writes files beside its lock.
+    waits for it forever, silently. A running build writes files beside its lock, and its compiler
+    runs in their directory.
     """
     cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
     root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
@@ -137,7 +139,10 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
         except (OSError, ValueError):  # the build ended meanwhile
             continue
         # A time far in the future is from before the clock was set back: no build is that long.
-        (stale if abs(time.time() - newest) > STALE_BUILD_SECONDS else fresh).append(lock)
+        is_idle = abs(time.time() - newest) > STALE_BUILD_SECONDS
+        (stale if is_idle and not processes.is_working_directory(lock.parent) else fresh).append(
+            lock
+        )
     return stale, fresh
 
 

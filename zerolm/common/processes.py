@@ -111,6 +111,15 @@ def files_in_use(paths: Collection[Path]) -> set[Path]:
     return used & set(paths)
 
 
+def is_working_directory(directory: Path) -> bool:
+    """Return whether a process of this user runs in a directory."""
+    for pid in all_pids():
+        with contextlib.suppress(OSError):  # it has ended, or is of another user
+            if (PROC / str(pid) / "cwd").readlink() == directory.resolve():
+                return True
+    return False
+
+
 # ---- Marks
 
 

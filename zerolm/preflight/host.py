@@ -70,7 +70,7 @@ def detect(
         found.problems.append(problem)
     if not settings.check:
         found.problems += slurm_problems(environment)
-    _check_build_locks(environment, found)
+    _clear_build_locks(environment, settings.check, found)
     _check_shared_resources(environment, found)
     world_size = int(environment.get("WORLD_SIZE", 1))
     problem = limits.file_limit_problem(world_size, device.is_gpu)
@@ -92,13 +92,26 @@ def slurm_problems(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _check_build_locks(environment: Mapping[str, str], found: Findings) -> None:
-    """Refuse stale locks of builds of DeepSpeed operators; report locks of running builds."""
+def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Findings) -> None:
+    """Delete the locks of killed builds of DeepSpeed operators; report those of running builds.
+
+    The first rank of a host deletes them: no rank builds before all ranks have been checked.
+    """
     stale, fresh = machine.build_locks(environment)
-    found.problems += [
-        f"{lock}: left by a build that was killed: every rank would wait for it forever. Delete it."
-        for lock in stale
-    ]
+    if environment.get("LOCAL_RANK", "0") != "0":
+        stale = []
+    for lock in stale:
+        try:
+            if not is_check:
+                lock.unlink(missing_ok=True)
+        except OSError as error:
+            found.problems.append(
+                f"{lock}: left by a build that was killed, and cannot be deleted "
+                f"({error.strerror}): every rank would wait for it forever. Delete it."
+            )
+            continue
+        done = "the run will delete it" if is_check else "deleted"
+        found.notices.append(f"{lock}: left by a build that was killed: {done}")
     found.notices += [
         f"{lock}: another process is building a DeepSpeed operator, and runs that use it wait. If "
         f"there is no such process, delete the lock"

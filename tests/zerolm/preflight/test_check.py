@@ -1,9 +1,11 @@
 """Invalid input is refused with one line per problem, and nothing is written."""
 
+import errno
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,17 +190,47 @@ def test_invalid_launcher_environment_is_refused(inputs):
     assert "environment: WORLD_SIZE: 'many'" in problem
 
 
-def test_stale_build_lock_is_refused_and_a_fresh_one_is_reported(inputs, tmp_path):
-    for name, age in (("cpu_adam", 3600), ("shm_comm", 0)):
-        lock = tmp_path / name / "lock"
+def test_lock_of_a_killed_build_is_deleted_by_the_first_rank_and_others_are_reported(
+    inputs, tmp_path
+):
+    locks = {name: tmp_path / name / "lock" for name in ("cpu_adam", "fused_adam", "shm_comm")}
+    for name, lock in locks.items():
         lock.parent.mkdir()
         lock.touch()
+        age = 0 if name == "shm_comm" else 3600
         os.utime(lock, times=(time.time() - age,) * 2)
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+
+    def notices(*flags: str, **variables: str) -> str:
+        return "\n".join(check.check([*command(inputs), *flags], environment | variables).notices)
+
+    with subprocess.Popen(["sleep", "600"], cwd=tmp_path / "fused_adam") as build:
+        try:
+            checked, other_rank = notices("--check"), notices(LOCAL_RANK="1")
+            assert all(lock.exists() for lock in locks.values())
+            found = notices()
+        finally:
+            build.kill()
+    assert f"{locks['cpu_adam']}: left by a build that was killed: the run will" in checked
+    assert "was killed" not in other_rank
+    assert f"{locks['cpu_adam']}: left by a build that was killed: deleted" in found
+    assert f"{locks['fused_adam']}: another process is building" in found
+    assert f"{locks['shm_comm']}: another process is building" in found
+    assert not locks["cpu_adam"].exists()
+    assert locks["fused_adam"].exists() and locks["shm_comm"].exists()
+
+
+def test_lock_that_cannot_be_deleted_is_refused(inputs, tmp_path, monkeypatch):
+    def fail(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, times=(time.time() - 3600,) * 2)
+    monkeypatch.setattr(Path, "unlink", fail)
     (problem,) = refusal(inputs, "", TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert f"{tmp_path}/cpu_adam/lock" in problem and "Delete it" in problem
-    (tmp_path / "cpu_adam" / "lock").unlink()
-    plan = check.check(command(inputs), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
-    assert any(f"{tmp_path}/shm_comm/lock" in notice for notice in plan.notices)
+    assert f"{lock}: left by a build" in problem and "Permission denied" in problem
 
 
 def test_missing_device_is_refused(inputs):
