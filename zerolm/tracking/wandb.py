@@ -248,9 +248,9 @@ class WandbTracker(Tracker):
             self._alert(alert, _seconds(event))
 
     def flush(self) -> None:
-        """Mark the files of earlier starts as sent: the file of this start has all their rows."""
+        """Retire the files of earlier starts: the file of this start has all their rows."""
         if self._earlier_files:
-            wandb_files.mark_as_sent(self._earlier_files)
+            wandb_files.retire(self._earlier_files)
             self._earlier_files = []
 
     def finish(self, exit_code: int) -> None:

@@ -7,6 +7,7 @@ Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
 """
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,21 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def mark_as_sent(files: list[Path]) -> None:
-    """Make `wandb sync` skip offline files, because the file of a later start has all their rows.
+def retire(files: list[Path]) -> None:
+    """Mark offline files as sent, and remove the directories of all but the newest.
 
-    Otherwise it sends every file of a run from the first line, overwriting one with the next (W&B
-    0.31).
+    The file of a later start has all their rows, so each is as long as the run until then. If they
+    are not marked, `wandb sync` sends every file of a run from the first line, overwriting one with
+    the next (W&B 0.31).
+
+    Args:
+        files: of earlier starts, in their order.
     """
-    for path in files:
-        if path.parent.name.startswith("offline-"):
-            path.with_name(f"{path.name}.synced").touch()
+    offline = [path for path in files if path.parent.name.startswith("offline-")]
+    for path in offline:
+        path.with_name(f"{path.name}.synced").touch()
+    for path in offline[:-1]:
+        shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def logged(run_dir: Path, run_id: str) -> set[str]:
