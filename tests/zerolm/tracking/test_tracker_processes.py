@@ -19,11 +19,12 @@ from tests.zerolm.tracking.tracked_runs import (
     begin,
     end,
     kill,
+    offline_runs,
     publish,
     sample,
     unused_run,
     wait_for,
-    wait_for_starts,
+    wait_for_start,
     write_steps,
 )
 from zerolm.common import jsonl
@@ -47,17 +48,21 @@ def test_wandb_and_tensorboard_have_each_row_once_after_kills_and_a_resume(run_d
     write_steps(log, 3, 4)
     log.event("spike", 4, reason="too high", loss=9.0, grad_norm=1.0)
     kill(log, run_dir, "wandb/offline-run-*/*.wandb")
+    earlier = offline_runs(run_dir)
     log = begin(run_dir, 2, tensorboard=True)
     log.event("resume", 2, checkpoint="step-00000002")
     write_steps(log, 3, 4, 5)
     log.metrics({"step": 5, "tokens": 50, "eval/loss": 2.5})
     sample(run_dir, 5)
-    wait_for_starts(run_dir, 2)
+    wait_for_start(run_dir, earlier)
     end(log, "stopped")
+    earlier = offline_runs(run_dir)
     log = begin(run_dir, 5, tensorboard=True)
     write_steps(log, 6)
-    wait_for_starts(run_dir, 3)
+    wait_for_start(run_dir, earlier)
     end(log)
+    left = offline_runs(run_dir)
+    assert len(earlier) == 2 and left & earlier == {max(earlier)} and len(left) == 2
     rows = own_rows(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 5, 6]
     ((run_id, records),) = wandb_runs(run_dir).items()
@@ -125,16 +130,17 @@ def test_a_rollback_starts_another_wandb_run_with_the_complete_curve(run_dir) ->
     write_steps(log, 1, 2, 3)
     entry = {"number": 1, "from_step": 3, "to_step": 1, "reason": "too high"}
     log.event("rollback", 3, **entry)
-    wait_for_starts(run_dir, 1)
+    wait_for_start(run_dir, set())
     log.close("rollback")
     applied = {**entry, "skipped_windows": [[8, 24]], "skipped_steps": 0, "spikes": 1}
     (run_dir / "rollbacks.json").write_text(json.dumps({"rollbacks": [applied]}))
     run_log.archive(run_dir, 1, 1)
     for steps in ((2, 3), (4,)):
+        earlier = offline_runs(run_dir)
         log = begin(run_dir, steps[0] - 1, tensorboard=True)
         log.event("resume", steps[0] - 1, checkpoint="step-00000001")
         write_steps(log, *steps)
-        wait_for_starts(run_dir, steps[-1] - 1)
+        wait_for_start(run_dir, earlier)
         end(log)
     first, second = wandb_runs(run_dir).values()
     assert wandb_rows(second) == own_rows(run_dir)

@@ -67,17 +67,22 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def wait_for_starts(run_dir: Path, number: int) -> None:
-    """Wait until this many W&B runs have started, which takes many seconds on a loaded machine.
+def offline_runs(run_dir: Path) -> set[str]:
+    return {path.name for path in run_dir.glob("wandb/offline-run-*")}
+
+
+def wait_for_start(run_dir: Path, earlier: set[str]) -> None:
+    """Wait until an offline run that is not in `earlier` has started: seconds on a loaded machine.
 
     At its end a run waits only a few seconds for a tracker that has not connected yet.
     """
 
-    def num_started() -> int:
+    def is_started() -> bool:
         logs = run_dir.glob("wandb/offline-run-*/logs/debug.log")
-        return sum("run started" in log.read_text(errors="replace") for log in logs)
+        new = [log for log in logs if log.parts[-3] not in earlier]
+        return any("run started" in log.read_text(errors="replace") for log in new)
 
-    wait_for(lambda: num_started() >= number)
+    wait_for(is_started)
 
 
 def kill(log: RunLog, run_dir: Path, name: str) -> None:
