@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from tests.launching import launch
 from tests.soak import chunk, comparison, configurations, kills, log, strike
 from tests.soak.configurations import Configuration
+from zerolm.checkpoint import memory
 from zerolm.common.provenance import git_commit
 
 TRAINING_SECONDS = 2.5  # on average between two kills; 15 in the experiment of torchft
@@ -77,9 +78,7 @@ class Campaign:
             signal.signal(number, signal.SIG_IGN)  # a second one would leave processes behind
         self.lock.acquire()  # so that nothing of them is logged
         for base in [*self.run_dir.glob("references/*"), *map(self.directory, self.running)]:
-            kill_started(base)
-            if os.path.ismount(base / "run"):
-                unmount(base / "run")
+            end(base)
         os._exit(128 + signal.SIGINT)
 
     def directory(self, number: int) -> Path:
@@ -201,17 +200,18 @@ class Campaign:
 
 def remove_chunk(base: Path) -> None:
     """Remove a chunk's directory, and what an interrupted campaign has left running in it."""
-    kill_started(base)
-    if os.path.ismount(base / "run"):
-        unmount(base / "run")
+    end(base)
     shutil.rmtree(base, ignore_errors=True)
 
 
-def kill_started(base: Path) -> None:
-    """Kill the processes that a chunk or a reference has started."""
+def end(base: Path) -> None:
+    """Kill the processes that a chunk or a reference has started; remove its copies and mount."""
     path = base / "marks"
     for mark in path.read_text().split() if path.exists() else ():
         strike.kill_marked(mark)
+    memory.remove_copies(base / "run")
+    if os.path.ismount(base / "run"):
+        unmount(base / "run")
 
 
 def unmount(directory: Path) -> None:
