@@ -19,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,10 +67,11 @@ class Campaign:
         with ThreadPoolExecutor(parallel) as pool:
             threads = [pool.submit(self.run_chunks) for _ in range(parallel)]
             try:
-                for thread in threads:
-                    thread.result()
+                wait(threads)
             except KeyboardInterrupt:
                 self.stop()
+            for thread in threads:
+                thread.result()
 
     def stop(self) -> NoReturn:
         """End this process and the chunks that are running, which will be repeated."""
