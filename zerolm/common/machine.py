@@ -140,9 +140,8 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
             continue
         # A time far in the future is from before the clock was set back: no build is that long.
         is_idle = abs(time.time() - newest) > STALE_BUILD_SECONDS
-        (stale if is_idle and not processes.is_working_directory(lock.parent) else fresh).append(
-            lock
-        )
+        is_dead = is_idle and not processes.is_working_directory(lock.parent)
+        (stale if is_dead else fresh).append(lock)
     return stale, fresh
 
 

@@ -113,9 +113,10 @@ def files_in_use(paths: Collection[Path]) -> set[Path]:
 
 def is_working_directory(directory: Path) -> bool:
     """Return whether a process of this user runs in a directory."""
+    directory = directory.resolve()
     for pid in all_pids():
         with contextlib.suppress(OSError):  # it has ended, or is of another user
-            if (PROC / str(pid) / "cwd").readlink() == directory.resolve():
+            if (PROC / str(pid) / "cwd").readlink() == directory:
                 return True
     return False
 
