@@ -10,7 +10,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,20 +129,33 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
     waits for it forever, silently. A running build writes files beside its lock, and its compiler
     runs in their directory.
     """
-    cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
-    root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
     stale: list[Path] = []
     fresh: list[Path] = []
+    for lock, is_idle in _build_locks(environment):
+        is_dead = is_idle and not processes.is_working_directory(lock.parent)
+        (stale if is_dead else fresh).append(lock)
+    return stale, fresh
+
+
+def is_building(environment: Mapping[str, str]) -> bool:
+    """Return whether a process of this machine builds an operator, and has written lately."""
+    return any(
+        not is_idle and processes.is_working_directory(lock.parent)
+        for lock, is_idle in _build_locks(environment)
+    )
+
+
+def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
+    """Yield the locks, and whether nothing has been written beside them for long."""
+    cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
+    root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
     for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
         try:
             newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
         except (OSError, ValueError):  # the build ended meanwhile
             continue
         # A time far in the future is from before the clock was set back: no build is that long.
-        is_idle = abs(time.time() - newest) > STALE_BUILD_SECONDS
-        is_dead = is_idle and not processes.is_working_directory(lock.parent)
-        (stale if is_dead else fresh).append(lock)
-    return stale, fresh
+        yield lock, abs(time.time() - newest) > STALE_BUILD_SECONDS
 
 
 def write_problem(run_dir: str | Path) -> str | None:

@@ -5,6 +5,7 @@ training loop only records its progress.
 """
 
 import contextlib
+import os
 import sys
 import sysconfig
 import threading
@@ -12,7 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
-from zerolm.common import processes
+from zerolm.common import machine, processes
 from zerolm.watchdog.progress import CURRENT, PHASES
 
 START_FACTOR = 3.0  # on the limit until the first step is done: building, compiling, loading
@@ -40,9 +41,12 @@ class ProgressMonitor:
         self._progress_at = CURRENT.recorded_at = time.monotonic()
 
     def update(self) -> None:
-        """Count file input and output as progress, in the phases where it is."""
+        """Count file input and output as progress, in the phases where it is.
+
+        At a start a build of an operator counts too: one rank compiles, the others wait for it.
+        """
         moved = bytes_moved()
-        if PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES:
+        if (PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES) or (self.is_starting and self.is_stalled and machine.is_building(os.environ)):
             self._progress_at = time.monotonic()
         self._bytes = moved
 
