@@ -46,7 +46,9 @@ class ProgressMonitor:
         At a start a build of an operator counts too: one rank compiles, the others wait for it.
         """
         moved = bytes_moved()
-        if (PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES) or (self.is_starting and self.is_stalled and machine.is_building(os.environ)):
+        has_moved = PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES
+        may_wait = self.is_starting and self.is_stalled
+        if has_moved or (may_wait and machine.is_building(os.environ)):
             self._progress_at = time.monotonic()
         self._bytes = moved
 
