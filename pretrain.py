@@ -37,6 +37,7 @@ from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
 from zerolm.ds_config.profile import Profile
 from zerolm.optim import custom
+from zerolm.optim.gradient_sums import spare_memory_traffic
 from zerolm.optim.parameter_groups import (
     describe_groups,
     fix_lion_zero_updates,
@@ -297,6 +298,7 @@ def initialize(
             model_parameters=parameter_groups(model, weight_decay),
             config=profile.json,
         )
+    spare_memory_traffic(engine)
     dtype = torch_dtype(profile)
     if existing is not None and existing.is_rounded_to(dtype) and plan.layout.tensor == 1:
         masters.set_masters(engine, existing.weights)

@@ -22,8 +22,8 @@ ADAM_BYTES = 28  # memory traffic per value: weight, two moments, gradient read;
 # Bytes that DeepSpeed 0.19.8 reads and writes per value, by ZeRO stage, with fp32 sums and states:
 # of all gradients in a micro-batch, and of a rank's shard in a step. Counted by
 # tests/zerolm/plan/test_moved_bytes.py.
-GRADIENT_BYTES = {1: 29.5, 2: 35.0, 3: 45.0}
-STEP_BYTES = {1: 58.0, 2: 74.0, 3: 66.0}
+GRADIENT_BYTES = {1: 10.0, 2: 23.0, 3: 45.0}
+STEP_BYTES = {1: 54.0, 2: 74.0, 3: 66.0}
 FP32_STATE_BYTES = 12  # master weight and two moments, each read and written in a step
 
 

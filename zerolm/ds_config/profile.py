@@ -187,6 +187,15 @@ class Profile:
         )
 
     @property
+    def keeps_micro_batch_gradients(self) -> bool:
+        """Whether stage 1 has the gradients of a micro-batch until its backward pass has ended."""
+        if self.optimizer_offload != "none" or self.gradient_bytes == self.weight_bytes:
+            return False
+        # Without it in the JSON, `resolve` sets it.
+        freed = self.block("bf16").get("immediate_grad_update", True)
+        return not (self.uses_bf16_optimizer and freed)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one weight in the model's precision."""
         return 4 if self.precision == "fp32" else 2

@@ -62,6 +62,9 @@ def resolve_profile(
     # DeepSpeed's throughput timer waits for the device twice in every step.
     resolved.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     _resolve_precision(resolved, profile.precision)
+    if profile.uses_bf16_optimizer:
+        # Adds each gradient to its float32 sum and frees it, within the backward pass.
+        resolved.setdefault("bf16", {}).setdefault("immediate_grad_update", True)
     _resolve_zero(resolved, profile, hidden_size)
     if replicas == 1 and profile.zero_stage < 3 and profile.optimizer_offload == "none":
         _leave_out_communication(resolved, profile)

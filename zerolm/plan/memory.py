@@ -99,8 +99,8 @@ def model_states(
             device["gradients"] = muon_memory.gradient_bytes(shapes, profile, world_size)
     if ema:
         device["optimizer"] += EMA_BYTES * shard
-    if stage == 1 and profile.optimizer_offload == "none" and gradient_bytes != weight_bytes:
-        device["gradients"] += weight_bytes * total  # the micro-batch's, beside the fp32 sums
+    if stage == 1 and profile.keeps_micro_batch_gradients:
+        device["gradients"] += weight_bytes * total  # beside the fp32 sums
     if stage == 3 and world_size > 1:
         device["weights"] += weight_bytes * _persistent_values(shapes, profile)
     if profile.optimizer_offload == "none":

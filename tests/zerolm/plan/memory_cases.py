@@ -28,6 +28,7 @@ PROFILES = (
     (3, "none", "bf16+fp32", 2),
     (3, "both", "bf16+fp32", 2),
     (1, "none", "bf16", 2),
+    (1, "none", "bf16+fp32 later", 2),
     (1, "optimizer", "bf16+fp32", 2),
     (2, "none", "fp32", 1),
     (2, "optimizer", "bf16", 1),
@@ -95,7 +96,8 @@ def config(
     if precision in ("bf16 masters", "bf16 states"):
         ds["bf16"]["bf16_master_weights_and_grads"] = True
         ds["bf16"]["bf16_optimizer_states"] = precision == "bf16 states"
-    if precision == "bf16+fp32":
+    if precision.startswith("bf16+fp32"):
+        ds["bf16"]["immediate_grad_update"] = precision == "bf16+fp32"
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
         ds["communication_data_type"] = "fp32"
     if offload != "none":

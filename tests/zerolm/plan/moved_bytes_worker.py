@@ -22,6 +22,7 @@ from tests import ROOT
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
+from zerolm.optim.gradient_sums import spare_memory_traffic
 from zerolm.optim.parameter_groups import parameter_groups
 
 SIZE = 1024
@@ -87,6 +88,7 @@ def measure(stage: int) -> list[float]:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model, 0.1), config=resolved.json
     )
+    spare_memory_traffic(engine)
     inputs = torch.randn(1, SIZE, dtype=torch.bfloat16)
     micro_batches, steps = [], []
     for _ in range(2):  # the optimizer's states are made in the first

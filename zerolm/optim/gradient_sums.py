@@ -1,0 +1,59 @@
+"""Sum gradients with fewer passes over memory than DeepSpeed does, to the same bits.
+
+Replaced methods (DeepSpeed 0.19.8), with bytes per parameter:
+
+    BF16_Optimizer._update_hp_grad                        10 a micro-batch instead of 18
+    BF16_Optimizer.clear_hp_grads                         4 a step less: DeepSpeed clears twice
+    DeepSpeedEngine.buffered_allreduce_fallback           16 to 24 a step less on a single rank
+    DeepSpeedZeroOptimizer._add_to_grad_partition_buffer  10 a micro-batch instead of 18
+    DeepSpeedZeroOptimizer.gradient_average               4 a micro-batch less on a single rank
+
+BF16_Optimizer is ZeRO-1 with bf16 weights and float32 sums. What is left is counted by
+tests/zerolm/plan/test_moved_bytes.py.
+"""
+
+from typing import Any
+
+import torch
+
+
+def spare_memory_traffic(engine: Any) -> None:
+    """Replace DeepSpeed's methods that read or write gradients more often than they must.
+
+    Args:
+        engine: of any ZeRO stage; replaced for good. Stage 3 has no such method.
+    """
+    optimizer = engine.optimizer
+    is_single = torch.distributed.get_world_size() == 1
+    if hasattr(optimizer, "_add_to_grad_partition_buffer"):
+        optimizer._add_to_grad_partition_buffer = _add
+        optimizer.gradient_average = optimizer.gradient_average and not is_single
+    if not hasattr(optimizer, "fp32_groups_gradients"):
+        return
+    clear = optimizer.clear_hp_grads
+
+    @torch.no_grad()
+    def add(parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
+        if parameter.grad is None:
+            return
+        total = optimizer.fp32_groups_gradients[group][index]
+        _add(total, parameter.grad.view(total.shape))
+        parameter._hp_grad = total
+        optimizer.fp32_groups_has_gradients[group][index] = True
+
+    def clear_once() -> None:
+        if any(map(any, optimizer.fp32_groups_has_gradients)):
+            clear()
+
+    optimizer._update_hp_grad = add
+    optimizer.clear_hp_grads = clear_once
+    is_exact = engine.communication_data_type == torch.float32
+    if is_single and is_exact and engine.gradient_predivide_factor() == 1:
+        engine.buffered_allreduce_fallback = lambda *args, **kwargs: None
+
+
+@torch.no_grad()
+def _add(total: torch.Tensor | None, gradient: torch.Tensor) -> None:
+    """Add a gradient of another dtype, which a GPU converts as it reads it."""
+    if total is not None:
+        total.add_(gradient)
