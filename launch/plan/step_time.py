@@ -5,6 +5,7 @@ docs/published_runs.md, which `python -m launch plan --published` writes.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launch.plan.planned_run import PlannedRun
 from zerolm.model.architecture import num_parameters
@@ -19,12 +20,31 @@ PUBLISHED_RUNS = (1.9, 2.6)  # reported over predicted hours of published runs, 
 # device.
 CONTENTION = 0.1
 ADAM_BYTES = 28  # memory traffic per value: weight, two moments, gradient read; three written
-# Bytes that DeepSpeed 0.19.8 reads and writes per value, by ZeRO stage, with fp32 sums and states:
-# of all gradients in a micro-batch, and of a rank's shard in a step. Counted by
-# tests/zerolm/plan/test_moved_bytes.py.
-GRADIENT_BYTES = {1: 10.0, 2: 23.0, 3: 45.0}
-STEP_BYTES = {1: 54.0, 2: 74.0, 3: 66.0}
 FP32_STATE_BYTES = 12  # master weight and two moments, each read and written in a step
+
+
+class Moved(NamedTuple):
+    """Bytes that DeepSpeed 0.19.8 reads and writes, with fp32 sums and states.
+
+    Counted by tests/zerolm/plan/test_moved_bytes.py, without collectives at stages 1 and 2.
+
+    Attributes:
+        all_values: per value of the model.
+        shard: per value of a rank's shard.
+    """
+
+    all_values: float
+    shard: float
+
+    def total(self, values: int, shard: float) -> float:
+        return self.all_values * values + self.shard * shard
+
+
+# By ZeRO stage: for the gradients of a micro-batch, and for a step; then of a single rank.
+GRADIENT_BYTES = {1: Moved(10, 0), 2: Moved(24, 19), 3: Moved(45, 0)}
+STEP_BYTES = {1: Moved(32, 38), 2: Moved(0, 74), 3: Moved(0, 66)}
+ALONE_GRADIENT_BYTES = GRADIENT_BYTES | {2: Moved(19, 0)}
+ALONE_STEP_BYTES = STEP_BYTES | {1: Moved(16, 38)}
 
 
 @dataclass(frozen=True)
@@ -166,8 +186,11 @@ def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
     if profile.optimizer_offload != "none":
         return 0.0
     saved = FP32_STATE_BYTES - profile.master_bytes - 2 * profile.moment_bytes
-    gradients = GRADIENT_BYTES[stage] * values * run.accumulation
-    return gradients + (STEP_BYTES[stage] - 2 * saved) * shard
+    gradients, step = GRADIENT_BYTES[stage], STEP_BYTES[stage]
+    if run.devices == 1:
+        gradients, step = ALONE_GRADIENT_BYTES[stage], ALONE_STEP_BYTES[stage]
+    moved = gradients.total(values, shard) * run.accumulation + step.total(values, shard)
+    return moved - 2 * saved * shard
 
 
 def _kept_bytes(run: PlannedRun) -> float:

@@ -13,6 +13,7 @@ from tests.launching import ROOT, environment, write_shards
 from zerolm.config.flags import parse_settings
 
 LLAMA_7B = ROOT / "model_configs" / "llama-7b.json"
+LLAMA_13B = ROOT / "model_configs" / "llama-13b.json"
 
 
 def search(capsys, *words):
@@ -21,8 +22,8 @@ def search(capsys, *words):
 
 
 def test_profiles_that_do_not_fit_are_rejected_with_the_reason(capsys):
-    """7B parameters: 16 bytes each do not fit one device, an eighth of them does."""
-    _, found = search(capsys, "--model_config", LLAMA_7B, "--devices", 8)
+    """13B parameters: 6 bytes each do not fit one device, an eighth of them does."""
+    _, found = search(capsys, "--model_config", LLAMA_13B, "--devices", 8)
     fitting = [one for one in found if one["rejected"] is None]
     rejected = {one["profile"]: one["rejected"] for one in found if one["rejected"]}
     assert fitting == found[: len(fitting)], "the usable ones are first"

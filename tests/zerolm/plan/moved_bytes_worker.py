@@ -2,9 +2,9 @@
 
     RANK=0 WORLD_SIZE=1 ... python moved_bytes_worker.py OUTPUT.json
 
-Writes `{stage: [bytes of a micro-batch, bytes of a step]}` for the shipped profiles, as resolved
-for a single rank. The model is one matrix; the bytes of its own forward and backward pass in plain
-PyTorch are subtracted.
+Rank 0 writes `{stage: bytes of a step and its micro-batches}` for the shipped profiles. The model
+is one matrix; the bytes of its own forward and backward pass in plain PyTorch are subtracted, and
+those of collectives are not counted at stages 1 and 2.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,9 +34,10 @@ ACCUMULATION = 4
 class MovedBytes(TorchDispatchMode):
     """Sums the bytes of all tensors that operations read, and of those that they write."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_collectives: bool = True) -> None:
         super().__init__()
         self.bytes = 0
+        self._with_collectives = with_collectives
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -46,7 +48,8 @@ class MovedBytes(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
         is_view = not written and any(each.alias_info for each in operation._schema.returns)
-        if not is_view and not operation._schema.name.startswith("aten::empty"):
+        is_counted = self._with_collectives or not operation._schema.name.startswith("c10d::")
+        if is_counted and not is_view and not operation._schema.name.startswith("aten::empty"):
             name = operation._schema.name.removeprefix("aten::")
             read = [value for key, value in given.items() if not (name in FILLS and key == "self")]
             made = [given[key] for key in written if key in given] if written else found
@@ -71,8 +74,8 @@ def of_the_model(inputs: torch.Tensor) -> int:
     return counted.bytes
 
 
-def measure(stage: int) -> list[float]:
-    """Return the bytes per parameter that DeepSpeed adds: of a micro-batch, and of a step."""
+def measure(stage: int) -> float:
+    """Return the bytes per parameter that DeepSpeed adds to a step and its micro-batches."""
     profile = Profile.read(ROOT / f"ds_configs/zero{stage}.json")
     profile.json["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
     resolved = resolve_profile(
@@ -81,7 +84,7 @@ def measure(stage: int) -> list[float]:
         hidden_size=SIZE,
         micro_batch_size=1,
         accumulation=ACCUMULATION,
-        replicas=1,
+        replicas=distributed.get_world_size(),
         on_gpu=False,
     )
     model = matrix()
@@ -90,22 +93,20 @@ def measure(stage: int) -> list[float]:
     )
     spare_memory_traffic(engine)
     inputs = torch.randn(1, SIZE, dtype=torch.bfloat16)
-    micro_batches, steps = [], []
     for _ in range(2):  # the optimizer's states are made in the first
-        for micro in range(ACCUMULATION):
-            engine.set_gradient_accumulation_boundary(micro == ACCUMULATION - 1)
-            with MovedBytes() as counted:
+        with MovedBytes(with_collectives=stage == 3) as counted:
+            for micro in range(ACCUMULATION):
+                engine.set_gradient_accumulation_boundary(micro == ACCUMULATION - 1)
                 engine.backward(engine(inputs).float().sum())
-            micro_batches.append(counted.bytes)
-        with MovedBytes() as counted:
             engine.step()
-        steps.append(counted.bytes)
     engine.destroy()
-    own = of_the_model(inputs)
-    later = [each - own for each in micro_batches[ACCUMULATION:]]
-    return [sum(later) / ACCUMULATION / SIZE**2, steps[-1] / SIZE**2]
+    return (counted.bytes - ACCUMULATION * of_the_model(inputs)) / SIZE**2
 
 
 deepspeed.init_distributed("gloo")
-Path(sys.argv[1]).write_text(json.dumps({stage: measure(stage) for stage in (1, 2, 3)}))
+stages = (1, 2) if distributed.get_world_size() > 1 else (1, 2, 3)
+moved = {stage: measure(stage) for stage in stages}
+if distributed.get_rank() == 0:
+    Path(sys.argv[1]).write_text(json.dumps(moved))
+distributed.barrier()
 os._exit(0)
