@@ -78,9 +78,13 @@ class Campaign:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # a second one would leave processes behind
         self.lock.acquire()  # so that nothing of them is logged
-        for base in [*self.run_dir.glob("references/*"), *map(self.directory, self.running)]:
-            end(base)
-        os._exit(128 + signal.SIGINT)
+        try:
+            for base in [*self.run_dir.glob("references/*"), *map(self.directory, self.running)]:
+                end(base)
+        except Exception:
+            traceback.print_exc()
+        finally:  # the threads wait for the lock: this process would never end
+            os._exit(128 + signal.SIGINT)
 
     def directory(self, number: int) -> Path:
         return self.run_dir / f"chunk-{number:04d}"
@@ -212,7 +216,8 @@ def end(base: Path) -> None:
         strike.kill_marked(mark)
     memory.remove_copies(base / "run")
     if os.path.ismount(base / "run"):
-        unmount(base / "run")
+        with contextlib.suppress(subprocess.CalledProcessError):  # its thread was faster
+            unmount(base / "run")
 
 
 def unmount(directory: Path) -> None:
