@@ -28,7 +28,7 @@ CHANGES = {
     r"--profile 20:23": "--profile 2:3",
     r"llama-160m.json +--data": "tiny.json --data",
     r"--data_stage 2B": "--data_stage 4k",
-    r"first@1000 --schedule wsd --total_tokens 1B": "first --schedule wsd --total_tokens 12k",
+    r"trunk@8000 --schedule wsd --total_tokens 5B": "first --schedule wsd --total_tokens 12k",
     r"s3://": "file://{directory}/",
     r"^deepspeed ": "deepspeed --num_gpus 2 --master_port {port} ",
     r"-- deepspeed ": "-- deepspeed --num_gpus 2 --master_port {port} ",
