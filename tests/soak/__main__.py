@@ -4,7 +4,7 @@
     python -m tests.soak --log benchmarks/results/kills.jsonl --table benchmarks/results/kills.md
 
 Tiny models are trained under the supervisor, in chunks: each is a run of another configuration with
-some forty kills at random steps, one every 2.5 s of training on average. It is compared with an
+some fifty kills at random steps, one every 2.5 s of training on average. It is compared with an
 uninterrupted run in every metric row, every tensor and number of the last checkpoint, and every
 sequence of every step. A line per chunk is appended to the log. The same command continues with the
 next chunk until the log has that many kills; a chunk that was interrupted is repeated. The

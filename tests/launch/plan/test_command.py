@@ -32,8 +32,9 @@ def plan_json(capsys, *words):
 
 def golden_words(model, place):
     name, devices = PLACES[place]
-    words = ["--model_config", model, "--hardware", name, "--devices", devices]
-    return [*words, "--deepspeed_config", ROOT / "ds_configs" / "zero2.json"]
+    # Relative, because the golden plans contain them.
+    words = ["--model_config", model.relative_to(ROOT), "--hardware", name, "--devices", devices]
+    return [*words, "--deepspeed_config", "ds_configs/zero2.json"]
 
 
 @pytest.mark.parametrize("place", PLACES)
