@@ -213,3 +213,34 @@ def test_a_repeated_spike_exhausts_the_rollback_budget(tmp_path, llama, corpus) 
         "the tokens are the same, the rate is halved"
     )
     assert_no_nan(run)
+
+
+@pytest.mark.soak
+def test_a_rollback_to_a_checkpoint_of_another_order_skips_the_data_of_the_spike(
+    tmp_path, llama, corpus
+) -> None:
+    """The run has resumed at step 20 with another seed; the spike is after its first steps."""
+    run, once = tmp_path / "run", tmp_path / "once"
+    once.mkdir()
+    json_file = profile(tmp_path / "ds.json", 2, bf16=False)
+    policy = [*ROLLBACK, "--rollback_after", 2, "--rollback_margin", 0]
+    stopped = run_ranks(
+        1, *recipe(llama, corpus, run, json_file, 30, 2), *policy, FAULT="step.begin:0:29:kill"
+    )
+    assert stopped.returncode != 0
+    done = run_ranks(
+        1,
+        *recipe(llama, corpus, run, json_file, 30, 2),
+        *policy,
+        "--seed",
+        7,
+        "--accept_changes",
+        FAULT=",".join(f"step.backward:0:{step}:nan" for step in (24, 25)),
+        FAULT_ONCE=str(once),
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    (rolled_back,) = events(run, "rollback")
+    window = [BATCH * 23, BATCH * 25]
+    assert (rolled_back["to_step"], rolled_back["skipped_window"]) == (20, window)
+    manifest = json.loads((newest_checkpoint(run) / "MANIFEST.json").read_text())
+    assert manifest["progress"]["skipped_windows"] == [window]

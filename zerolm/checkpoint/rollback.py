@@ -50,25 +50,30 @@ def plan(
     first_anomaly: int,
     margin: int,
     reason: str,
+    position_of: Callable[[Checkpoint], int] = lambda found: found.progress.position,
 ) -> Rollback | None:
     """Return the rollback that undoes a spike, None if no checkpoint is old enough.
 
-    The run will skip the data from `margin` steps before the first anomaly, or from the checkpoint
-    if that is later, to the end of the last batch.
+    The run will skip the data from `margin` steps before the first anomaly to the end of the last
+    batch; from the checkpoint if that is later, or if the batch size has changed since then.
 
     Args:
         progress: current progress of the run.
         batch_schedule: position -> sequences of the batch that starts there.
         reason: why the last step is an anomaly.
+        position_of: the position from which the run continues after loading a checkpoint.
     """
     found = target(run_dir, first_anomaly, margin)
     if found is None:
         return None
-    step, position = found.progress.step, found.progress.position
-    while step < first_anomaly - 1 - margin:
+    start = position = position_of(found)
+    for step in range(found.progress.step, progress.step):
+        if step == first_anomaly - 1 - margin:
+            start = position
         position += batch_schedule(position)
-        step += 1
-    window = sequence_range(position, progress.position, progress.skipped_windows)
+    if position != progress.position:  # steps since the checkpoint have had other batches
+        start = position_of(found)
+    window = sequence_range(start, progress.position, progress.skipped_windows)
     return {
         "number": progress.rollbacks + 1,
         "from_step": progress.step,

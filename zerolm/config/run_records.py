@@ -92,8 +92,12 @@ class _Applied(TypedDict):
 
 
 class Rollback(_Applied, total=False):
-    """One rollback in rollbacks.json. The last keys are for people."""
+    """One rollback in rollbacks.json. The last keys are for people.
 
+    `order` is the data order that `skipped_windows` refers to; absent in early releases.
+    """
+
+    order: dict[str, Any]
     checkpoint: str
     first_anomaly: Count
     skipped_window: Range

@@ -185,7 +185,8 @@ class Journal:
 
     def log_rollback(self, step: int, entry: Rollback) -> None:
         """Log a rollback, and close the log: `open` opens the next one."""
-        self.log.event("rollback", step, **entry)
+        shown = {key: value for key, value in entry.items() if key != "order"}
+        self.log.event("rollback", step, **shown)
         self.print_rank0(
             f"step={entry['from_step']} rollback: to {entry['checkpoint']}, skipping "
             f"sequences {entry['skipped_window']}: {entry['reason']}"

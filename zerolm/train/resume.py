@@ -3,7 +3,7 @@
 Connects rollback, load, reshard and probe of zerolm/checkpoint, which do not know each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,11 +88,28 @@ def load_newest(
             _load(engine, source, plan, probe_batches, print_rank0, "optimizer states")
         return ResumePoint(rollback.with_rollbacks(progress, rollbacks), None, damage)
     _load(engine, found, plan, probe_batches, print_rank0, "resume")
-    new = run_record.data_order(plan)
-    old = found.manifest.get("order", new)
-    progress = rollback.with_rollbacks(found.progress, rollbacks)
-    progress = run_record.carry_over(progress, old, new)
+    progress = continued(found, rollbacks, run_record.data_order(plan))
     return ResumePoint(progress, found, damage, in_memory)
+
+
+def continued(found: Checkpoint, rollbacks: list[Rollback], new: Mapping[str, Any]) -> Progress:
+    """Return the progress from which a run continues after loading a checkpoint.
+
+    What a rollback skips has the sequence numbers of the data order that the run had then, which
+    may be neither that of the checkpoint nor the one of now.
+
+    Args:
+        rollbacks: all rollbacks of the run; those before the checkpoint have no effect.
+        new: `data_order` of this run.
+    """
+    progress, order = found.progress, found.manifest.get("order", new)
+    for entry in rollbacks:
+        if entry["number"] > progress.rollbacks:
+            then = entry.get("order", order)
+            progress = run_record.carry_over(progress, order, then)
+            progress = rollback.with_rollbacks(progress, [entry])
+            order = then
+    return run_record.carry_over(progress, order, new)
 
 
 def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:

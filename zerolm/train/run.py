@@ -13,14 +13,14 @@ import torch
 from torch.profiler import record_function
 
 from zerolm.checkpoint import memory, probe, rollback
-from zerolm.checkpoint.directory import published_checkpoints
+from zerolm.checkpoint.directory import Checkpoint, published_checkpoints
 from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, CorruptionError, GaveUp, ZerolmError
 from zerolm.common.faults import fault_point
 from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import Rollback
+from zerolm.config.run_records import Rollback, read_rollbacks
 from zerolm.distributed import collectives, process_group, ulysses
 from zerolm.ds_config import topology
 from zerolm.evaluate.evaluator import Evaluations
@@ -39,7 +39,7 @@ from zerolm.train.checkpointing import Checkpointing
 from zerolm.train.data_feed import DataFeed
 from zerolm.train.journal import Journal
 from zerolm.train.profiling import StepProfiler
-from zerolm.train.resume import load_newest
+from zerolm.train.resume import continued, load_newest
 from zerolm.train.routing import Routing
 from zerolm.train.step_gate import StepGate
 from zerolm.upload import process
@@ -326,7 +326,7 @@ class Run:
             self.journal.log_cooldown(self.progress.step, self.spike_guard.reason)
             return None
         self.finish_checkpoint()  # the one being written may be the rollback's target
-        return stability.plan_rollback(
+        entry = stability.plan_rollback(
             self.spike_guard,
             response,
             self.progress,
@@ -334,7 +334,16 @@ class Run:
             self.run_dir,
             self.plan.batch_schedule,
             self.rank,
+            self._position_after,
         )
+        if entry is not None:
+            entry["order"] = run_record.data_order(self.plan)
+        return entry
+
+    def _position_after(self, found: Checkpoint) -> int:
+        """Return the position from which the run would continue after loading a checkpoint."""
+        order = run_record.data_order(self.plan)
+        return continued(found, read_rollbacks(self.run_dir), order).position
 
     def roll_back(self, batches: Any, entry: Rollback) -> Any:
         """Load a checkpoint from before the spike; return batches that skip the spike's data.

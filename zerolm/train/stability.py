@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.checkpoint import rollback
+from zerolm.checkpoint.directory import Checkpoint
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common import processes
 from zerolm.common.errors import GaveUp
@@ -121,6 +122,7 @@ def plan_rollback(
     run_dir: Path,
     batch_schedule: Callable[[int], int],
     rank: int,
+    position_of: Callable[[Checkpoint], int],
 ) -> Rollback | None:
     """Return the rollback to carry out; None if there is no checkpoint to roll back to yet.
 
@@ -130,6 +132,7 @@ def plan_rollback(
         response: of the guard to the last step: roll back or give up.
         progress: after that step.
         batch_schedule: position -> number of sequences of the batch that starts there.
+        position_of: the position from which the run continues after loading a checkpoint.
 
     Raises:
         GaveUp: on every rank: the guard gives up, `max_rollbacks` is reached, or no checkpoint is
@@ -142,8 +145,10 @@ def plan_rollback(
         before_spike = rollback.target(run_dir, first_anomaly, 0)
         found = before_spike or rollback.target(run_dir, progress.step + 1, 0)
         last_good = found and str(found.directory)
-        margin = settings.rollback_margin
-        entry = rollback.plan(run_dir, progress, batch_schedule, first_anomaly, margin, why)
+        entry = rollback.plan(
+            run_dir, progress, batch_schedule, first_anomaly, settings.rollback_margin, why,
+            position_of,
+        )  # fmt: skip
     entry, last_good = broadcast_object((entry, last_good))
     if response == ROLL_BACK and progress.rollbacks >= settings.max_rollbacks:
         why += f" The limit --max_rollbacks {settings.max_rollbacks} is reached."

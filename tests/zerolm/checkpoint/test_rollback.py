@@ -80,13 +80,35 @@ def test_second_window_has_sequence_numbers_after_the_first(run_dir) -> None:
 
 def test_skipped_window_accounts_for_a_batch_ramp(run_dir) -> None:
     ramp = BatchSchedule(8, start_sequences=2, ramp_sequences=400)
-    now = Progress(step=33, position=300)
+    positions = [8 * 20]  # of that checkpoint
+    for _ in range(20, 33):
+        positions.append(positions[-1] + ramp(positions[-1]))
+    now = Progress(step=33, position=positions[-1])
     entry = rollback.plan(run_dir, now, ramp, first_anomaly=31, margin=8, reason="x")
     assert entry is not None and entry["to_step"] == 20
-    position = 8 * 20  # of that checkpoint
-    for _ in range(2):
-        position += ramp(position)
-    assert entry["skipped_window"] == [position, 300]
+    assert entry["skipped_window"] == [positions[2], positions[-1]]
+
+
+@pytest.mark.parametrize("batch", [2, 16, 64])
+def test_window_begins_at_the_checkpoint_if_the_batch_size_has_changed_since(
+    run_dir, batch
+) -> None:
+    """The run resumed at step 30 with another batch; its spike is too close to that step."""
+    now = Progress(step=33, position=8 * 30 + 3 * batch)
+    schedule = BatchSchedule(batch)
+    entry = rollback.plan(run_dir, now, schedule, first_anomaly=32, margin=5, reason="x")
+    assert entry is not None
+    assert (entry["to_step"], entry["skipped_window"]) == (20, [8 * 20, now.position])
+
+
+def test_window_begins_where_the_run_continues_after_the_checkpoint(run_dir) -> None:
+    """With sequences that are twice as long, positions since step 30 are half of what they were."""
+    now, batch = Progress(step=33, position=4 * 30 + 3 * 8), BatchSchedule(8)
+    entry = rollback.plan(
+        run_dir, now, batch, 32, 0, "x", lambda found: found.progress.position // 2
+    )
+    assert entry is not None
+    assert (entry["to_step"], entry["skipped_window"]) == (30, [4 * 30 + 8, now.position])
 
 
 def recorded(run_dir: Path) -> None:

@@ -143,8 +143,9 @@ def plan(run_dir: Path, guard: SpikeGuard, response: str, rollbacks: int = 0, ra
     settings = Resolved(rollback_margin=2, max_rollbacks=5, max_skips=guard.policy.max_skips)
     progress = Progress(step=STEP, position=STEP * SEQUENCES, rollbacks=rollbacks)
     return stability.plan_rollback(
-        guard, response, progress, settings, run_dir, lambda _: SEQUENCES, rank
-    )
+        guard, response, progress, settings, run_dir, lambda _: SEQUENCES, rank,
+        lambda found: found.progress.position,
+    )  # fmt: skip
 
 
 def test_a_rollback_is_to_before_the_first_anomaly_of_the_window(run_dir) -> None:
