@@ -114,10 +114,11 @@ def connect(run_dir: Path, rank: int, tensor_rank: int, *, wanted: bool) -> Memo
     token = collectives.broadcast_object(token)
     if token is None:
         return None
-    place = processes.machine_id(), tensor_rank
-    leads = collectives.gather_objects(place).index(place) == rank
+    machine = processes.machine_id()
+    places = collectives.gather_objects((machine, tensor_rank))
+    leads = places.index((machine, tensor_rank)) == rank
     problem = ""
-    if leads:
+    if [each for each, _ in places].index(machine) == rank:  # one rank of the host
         try:
             remove_abandoned()
             if wanted:

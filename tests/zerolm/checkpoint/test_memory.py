@@ -13,7 +13,7 @@ from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.save_job import Outcome
 from zerolm.checkpoint.writer import CheckpointWriter
-from zerolm.common import faults
+from zerolm.common import faults, processes
 
 __all__ = ["group", "run_dir"]  # fixtures
 
@@ -69,6 +69,20 @@ def test_the_newest_copy_is_taken_unless_a_checkpoint_on_disk_is_newer(run_dir) 
     writer.save(Progress(step=10), **FACTS)
     assert writer.finish() is not None
     assert newest(copies, run_dir) is None and names(copies.directory) == []
+
+
+def test_of_the_ranks_of_a_host_with_parts_of_the_model_only_one_creates_the_directory(
+    run_dir, monkeypatch
+) -> None:
+    token, machine = memory.create_token(run_dir), processes.machine_id()
+    places = [(machine, 0), (machine, 1)]
+    monkeypatch.setattr(memory.collectives, "broadcast_object", lambda value: token)
+    monkeypatch.setattr(memory.collectives, "gather_objects", lambda value: places)
+    monkeypatch.setattr(memory.collectives, "require_on_all_ranks", lambda *values: None)
+    second = memory.connect(run_dir, 1, 1, wanted=True)
+    assert second is not None and second.leads and not second.directory.exists()
+    first = memory.connect(run_dir, 0, 0, wanted=True)
+    assert first is not None and first.leads and first.directory.is_dir()
 
 
 @pytest.mark.parametrize("point", ["memory.write", "memory.manifest"])
