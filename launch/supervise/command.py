@@ -21,7 +21,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--max_restarts", type=count, default=default.max_restarts, metavar="N",
-        help="maximum restarts in a row without a newer checkpoint (default: %(default)s)",
+        help="maximum restarts in a row without a newer checkpoint or copy in memory "
+        "(default: %(default)s)",
     )  # fmt: skip
     add(
         "--same_step_limit", type=count, default=default.same_step_limit, metavar="N",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.supervise.outcome import Outcome
+from zerolm.checkpoint import memory
 from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.run_files import RunFiles, checkpoint_step
@@ -17,7 +18,7 @@ class Policy:
     """How the supervisor responds to failures.
 
     Attributes:
-        max_restarts: restarts in a row without a newer checkpoint.
+        max_restarts: restarts in a row without a newer checkpoint or copy in memory.
         same_step_limit: failures in one step, or before the first step of a run that has never
             taken one, or refusals of values that have changed, after which the supervisor stops.
         backoff, max_backoff: seconds before a restart; doubled for each one without progress.
@@ -38,7 +39,7 @@ class Policy:
 
 
 class Restarts:
-    """The failures of a run so far, and the number of restarts since its newest checkpoint."""
+    """The failures of a run so far, and the number of restarts since it last saved."""
 
     def __init__(self, policy: Policy, run_dir: Path):
         self.policy, self.run_dir = policy, run_dir
@@ -49,14 +50,14 @@ class Restarts:
         self._refusals = 0  # of changed values, in a row
         self._pauses = 0
         self._newest = -1
-        self._checkpoint_at_failure = self._newest_checkpoint()
+        self._saved_at_failure = self._saved()
 
     def add_failure(self, outcome: Outcome) -> str | None:
         """Count a failure; return a diagnosis if a restart would not help, else None."""
-        checkpoint = self._newest_checkpoint()
-        self.progressed = checkpoint > self._checkpoint_at_failure
+        saved = self._saved()
+        self.progressed = saved > self._saved_at_failure
         if self.progressed:
-            self._checkpoint_at_failure, self.count, self._pauses = checkpoint, 0, 0
+            self._saved_at_failure, self.count, self._pauses = saved, 0, 0
             self._failures.clear()
         self._failures[outcome.step] += 1
         # A start that fails after others have worked: a file server or a host is away for a while.
@@ -90,6 +91,13 @@ class Restarts:
         """Return a sentence about the newest checkpoint."""
         step = self._newest_checkpoint()
         return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
+
+    def _saved(self) -> int:
+        """Return the step of the newest checkpoint, or of a newer copy in this host's memory."""
+        copied = 0
+        with contextlib.suppress(OSError):
+            copied = memory.newest_step(self.run_dir)
+        return max(self._newest_checkpoint(), copied)
 
     def _newest_checkpoint(self) -> int:
         """Return the step of the newest published checkpoint, 0 if there is none."""

@@ -27,7 +27,12 @@ from zerolm.common import processes
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import encode_json, make_private, write_atomically, write_json
 from zerolm.common.records import read_record
-from zerolm.common.run_files import RunFiles, checkpoint_directories, checkpoint_name
+from zerolm.common.run_files import (
+    RunFiles,
+    checkpoint_directories,
+    checkpoint_name,
+    checkpoint_step,
+)
 from zerolm.distributed import collectives
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -191,6 +196,14 @@ def remove_copies(run_dir: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         user_directory().rmdir()
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the step of the newest copy of which this host has a part, 0 if there is none."""
+    token = read_token(run_dir)
+    found = [] if token is None else checkpoint_directories(directory_of(run_dir, token))
+    complete = [each for each in found if any(each.glob("MANIFEST-*.json"))]
+    return max((checkpoint_step(each.name) for each in complete), default=0)
 
 
 def bytes_on_host(run_dir: Path) -> int:

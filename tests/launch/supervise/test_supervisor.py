@@ -130,6 +130,23 @@ def test_restarts_are_counted_since_the_newest_checkpoint(fake_run) -> None:
     assert "2 restarts without a newer checkpoint" in output
 
 
+def test_a_newer_copy_in_memory_is_progress(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path / "shm")
+    restarts = Restarts(Policy(max_restarts=1, same_step_limit=99), tmp_path)
+    copies = memory.create_directory(tmp_path, memory.create_token(tmp_path))
+    for step in (3, 6, 9):
+        directory = copies / f"step-{step:08d}"
+        directory.mkdir()
+        (directory / "MANIFEST-00000.json").write_text("{}")
+        assert restarts.add_failure(Outcome(1, step=step + 1)) is None
+        assert restarts.pause_seconds() == 0.0
+        restarts.count += 1
+    assert restarts.shown_checkpoint() == "there is no checkpoint"
+    (copies / "step-00000012").mkdir()  # of which no rank has its part
+    diagnosis = restarts.add_failure(Outcome(1, step=10))
+    assert diagnosis is not None and "1 restarts without a newer checkpoint" in diagnosis
+
+
 def test_a_run_whose_files_were_changed_ends_with_the_refusal_as_the_reason(tmp_path) -> None:
     restarts = Restarts(Policy(max_restarts=1), tmp_path)
     assert restarts.add_failure(Outcome(1, step=3)) is None
