@@ -270,10 +270,13 @@ class Attempt:
     def _wait_for_orphans(self) -> list[int]:
         """Wait until no process of this launch is left on this host; kill and return late ones."""
         deadline = time.monotonic() + ORPHAN_SECONDS
-        launchers = {beat["launcher_pid"] for beat in self.heartbeats()}
+        beats = [beat for beat in self.heartbeats() if beat["machine"] == self.machine]
+        launchers, ranks = ({beat[key] for beat in beats} for key in ("launcher_pid", "pid"))
         while alive := processes.marked_pids(self.mark):
-            # While a node launcher lives, its ranks are saving: only `deepspeed` itself has ended.
-            if launchers.isdisjoint(alive) and time.monotonic() > deadline:
+            # If only `deepspeed` itself has ended, the ranks are saving, and their launcher waits.
+            if not launchers.isdisjoint(alive) and not ranks.isdisjoint(alive):
+                deadline = time.monotonic() + ORPHAN_SECONDS
+            elif time.monotonic() > deadline:
                 return self.kill()
             time.sleep(POLL_SECONDS)
         return []

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -74,6 +76,31 @@ def test_launchers_do_not_wait_for_trackers_once_it_is_known_why_all_ranks_have_
     while attempt.running() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert attempt.running() == (ended is None) and attempt.kill_reason is None
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_launcher_that_outlives_its_ranks_is_killed_and_one_whose_ranks_save_is_not(
+    tmp_path, monkeypatch, saves
+) -> None:
+    """`deepspeed` has ended; its node launcher is stopped, so that it never ends by itself."""
+    monkeypatch.setattr(attempt_module, "ORPHAN_SECONDS", 0.5)
+    (tmp_path / "ranks").mkdir()
+    command = [sys.executable, "-c", ""]
+    started = Attempt(command, f"test-{os.getpid()}-{saves}", tmp_path)
+    name, _, value = started.mark.partition("=")
+    with subprocess.Popen(SLEEP, env={**os.environ, name: value}) as launcher:
+        os.kill(launcher.pid, signal.SIGSTOP)
+        seconds = 2 if saves else 0.1
+        rank = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+        with subprocess.Popen(rank, env={**os.environ, name: value}) as process:
+            write_heartbeat(started, pid=process.pid, launcher_pid=launcher.pid)
+            began = time.monotonic()
+            reaper = threading.Thread(target=process.wait)
+            reaper.start()
+            assert started.finish().exit_code == 1
+            assert time.monotonic() - began > seconds, "the rank was killed"
+            assert process.wait() == 0
+        assert launcher.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"rank": []}', '{"rank": 0, "supervisor": null}'])
