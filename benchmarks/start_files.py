@@ -85,7 +85,7 @@ def start(rank, world_size, run_dir, flags, listed):
     mark("logs")
     run_directory.write(plan.run_dir, run_directory.record(plan), rank)
     log = run_log.RunLog(plan.run_dir, found.progress.step, rank == 0)
-    log.best_steps("eval/loss", 2)
+    log.ranked_steps("eval/loss")
     mark("data")
     feed = data_feed.DataFeed(plan, rank, torch.device("cpu"), print)
     next(feed.batches(found.progress))

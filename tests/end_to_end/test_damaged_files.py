@@ -165,7 +165,7 @@ def resume(base: Path) -> None:
         EvaluationAttempts(run).load()
         log = RunLog(run, step, writes=True)
         log.sampled_tokens()
-        log.best_steps("eval/loss", 2)
+        log.ranked_steps("eval/loss")
         log.has(step, "eval/loss")
         log.metrics({"step": step + 1, "tokens": 1})
         log.event("resume", step)

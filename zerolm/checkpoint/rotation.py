@@ -7,7 +7,7 @@ the files that it has written. Must not depend on torch or DeepSpeed.
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,18 @@ class Retention:
     Attributes:
         last: number of newest checkpoints to keep.
         every_tokens: also keep the first checkpoint after each multiple of this, for good.
+        best: number of checkpoints with the lowest validation loss to keep as well.
     """
 
     last: int
     every_tokens: int | None = None
+    best: int = 0
 
 
 def rotate(
     newest: Path,
     retention: Retention,
-    best: Collection[str] = (),
+    ranked: Sequence[str] = (),
 ) -> tuple[list[Path], list[str]]:
     """Update `latest`, and retire the checkpoints that are not retained, after `publish`.
 
@@ -50,7 +52,7 @@ def rotate(
 
     Args:
         newest: the one just published; always kept.
-        best: names of further checkpoints to keep.
+        ranked: names of the checkpoints of all evaluated steps, best first; some do not exist.
 
     Returns:
         The renamed directories that are to be deleted, and a line for each thing that failed.
@@ -60,7 +62,7 @@ def rotate(
         point_to(newest)
     except OSError as error:
         problems.append(f"{RunFiles(newest.parents[1]).latest} cannot be written: {error}")
-    for directory in removable(published_checkpoints(newest.parent), retention, best):
+    for directory in removable(published_checkpoints(newest.parent), retention, ranked):
         if directory != newest:
             try:
                 fault_point("checkpoint.rotate", step)
@@ -74,10 +76,12 @@ def rotate(
 
 
 def removable(
-    published: Sequence[Path], retention: Retention, best: Collection[str] = ()
+    published: Sequence[Path], retention: Retention, ranked: Sequence[str] = ()
 ) -> list[Path]:
     """Return the checkpoints that are not retained, of all published ones, oldest first."""
     every, passed, obsolete = retention.every_tokens, 0, []
+    existing = {directory.name for directory in published}
+    best = [name for name in ranked if name in existing][: retention.best]
     for number, directory in enumerate(published):
         kept = number >= len(published) - retention.last or directory.name in best
         if every is not None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Job:
     temporary: Path
     progress: Progress
     manifest: dict[str, Any]
-    best: frozenset[str]
+    ranked: Sequence[str] = ()
     copies: MemoryCopies | None = None
     files: list[tuple[Path, Any]] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)

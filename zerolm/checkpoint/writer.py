@@ -83,12 +83,12 @@ class CheckpointWriter:
         """Host memory that this rank holds for copies: its part of the last checkpoint."""
         return self._host_copy.size_bytes
 
-    def save(self, progress: Progress, best: Sequence[str] = (), **facts: Any) -> float:
+    def save(self, progress: Progress, ranked: Sequence[str] = (), **facts: Any) -> float:
         """Copy the state and start to write it. Every rank must call; none may be in progress.
 
         Args:
             progress: from which a resume continues.
-            best: names of further checkpoints to keep.
+            ranked: names of the checkpoints of all evaluated steps, the best first.
             facts: further entries of the manifest, JSON values.
 
         Returns:
@@ -97,7 +97,7 @@ class CheckpointWriter:
         fault_point("checkpoint.begin", progress.step)
         temporary = self.checkpoints / (TEMPORARY + checkpoint_name(progress.step))
         job = self._begin(temporary, progress, facts)
-        job.best = frozenset(best)
+        job.ranked = ranked
         if self.rank == 0:
             try:
                 self.checkpoints.mkdir(exist_ok=True)
@@ -154,7 +154,7 @@ class CheckpointWriter:
             "zero_stage": self.engine.zero_optimization_stage(),
             **facts,
         }
-        self._job = Job(directory, Progress(**asdict(progress)), manifest, frozenset())
+        self._job = Job(directory, Progress(**asdict(progress)), manifest)
         self._finish_deletion()
         return self._job
 
@@ -297,7 +297,7 @@ class CheckpointWriter:
         final = publish(job.temporary, job.manifest)
         job.published_seconds = time.perf_counter() - job.started
         try:
-            job.retired, problems = rotate(final, self.retention, job.best)
+            job.retired, problems = rotate(final, self.retention, job.ranked)
             job.problems += problems
         except Exception as error:  # the checkpoint exists, so it has not failed
             job.problems.append(f"{final.parent}: {error or repr(error)}")

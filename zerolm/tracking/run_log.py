@@ -42,7 +42,7 @@ class RunLog:
         self.trackers: Trackers | None = None
         self._metrics: LineFile | None = None
         self._events: LineFile | None = None
-        self._values: dict[str, dict[int, float]] = {}  # {key given to best_steps: {step: value}}
+        self._values: dict[str, dict[int, float]] = {}  # {key given to ranked_steps: {step: value}}
         self._newest: tuple[int, set[str]] = (-1, set())  # the last step, and its keys
         self.lacks_rows: str | None = None  # what is missing before the step of a resume
         if not writes:
@@ -78,15 +78,15 @@ class RunLog:
         found = key in keys or (key.endswith("/") and any(each.startswith(key) for each in keys))
         return newest == step and found
 
-    def best_steps(self, key: str, count: int) -> list[int]:
-        """Return the `count` steps with the lowest values of `key`; none on ranks other than 0."""
-        if not self.writes or not count:
+    def ranked_steps(self, key: str) -> list[int]:
+        """Return the steps with a value of `key`, the lowest first; none on ranks other than 0."""
+        if not self.writes:
             return []
         if key not in self._values:  # read once: a run may have a million lines
             rows = jsonl.read_rows(self.files.metrics, MetricsRow, key=key)
             self._values[key] = {row["step"]: row[key] for row in rows if row[key] is not None}
         values = self._values[key]
-        return sorted(values, key=lambda step: (values[step], step))[:count]
+        return sorted(values, key=lambda step: (values[step], step))
 
     def metrics(self, row: Row) -> None:
         """Append one line. `row` has `step` and `tokens`."""

@@ -97,9 +97,9 @@ class Checkpointing:
             self.finish(log, last=False)
         waited = time.perf_counter() - start
         log.sync()
-        best = log.best_steps("eval/loss", self._settings.checkpoint_keep_best)
-        names = [checkpoint_name(step) for step in best]
-        copied = self._writer.save(progress, best=names, **manifest_entries())
+        ranked = log.ranked_steps("eval/loss") if self._settings.checkpoint_keep_best else []
+        names = [checkpoint_name(step) for step in ranked]
+        copied = self._writer.save(progress, ranked=names, **manifest_entries())
         if last or not self._settings.async_checkpoint:
             self.finish(log, last=last)
         row = {"checkpoint/stall_seconds": time.perf_counter() - start}

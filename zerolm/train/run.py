@@ -69,7 +69,11 @@ class Run:
         self.rate_ratios = train_step.learning_rate_ratios(self.engine, peak)
         self.journal = Journal(plan, self.rank, self.world_size, device, self.print_rank0)
         self.feed = DataFeed(plan, self.rank, device, self.print_rank0)
-        retention = Retention(self.settings.checkpoint_keep, self.settings.checkpoint_keep_tokens)
+        retention = Retention(
+            self.settings.checkpoint_keep,
+            self.settings.checkpoint_keep_tokens,
+            self.settings.checkpoint_keep_best,
+        )
         writer = CheckpointWriter(
             engine, self.run_dir, retention, read_back=self.settings.checkpoint_read_back
         )

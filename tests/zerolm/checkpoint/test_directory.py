@@ -72,11 +72,21 @@ def test_newest_checkpoint_is_found_and_older_ones_are_removed(tmp_path) -> None
 
 def test_milestones_and_best_checkpoints_are_kept(tmp_path) -> None:
     for step in range(1, 13):
-        best = ["step-00000002"]
-        write(tmp_path, step, Retention(last=1, every_tokens=100), best=best, tokens=30 * step)
+        policy = Retention(last=1, every_tokens=100, best=1)
+        write(tmp_path, step, policy, ranked=["step-00000002"], tokens=30 * step)
     # The first at or after 100, 200 and 300 tokens are steps 4, 7 and 10.
     kept = [int(name[-2:]) for name in names(tmp_path) if name.startswith("step-")]
     assert kept == [2, 4, 7, 10, 12]
+
+
+def test_the_best_of_the_checkpoints_are_kept_whatever_steps_are_evaluated(tmp_path) -> None:
+    """The loss is lowest in step 25, which has no checkpoint; then come 30, 20 and 35."""
+    losses = {step: abs(step - 25.1) for step in range(5, 65, 5)}
+    for step in range(10, 70, 10):
+        evaluated = [each for each in losses if each < step]  # its own evaluation comes later
+        ranked = [checkpoint_name(each) for each in sorted(evaluated, key=losses.__getitem__)]
+        write(tmp_path, step, Retention(last=1, best=2), ranked=ranked)
+    assert names(tmp_path) == ["latest", "step-00000020", "step-00000030", "step-00000060"]
 
 
 def test_checkpoints_are_removed_even_if_latest_cannot_be_written(tmp_path) -> None:
