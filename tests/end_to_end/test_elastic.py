@@ -232,3 +232,34 @@ def test_a_run_with_changed_settings_resumes_only_if_they_are_accepted(
     position = 12 * BATCH * 32 // 16  # the same number of tokens
     assert sequences == list(range(position, STEPS * STEP_TOKENS // 16))
     assert "accept_changes" not in json.loads((run_dir / "run.json").read_text())["settings"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
+def test_options_that_were_changed_hold_with_and_without_resharding(
+    tmp_path, llama, corpus, stage
+) -> None:
+    """DeepSpeed loads those of the checkpoint, if the topology is the same."""
+    config, other = (
+        profile(tmp_path / f"zero{each}.json", each, "fp32") for each in (stage, 5 - stage)
+    )
+    more = ["--checkpoint_interval", 4]
+    changes = ["--weight_decay", 0.7, "--beta1", 0.8, "--beta2", 0.9, "--accept_changes"]
+    first = run_flags(llama, corpus, tmp_path / "same", config, *more)
+    stopped = run(tmp_path, "first", 1, first, fault="step.begin:0:7:kill")
+    assert stopped.returncode != 0, stopped.stdout[-4000:]
+    shutil.copytree(tmp_path / "same", tmp_path / "resharded")
+    losses = []
+    for name, json_file in (("same", config), ("resharded", other)):
+        flags = run_flags(llama, corpus, tmp_path / name, json_file, *more, *changes)
+        done = run(tmp_path, name, 1, flags)
+        assert done.returncode == 0, done.stdout[-4000:]
+        (path,) = newest_checkpoint(tmp_path / name).glob("*_optim_states.pt")
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]  # our own file
+        state = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+        groups = [(each["weight_decay"], *each["betas"]) for each in state["param_groups"]]
+        assert groups == [(0.7, 0.8, 0.9), (0.0, 0.8, 0.9)]
+        losses.append(rows(tmp_path / name, "train/loss"))
+    same, resharded = losses
+    assert len(same) == STEPS
+    assert same == pytest.approx(resharded, rel=TOLERANCE["fp32"])

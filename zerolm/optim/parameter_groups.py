@@ -5,6 +5,8 @@ The optimizer itself is DeepSpeed's, named in the ds config. Checked with DeepSp
 
 import math
 import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,6 +127,24 @@ def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
         return result
 
     optimizer.step = step  # type: ignore[method-assign]
+
+
+@contextmanager
+def keeping_options(optimizer: torch.optim.Optimizer, names: Collection[str]) -> Iterator[None]:
+    """Keep options of this run, such as the weight decay, while states are loaded in this context.
+
+    torch's `load_state_dict` replaces the options of each group by those in the checkpoint.
+
+    Args:
+        optimizer: the one inside ZeRO's optimizer.
+        names: of the options. Others may be states, which optimizers of users keep there.
+    """
+    kept = [
+        {name: group[name] for name in names if name in group} for group in optimizer.param_groups
+    ]
+    yield
+    for group, options in zip(optimizer.param_groups, kept, strict=True):
+        group.update(options)
 
 
 def restore_beta_powers(optimizer: torch.optim.Optimizer) -> None:

@@ -130,7 +130,10 @@ def _load(
     what: str,
 ) -> None:
     """Load a verified checkpoint into the engine, and measure its probe. Every rank must call."""
-    load.load(engine, found, plan, reshard.load)
+    options = {"weight_decay", *plan.profile.optimizer.params}
+    options -= {"lr", *(reshard.SCHEDULED_KEYS if engine.lr_scheduler is not None else ())}
+    with parameter_groups.keeping_options(engine.optimizer.optimizer, options):
+        load.load(engine, found, plan, reshard.load)
     parameter_groups.restore_beta_powers(engine.optimizer.optimizer)
     print_rank0(f"{what}: {found.directory}, step {found.progress.step}")
     path = found.directory / MANIFEST

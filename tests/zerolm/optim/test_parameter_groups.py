@@ -10,7 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests import tracked
 from zerolm.model.architecture import meta_model
 from zerolm.model.config_file import load_model_config
-from zerolm.optim.parameter_groups import decays, describe_groups, parameter_groups
+from zerolm.optim.parameter_groups import (
+    decays,
+    describe_groups,
+    keeping_options,
+    parameter_groups,
+)
 
 SHIPPED = tracked("model_configs/*.json")
 SMALL = {
@@ -127,3 +132,17 @@ def test_the_groups_are_described_in_one_line():
         f"weight decay 0.1: 16 tensors with {matrices:,} values; none: 5 tensors with 160 values "
         f"(input_layernorm.weight, post_attention_layernorm.weight, norm.weight)"
     )
+
+
+def test_loaded_states_leave_the_options_of_the_run_as_they_are() -> None:
+    def optimizer(decay: float, momentum: float, steps: int) -> torch.optim.Optimizer:
+        groups = [{"params": [nn.Parameter(torch.zeros(2))], "weight_decay": each, "steps": steps}
+                  for each in (decay, 0.0)]  # fmt: skip
+        return torch.optim.SGD(groups, lr=0.5, momentum=momentum)
+
+    saved, ours = optimizer(0.1, 0.9, steps=7), optimizer(0.3, 0.8, steps=0)
+    with keeping_options(ours, {"weight_decay", "momentum", "absent"}):
+        ours.load_state_dict(saved.state_dict())
+    assert [group["weight_decay"] for group in ours.param_groups] == [0.3, 0.0]
+    assert [group["momentum"] for group in ours.param_groups] == [0.8, 0.8]
+    assert ours.param_groups[0]["steps"] == 7, "a state, which is that of the checkpoint"
