@@ -3,15 +3,21 @@
     deepspeed pretrain.py --deepspeed_config ds_configs/zero2.json \\
         --model_config model_configs/llama-160m.json --data shards/web --run_dir runs/first
 
-The same command again resumes the run from its newest complete checkpoint. `--help` lists the
-flags; `--check` reports every problem without a GPU and exits.
+The same command again resumes the run from its newest complete checkpoint. `--help` and
+`--help all` list the flags; `--check` reports every problem without a GPU and exits.
 
 Every rank runs `main`, which checks everything before there is a process group. `train` is the
 training loop, and `build_engine` builds the model and hands it to DeepSpeed.
 """
 
-import logging
 import sys
+
+from zerolm.config import flags
+
+if __name__ == "__main__":
+    flags.answer(sys.argv[1:])  # --help and --version need not wait for the imports
+
+import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext

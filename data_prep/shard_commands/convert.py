@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "items; nanogpt has none)",
     )
     add("--append_eos", action="store_true", help="with --from: add the EOS id to documents that "
-        "do not end in it (default: refuse them)")  # fmt: skip
+        "do not end in it, which are refused otherwise")  # fmt: skip
     add("--column", help="with --from mds or parquet: the column of ids (default: tokens, "
         "input_ids or ids)")  # fmt: skip
     add("--dtype", help="with --from nanogpt, or mds with a column of bytes: the integers in it, "

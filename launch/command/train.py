@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolm.common.errors import EXIT_DONE, ConfigError
+from zerolm.common.errors import ConfigError
 from zerolm.common.secrets import has_credentials
 from zerolm.common.shipped import SCRIPT
-from zerolm.config.flags import help_text, parse_settings
+from zerolm.config.flags import answer, parse_settings
 from zerolm.config.settings import FLAGS, GROUPS
 
 SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
@@ -82,12 +82,11 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: a flag or a value that pretrain.py would refuse before it reads any file.
     """
-    if "--help" in argv or "-h" in argv:
-        rows = {
-            f"--{name} {flag.metavar}".rstrip(): flag.help for name, flag in LAUNCHER_FLAGS.items()
-        }
-        print(help_text(USAGE, {"DeepSpeed's launcher": rows}))
-        return EXIT_DONE
+    rows = {
+        f"--{name} {flag.metavar}".rstrip(): flag.help + ("" if flag.metavar else " (default: off)")
+        for name, flag in LAUNCHER_FLAGS.items()
+    }
+    answer(argv, USAGE, {"DeepSpeed's launcher": rows})
     launcher, flags = split_flags(_without_credentials(argv))
     settings, problems = parse_settings(flags, LAUNCHER_FLAGS)
     if settings.check and settings.world_size is None:

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
+from zerolm.common.provenance import version_text
 from zerolm.common.secrets import mask_tracebacks, masked
 from zerolm.common.values import parse_bytes, parse_count, parse_duration, parse_number, parse_path
 
@@ -148,11 +149,17 @@ def _output_is_closed() -> bool:
 def _run(group: Group, argv: Sequence[str], program: str) -> int:
     """Find the command, parse its flags, run it, and print its errors."""
     remaining, name, groups = list(argv), program, []
+    if remaining[-1:] == ["--version"] and "--" not in remaining:
+        print(version_text())
+        return EXIT_DONE
     found: Command | Group = group
     while isinstance(found, Group):
         groups.append(found)
         word = remaining.pop(0) if remaining else ""
-        if word in ("-h", "--help"):
+        if word == "help" and remaining:  # help COMMAND
+            remaining.append("--help")
+            continue
+        if word in ("-h", "--help", "help"):
             print(help_text(found, name))
             return EXIT_DONE
         if (command := found.commands.get(word.replace("_", "-"))) is None:
@@ -185,12 +192,15 @@ def _parse(command: Command, module: Any, argv: list[str], name: str) -> argpars
 
 
 def _refuse_command(group: Group, word: str, program: str) -> NoReturn:
+    if not word:
+        print(f"{help_text(group, program)}\n\n{program}: a command is missing.", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
     rows = [row for rows in _listed(group).values() for row in rows]
     does = (name for name, text in rows if word in re.findall(r"[\w-]+", text))
     near = did_you_mean(word, [name for name, _ in rows])
     near = near or "".join(f' Did you mean "{name}"?' for name in islice(does, 1))
-    problem = f"{word}: no such command.{near}" if word else "a command is missing."
-    print(f"usage: {program} COMMAND [flags]\n{program}: {problem} See --help.", file=sys.stderr)
+    problem = f"{word}: no such command.{near} See --help."
+    print(f"usage: {program} COMMAND [flags]\n{program}: {problem}", file=sys.stderr)
     sys.exit(EXIT_REFUSED)
 
 
@@ -237,7 +247,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, program: str, description: str):
-        super().__init__(prog=program, description=description, allow_abbrev=False)
+        super().__init__(
+            prog=program, description=description, allow_abbrev=False, formatter_class=_Formatter
+        )
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments after the command's name.
@@ -265,6 +277,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print a usage line and a message without secrets, and exit."""
         super().error(masked(message))
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Adds the default of each switch to its help."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if isinstance(action.default, bool):
+            return f"{action.help} (default: {'on' if action.default else 'off'})"
+        return action.help
 
 
 def _with_underscores(flag: str) -> str:

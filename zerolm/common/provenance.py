@@ -9,6 +9,7 @@ from pathlib import Path
 
 PACKAGES = ("zerolm", "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numpy")
 OPTIONAL_PACKAGES = ("wandb", "flash-attn")
+SHOWN_PACKAGES = ("zerolm", "torch", "DeepSpeed", "transformers")  # by `--version`
 
 
 def versions() -> dict[str, str]:
@@ -18,6 +19,15 @@ def versions() -> dict[str, str]:
         if (version := installed_version(package)) is not None:
             found[package] = version
     return found
+
+
+def version_text() -> str:
+    """Return what `--version` prints. The packages are not imported, which takes seconds."""
+    lines = [
+        f"{package} {installed_version(package.lower()) or 'is not installed'}"
+        for package in SHOWN_PACKAGES
+    ]
+    return "\n".join([*lines, f"Python {platform.python_version()}"])
 
 
 def installed_version(package: str) -> str | None:

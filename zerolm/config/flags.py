@@ -9,12 +9,13 @@ import contextlib
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError, RecordError, did_you_mean
+from zerolm.common.provenance import version_text
 from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles, run_of
 from zerolm.common.values import (
@@ -27,7 +28,14 @@ from zerolm.common.values import (
     shown_setting,
 )
 from zerolm.config.run_records import find_run_json
-from zerolm.config.settings import COMMAND_LINE, FLAGS, GROUPS, RECOMPUTE_NAMES, Settings
+from zerolm.config.settings import (
+    COMMAND_LINE,
+    FIRST_FLAGS,
+    FLAGS,
+    GROUPS,
+    RECOMPUTE_NAMES,
+    Settings,
+)
 
 USAGE = """\
 usage: deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE
@@ -36,7 +44,7 @@ INTRODUCTION = (
     "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Write flags with dashes or "
     "underscores; numbers as 3e9, 3B, 500M or 2k; bytes as 5GB or 32GiB; durations as 3h50m or "
     "90s; switches as --flag or --no-flag. Omitted flags have defaults that are derived from the "
-    "model; --check prints it."
+    "model; --check prints them."
 )
 SWITCHES = ("switch", "recompute")  # may be given without a value
 # Of a run alone: its directory, its store and its name in W&B. A branch does not take them over.
@@ -49,7 +57,7 @@ def parse_settings(
     """Parse flags and the JSON file that `--settings` names.
 
     Args:
-        argv: without the program's name. `--help` prints and exits 0; nothing else exits.
+        argv: without the program's name. Only `--help` and `--version` exit, with code 0.
         other_flags: names that a mistyped flag may also be meant to be.
 
     Returns:
@@ -158,10 +166,7 @@ def _read_flags(
     argv: Sequence[str], problems: list[str], other_flags: Collection[str]
 ) -> dict[str, Any]:
     """Split the command line into {setting: value as written}."""
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
-        flush_output()
-        sys.exit(0)
+    answer(argv)
     flags: dict[str, Any] = {}
     remaining = list(argv)
     while remaining:
@@ -216,32 +221,74 @@ def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
     for written, value in values.items():
         name = written.replace("-", "_")
         if name not in choices:
-            hint = did_you_mean(name, choices) or " Remove it; --help lists the settings."
+            hint = did_you_mean(name, choices) or " Remove it; --help all lists the settings."
             problems.append(f"{path}: settings.{written}: {shown(value)}, no such setting.{hint}")
         elif value is not None:
             known[name] = value
     return known
 
 
+def answer(
+    argv: Sequence[str], usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None = None
+) -> None:
+    """Print what `--help` and `--version` ask for, and exit with code 0; return without them.
+
+    Args:
+        usage, more: as for `help_text`.
+    """
+    if "--version" in argv:
+        print(version_text())
+    elif {"-h", "--help", "--help=all"} & set(argv):
+        is_complete = "--help=all" in argv or "all" in argv
+        print(help_text(usage, more) if is_complete else short_help_text(usage, more))
+    else:
+        return
+    flush_output()
+    sys.exit(0)
+
+
 def help_text(usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None = None) -> str:
-    """Return the text of `--help`: every flag with its unit, by group.
+    """Return the text of `--help all`: every flag with its unit and default, by group.
 
     Args:
         usage: how the program is started.
         more: flags of the program that starts pretrain.py, shown first: {group: {flag: help}}.
     """
-    lines = [
-        usage,
-        "",
-        *textwrap.wrap(INTRODUCTION, 100),
-    ]
-    groups = dict(more or {})
-    for group, title in GROUPS.items():
-        groups[title] = {
-            f"--{name} {about['shows'] or '|'.join(about['choices'])}".rstrip(): about["help"]
-            for name, about in FLAGS.items()
-            if about["group"] == group
-        }
+    groups = dict(more or {}) | {
+        title: _rows(name for name, about in FLAGS.items() if about["group"] == group)
+        for group, title in GROUPS.items()
+    }
+    return "\n".join([*_head(usage), *_listing(groups)])
+
+
+def short_help_text(usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """Return the text of `--help`: the flags that a first run needs, and how to see the others."""
+    groups = [*(more or {}), *GROUPS.values()]
+    others = sum(map(len, (more or {}).values()), len(FLAGS) - 1 - len(FIRST_FLAGS))
+    closing = (
+        f"--check reports every problem of a run, prints its plan and how long it will take, and "
+        f"stops. --help all shows the other {others} flags: {', '.join(groups)}."
+    )
+    rows = {"a first run": _rows(FIRST_FLAGS)}
+    return "\n".join([*_head(usage), *_listing(rows), "", *textwrap.wrap(closing, 100)])
+
+
+def _head(usage: str) -> list[str]:
+    return [usage, "", *textwrap.wrap(INTRODUCTION, 100)]
+
+
+def _rows(names: Iterable[str]) -> dict[str, str]:
+    """Return {flag with the placeholder of its value: help}."""
+    return {
+        f"--{name} {FLAGS[name]['shows'] or '|'.join(FLAGS[name]['choices'])}".rstrip(): (
+            FLAGS[name]["help"]
+        )
+        for name in names
+    }
+
+
+def _listing(groups: Mapping[str, Mapping[str, str]]) -> list[str]:
+    lines = []
     for title, flags in groups.items():
         lines += ["", f"{title}:"]
         for flag, text in flags.items():
@@ -251,7 +298,7 @@ def help_text(usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None =
             first = f"{head:<40}{wrapped[0]}" if len(head) < 39 else head
             rest = wrapped[1:] if len(head) < 39 else wrapped
             lines += [first, *(" " * 40 + part for part in rest)]
-    return "\n".join(lines)
+    return lines
 
 
 def _text(value: Any) -> str:

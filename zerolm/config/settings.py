@@ -33,6 +33,11 @@ RECOMPUTE_NAMES: dict[str, Recompute] = {
     "true": True,
     "false": False,
 }
+# Of a first run; `--help` shows them, and `--help all` all.
+FIRST_FLAGS = (
+    *("data", "val_data", "model_config", "deepspeed_config", "run_dir", "total_tokens"),
+    *("seq_len", "batch_tokens", "micro_batch_size", "learning_rate"),
+)
 WANDB_MODES = ("auto", "online", "offline", "off")
 REFUSE, WARN, REDISTRIBUTE = EPOCH_POLICIES = ("refuse", "warn", "redistribute")
 GROUPS = {
@@ -90,6 +95,7 @@ def _real(help: str, minimum: float = 0.0, below: float | None = None) -> Any:
 
 
 def _switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
+    help += f" (default: {'on' if default else 'off'})"
     return _flag(group, "switch", help, default=default, **more)
 
 
@@ -271,7 +277,7 @@ class Settings:
     fp8: bool = _switch(
         "model",
         "multiply in 8-bit floating point in the linear layers of the blocks while training, with "
-        "a scale for each tensor; with --compile (default: off)",
+        "a scale for each tensor; with --compile",
     )
     compile: bool = _switch("model", "compile the model's blocks and the loss with torch.compile")
     loss_chunk_tokens: int | None = _count(
@@ -374,12 +380,10 @@ class Settings:
         minimum=0,
         default=0,
     )
-    async_checkpoint: bool = _flag(
+    async_checkpoint: bool = _switch(
         "run",
-        "switch",
-        "write checkpoints in the background (default); with --no-async_checkpoint training "
-        "waits for each",
-        default=True,
+        "write checkpoints in the background; with --no-async_checkpoint training waits for each",
+        True,
     )
     checkpoint_keep: int = _count(
         "run", "number of newest checkpoints to keep (default: 3)", "N", default=3
@@ -394,12 +398,10 @@ class Settings:
         minimum=0,
         default=0,
     )
-    checkpoint_read_back: bool = _flag(
+    checkpoint_read_back: bool = _switch(
         "run",
-        "switch",
-        "read each file of a checkpoint from the disk before it counts as written (default: off; "
-        "every resume compares all checksums)",
-        default=False,
+        "read each file of a checkpoint from the disk before it counts as written; every resume "
+        "compares all checksums",
     )
     checkpoint_failures: int = _count(
         "run",
@@ -577,7 +579,7 @@ class Settings:
     )
     skip_spikes: bool = _switch(
         "stability",
-        "skip the update of a step with a spike; non-finite steps are always skipped (default: on)",
+        "skip the update of a step with a spike; non-finite steps are always skipped",
         True,
     )
     adaptive_clip: float = _flag(
@@ -643,7 +645,7 @@ class Settings:
     corruption_checks: bool = _switch(
         "stability",
         "compare states between steps, and compute a step with odd gradients again before it is "
-        "applied, to find what hardware has changed without an error (default: off)",
+        "applied, to find what hardware has changed without an error",
     )
     replay_interval: int = _count(
         "stability",

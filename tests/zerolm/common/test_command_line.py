@@ -8,15 +8,18 @@ import re
 import subprocess
 import sys
 import types
+from importlib import metadata
 
 import pytest
 
+from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT
 from tests.launching import environment
 from zerolm.__main__ import COMMANDS, main
 from zerolm.common import command_line
 from zerolm.common.command_line import Command, Group, Parser, run_program
 from zerolm.common.errors import ConfigError
+from zerolm.config.settings import FLAGS
 
 
 def leaves(group, *before):
@@ -29,6 +32,7 @@ def leaves(group, *before):
 
 
 ALL = leaves(COMMANDS)
+HEAVY = {"torch", "deepspeed", "transformers", "datasets", "pyarrow"}
 
 
 def call(*words, **options):
@@ -68,6 +72,68 @@ def test_the_help_lists_every_command_by_topic(words, capsys):
         assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        (["help"], ["--help"]),
+        (["help", "data"], ["data", "--help"]),
+        (["data", "help"], ["data", "--help"]),
+        (["help", "data", "tokenize"], ["data", "tokenize", "--help"]),
+        (["help", "train"], ["train", "--help"]),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_help_may_be_asked_for_as_a_command(asked, flag, capsys):
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert main(flag) == 0
+    assert text == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["data"]], ids=["zerolm", "zerolm data"])
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_that_of_a_refusal(words, capsys):
+    assert main([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(text) and err.endswith(": a command is missing.\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-m zerolm", "-m zerolm train", "-m zerolm data tokenize", "-m launch", "pretrain.py"],
+)
+def test_the_version_is_that_of_the_metadata_and_no_package_is_imported(line):
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", *line.split(), "--version"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    for name in ("torch", "DeepSpeed", "transformers"):
+        assert f"{name} {metadata.version(name)}\n" in result.stdout
+    assert result.stdout.startswith("zerolm ")
+    imported = set(re.findall(r"\| +(\w+)$", result.stderr, re.MULTILINE))
+    assert "textwrap" in imported and not HEAVY & imported
+
+
+def switches_of(words):
+    """Return the flags of a command that take no value, and are shown."""
+    if not ALL[words].own_parser:
+        shown = [one for one in parser_of(*words)._actions if one.help != argparse.SUPPRESS]
+        return [one.option_strings[0] for one in shown if one.const is True]
+    names = [name for name, about in FLAGS.items() if about["kind"] == "switch"]
+    names += [name for name, flag in LAUNCHER_FLAGS.items() if not flag.metavar]
+    return [f"--{name}" for name in names]
+
+
+@pytest.mark.parametrize("words", [words for words in ALL if switches_of(words)], ids=" ".join)
+def test_every_switch_states_its_default(words, capsys):
+    assert main([*words, "--help", *(["all"] if ALL[words].own_parser else [])]) == 0
+    text = capsys.readouterr().out
+    for flag in switches_of(words):
+        row = re.search(rf"^  {flag}\b(.*?)(?=^  -|^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+        assert row and "(default: o" in " ".join(row[1].split()), flag
+
+
 def test_no_help_imports_anything_heavy():
     """Neither the help of a command nor completion waits for torch, nor for what imports it."""
     modules = sorted({command.module for command in ALL.values()})
@@ -79,7 +145,7 @@ def test_no_help_imports_anything_heavy():
     )  # fmt: skip
     imported = set(ast.literal_eval(result.stdout))
     assert "argparse" in imported
-    assert not {"torch", "deepspeed", "transformers", "datasets", "pyarrow"} & imported
+    assert not HEAVY & imported
 
 
 # -------------------------------------------------------------------------------------------------
@@ -214,7 +280,7 @@ def test_the_code_of_a_command_is_the_code_of_the_program(monkeypatch):
     "words",
     [
         ("zerolm", "--help"),
-        ("zerolm", "train", "--help"),
+        ("zerolm", "train", "--help", "all"),
         ("data_prep", "--help"),
         ("data_prep", "tokenize", "--help"),
         ("launch", "plan", "--help"),
@@ -246,7 +312,7 @@ def test_a_closed_output_ends_a_command_without_a_traceback(words, tmp_path):
     os.close(reader)
     _, errors = process.communicate(timeout=120)
     assert errors == ""
-    in_the_middle = words in {("zerolm.lines", "go"), ("zerolm", "train", "--help")}
+    in_the_middle = words in {("zerolm.lines", "go"), ("zerolm", "train", "--help", "all")}
     assert process.returncode == (141 if in_the_middle else 0)
 
 

@@ -1,6 +1,7 @@
 """Settings: how they are read, and that every mistake in them is named at once."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,8 +9,8 @@ import pytest
 
 from tests import ROOT
 from zerolm.common.values import parse_number
-from zerolm.config.flags import help_text, parse_settings
-from zerolm.config.settings import FLAGS, split_weight
+from zerolm.config.flags import help_text, parse_settings, short_help_text
+from zerolm.config.settings import FIRST_FLAGS, FLAGS, split_weight
 
 
 @pytest.mark.parametrize(
@@ -149,15 +150,34 @@ def test_run_json_replays_to_equal_settings(tmp_path):
     assert again.to_json() == settings.to_json()
 
 
-def test_help_explains_every_flag_and_exits_0():
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--help"], short_help_text()),
+        (["--seed", "1", "-h"], short_help_text()),
+        (["--help", "all"], help_text()),
+        (["--help=all"], help_text()),
+    ],
+)
+def test_help_is_printed_and_exits_0(words, text):
+    code = f"from zerolm.config.flags import *; parse_settings({words})"
     done = subprocess.run(
-        [sys.executable, "-c", "from zerolm.config.flags import *; parse_settings(['--help'])"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0 and done.stdout.rstrip() == help_text()
+    assert done.returncode == 0 and done.stdout.rstrip() == text
+
+
+def test_the_short_help_has_the_flags_of_a_first_run_and_counts_the_others():
+    text = short_help_text(more={"launcher": {"--one N": "", "--two": ""}})
+    shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    assert tuple(shown) == FIRST_FLAGS and len(shown) == 10
+    everything = re.findall(r"^  --(\w+)", help_text(), re.MULTILINE)
+    assert f"--help all shows the other {len(everything) + 2 - 10} flags: launcher, " in (
+        " ".join(text.split())
+    )
+
+
+def test_help_explains_every_flag():
     for name, about in FLAGS.items():
         assert (f"--{name} " in help_text() + " ") == (about["group"] != "hidden"), name
     assert max(map(len, help_text().splitlines())) <= 100
