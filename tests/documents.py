@@ -16,6 +16,8 @@ from zerolm.config.settings import FLAGS
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     *tracked("docs/*.md"),
     ROOT / "benchmarks" / "README.md",
     ROOT / "model_configs" / "README.md",

@@ -39,7 +39,6 @@ NOT_RUN = {
     "bash tests/run.sh": "runs this test",
     "bash launch/setup.sh": "run by tests/run.sh",
     "bash launch/multinode.sh": "needs two hosts: tests/end_to_end/test_hosts_agree.py makes them",
-    "python -m tests.soak": "takes an hour; tests/soak/test_chunk.py is shorter",
     "python benchmarks/": "takes many minutes on a quiet machine",
 }
 
