@@ -103,11 +103,14 @@ def file_limit_problem(world_size: int, is_gpu: bool) -> str | None:
 def explain(error: BaseException | None) -> str | None:
     """Return what of the machine has caused an error, and the fix; None if nothing has."""
     while error is not None:
-        if "OutOfMemoryError" in type(error).__name__:  # torch's, of a GPU
+        text = str(error)
+        if "OutOfMemoryError" in type(error).__name__ or "CUDA error: out of memory" in text:
+            # torch's, of a GPU: what was asked for, and which processes hold the rest.
+            cause = text.partition("\n")[0].partition(" Of the allocated memory")[0].rstrip(".")
             return (
-                f"{str(error).partition('.')[0]}. Lower --micro_batch_size, or add "
-                f"--gradient_checkpointing: the loss curve stays the same. `python -m launch plan` "
-                f"shows what takes the memory."
+                f"{cause}. Lower --micro_batch_size, or add --gradient_checkpointing: the loss "
+                f"curve stays the same. `python -m launch plan` shows what takes the memory. If "
+                f"another process holds it, end that."
             )
         number = _number(error)
         if number is not None:
@@ -116,10 +119,10 @@ def explain(error: BaseException | None) -> str | None:
             cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torch's cache of compiled code")
             reason = getattr(error, "inner_exception", error)
             line = str(reason).partition("\n")[0][:300]
-            return (
-                f"--compile: {type(reason).__name__}: {line}. If this happens again, its cache may "
-                f"be damaged: remove {cache}, or train without --compile."
-            )
+            fix = f"If this happens again, its cache may be damaged: remove {cache}"
+            if "C compiler" in str(reason) or "Python.h" in str(reason):  # as Triton words it
+                fix = "Install a C compiler and Python's headers (Debian: gcc, python3-dev)"
+            return f"--compile: {type(reason).__name__}: {line}. {fix}, or train without --compile."
         error = error.__cause__
     return None
 

@@ -91,10 +91,27 @@ def test_a_limit_behind_another_error_is_found_and_other_errors_have_none() -> N
         limits.refusal(FileNotFoundError(2, "No such file", "/x"))
 
 
-def test_out_of_gpu_memory_names_the_settings_that_save_it() -> None:
-    text = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of"
-    shown = limits.explain(torch.OutOfMemoryError(text))
-    assert shown is not None and shown.startswith("CUDA out of memory. Lower --micro_batch_size")
+def test_out_of_gpu_memory_names_the_processes_that_hold_it_and_the_settings_that_save_it() -> None:
+    held = (
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
+        "of which 9.00 GiB is free. Process 71 has 60.02 GiB memory in use"
+    )
+    text = f"{held}. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 1.00 MiB is"
+    for error in (torch.OutOfMemoryError(text), torch.OutOfMemoryError(held)):
+        assert (limits.explain(error) or "").startswith(f"{held}. Lower --micro_batch_size")
+    error = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+    assert (limits.explain(error) or "").startswith("CUDA error: out of memory. Lower --micro_")
+
+
+def test_a_failed_compilation_names_the_compiler_that_is_missing_or_the_cache() -> None:
+    for text, fix in (
+        ("Failed to find C compiler. Please specify via CC", "Install a C compiler and Python's"),
+        ("fatal error: Python.h: No such file", "Install a C compiler and Python's headers"),
+        ("cannot open shared object", "its cache may be damaged: remove"),
+    ):
+        error = type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"})(text)
+        shown = limits.explain(error) or ""
+        assert text in shown and fix in shown and shown.endswith("or train without --compile.")
 
 
 def test_the_soft_limit_on_files_is_raised_and_too_low_a_hard_one_is_refused() -> None:
