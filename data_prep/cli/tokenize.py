@@ -118,8 +118,8 @@ def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path
         one, two = options.output.resolve(), options.val_output.resolve()
         if one == two or one in two.parents or two in one.parents:
             problems.lines.append(
-                f"--val_output {options.val_output}: is --output, or one is inside the other. "
-                f"Each needs a directory of its own."
+                f"--val_output {options.val_output}: must not be --output, nor inside it, nor "
+                f"contain it. Give each a directory of its own."
             )
     return outputs
 

@@ -190,7 +190,10 @@ class ReportOptions:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value."""
         if not self.shares_by or len(set(self.shares_by)) < len(self.shares_by):
-            yield "shares_by", f"{list(self.shares_by)} does not name at least one key, each once."
+            yield (
+                "shares_by",
+                f"{list(self.shares_by)}: name one or more keys, without repeating one.",
+            )
 
 
 def tokenizer_problems(

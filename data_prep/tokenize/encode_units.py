@@ -37,7 +37,10 @@ UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...: few enough to list it for e
 
 
 def units_of(inputs: Sequence[Input], unit_bytes: int | None) -> list[WorkUnit]:
-    """Return the units of the inputs, by default of at least 8 MiB, the last ones smaller."""
+    """Divide the inputs into work units of at least 8 MiB by default.
+
+    The last units are smaller, so that all workers finish together.
+    """
     if unit_bytes is not None:
         return plan_units(inputs, unit_bytes)
     units = plan_units(inputs, max(default_unit_bytes(inputs), MIN_UNIT_BYTES))

@@ -74,8 +74,8 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
         own = devices_of(file, devices)
         if not colon and len(own) != 1:
             raise ConfigError(
-                f"{file}: devices: has {len(own)}, --hardware needs one. Name it, for example "
-                f"--hardware {file}:{next(iter(own))}."
+                f"{file}: devices: defines {len(own)} devices, and --hardware takes one. Choose "
+                f"one, for example --hardware {file}:{next(iter(own))}."
             )
         devices, requested = {**devices, **own}, name if colon else next(iter(own))
     by_lower_name = {key.lower(): key for key in devices}
@@ -108,7 +108,7 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
 def parse(
     entries: Mapping[str, Any], path: Path, base: Mapping[str, Hardware] | None = None
 ) -> dict[str, Hardware]:
-    """Return the devices of a JSON object, as `devices_of`."""
+    """Like `devices_of`, for a JSON object that is already parsed."""
     fields = [field.name for field in dataclasses.fields(Hardware) if field.name != "name"]
     texts = {"match", "price_date", "price_source", "source"}
     devices: dict[str, Hardware] = {}

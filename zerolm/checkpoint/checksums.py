@@ -39,7 +39,7 @@ class Hasher(Protocol):
 
 
 class RangeHash:
-    """XXH3 of each `RANGE_BYTES` of what it is given."""
+    """Hashes a stream with XXH3, one hash for each `RANGE_BYTES` bytes."""
 
     def __init__(self) -> None:
         self._full: list[str] = []

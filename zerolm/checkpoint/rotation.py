@@ -144,7 +144,7 @@ def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
 
 
 def _unless_gone(function: Any, path: str, information: Any) -> None:
-    """Ignore that another rank has deleted its file first."""
+    """Error handler of rmtree: ignores a file that another rank has already deleted."""
     if not isinstance(information[1], FileNotFoundError):
         raise information[1]
 

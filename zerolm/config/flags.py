@@ -61,7 +61,7 @@ def parse_settings(
         other_flags: names that a mistyped flag may also be meant to be.
 
     Returns:
-        The settings, in which refused values count as not given; and every problem found.
+        (settings, problems). A refused value is treated as if it had not been given.
     """
     problems: list[str] = []
     flags = _read_flags(argv, problems, other_flags)

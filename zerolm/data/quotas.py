@@ -154,7 +154,7 @@ class StageMixer:
         return source, before[source] + place - first[source]
 
     def counts_after(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the sequences of each source up to the end of some numbers of blocks, (B, S)."""
+        """Return how many sequences of each source precede the end of each given block, (B, S)."""
         # Arrays of Python integers, which are exact: the products soon exceed 64 bits.
         lengths = np.minimum(blocks.astype(object) * self.block, self._length)
         ends = lengths[:, None] * self._levels // self._denominator

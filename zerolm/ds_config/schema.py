@@ -134,7 +134,7 @@ def deepspeed_problems(profile: Profile) -> list[str]:
 def _switch_problems(profile: Profile) -> list[str]:
     """Find switches in blocks without a model that are neither true nor false."""
     return [
-        f"{profile.name}: {path}.{key}: {shown(value)}, DeepSpeed would take it for true. Write "
+        f"{profile.name}: {path}.{key}: {shown(value)}, DeepSpeed reads any text as true. Write "
         f"true or false."
         for path, switches in SWITCHES.items()
         if path

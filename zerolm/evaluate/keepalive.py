@@ -56,7 +56,10 @@ class KeepAlive:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Send nothing while all ranks compute and signal for themselves; restart the hour."""
+        """Suspend the messages while every rank computes and signals its own progress.
+
+        The one-hour limit starts anew.
+        """
         with self._lock:
             try:
                 yield

@@ -1,4 +1,4 @@
-"""`Integrity`: finds values that hardware has changed without an error, before they are learned.
+"""`Integrity`: detects silent hardware errors before their values reach the weights.
 
 A step is computed again from the same batch, before it is applied, if its figures are odd, and at
 random steps. States are compared between steps, batches during them. Every rank takes the same

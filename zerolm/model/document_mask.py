@@ -83,9 +83,9 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
     """Limit the masks that transformers makes inside the context to documents.
 
     Most models make them from the positions, but not all: gpt_oss and afmoe do not pass these on.
-    Transformers does not look for documents in the positions, for which it would wait for the
-    device: it is told the documents, or that there are none. A kernel that takes their boundaries
-    gets no mask.
+    transformers would search the positions for document boundaries, which synchronises with the
+    device. It is told instead where the documents are, or that there are none. A kernel that takes
+    their boundaries gets no mask.
 
     Args:
         batch: any micro-batch. Without `document_ids` masks stay as they are.

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def event_list(run: RunHistory) -> Json:
-    """Return `events`, the latest of each level, and `events_left_out`, the number of others."""
+    """Return {"events": latest of each level, "events_left_out": how many others there were}."""
     stalls = {stall["step"]: stall for stall in _stalls(run.curves)}
     placed: list[Json] = []
     for event, curves in with_curves(run):  # a stall is listed after its checkpoint

@@ -215,7 +215,7 @@ class UpdateMeter:
         None if nothing was copied.
 
         Args:
-            device: on which this run's collectives work.
+            device: where to put the result, for the all-reduce.
         """
         if not self._before:
             return None

@@ -98,7 +98,10 @@ class Routing:
         return found
 
     def sums(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's sums, (figures,) float64, of the same length on every rank."""
+        """Return this rank's terms of the metrics, (figures,) float64.
+
+        The length is the same on every rank, so they can be summed in one reduction.
+        """
         sums = self._metrics.sums(device)
         return torch.cat([self._counter.counts().double(), sums]) if self._counting else sums
 
@@ -170,7 +173,10 @@ class RouterMetrics:
         self._num_experts, self._sums = [each.shape[-1] for each in logits], found
 
     def sums(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's sums, (figures,) float64, of the same length on every rank."""
+        """Return this rank's terms of the metrics, (figures,) float64.
+
+        The length is the same on every rank, so they can be summed in one reduction.
+        """
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *self._sums])
 
     def row(self, figures: Sequence[float]) -> Row:

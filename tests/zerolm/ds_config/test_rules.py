@@ -166,7 +166,7 @@ BAD = {
     "a world size": ({"data_parallel_size": 1}, "data_parallel_size: 1", "Remove the key"),
     "a switch that is text": (
         {"torch_autocast": {"enabled": "false"}},
-        'torch_autocast.enabled: "false", DeepSpeed would take it for true',
+        'torch_autocast.enabled: "false", DeepSpeed reads any text as true',
         "Write true or false",
     ),
     "no master weights for 16-bit states": (
