@@ -13,6 +13,8 @@ for name, value in {
     "WANDB_MODE": "offline",
 }.items():
     os.environ.setdefault(name, value)
+# Tests start hundreds of processes, each of which would compile this project again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A suite that nohup or a script started in the background ignores these, and so would every run.
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from tests import ROOT
+from tests.fork_server import ForkedRanks
 from zerolm.shards.writer import ShardWriter
 
 VOCABULARY, EOS = 512, 0
 LAUNCH_SECONDS = 240
+SIBLING_SECONDS = 10.0  # time for the other ranks to end by themselves after one has failed
 
 LLAMA = {
     "model_type": "llama",
@@ -97,63 +100,8 @@ def launch(
     Args:
         more: additional environment variables.
     """
-    return _run(command(num_ranks, *arguments), timeout, more)
-
-
-def run_ranks(
-    num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """Do as `launch`, but without the launcher, which takes a third of the time of a short run."""
-    script = str(ROOT / "tests" / "start_ranks.py")
-    argv = [sys.executable, script, str(num_ranks), str(free_port()), str(ROOT / "pretrain.py")]
-    return _run([*argv, *map(str, arguments)], timeout, more)
-
-
-def run_workers(
-    num_ranks: int, script: Path, *arguments: object, timeout: float = 300, **more: str
-) -> str:
-    """Run a script other than pretrain.py, once for each rank; return the output of rank 0."""
-    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    more |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    logs = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(num_ranks)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **more),
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(num_ranks)
-    ]
-    deadline = time.monotonic() + timeout
-    try:
-        # A rank that dies leaves the others waiting for it: its own output is what counts.
-        while any(rank.poll() is None for rank in ranks) and not any(r.returncode for r in ranks):
-            assert time.monotonic() < deadline, f"not finished after {timeout} s:\n{_ends(logs)}"
-            time.sleep(0.05)
-        failed = {rank: each.returncode for rank, each in enumerate(ranks) if each.returncode}
-        assert not failed, f"exit codes by rank: {failed}\n{_ends(logs)}"
-        return _end(logs[0], None)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        for log in logs:
-            log.close()
-
-
-def _ends(logs: list[Any]) -> str:
-    return "\n".join(f"rank {rank}: {_end(log, 4000)}" for rank, log in enumerate(logs))
-
-
-def _end(log: Any, characters: int | None) -> str:
-    log.seek(0)
-    return log.read()[-characters if characters else 0 :]
-
-
-def _run(argv: list[str], timeout: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
-        argv,
+        command(num_ranks, *arguments),
         env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -167,6 +115,69 @@ def _run(argv: list[str], timeout: float, more: dict[str, str]) -> subprocess.Co
         output, _ = process.communicate()
         raise AssertionError(f"not finished after {timeout} s:\n{output[-6000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output, "")
+
+
+def run_ranks(
+    num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Do as `launch`, but without the launcher and without importing torch for each rank.
+
+    Returns the code of the first rank that failed. The others end by themselves when their process
+    group breaks, or are killed.
+    """
+    more |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": str(num_ranks)}
+    argv = ["--local_rank={rank}", *map(str, arguments)]
+    reader, writer = os.pipe()
+    with open(reader, errors="replace") as output:
+        with open(writer, "w") as shared:
+            ranks = _forked(ROOT / "pretrain.py", argv, [shared] * num_ranks, SIBLING_SECONDS, more)
+        deadline = time.monotonic() + timeout
+        killer = threading.Timer(timeout, kill_session, [ranks.session])
+        killer.start()
+        content = output.read()  # until the last process that writes to it has ended
+        killer.cancel()
+    late = time.monotonic() > deadline
+    codes = None if late else ranks.codes(deadline - time.monotonic())
+    assert codes is not None, f"not finished after {timeout} s:\n{content[-6000:]}"
+    code = next((code for _, code in codes if code), 0) % 256
+    return subprocess.CompletedProcess(argv, code, content, "")
+
+
+def run_workers(
+    num_ranks: int, script: Path, *arguments: object, timeout: float = 300, **more: str
+) -> str:
+    """Run a script other than pretrain.py, once for each rank; return the output of rank 0."""
+    more["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    logs = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(num_ranks)]
+    # A rank that dies leaves the others waiting for it: its own output is what counts.
+    ranks = _forked(script, [*map(str, arguments)], logs, 0.0, more)
+    try:
+        codes = ranks.codes(timeout)
+        assert codes is not None, f"not finished after {timeout} s:\n{_ends(logs)}"
+        failed = {rank: code for rank, code in codes if code}
+        assert not failed, f"exit codes by rank: {failed}\n{_ends(logs)}"
+        return _end(logs[0], None)
+    finally:
+        kill_session(ranks.session)
+        for log in logs:
+            log.close()
+
+
+def _forked(
+    script: Path, argv: list[str], outputs: list[Any], sibling_seconds: float, more: dict[str, str]
+) -> ForkedRanks:
+    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    more["WORLD_SIZE"] = str(len(outputs))
+    return ForkedRanks(script, argv, environment(**more), outputs, sibling_seconds)
+
+
+def _ends(logs: list[Any]) -> str:
+    return "\n".join(f"rank {rank}: {_end(log, 4000)}" for rank, log in enumerate(logs))
+
+
+def _end(log: Any, characters: int | None) -> str:
+    log.seek(0)
+    return log.read()[-characters if characters else 0 :]
 
 
 def session_members(session: int) -> list[int]:
