@@ -84,15 +84,16 @@ class ForkedRanks:
 
     def __init__(
         self,
-        script: Path,
+        script: Path | str,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        outputs: Sequence[IO],
+        outputs: Sequence[tuple[IO, IO]],
         sibling_seconds: float,
     ):
-        """Start a rank for each of the outputs.
+        """Start a rank for each pair of files, which get its output and its errors.
 
         Args:
+            script: an absolute path, or the name of a module.
             arguments: `{rank}` in them is replaced by the number of the rank.
             environment: without the variables that number the ranks.
             sibling_seconds: time for the other ranks to end by themselves after one has failed.
@@ -102,7 +103,7 @@ class ForkedRanks:
             "script": str(script), "arguments": arguments, "directory": str(Path.cwd()),
             "environment": dict(environment), "sibling_seconds": sibling_seconds,
         }  # fmt: skip
-        descriptors = [other.fileno(), *(output.fileno() for output in outputs)]
+        descriptors = [other.fileno(), *(each.fileno() for pair in outputs for each in pair)]
         server = server_for(environment)
         with other:
             socket.send_fds(server.channel, [json.dumps(request).encode()], descriptors)
@@ -154,10 +155,10 @@ def start_ranks(launch: dict, status: int, *outputs: int) -> dict:
     starter = os.getpid()
     os.write(status, json.dumps(starter).encode())
     ranks: dict[int, int] = {}
-    for rank, output in enumerate(outputs):
+    for rank, (output, errors) in enumerate(zip(outputs[::2], outputs[1::2], strict=True)):
         if (pid := os.fork()) == 0:
             os.dup2(output, 1)
-            os.dup2(output, 2)
+            os.dup2(errors, 2)
             for descriptor in (status, *outputs):
                 os.close(descriptor)
             die_with(starter)
@@ -199,15 +200,20 @@ def die_with(parent: int) -> None:
 
 
 def run(launch: dict, set_by_imports: dict[str, str]) -> NoReturn:
-    """Run the script of a launch as a new Python process would."""
+    """Run the script or module of a launch as a new Python process would."""
     rank, script = str(launch["rank"]), launch["script"]
     os.environ.clear()
     os.environ.update(launch["environment"] | set_by_imports)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank)
+    if "WORLD_SIZE" in os.environ:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
     os.chdir(launch["directory"])
     sys.argv = [script, *(word.replace("{rank}", rank) for word in launch["arguments"])]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
+    if Path(script).is_absolute():
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        sys.path.insert(0, launch["directory"])
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 

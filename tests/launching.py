@@ -168,7 +168,24 @@ def _forked(
 ) -> ForkedRanks:
     more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more["WORLD_SIZE"] = str(len(outputs))
-    return ForkedRanks(script, argv, environment(**more), outputs, sibling_seconds)
+    pairs = [(output, output) for output in outputs]
+    return ForkedRanks(script, argv, environment(**more), pairs, sibling_seconds)
+
+
+def run_module(
+    name: str, *arguments: object, timeout: float = 300, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Do as `python -m NAME ...`, without importing torch for it."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        argv = [str(argument) for argument in arguments]
+        process = ForkedRanks(name, argv, environment(**more), [(output, errors)], 0.0)
+        try:
+            codes = process.codes(timeout)
+            texts = [_end(output, None), _end(errors, None)]
+            assert codes is not None, f"not finished after {timeout} s: {texts}"
+            return subprocess.CompletedProcess([name, *argv], codes[0][1], *texts)
+        finally:
+            kill_session(process.session)
 
 
 def _ends(logs: list[Any]) -> str:

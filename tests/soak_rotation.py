@@ -3,7 +3,7 @@
     python -m tests.soak_rotation --list                        # the turns, with their minutes
     python -m tests.soak_rotation                               # the turn of this commit
     python -m tests.soak_rotation --turn 2 --table turn.md      # another one, with its outcomes
-    python -m tests.soak_rotation --minutes 30                  # as much of it as fits
+    python -m tests.soak_rotation --minutes 10                  # as much of it as fits
     python -m tests.soak_rotation --only tests/zerolm --record  # write the seconds that they took
 
 tests/soak_seconds.json has the seconds of each test. The tests are divided into as few turns as fit
@@ -29,12 +29,12 @@ import psutil
 from tests import ROOT
 
 SECONDS = ROOT / "tests" / "soak_seconds.json"
-MINUTES = 40  # for the tests of a turn as recorded; none is started that would end later
-MOST_MINUTES = 55  # then the test that runs is ended, and has failed
+MINUTES = 14  # for the tests of a turn as recorded; none is started that would end later
+MOST_MINUTES = 18  # then the test that runs is ended, and has failed
 SPARE_MINUTES = MOST_MINUTES - MINUTES
 UNKNOWN_SECONDS = 60.0  # of a test that was never recorded
-GROUP_SECONDS = 600.0  # tests of a file share fixtures, so they stay together up to this
-START_SECONDS = 10.0  # of a process with pytest
+GROUP_SECONDS = 300.0  # tests of a file share fixtures, so they stay together up to this
+START_SECONDS = 15.0  # of a process with pytest, and of its fork server
 
 
 class Outcome(NamedTuple):

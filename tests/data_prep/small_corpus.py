@@ -2,10 +2,9 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from tests import ROOT
+from tests.launching import run_module
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n" * 3,
@@ -19,14 +18,8 @@ TEXTS = [
 
 
 def data_prep(*words: object, timeout: float = 120) -> subprocess.CompletedProcess:
-    """Run the command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "data_prep", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    """Run the command in a process of its own."""
+    return run_module("data_prep", *words, timeout=timeout)
 
 
 def write_jsonl(path: Path, texts) -> Path:

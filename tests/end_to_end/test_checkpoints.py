@@ -13,14 +13,15 @@ import pytest
 
 from tests.end_to_end.recipe import profile, recipe
 from tests.end_to_end.run_digest import differences, digest
-from tests.launching import ROOT, environment, run_ranks
+from tests.launching import ROOT, environment, run_module, run_ranks
 from zerolm.common.faults import POINTS
 
 STEPS, SAVE = 24, 6
 
 
 def run_flags(llama, corpus, run_dir: Path, stage: int = 2) -> list[object]:
-    json_file = profile(run_dir.parent / f"zero{stage}.json", stage, bf16=True)
+    """ZeRO-2 keeps bf16 weights beside the float32 ones, in files of its own."""
+    json_file = profile(run_dir.parent / f"zero{stage}.json", stage, bf16=stage == 2)
     arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     return [*arguments, "--checkpoint_interval", SAVE, "--wandb", "off"]
 
@@ -58,22 +59,14 @@ def uninterrupted(request, tmp_path_factory, llama, corpus):
 def test_a_kill_during_a_save_leaves_a_complete_checkpoint(
     tmp_path, llama, corpus, uninterrupted
 ) -> None:
-    """Kill a slow rank, rank 0 before the rename, and rank 0 while it removes an old checkpoint."""
+    """Rank 0 is killed before the rename; a soak test kills each rank at every point."""
     stage, _, reference = uninterrupted
-    run_dir, marks = tmp_path / "run", tmp_path / "marks"
-    marks.mkdir()
-    faults = [
-        "checkpoint.write:1:6:sleep=2",
-        "checkpoint.write:1:6:kill",
-        "checkpoint.rename:0:12:kill",
-        "checkpoint.rotated:0:18:kill",
-    ]
+    run_dir = tmp_path / "run"
     arguments = [*run_flags(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
-    for newest in ([], [6], [18]):
-        killed = run(arguments, tmp_path / "ledger", FAULT=",".join(faults), FAULT_ONCE=str(marks))
-        assert killed.returncode not in (0, 2, 75, 76), killed.stdout[-4000:]
-        assert published(run_dir) == newest
-    done = run(arguments, tmp_path / "ledger", FAULT=",".join(faults), FAULT_ONCE=str(marks))
+    killed = run(arguments, tmp_path / "ledger", FAULT="checkpoint.rename:0:12:kill")
+    assert killed.returncode not in (0, 2, 75, 76), killed.stdout[-4000:]
+    assert published(run_dir) == [6] and list(run_dir.glob("checkpoints/.tmp-*"))
+    done = run(arguments, tmp_path / "ledger")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "resume" in done.stdout and not list(run_dir.glob("checkpoints/.tmp-*"))
     assert differences(digest(run_dir, tmp_path / "ledger"), reference) == []
@@ -259,10 +252,7 @@ def test_a_full_disk_is_reported_with_needed_and_free_space(tmp_path, llama, cor
         assert ended.returncode == 1 and "Traceback" not in ended.stdout, ended.stdout[-4000:]
         (failed,) = events(disk / "run", "checkpoint_failed")
         assert "needs 1." in failed["error"] and ", has " in failed["error"], failed
-        verified = subprocess.run(
-            [sys.executable, "-m", "zerolm", "verify-checkpoint", disk / "run"],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        verified = run_module("zerolm", "verify-checkpoint", disk / "run")
         assert verified.returncode == 0, verified.stderr
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True, timeout=30)
         refused = run_ranks(2, *arguments)

@@ -10,7 +10,7 @@ import pytest
 
 from tests import malicious, texts
 from tests.end_to_end.recipe import profile, recipe
-from tests.launching import LLAMA, ROOT, command, environment, launch, write_json
+from tests.launching import LLAMA, ROOT, command, environment, run_ranks, write_json
 
 PYTHON = [sys.executable, "-m"]
 STEPS = 2
@@ -27,7 +27,7 @@ def attacked(tmp_path_factory) -> Path:
          "--output", base / "shards")  # fmt: skip
     write_json(base / "model.json", LLAMA)
     profile(base / "ds.json", 2, bf16=False)
-    done = launch(1, *flags(base, "run"))
+    done = run_ranks(1, *flags(base, "run"))
     assert done.returncode == 0, done.stdout
     call(PYTHON, "zerolm", "export", base / "run", base / "model")
 

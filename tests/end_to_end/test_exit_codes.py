@@ -1,13 +1,12 @@
 """Runs that do not complete: refused, diverged, or started in a directory that is in use."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.end_to_end.recipe import profile, recipe
-from tests.launching import ROOT, environment, launch
+from tests.launching import launch, run_ranks
+from zerolm.preflight import check
 from zerolm.train import run_directory
 
 
@@ -25,7 +24,7 @@ def test_problems_of_three_files_are_reported_at_once_and_nothing_is_written(
     (tmp_path / "model.json").write_text(json.dumps(model))
     flags = recipe(tmp_path / "model.json", corpus, tmp_path / "run", tmp_path / "ds.json", 2, 2)
     before = file_names(tmp_path)
-    refused = launch(2, *flags, "--learning_rat", 1)
+    refused = run_ranks(2, *flags, "--learning_rat", 1)
     assert refused.returncode == 2
     for expected in ("gradient_cliping", "num_hiden_layers", "learning_rat", "Did you mean"):
         assert refused.stdout.count(expected) >= 1, refused.stdout[-3000:]
@@ -37,13 +36,8 @@ def test_problems_of_three_files_are_reported_at_once_and_nothing_is_written(
 def test_check_runs_without_ranks_and_writes_nothing(tmp_path, llama, corpus) -> None:
     flags = recipe(llama, corpus, tmp_path / "run", profile(tmp_path / "ds.json", 3, False), 2, 1)
     flags[flags.index("--batch_tokens") + 1] = 512 * 32
-    command = [sys.executable, str(ROOT / "pretrain.py"), *map(str, flags)]
-    done = subprocess.run(
-        [*command, "--check", "--world_size", "512"],
-        env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "139,584 parameters" in done.stdout and "512 rank(s)" in done.stdout
+    plan = check.check([*map(str, flags), "--check", "--world_size", "512"], {})
+    assert "139,584 parameters" in plan.summary() and "512 rank(s)" in plan.summary()
     assert not (tmp_path / "run").exists()
 
 
@@ -53,7 +47,7 @@ def test_a_diverging_run_gives_up_and_saves_no_nan(tmp_path, llama, corpus, stag
     flags = recipe(llama, corpus, tmp_path / "run", json_file, 50, 2)
     flags[flags.index("--learning_rate") + 1] = 1e30
     flags += ["--warmup_tokens", 0, "--checkpoint_interval", 1, "--wandb", "off"]
-    done = launch(2, *flags, "--schedule", "constant")
+    done = run_ranks(2, *flags, "--schedule", "constant")
     assert done.returncode == 76, done.stdout[-3000:]
     assert "Traceback" not in done.stdout
     events = (tmp_path / "run" / "events.jsonl").read_text()

@@ -1,7 +1,6 @@
 """Experts balanced by a bias: losses, loads and biases equal those of plain PyTorch."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,11 +13,9 @@ from tests.end_to_end import plain_pytorch, runs_in_one_process, test_resume
 from tests.end_to_end.recipe import CLIPPING, profile
 from tests.launching import (
     LLAMA,
-    ROOT,
-    environment,
     kill_session,
-    launch,
     rows,
+    run_module,
     run_ranks,
     write_json,
     write_shards,
@@ -189,10 +186,7 @@ def test_biases_are_resumed_resharded_and_exported_in_float32(tmp_path, corpus, 
     assert len(half) == 12 and half[7] == same[7], "the first step after resharding"
 
     out = tmp_path / "model"
-    done = subprocess.run(
-        [sys.executable, "-m", "zerolm", "export", tmp_path / "complete", out],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_module("zerolm", "export", tmp_path / "complete", out)
     assert done.returncode == 0, done.stderr
     if model is DEEPSEEK:  # from_pretrained makes Laguna's bias bf16
         assert "are bit-identical" in done.stdout, done.stdout
@@ -208,7 +202,7 @@ def test_a_killed_run_resumes_with_the_biases_of_its_checkpoint(tmp_path, corpus
         more = ["--checkpoint_interval", 10, "--gradient_checkpointing"]
         return [*flags(tmp_path, corpus, name, 2, steps=60), *more]
 
-    done = launch(2, *arguments("complete"))
+    done = run_ranks(2, *arguments("complete"))
     assert done.returncode == 0, done.stdout[-4000:]
     assert "balanced by a bias, 0.02 a step" in done.stdout
     process = test_resume.start(2, tmp_path / "log", *arguments("killed"))
@@ -217,7 +211,7 @@ def test_a_killed_run_resumes_with_the_biases_of_its_checkpoint(tmp_path, corpus
     finally:
         kill_session(process.pid)
         process.wait()
-    assert launch(2, *arguments("killed")).returncode == 0
+    assert run_ranks(2, *arguments("killed")).returncode == 0
     for key in ("train/loss", "train/grad_norm", "router/load_imbalance"):
         assert rows(tmp_path / "killed", key) == rows(tmp_path / "complete", key)
     pairs = zip(

@@ -2,8 +2,6 @@
 
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
-from tests.launching import LLAMA, ROOT, VOCABULARY, environment, run_ranks, write_json
+from tests.launching import LLAMA, VOCABULARY, run_module, run_ranks, write_json
+from zerolm.__main__ import main
 from zerolm.common.errors import CheckpointError
 from zerolm.export.export import export
 
@@ -41,18 +40,6 @@ COMBINATIONS = [
 ]  # fmt: skip
 
 
-def zerolm(
-    *arguments: object, max_file_bytes: int = resource.RLIM_INFINITY
-) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-
-    return subprocess.run(
-        [sys.executable, "-m", "zerolm", *map(str, arguments)], cwd=ROOT, env=environment(),
-        capture_output=True, text=True, timeout=300, check=False, preexec_fn=limit,
-    )  # fmt: skip
-
-
 def logits_of(directory: Path, saved: dict) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
@@ -61,7 +48,9 @@ def logits_of(directory: Path, saved: dict) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model", "stage", "precision"), COMBINATIONS)
-def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, precision) -> None:
+def test_an_export_has_the_logits_of_the_engine(
+    tmp_path, corpus, model, stage, precision, capsys
+) -> None:
     run_dir, out = tmp_path / "run", tmp_path / "model"
     config = write_json(tmp_path / "model.json", MODELS[model])
     json_file = profile(tmp_path / "ds.json", stage, precision == "bf16")
@@ -69,10 +58,16 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
     done = run_ranks(2, *flags, "--wandb", "off")
     assert done.returncode == 0, done.stdout[-4000:]
 
-    full = zerolm("export", run_dir, out, max_file_bytes=SHARD_BYTES)
-    assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
-    assert f"{out}: nothing was exported: " in full.stderr and "File too large" in full.stderr
-    exported = zerolm("export", run_dir, out, "--max_shard_size", SHARD_BYTES)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SHARD_BYTES, limits[1]))
+    try:
+        code = main(["export", str(run_dir), str(out)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    errors = capsys.readouterr().err
+    assert code == 1 and "Traceback" not in errors, errors
+    assert f"{out}: nothing was exported: " in errors and "File too large" in errors
+    exported = run_module("zerolm", "export", run_dir, out, "--max_shard_size", SHARD_BYTES)
     assert exported.returncode == 0, exported.stderr
     assert "are bit-identical" in exported.stdout
     [checkpoint] = (run_dir / "checkpoints").glob("step-*")
@@ -81,7 +76,7 @@ def test_an_export_has_the_logits_of_the_engine(tmp_path, corpus, model, stage, 
     assert len(saved["input_ids"]) == 32 and engine.shape == (8, 16)
     assert torch.equal(logits_of(out, saved), engine), "not the engine's logits"
 
-    fp32 = zerolm("export", run_dir, tmp_path / "fp32", "--precision", "fp32")
+    fp32 = run_module("zerolm", "export", run_dir, tmp_path / "fp32", "--precision", "fp32")
     assert fp32.returncode == 0, fp32.stderr
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").state_dict()
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)

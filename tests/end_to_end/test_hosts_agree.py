@@ -7,7 +7,7 @@ import pytest
 
 from tests.end_to_end.recipe import profile, recipe
 from tests.end_to_end.two_hosts import missing, two_hosts
-from tests.launching import ROOT, free_port, launch, rows
+from tests.launching import ROOT, free_port, rows, run_ranks
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -19,7 +19,7 @@ REFUSED_WITHIN_SECONDS = 180
 def test_two_hosts_have_the_losses_of_one(tmp_path, llama, corpus, stage) -> None:
     json_file = profile(tmp_path / "ds.json", stage, bf16=False)
     one, two = tmp_path / "one", tmp_path / "two"
-    done = launch(2, *recipe(llama, corpus, one, json_file, STEPS, micro=2), "--wandb", "off")
+    done = run_ranks(2, *recipe(llama, corpus, one, json_file, STEPS, micro=2), "--wandb", "off")
     assert done.returncode == 0, done.stdout[-4000:]
     directory = tmp_path / "hosts"
     directory.mkdir()

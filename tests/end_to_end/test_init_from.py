@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.end_to_end import plain_pytorch, runs_in_one_process
 from tests.end_to_end.recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS
 from tests.end_to_end.recipe import profile as write_profile
-from tests.launching import LLAMA, VOCABULARY, launch, rows, run_ranks, write_json
+from tests.launching import LLAMA, VOCABULARY, rows, run_ranks, write_json
 
 STEPS = 20
 WARMUP_TOKENS = 4 * STEP_TOKENS
@@ -160,9 +160,9 @@ def test_a_killed_run_starts_again_alike_and_resumes_without_its_source(
     killed = flags(source, corpus, tmp_path / "killed", profile, 2)
     assert run_ranks(2, *straight).returncode == 0
 
-    assert launch(2, *killed, FAULT="step.backward:1:1:kill").returncode != 0
+    assert run_ranks(2, *killed, FAULT="step.backward:1:1:kill").returncode != 0
     assert not list((tmp_path / "killed" / "checkpoints").glob("step-*"))
-    done = launch(2, *killed, FAULT="step.begin:0:18:kill")
+    done = run_ranks(2, *killed, FAULT="step.begin:0:18:kill")
     assert done.returncode != 0
     assert "all as in the source, finite" in done.stdout, done.stdout[-4000:]
     shutil.rmtree(source)

@@ -26,9 +26,8 @@ from tests.end_to_end.recipe import (
     profile,
     recipe,
 )
-from tests.end_to_end.test_export import zerolm
 from tests.end_to_end.test_parity import assert_equal_to_reference, check_health, check_noise
-from tests.launching import LLAMA, launch, rows, run_ranks, write_json
+from tests.launching import LLAMA, rows, run_module, run_ranks, write_json
 from zerolm.train.step import seed_step
 
 STEPS, WARMUP_TOKENS = 20, 4 * STEP_TOKENS
@@ -126,7 +125,7 @@ def test_a_tensor_parallel_run_equals_plain_pytorch(tmp_path, corpus, reference)
     assert "2 x cpu, 1 data parallel x 2 tensor parallel" in done.stdout
     check_run(tmp_path / "run", reference(LLAMA, False), TENSOR, False)
     out = tmp_path / "model"
-    exported = zerolm("export", tmp_path / "run", out, "--precision", "fp32")
+    exported = run_module("zerolm", "export", tmp_path / "run", out, "--precision", "fp32")
     assert exported.returncode == 0, exported.stderr
     weights = AutoModelForCausalLM.from_pretrained(out).state_dict()
     squares = sum(float(value.double().square().sum()) for value in weights.values())
@@ -162,7 +161,7 @@ def test_a_killed_parallel_run_equals_an_uninterrupted_one(
         (tmp_path / name).mkdir()
         flags = run_flags(tmp_path / name, form, dropping, corpus, stage, bf16, 2)
         flags += ["--checkpoint_interval", 6]
-        done = launch(2, *flags, **more)
+        done = run_ranks(2, *flags, **more)
         if more:
             assert done.returncode != 0
             done = run_ranks(2, *flags)
@@ -189,7 +188,7 @@ def test_sequence_parallelism_may_change_when_a_run_resumes(
     form, ranks, stage = first
     flags = run_flags(tmp_path, form, LLAMA, corpus, stage, False, 2)
     flags += ["--checkpoint_interval", 5]  # the save of step 10 waits for that of step 5
-    done = launch(ranks, *flags, FAULT="step.begin:0:12:kill")
+    done = run_ranks(ranks, *flags, FAULT="step.begin:0:12:kill")
     assert done.returncode != 0
     form, ranks, stage = then
     flags = run_flags(tmp_path, form, LLAMA, corpus, stage, False, 2)
@@ -251,7 +250,9 @@ def test_validation_and_export_equal_those_of_data_parallelism(
         assert done.returncode == 0, done.stdout[-4000:]
         found[name] = list(rows(tmp_path / name / "run", "eval/loss").values())
         out = tmp_path / name / "model"
-        exported = zerolm("export", tmp_path / name / "run", out, "--precision", "fp32")
+        exported = run_module(
+            "zerolm", "export", tmp_path / name / "run", out, "--precision", "fp32"
+        )
         assert exported.returncode == 0, exported.stderr
         model = AutoModelForCausalLM.from_pretrained(out)
         weights[name] = model.state_dict()

@@ -7,7 +7,7 @@ import pytest
 
 from tests import ROOT, tracked
 from tests.end_to_end.recipe import PEAK, recipe
-from tests.launching import launch, rows, write_json
+from tests.launching import rows, run_ranks, write_json
 from zerolm.ds_config.host import has_asynchronous_io
 
 STEPS = 12
@@ -67,7 +67,7 @@ def curve(run_dir, llama, corpus, json_file) -> np.ndarray:
     flags += ["--schedule", "constant", "--wandb", "off"]
     if json_file.name != "user_scheduler.json":  # its own scheduler sets the warmup
         flags += ["--warmup_tokens", 0]
-    done = launch(2, *flags, timeout=500)
+    done = run_ranks(2, *flags, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:]
     record = json.loads((run_dir / "run.json").read_text())
     assert record["ds_config"]["gradient_clipping"] == 1.0
@@ -97,7 +97,7 @@ def test_offload_to_a_disk_gives_the_curve_of_offload_to_the_host(tmp_path, llam
     ):
         json_file = ROOT / "ds_configs" / f"{name}.json"
         arguments = recipe(llama, corpus, tmp_path / name, json_file, steps=3, micro=2)
-        done = launch(2, *arguments, *more, "--wandb", "off", timeout=500)
+        done = run_ranks(2, *arguments, *more, "--wandb", "off", timeout=500)
         assert done.returncode == 0, done.stdout[-4000:]
         found[name] = list(rows(tmp_path / name, "train/loss").values())
     assert found["zero3_nvme"] == found["zero3_offload"]

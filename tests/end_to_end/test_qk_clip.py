@@ -17,7 +17,7 @@ from tests.end_to_end.recipe import (
     STEP_TOKENS,
     recipe,
 )
-from tests.launching import LLAMA, kill_session, launch, rows, write_json, write_shards
+from tests.launching import LLAMA, kill_session, rows, run_ranks, write_json, write_shards
 
 STEPS, STOP, MICRO, MUON_RATE = 20, 9, 2, 0.03
 # Shared keys; and keys of each head, with biases.
@@ -183,7 +183,7 @@ def test_a_killed_run_resumes_with_clipped_weights(tmp_path, corpus) -> None:
             tmp_path, corpus, name, "llama", 2, "--checkpoint_interval", 10, steps=60, bf16=True
         )
 
-    done = launch(2, *arguments("complete"))
+    done = run_ranks(2, *arguments("complete"))
     assert done.returncode == 0, done.stdout[-4000:]
     assert "at most about 0.15 in each of 8 heads" in done.stdout
     process = test_resume.start(2, tmp_path / "log", *arguments("killed"))
@@ -192,7 +192,7 @@ def test_a_killed_run_resumes_with_clipped_weights(tmp_path, corpus) -> None:
     finally:
         kill_session(process.pid)
         process.wait()
-    assert launch(2, *arguments("killed")).returncode == 0
+    assert run_ranks(2, *arguments("killed")).returncode == 0
     for key in KEYS:
         assert rows(tmp_path / "killed", key) == rows(tmp_path / "complete", key)
 

@@ -18,7 +18,7 @@ from tests.endpoints import (
     s3_environment,
     s3_server,
 )
-from tests.launching import launch, rows, write_shards
+from tests.launching import rows, run_ranks, write_shards
 from zerolm.data.order import Order, num_windows
 from zerolm.shards.reader import open_source
 from zerolm.train import instrumentation
@@ -88,7 +88,7 @@ def test_a_faulty_store_gives_the_sequences_and_losses_of_local_shards(tmp_path,
         arguments = recipe(llama, first, tmp_path / name, json_file, STEPS, micro=2)
         return [*arguments, "--data", second, *saving]
 
-    local = launch(2, *run_flags(data, "local"), ZEROLM_LEDGER=str(tmp_path / "ledger-local"))
+    local = run_ranks(2, *run_flags(data, "local"), ZEROLM_LEDGER=str(tmp_path / "ledger-local"))
     assert local.returncode == 0, local.stdout[-4000:]
     with s3_server() as port, FaultyProxy(port) as proxy:
         for directory in data:
@@ -99,7 +99,7 @@ def test_a_faulty_store_gives_the_sequences_and_losses_of_local_shards(tmp_path,
         monitor = SizeMonitor(cache)
         monitor.start()
         urls = [f"s3://{BUCKET}/data/{directory.name}" for directory in data]
-        remote = launch(
+        remote = run_ranks(
             2, *run_flags(urls, "remote"),
             "--data_cache", cache, "--data_cache_bytes", CACHE_BYTES,
             ZEROLM_LEDGER=str(tmp_path / "ledger-remote"), **s3_environment(proxy.port),

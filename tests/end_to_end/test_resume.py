@@ -1,10 +1,10 @@
 """A killed run equals an uninterrupted one; a stopped run saves; both can be exported."""
 
 import json
+import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,12 +13,12 @@ import torch
 
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
 from tests.launching import (
-    ROOT,
     command,
     environment,
     kill_session,
-    launch,
     rows,
+    run_module,
+    run_ranks,
     session_members,
 )
 
@@ -63,13 +63,6 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
-def zerolm(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zerolm", *map(str, arguments)], cwd=ROOT, env=environment(),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("bf16", "stage", "more"),
     [
@@ -85,7 +78,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(
 ) -> None:
     json_file = profile(tmp_path / "ds.json", stage, bf16)
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
-    done = launch(2, *run_flags(llama, corpus, held_out, uninterrupted, json_file), *more)
+    done = run_ranks(2, *run_flags(llama, corpus, held_out, uninterrupted, json_file), *more)
     assert done.returncode == 0, done.stdout[-4000:]
     step = random.randint(2 * SAVE, STEPS - 50)  # the second save waits for the first
     before = shared_memory()
@@ -98,7 +91,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(
         process.wait(timeout=30)
     assert shared_memory() <= before, "a killed run must leave nothing in /dev/shm"
     assert [event["event"] for event in events(killed)].count("done") == 0
-    again = launch(2, *flags)
+    again = run_ranks(2, *flags)
     assert again.returncode == 0, again.stdout[-4000:]
     assert [event["event"] for event in events(killed) if event["event"] == "resume"]
     for key in COMPARED:
@@ -138,8 +131,6 @@ def is_rank(pid: int, local_rank: int) -> bool:
 
 
 def signal_rank(pid: int) -> None:
-    import os
-
     os.kill(pid, signal.SIGTERM)
 
 
@@ -150,7 +141,7 @@ def test_a_stop_on_request_saves_and_exits_75(stopped) -> None:
     assert last["event"] == "stopped" and last["reason"] == "SIGTERM"
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
     assert pointer == f"step-{last['step']:08d}"
-    assert zerolm("verify-checkpoint", run_dir).returncode == 0
+    assert run_module("zerolm", "verify-checkpoint", run_dir).returncode == 0
 
 
 def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> None:
@@ -158,7 +149,7 @@ def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> No
 
     run_dir = stopped[0]
     out = tmp_path / "model"
-    exported = zerolm("export", run_dir, out)
+    exported = run_module("zerolm", "export", run_dir, out)
     assert exported.returncode == 0, exported.stderr
     model = AutoModelForCausalLM.from_pretrained(out)
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
@@ -170,6 +161,6 @@ def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> No
     assert set(exported_state) == set(state)
     for name, value in state.items():
         assert torch.equal(exported_state[name], value), name
-    assert zerolm("export", run_dir, out).returncode == 2, (
+    assert run_module("zerolm", "export", run_dir, out).returncode == 2, (
         "an existing directory must not be overwritten"
     )

@@ -5,16 +5,15 @@ import os
 import pty
 import re
 import subprocess
-import sys
 
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
 from tests.launching import (
     LAUNCH_SECONDS,
-    ROOT,
     command,
     environment,
     kill_session,
     rows,
+    run_module,
     write_json,
 )
 
@@ -73,10 +72,7 @@ def test_a_run_in_a_terminal_has_a_progress_bar_and_a_report(
     assert shown_run["state"] == "done" and shown_run["tokens"] == STEPS * STEP_TOKENS
     assert [row[0] for row in shown_run["evaluations"]["rows"]] == [15, 30]
 
-    status = subprocess.run(
-        [sys.executable, "-m", "zerolm", "status", "--json", run],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    status = run_module("zerolm", "status", "--json", run)
     status_now = json.loads(status.stdout)
     summary = (status_now["state"], status_now["step"], status_now["ranks"]["count"])
     assert summary == ("done", STEPS, 2)

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.recipe import profile, recipe
 from tests.end_to_end.test_resume import events, start, wait_for_step
 from tests.endpoints import WandbServer
-from tests.launching import ROOT, environment, free_port, kill_session, launch, session_members
+from tests.launching import ROOT, environment, free_port, kill_session, run_ranks, session_members
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
 
 STEPS, SAVE = 40, 8
@@ -44,7 +44,7 @@ def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
         kill_session(process.pid)
         process.wait(timeout=30)
     assert wandb_runs(run_dir), "the killed start must have left a file"
-    done = launch(2, *arguments)
+    done = run_ranks(2, *arguments)
     assert done.returncode == 0, done.stdout[-4000:]
     assert not session_members(process.pid)
 
@@ -100,7 +100,7 @@ def test_a_run_completes_without_wandb_and_can_be_sent_later(
         if mode == "refuse":
             wandb["WANDB_BASE_URL"] = f"http://127.0.0.1:{free_port()}"
         start_time = time.monotonic()
-        done = launch(1, *arguments, **wandb)
+        done = run_ranks(1, *arguments, **wandb)
         print(f"{mode}: exit code {done.returncode} after {time.monotonic() - start_time:.1f} s")
     assert done.returncode == 0, done.stdout[-4000:]
     rows = own_rows(run_dir)

@@ -11,7 +11,7 @@ from tests.end_to_end import run_digest
 from tests.end_to_end.recipe import profile, recipe
 from tests.end_to_end.test_resume import wait_for_step
 from tests.end_to_end.two_hosts import missing, two_hosts
-from tests.launching import launch
+from tests.launching import run_ranks
 
 STEPS, SAVE = 30, 6
 HANG_SECONDS = 20  # --hang_timeout
@@ -45,7 +45,7 @@ def test_a_cut_network_ends_both_hosts_and_the_restart_equals_one_host(
     ledgers = {run_dir: tmp_path / f"ledger-{run_dir.name}" for run_dir in (one, two)}
     for ledger in ledgers.values():
         ledger.mkdir()
-    done = launch(2, *run_flags(llama, corpus, one, json_file), ZEROLM_LEDGER=str(ledgers[one]))
+    done = run_ranks(2, *run_flags(llama, corpus, one, json_file), ZEROLM_LEDGER=str(ledgers[one]))
     assert done.returncode == 0, done.stdout[-4000:]
 
     arguments, variables = (

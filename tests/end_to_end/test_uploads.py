@@ -22,7 +22,7 @@ from tests.endpoints import (
     s3_environment,
     s3_server,
 )
-from tests.launching import ROOT, environment, kill_session, launch, rows
+from tests.launching import ROOT, environment, kill_session, rows, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 STEPS, SAVE = 60, 10
@@ -43,7 +43,7 @@ def uninterrupted(tmp_path_factory, llama, corpus):
     base = tmp_path_factory.mktemp("uninterrupted")
     arguments = run_flags(llama, corpus, base / "run", profile(base / "ds.json", 2, False))
     (base / "ledger").mkdir()
-    done = launch(2, *arguments, "--wandb", "off", ZEROLM_LEDGER=str(base / "ledger"))
+    done = run_ranks(2, *arguments, "--wandb", "off", ZEROLM_LEDGER=str(base / "ledger"))
     assert done.returncode == 0, done.stdout[-4000:]
     return base
 
@@ -75,7 +75,7 @@ def test_a_run_whose_disk_is_lost_resumes_from_the_store_bit_for_bit(
             process.wait(timeout=30)
         assert not events(run_dir, "done"), "the run must be killed before its end"
         shutil.rmtree(run_dir)
-        done = launch(2, *arguments, **environment)
+        done = run_ranks(2, *arguments, **environment)
         assert done.returncode == 0, done.stdout[-4000:]
     (restored,) = events(run_dir, "restored")
     assert restored["step"] >= SAVE and f"resume: {run_dir}" in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launching import ROOT
+from tests.launching import run_module
 from zerolm.common.errors import EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text())["schemas"]
@@ -35,11 +35,8 @@ FLAGS = ["--nodes", "2", "--devices_per_node", "8", "--image", "example/zerolm:1
          "--env", "NCCL_SOCKET_IFNAME=eth0", "--secret", "WANDB_API_KEY"]  # fmt: skip
 
 
-def render(kind, *flags, pretrain_flags=PRETRAIN_FLAGS, **more):
-    return subprocess.run(
-        [sys.executable, "-m", "launch", "render", kind, *flags, "--", *pretrain_flags],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, **more,
-    )  # fmt: skip
+def render(kind, *flags, pretrain_flags=PRETRAIN_FLAGS):
+    return run_module("launch", "render", kind, *flags, "--", *pretrain_flags)
 
 
 def rendered(kind, *flags) -> str:

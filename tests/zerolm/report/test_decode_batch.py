@@ -2,15 +2,13 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.launching import ROOT, environment, write_json
+from tests.launching import run_module, write_json
 from tests.manifests import WRITTEN
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.data.order import Order
@@ -18,13 +16,6 @@ from zerolm.shards.reader import open_source
 
 SEQ_LEN, SEED, BATCH = 16, 3, 4
 TEXTS = [f"Text number {n}: {'word ' * (n % 40)}and {n * n} – é." for n in range(200)]
-
-
-def call(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=environment(), capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +26,11 @@ def run_dir(tmp_path_factory) -> Path:
     for name, texts in (("a", TEXTS[:120]), ("b", TEXTS[120:])):
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (base / f"{name}.jsonl").write_text(lines)
-    made = call("-m", "data_prep", "train-tokenizer", "--input", base / "*.jsonl",
+    made = run_module("data_prep", "train-tokenizer", "--input", base / "*.jsonl",
                 "--vocab_size", 400, "--output", base / "tokenizer")  # fmt: skip
     assert made.returncode == 0, made.stderr
     for name in ("a", "b"):
-        made = call("-m", "data_prep", "tokenize", "--input", base / f"{name}.jsonl", "--tokenizer",
+        made = run_module("data_prep", "tokenize", "--input", base / f"{name}.jsonl", "--tokenizer",
                     base / "tokenizer", "--output", base / name, "--shard_tokens", 500)  # fmt: skip
         assert made.returncode == 0, made.stderr
         sources.append(open_source(base / name))
@@ -100,7 +91,7 @@ def sequences_of(output: str) -> dict[int, tuple[str, str]]:
     ],
 )
 def test_batch_text_equals_the_text_of_its_windows(run_dir, words, expected) -> None:
-    done = call("-m", "zerolm", "decode-batch", run_dir, *words)
+    done = run_module("zerolm", "decode-batch", run_dir, *words)
     assert done.returncode == 0, done.stderr
     found = sequences_of(done.stdout)
     assert list(found) == expected
@@ -119,7 +110,7 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     progress = vars(Progress(step=7, position=100))
     manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": [], **WRITTEN}
     write_json(directory / "MANIFEST.json", {**manifest, "digest": manifest_digest(manifest)})
-    done = call("-m", "zerolm", "decode-batch", run_dir, "--step", 9)
+    done = run_module("zerolm", "decode-batch", run_dir, "--step", 9)
     assert list(sequences_of(done.stdout)) == [116, 117, 118, 119]
 
 
@@ -132,14 +123,14 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(run_dir, words, expected) -> None:
-    done = call("-m", "zerolm", "decode-batch", run_dir, *words)
+    done = run_module("zerolm", "decode-batch", run_dir, *words)
     assert done.returncode == 2 and expected in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_missing_and_changed_files_are_named(run_dir, tmp_path) -> None:
     def refused(directory: Path) -> str:
-        done = call("-m", "zerolm", "decode-batch", directory, "--step", 1)
+        done = run_module("zerolm", "decode-batch", directory, "--step", 1)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         return done.stderr
 

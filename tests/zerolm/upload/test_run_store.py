@@ -19,7 +19,7 @@ from tests.endpoints import (
     s3_server,
     unresponsive_port,
 )
-from tests.launching import ROOT, environment
+from tests.launching import ROOT, environment, run_module
 from tests.zerolm.upload.published import contents, events, publish
 from zerolm.checkpoint.directory import read, verify_files
 
@@ -34,11 +34,7 @@ def s3_port():
 
 
 def zerolm(*words: object, port: int, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zerolm", *map(str, words)], cwd=ROOT,
-        env=environment(**s3_environment(port), **more), capture_output=True, text=True,
-        timeout=420,
-    )  # fmt: skip
+    return run_module("zerolm", *words, timeout=420, **s3_environment(port), **more)
 
 
 def marked(port: int, prefix: str) -> list[str]:
