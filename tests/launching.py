@@ -169,7 +169,13 @@ def _forked(
     more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more["WORLD_SIZE"] = str(len(outputs))
     pairs = [(output, output) for output in outputs]
-    return ForkedRanks(script, argv, environment(**more), pairs, sibling_seconds)
+    return ForkedRanks(script, argv, _forked_environment(more), pairs, sibling_seconds)
+
+
+def _forked_environment(more: dict[str, str]) -> dict[str, str]:
+    """Name the accelerator that DeepSpeed would find, so that all launches share one server."""
+    no_gpu = not Path("/dev/nvidiactl").exists()
+    return environment(**({"DS_ACCELERATOR": "cpu"} if no_gpu else {}) | more)
 
 
 def run_module(
@@ -178,7 +184,8 @@ def run_module(
     """Do as `python -m NAME ...`, without importing torch for it."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         argv = [str(argument) for argument in arguments]
-        process = ForkedRanks(name, argv, environment(**more), [(output, errors)], 0.0)
+        variables = _forked_environment(more)
+        process = ForkedRanks(name, argv, variables, [(output, errors)], 0.0)
         try:
             codes = process.codes(timeout)
             texts = [_end(output, None), _end(errors, None)]
@@ -228,3 +235,9 @@ def rows(run_dir: Path, key: str) -> dict[int, Any]:
             assert row["step"] not in values, f"{key} of step {row['step']} was logged twice"
             values[row["step"]] = row[key]
     return values
+
+
+def events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the events of a run, or those of a kind."""
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if kind in (None, event["event"])]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.end_to_end.recipe import profile, recipe
 from tests.end_to_end.run_digest import differences, digest
-from tests.launching import ROOT, environment, run_module, run_ranks
+from tests.launching import ROOT, environment, events, run_module, run_ranks
 from zerolm.common.faults import POINTS
 
 STEPS, SAVE = 24, 6
@@ -29,11 +29,6 @@ def run_flags(llama, corpus, run_dir: Path, stage: int = 2) -> list[object]:
 def run(arguments: list[object], ledger: Path, **more: str) -> subprocess.CompletedProcess[str]:
     ledger.mkdir(exist_ok=True)
     return run_ranks(2, *arguments, ZEROLM_LEDGER=str(ledger), **more)
-
-
-def events(run_dir: Path, kind: str) -> list[dict]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def published(run_dir: Path) -> list[int]:

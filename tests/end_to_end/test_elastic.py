@@ -13,7 +13,7 @@ import torch
 
 from tests.end_to_end.recipe import BATCH, STEP_TOKENS, recipe
 from tests.end_to_end.run_digest import newest_checkpoint
-from tests.launching import LLAMA, rows, run_ranks, write_json
+from tests.launching import LLAMA, events, rows, run_ranks, write_json
 from zerolm.checkpoint.checksums import checksum_file
 from zerolm.checkpoint.manifest import manifest_digest
 from zerolm.train import instrumentation
@@ -59,11 +59,6 @@ def trained_sequences(base: Path, first: int, last: int, name: str) -> list[list
     """Return the sequences of each step of a phase."""
     steps = instrumentation.read_sequences(base / f"ledger-{name}")
     return [steps[step] for step in range(first, last + 1)]
-
-
-def events(run_dir: Path, kind: str) -> list[dict]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.core_bundle import write_bundle
 from tests.end_to_end.recipe import BATCH, profile, recipe
-from tests.launching import LLAMA, rows, run_ranks, write_json
+from tests.launching import LLAMA, events, rows, run_ranks, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
 from zerolm.__main__ import main
 from zerolm.evaluate.exported_model import evaluate_export
@@ -103,10 +103,6 @@ def samples(run_dir: Path) -> list[dict]:
 
 def outcomes(run_dir: Path) -> dict:
     return json.loads((run_dir / "hellaswag.json").read_text())
-
-
-def events(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
 def evaluate_with_lm_eval(texts: Path, run_dir: Path, names: tuple[str, ...]):

@@ -1,7 +1,5 @@
 """Packed rows train like plain PyTorch; with a document mask like separate documents."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch.nn import functional
 from data_prep.tokenize.pack import pack
 from tests.end_to_end import plain_pytorch
 from tests.end_to_end.recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
-from tests.launching import EOS, LLAMA, rows, run_ranks, write_shards
+from tests.launching import EOS, LLAMA, events, rows, run_ranks, write_shards
 from zerolm.data.order import Order
 from zerolm.data.packing import PIECE
 from zerolm.model.loss import IGNORED
@@ -82,8 +80,7 @@ def test_a_killed_packed_run_equals_training_on_separate_documents(
     assert killed.returncode != 0 and "documents are kept apart by sdpa" in killed.stdout
     again = run_ranks(2, *flags, **more)
     assert again.returncode == 0, again.stdout[-4000:]
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "resume"] == [SAVE]
+    assert [event["step"] for event in events(run_dir, "resume")] == [SAVE]
     losses, norms = separately
     np.testing.assert_allclose(list(rows(run_dir, "train/loss").values()), losses, rtol=2e-5)
     np.testing.assert_allclose(list(rows(run_dir, "train/grad_norm").values()), norms, rtol=2e-4)

@@ -1,6 +1,5 @@
 """A killed run equals an uninterrupted one; a stopped run saves; both can be exported."""
 
-import json
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
 from tests.launching import (
     command,
     environment,
+    events,
     kill_session,
     rows,
     run_module,
@@ -53,10 +53,6 @@ def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, seconds: 
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
-
-
-def events(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
 def shared_memory() -> set[str]:

@@ -9,7 +9,7 @@ import torch
 
 from tests.end_to_end.recipe import BATCH, STEP_TOKENS, profile, recipe
 from tests.end_to_end.run_digest import differences, digest, losses, newest_checkpoint, tensors
-from tests.launching import rows, run_ranks, write_json
+from tests.launching import events, rows, run_ranks, write_json
 from zerolm.train import instrumentation
 
 # The steps of three different anomalies, each of which is skipped.
@@ -18,11 +18,6 @@ NAN, INF, X10 = 10, 14, 20
 
 def on_both_ranks(step: int, action: str) -> str:
     return f"step.backward:0:{step}:{action},step.backward:1:{step}:{action}"
-
-
-def events(run_dir: Path, kind: str) -> list[dict]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def learned(run_dir: Path) -> dict[str, str]:

@@ -1,10 +1,7 @@
 """A run with an object store: a lost disk, and endpoints that hang or answer 500."""
 
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from tests.endpoints import (
     s3_environment,
     s3_server,
 )
-from tests.launching import ROOT, environment, kill_session, rows, run_ranks
+from tests.launching import events, kill_session, rows, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 STEPS, SAVE = 60, 10
@@ -31,11 +28,6 @@ STEPS, SAVE = 60, 10
 def run_flags(llama, corpus, run_dir: Path, json_file: Path, *more: object) -> list[object]:
     arguments = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2, *more]
-
-
-def events(run_dir: Path, name: str) -> list[dict]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +90,10 @@ def test_an_unreadable_store_is_refused_instead_of_starting_at_step_zero(
     arguments = run_flags(llama, corpus, tmp_path / "run", json_file, *more)
     with FaultyProxy() as proxy:
         proxy.status = 500
-        refused = subprocess.run(
-            [sys.executable, str(ROOT / "pretrain.py"), *map(str, arguments)],
-            env=environment(**s3_environment(proxy.port)), capture_output=True, text=True,
-            timeout=180,
-        )  # fmt: skip
-    assert refused.returncode == 2, refused.stderr[-4000:]
-    assert "cannot be read" in refused.stderr and "restart at step 0" in refused.stderr
-    assert "Traceback" not in refused.stderr and SECRET not in refused.stderr
+        refused = run_ranks(1, *arguments, **s3_environment(proxy.port))
+    assert refused.returncode == 2, refused.stdout[-4000:]
+    assert "cannot be read" in refused.stdout and "restart at step 0" in refused.stdout
+    assert "Traceback" not in refused.stdout and SECRET not in refused.stdout
     assert not (tmp_path / "run").exists(), "nothing was written"
 
 

@@ -34,15 +34,18 @@ def names(found: dict) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "places"),
+    ("stage", "bf16", "places"),
     [
-        (2, ("exp_avg_sq", "batch")),
-        pytest.param(2, ("weights", "master weights", "exp_avg"), marks=pytest.mark.soak),
-        pytest.param(3, ("weights", "master weights", "exp_avg", "batch"), marks=pytest.mark.soak),
+        (2, False, ("exp_avg_sq", "batch")),
+        pytest.param(2, True, ("weights", "master weights", "exp_avg"), marks=pytest.mark.soak),
+        pytest.param(
+            3, True, ("weights", "master weights", "exp_avg", "batch"), marks=pytest.mark.soak
+        ),
     ],
+    ids=["zero2-fp32", "zero2-bf16", "zero3-bf16"],
 )
-def test_a_flipped_bit_is_found_named_and_never_learned_from(tmp_path, stage, places) -> None:
-    profiles = {"zero": profile(tmp_path / "zero.json", stage, True)}
+def test_a_flipped_bit_is_found_named_and_never_learned_from(tmp_path, stage, bf16, places) -> None:
+    profiles = {"zero": profile(tmp_path / "zero.json", stage, bf16)}
     jobs = [("zero", WITHOUT, None, ""), ("zero", CHECKED, None, "")]
     jobs += [("zero", CHECKED, (place, 1, 4), "") for place in places]
     # In the first pass of the first step, which is computed twice: on rank 1, then in its sum.

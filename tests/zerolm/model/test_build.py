@@ -1,10 +1,6 @@
 """Models built by 1 and 2 gloo processes, compared with plain torch and transformers."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import ROOT
-from tests.launching import write_json
+from tests.launching import run_workers, write_json
 from tests.model_families.toy_configs import toy_config
 from tests.zerolm.model.initialization_families import (
     FAMILIES,
@@ -25,54 +21,19 @@ from zerolm.attention.choice import choose_attention
 from zerolm.common.errors import ConfigError
 from zerolm.model import build, initialization
 
-HERE = Path(__file__).parent
 LAUNCH_TIMEOUT_SECONDS = 400  # the first launch on a machine compiles DeepSpeed's CPU collectives
 # Fingerprints of float32 weights. A change of one would give every later run other weights.
 GOLDEN = {"llama": "237721e25a6b4545", "gpt2": "4711879d6cb6db4a", "mixtral": "02419161c5ae00b5"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def launch_worker(world_size, result):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "DS_ACCELERATOR": "cpu",
-    }
-    command = [sys.executable, str(HERE / "initialization_worker.py"), str(result)]
-    ranks = []
-    for rank in range(world_size):
-        ranks.append(
-            subprocess.Popen(
-                command,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [rank.communicate(timeout=LAUNCH_TIMEOUT_SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(out[-3000:] for out in outputs)
-    return json.loads(result.read_text())
-
-
 @pytest.fixture(scope="module", params=[1, 2], ids=["world1", "world2"])
 def world(request, tmp_path_factory):
     """The results of the ranks of a world, see `initialization_worker`."""
     result = tmp_path_factory.mktemp("world") / f"{request.param}.json"
-    return launch_worker(request.param, result)
+    worker = Path(__file__).with_name("initialization_worker.py")
+    run_workers(request.param, worker, result, timeout=LAUNCH_TIMEOUT_SECONDS, DS_ACCELERATOR="cpu")
+    return json.loads(result.read_text())
 
 
 def reference_hashes(family, dtype):
