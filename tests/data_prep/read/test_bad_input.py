@@ -28,7 +28,8 @@ from data_prep.tasks.phases import LocalExecutor
 from data_prep.tokenize.options import TokenizeOptions
 from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.load import load_tokenizer
-from tests.data_prep.small_corpus import ROOT, data_prep
+from tests import ROOT
+from tests.data_prep.small_corpus import data_prep
 from zerolm.common.errors import ConfigError
 
 GOOD = b'{"text": "good"}\n'

@@ -11,7 +11,8 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.read.stage_files import StageWriter, stage_file
-from tests.data_prep.small_corpus import ROOT, write_jsonl
+from tests import ROOT
+from tests.data_prep.small_corpus import write_jsonl
 
 TEXTS = [f"Document {n} has a few words." for n in range(5)]
 

@@ -12,7 +12,8 @@ import time
 
 from data_prep.tasks import progress
 from data_prep.tasks.progress import Progress, ProgressWatcher, TaskProgress
-from tests.data_prep.small_corpus import ROOT, TEXTS, write_jsonl
+from tests import ROOT
+from tests.data_prep.small_corpus import TEXTS, write_jsonl
 
 
 def test_a_log_has_plain_lines(capsys, monkeypatch):

@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.data_prep.small_corpus import ROOT, TEXTS
+from tests import ROOT
+from tests.data_prep.small_corpus import TEXTS
 from zerolm.shards.reader import open_source
 from zerolm.shards.writer import ShardWriter
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from data_prep.tokenize import manifests as shard_manifests
-from tests.data_prep.small_corpus import ROOT, TEXTS, data_prep, write_jsonl
+from tests import ROOT
+from tests.data_prep.small_corpus import TEXTS, data_prep, write_jsonl
 from tests.data_prep.tokenize.tokenized import files_of, run_here
 from zerolm.common.errors import ZerolmError
 from zerolm.shards.reader import open_source
