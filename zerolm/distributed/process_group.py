@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from zerolm.common import machine, processes
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError
+from zerolm.distributed import collectives
 
 REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for a process group; rank 0 may first download a run to restore.
@@ -27,6 +28,7 @@ DEPARTURE_TIMEOUT_SECONDS = 30
 SHARED_MEMORY = Path("/dev/shm")
 BUFFER = "deepspeed_allreduce_buffer"  # in deepspeed/ops/csrc/cpu/comm/shm.cpp, 0.19.8
 STALE_BUFFER_SECONDS = 600
+_first_rank: tuple[str, processes.Process | None] | None = None  # machine and process of rank 0
 _stores: list[Any] = []  # the TCP store shared by all ranks, then one prefix of it per rendezvous
 
 
@@ -164,6 +166,9 @@ def init() -> tuple[int, int, Any]:
         accelerator.set_device(local_rank)
     deepspeed.init_distributed(verbose=False)
     release_shared_memory()
+    global _first_rank
+    own = processes.machine_id(), processes.inspect_process(os.getpid())
+    _first_rank = collectives.broadcast_object(own)
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
 
 
@@ -224,6 +229,14 @@ def destroy(engine: Any = None) -> None:
         engine.destroy()
     with contextlib.suppress(ValueError):  # the engine may have destroyed its groups itself
         torch.distributed.destroy_process_group()
+
+
+def waits_for_rank0() -> bool:
+    """Return whether this is another rank on the machine of rank 0, which has not ended yet."""
+    machine_of_rank0, process = _first_rank or ("", None)
+    if process is None or process.pid == os.getpid() or machine_of_rank0 != processes.machine_id():
+        return False
+    return processes.alive(process)
 
 
 def exit_process(code: int) -> NoReturn:

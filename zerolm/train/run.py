@@ -4,6 +4,7 @@ It connects data feed, step, spike guard, checkpointing, evaluations, journal an
 know each other.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -467,7 +468,11 @@ class Run:
         self.journal.close("done" if self.finished else "stopped")
         self._remove_copies()
         process_group.destroy(self.engine)
-        self._finish_child_processes()  # only after the other ranks have ended
+        self._finish_child_processes()
+        # After another exit code than 0 the launcher ends all other ranks, so rank 0 comes first.
+        while not self.finished and process_group.waits_for_rank0():
+            record_progress("end")
+            time.sleep(0.05)
         return EXIT_DONE if self.finished else EXIT_STOPPED
 
     def fail(self, error: ZerolmError) -> None:

@@ -83,6 +83,9 @@ class Child:
                 if self.log is not None:
                     self.log.parent.mkdir(exist_ok=True)
                     output = stack.enter_context(open(self.log, "ab"))
+                # Blocked until `serve` ignores them: a launcher may signal it while it starts.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
+                stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
                 self.process = subprocess.Popen(
                     self.command,
                     env=_environment(self.supervised),
@@ -158,6 +161,7 @@ def serve(pid: int) -> None:
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
     for number in processes.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.STOP_SIGNALS)
 
     def watch() -> None:
         while os.getppid() == pid:

@@ -1,6 +1,8 @@
 """`Child`: restarts with pauses, bounded waits, and the environment of the process."""
 
 import math
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -91,3 +93,18 @@ def test_only_a_supervised_child_has_the_mark_of_the_supervisor(
     script = f"import os, zerolm; print(os.environ.get({SUPERVISOR!r}))"
     assert run(child(script, log=log, supervised=supervised)) == 0
     assert log.read_text() == ("somebody-1\n" if supervised else "None\n")
+
+
+def test_a_signal_during_its_start_does_not_end_it(tmp_path) -> None:
+    """A launcher that ends a rank signals its children too, which are perhaps importing still."""
+    script = (
+        "import signal, time; time.sleep(0.5); from zerolm.watchdog.child import serve; "
+        f"serve({os.getpid()}); print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    one = child(script, log=tmp_path / "log" / "child.log")
+    one.start()
+    assert one.process is not None
+    one.process.terminate()
+    assert one.wait(time.monotonic() + MINUTE) == 0
+    assert (tmp_path / "log" / "child.log").read_text() == "set()\n"
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
