@@ -209,7 +209,7 @@ def peak_flops() -> float:
     """Return the FLOP/s of the device; where they are timed, all cases use one measurement."""
     import torch
 
-    from zerolm.train.throughput import device_peak_flops
+    from zerolm.plan.peak_flops import device_peak_flops
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device_peak_flops(device, "bf16")[0]

@@ -1,4 +1,4 @@
-"""FLOPs of a training token and peak FLOPs of devices: numerator and denominator of MFU.
+"""FLOPs of a training token, the numerator of MFU; `zerolm.plan.peak_flops` has the denominator.
 
 Pure, without torch. Must not depend on how a model is run: attention kernels and recomputation
 change the time of a step, not the operations that the model needs.
@@ -127,63 +127,3 @@ def _attended_keys(layer: "PretrainedConfig", layer_type: str | None, seq_len: i
         "chunked_attention": min(seq_len, chunk),
     }
     return keys.get(layer_type, 0)
-
-
-# Dense matrix TFLOP/s with 32-bit accumulation, without sparsity, from the vendors' datasheets:
-# (device name, bf16, fp16, fp32 without TF32). The first match counts. MIG slices and laptop GPUs
-# have a fraction of these and do not match.
-PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
-    # NVIDIA Blackwell datasheets (B200, GB200 NVL72), halved from "with sparsity"
-    (r"\bGB200\b", 2500, 2500, 80),
-    (r"\bB200\b", 2250, 2250, 75),
-    # NVIDIA H100, H200 and GH200 datasheets, halved from "with sparsity"
-    (r"\bH200 NVL\b", 835.5, 835.5, 60),
-    (r"\bG?H200\b", 989.4, 989.4, 67),
-    (r"\bH100 NVL\b", 835.5, 835.5, 60),
-    (r"\bH100 PCIe\b", 756, 756, 51),
-    (r"\bH100\b|\bH800\b", 989.4, 989.4, 67),
-    # NVIDIA A100, A30, A10, A40 datasheets; A10G: AWS's and NVIDIA's product brief
-    (r"\bA100\b|\bA800\b", 312, 312, 19.5),
-    (r"\bA30\b", 165, 165, 10.3),
-    (r"\bA40\b", 149.7, 149.7, 37.4),
-    (r"\bA10G\b", 70, 70, 35),
-    (r"\bA10\b", 125, 125, 31.2),
-    # NVIDIA L40S, L40 and L4 datasheets, L4 halved from "with sparsity"
-    (r"\bL40S\b", 362, 362, 91.6),
-    (r"\bL40\b", 181, 181, 90.5),
-    (r"\bL4\b", 121, 121, 30.3),
-    # NVIDIA V100 and T4 datasheets: tensor cores of fp16 only
-    (r"\bV100-PCIE\b", None, 112, 14),
-    (r"\bV100\b", None, 125, 15.7),
-    (r"\bT4\b", None, 65, 8.1),
-    # NVIDIA Blackwell, Ada and Ampere GA102 architecture whitepapers, fp32 accumulation
-    (r"\bRTX 5090\b(?! D)", 209.5, 209.5, 104.8),
-    (r"\bRTX 4090\b(?! D)", 165.2, 165.2, 82.6),
-    (r"\bRTX 3090\b(?! Ti)", 71, 71, 35.6),
-    (r"\bRTX A6000\b", 154.8, 154.8, 38.7),
-    # AMD Instinct datasheets; one device is one of MI250X's two dies
-    (r"\bMI355X\b", 2516.6, 2516.6, 157.3),
-    (r"\bMI300X\b|\bMI325X\b", 1307.4, 1307.4, 163.4),
-    (r"\bMI250X\b", 191.5, 191.5, 47.9),
-)
-TF32 = "tf32"  # half of bf16 where it exists (NVIDIA Ampere and later, AMD MI300)
-PRECISIONS = {"bfloat16": 0, "bf16": 0, "float16": 1, "fp16": 1, "float32": 2, "fp32": 2}
-
-
-def peak_flops_per_second(device_name: str, dtype_name: str) -> float | None:
-    """Return the dense peak FLOP/s of one device from its datasheet, or None if it is unknown.
-
-    Args:
-        device_name: from `torch.cuda.get_device_name()`.
-        dtype_name: "bfloat16", "float16" or "float32" (or bf16, fp16, fp32), or tf32.
-    """
-    if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):
-        return None
-    for pattern, *teraflops in PEAK_TFLOPS:
-        if re.search(pattern, device_name):
-            if dtype_name == TF32:
-                half = teraflops[0] and teraflops[0] / 2 * 1e12
-                return None if "MI250X" in pattern else half  # MI250X has no TF32
-            peak = teraflops[PRECISIONS[dtype_name]]
-            return None if peak is None else peak * 1e12
-    return None

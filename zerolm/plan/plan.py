@@ -22,9 +22,9 @@ from zerolm.data.packing import num_rows
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config import topology
 from zerolm.ds_config.profile import Profile
-from zerolm.model.flops import TF32
 from zerolm.model.model import Model
 from zerolm.optim.schedule import BatchSchedule, LearningRate
+from zerolm.plan.peak_flops import TF32
 from zerolm.pretrained.initial_source import InitialSource
 from zerolm.shards.reader import Source
 from zerolm.shards.token_bytes import TokenBytes
@@ -45,6 +45,7 @@ class Plan:
         val_sequences: sequences per evaluation over all validation sources; 0 without any.
         layout: data, tensor and sequence parallelism of the ranks.
         device: kind of the ranks' devices, `absent` if they are not on this machine.
+        device_name: of the model of this rank's device.
         initial: existing weights that the run starts from; None for random ones.
         learning_rate: as a function of tokens; None if the DeepSpeed JSON has a scheduler.
         total_sequences: of the complete run, in full batches.
@@ -73,6 +74,7 @@ class Plan:
     world_size: int
     layout: Layout
     device: str
+    device_name: str
     batch_schedule: BatchSchedule
     initial: InitialSource | None
     learning_rate: LearningRate | None

@@ -1,11 +1,11 @@
 """The derived figures that a run prints when it starts and records in run.json."""
 
-from zerolm.common import machine
 from zerolm.common.values import shown_bytes
 from zerolm.config.run_records import lineage
+from zerolm.distributed import device
 from zerolm.evaluate import rules
-from zerolm.model.flops import TF32
 from zerolm.plan import memory
+from zerolm.plan.peak_flops import TF32
 from zerolm.plan.plan import Plan
 from zerolm.plan.rank_share import config_of_rank
 from zerolm.preflight import memory_copies
@@ -111,7 +111,7 @@ def _precision(plan: Plan) -> str:
 def _devices(plan: Plan) -> str:
     if plan.device != "absent":
         return f"{plan.world_size} x {plan.device}"
-    gibibytes = machine.ASSUMED_DEVICE_BYTES >> 30
+    gibibytes = device.ASSUMED_BYTES >> 30
     return f"{plan.world_size}, not on this machine, {gibibytes} GiB each assumed"
 
 

@@ -21,6 +21,7 @@ from zerolm.data import mixture
 from zerolm.integrity.checks import Replayed, shown
 from zerolm.model import compile
 from zerolm.optim.spikes import SpikeGuard
+from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
 from zerolm.tracking import run_log
 from zerolm.tracking.console import Console
@@ -58,7 +59,8 @@ class Journal:
         self.plan, self.rank, self.world_size = plan, rank, world_size
         self.settings = plan.settings
         self.device, self.print_rank0 = device, print_rank0
-        self.peak_flops, source = throughput.device_peak_flops(device, plan.matmul_precision)
+        self.peak_flops, source = device_peak_flops(device, plan.matmul_precision)
+        self._told_of_mfu = False
         print_rank0(f"peak: {self.peak_flops:.3g} FLOP/s per device ({source})")
         self.stopwatch = throughput.Stopwatch(device)
         self.console = Console(rank == 0)
@@ -208,6 +210,9 @@ class Journal:
             "health/spikes": progress.spikes,
             "health/rollbacks": progress.rollbacks,
         }
+        if "throughput/mfu" not in row and not self._told_of_mfu:
+            self.print_rank0(f"no MFU: above 1 of {self.peak_flops:.3g} FLOP/s per device")
+            self._told_of_mfu = True
         self.log.metrics(row)
         sequences_left = -(-(self.settings.total_tokens - progress.tokens) // self.settings.seq_len)
         steps_left = plan.batch_schedule.steps(

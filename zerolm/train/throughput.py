@@ -8,10 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from zerolm.model.flops import peak_flops_per_second
-
-TIMING_SECONDS, TIMING_WIDTH = 0.3, 1024  # of the matrix product that measures peak FLOP/s
-
 
 class Stopwatch:
     """Sums up time and tokens between two reports.
@@ -79,50 +75,24 @@ class Stopwatch:
     ) -> dict[str, float]:
         """Return the `throughput/` metrics since the last report, and reset.
 
+        There is no MFU if it would exceed 1: then the peak of the device is not what was assumed.
+
         Args:
             flops_per_token: floating-point operations per token, forward and backward.
             peak_flops: floating-point operations per second of one device.
         """
         tokens_per_second = self.tokens / self.seconds
+        mfu = tokens_per_second * flops_per_token / (world_size * peak_flops)
         row = {
             "throughput/tokens_per_second": tokens_per_second,
             "throughput/tokens_per_second_per_device": tokens_per_second / world_size,
             "throughput/samples_per_second": self.samples / self.seconds,
-            "throughput/mfu": tokens_per_second * flops_per_token / (world_size * peak_flops),
+            **({"throughput/mfu": mfu} if mfu <= 1 else {}),
             "throughput/step_seconds": self.seconds / self.steps,
             "throughput/data_seconds": self.data_seconds / self.steps,
         }
         self.__init__(self.device)  # type: ignore[misc]
         return row
-
-
-def device_peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """Return the peak FLOP/s of one device, and the source of the figure.
-
-    It is the datasheet's for a known device, otherwise measured with a matrix product: the MFU is
-    then relative to the speed of matrix products.
-
-    Args:
-        precision: "bf16", "fp16", "fp32" or "tf32". For "tf32", it must be enabled in torch.
-    """
-    name = "cpu"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = peak_flops_per_second(name, precision)
-        if known is not None:
-            return known, f"datasheet of {name}, {precision}"
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    return _timed_peak(device, dtype), f"measured here: {name}, {precision} matrix product"
-
-
-def _timed_peak(device: torch.device, dtype: torch.dtype) -> float:
-    left = torch.randn(TIMING_WIDTH, TIMING_WIDTH, device=device).to(dtype)
-    best, deadline = float("inf"), time.perf_counter() + TIMING_SECONDS
-    while best == float("inf") or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        (left @ left)[0, 0].item()  # item() waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * TIMING_WIDTH**3 / best
 
 
 def slowest_rank(own_seconds: float, device: torch.device) -> dict[str, float]:

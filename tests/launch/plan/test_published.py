@@ -7,7 +7,7 @@ import pytest
 from benchmarks import fit_plan
 from launch.plan import hardware, published, published_benchmarks, step_time
 from tests.launching import ROOT
-from zerolm.model.flops import peak_flops_per_second
+from zerolm.plan.peak_flops import datasheet_flops
 
 
 def test_the_table_in_docs_is_what_the_command_prints():
@@ -87,4 +87,4 @@ def test_peaks_equal_those_that_a_run_computes_its_mfu_with():
     for key, name in names.items():
         assert hardware.recognize(name) == devices[key]
         for precision in ("bf16", "fp16", "fp32"):
-            assert peak_flops_per_second(name, precision) == devices[key].peak(precision)
+            assert datasheet_flops(name, precision) == devices[key].peak(precision)
