@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerolm.common.run_files import RunFiles
 
-MIN_FALL_NATS = 3.0
+MIN_FALL_NATS = 2.5
 MAX_GAP_NATS = 0.5  # between the validation loss and the training loss
 LAST_STEPS = 10  # averaged: the loss of a single batch is noisy
 

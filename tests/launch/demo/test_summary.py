@@ -22,7 +22,7 @@ def test_a_run_that_learned_passes_and_its_losses_are_printed(tmp_path):
 
 
 def test_a_run_whose_loss_fell_too_little_fails(tmp_path):
-    assert not summary(write_metrics(tmp_path / "m.jsonl", [8.3] + [5.5] * 20, 5.5))[1]
+    assert not summary(write_metrics(tmp_path / "m.jsonl", [8.3] + [6.0] * 20, 6.0))[1]
 
 
 def test_a_validation_loss_far_from_the_training_loss_fails(tmp_path):
