@@ -124,6 +124,12 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
     if device.type == "cpu":
         machine.keep_freed_memory()
     dog.connect(world_size)
+    precision, name = collectives.broadcast_object((plan.profile.precision, plan.device_name))
+    collectives.require_on_all_ranks(
+        plan.profile.precision == precision,
+        f"{plan.profile.name}: would train in {plan.profile.precision} on {plan.device_name}, and "
+        f"in {precision} on {name} of rank 0. Choose one for all: --precision {precision}.",
+    )
     collectives.require_same_on_all_ranks(
         plan.fingerprint(),
         "settings, files, versions or devices differ from those of rank 0, so the ranks would "

@@ -24,6 +24,7 @@ from zerolm.common.shipped import ROOT, find_config
 from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
 from zerolm.data.sources import open_sources
+from zerolm.distributed.device import local_device
 from zerolm.preflight import host
 from zerolm.shards.reader import Source, verify
 from zerolm.shards.table import column
@@ -84,7 +85,7 @@ def devices(problems: list[str]) -> dict[str, Any]:
     """Return {kind, count, busy: one line for each device that another process uses}."""
     import deepspeed.accelerator  # on every host: also checks that it can be imported
 
-    device = machine.local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
+    device = local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
     if not device.is_gpu:
         return {"kind": "cpu", "count": len(os.sched_getaffinity(0)), "busy": []}
     count = deepspeed.accelerator.get_accelerator().device_count()

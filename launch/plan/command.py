@@ -83,7 +83,8 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
     settings, model, begun = _settings_and_model(arguments)
     profile = Profile.read(settings.deepspeed_config or DEFAULT_DS_CONFIG)
     problems = schema_problems(profile)
-    profile, notices = with_precision(profile, settings, problems)
+    hardware = hardware_of(arguments)
+    profile, notices = with_precision(profile, settings, hardware.device, problems)
     for notice in [] if arguments.json else notices:
         print(f"note: {notice}")
     if problems:
@@ -92,7 +93,7 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
         model,
         profile,
         settings,
-        hardware_of(arguments),
+        hardware,
         arguments.devices,
         per_node(arguments),
         begun_tokens=begun,

@@ -14,6 +14,7 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
+from zerolm.distributed.device import Device
 
 FILE = Path(__file__).with_name("hardware.json")
 
@@ -50,6 +51,12 @@ class Hardware:
     price_date: str
     price_source: str
     source: str
+
+    @property
+    def device(self) -> Device:
+        """The device as a rank would find it."""
+        lacks = "" if self.bf16 else "has no native bf16"
+        return Device("cuda", int(self.memory_bytes), bool(self.bf16), self.name, lacks)
 
     def peak(self, precision: str) -> float | None:
         """Return the dense peak FLOP/s, None if the device does not support the precision."""

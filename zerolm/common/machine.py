@@ -1,108 +1,25 @@
-"""Inspect this machine and the launch: device, build locks, directories, number of nodes.
+"""Inspect this machine and the launch: build locks, directories, number of nodes.
 
-Changes no files. torch and DeepSpeed are imported where they are needed.
-"""
+Changes no files."""
 
 import ctypes
 import errno
-import logging
 import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from zerolm.common import processes
-from zerolm.common.errors import ConfigError
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
 RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "ds")
 STALE_BUILD_SECONDS = 600  # compiling one source file of an operator takes much less
-ASSUMED_DEVICE_BYTES = 80 << 30  # per device, for --check --world_size on another machine
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
 MMAP_THRESHOLD_BYTES = 1 << 30  # larger allocations are still returned when they are freed
 TRIM_THRESHOLD_BYTES = (1 << 31) - 1  # the maximum of an int
-
-
-class Device(NamedTuple):
-    """The accelerator of this rank.
-
-    Attributes:
-        kind: DeepSpeed's name: `cpu`, `cuda`, ...
-        memory_bytes: total, not free: free memory differs between ranks, which must all make the
-            same plan. None on a CPU.
-        supports_bf16: as reported by DeepSpeed's accelerator.
-    """
-
-    kind: str
-    memory_bytes: int | None
-    supports_bf16: bool
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.kind != "cpu"
-
-
-def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
-    """Return the device of this rank.
-
-    Args:
-        environment: of the launcher.
-        problems: a line is added if the requested device is missing.
-    """
-    if environment.get("DS_ACCELERATOR") == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            problems.append(
-                "environment: DS_ACCELERATOR: cuda, but torch finds no CUDA device. Unset it, or "
-                "install a driver and a torch build for CUDA."
-            )
-            return Device("cpu", None, True)
-    logging.disable(logging.WARNING)  # it warns that this is a CPU, which the plan prints anyway
-    try:
-        from deepspeed.accelerator import get_accelerator
-
-        accelerator = get_accelerator()
-    finally:
-        logging.disable(logging.NOTSET)
-    kind = accelerator.device_name()
-    if kind == "cpu":
-        return Device("cpu", None, True)
-    count, local_rank = accelerator.device_count(), int(environment.get("LOCAL_RANK", 0))
-    if local_rank >= count:
-        problems.append(
-            f"environment: LOCAL_RANK: {local_rank}, but this host has {count} {kind} device(s). "
-            f"Start at most {count} rank(s) on it: deepspeed --num_gpus {count}, or correct the "
-            f"slots in the hostfile."
-        )
-        return Device(kind, None, True)
-    memory = accelerator.total_memory(local_rank)
-    return Device(kind, memory, bool(accelerator.is_bf16_supported()))
-
-
-def inference_device(requested: str | None) -> str:
-    """Return the torch device for a command that runs a model in one process.
-
-    Args:
-        requested: None for a GPU if there is one.
-
-    Raises:
-        ConfigError: torch cannot use it.
-    """
-    import torch
-
-    if requested is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=requested)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"--device: {requested!r}, cannot be used: {reason}") from None
-    return requested
 
 
 def keep_freed_memory() -> bool:

@@ -79,6 +79,7 @@ class RunJson(TypedDict, total=False):
     versions: dict[str, str]
     git_commit: str | None
     derived: dict[str, Any]
+    device: str
     branch: BranchRecord
 
 

@@ -262,8 +262,9 @@ class Settings:
     precision: str | None = _flag(
         "model",
         "text",
-        'precision of the weights, where the DeepSpeed JSON has "auto" or nothing (default: bf16 '
-        "for auto; fp32 if it enables neither bf16 nor fp16)",
+        'precision of the weights, where the DeepSpeed JSON has "auto" or nothing (default: for '
+        "auto bf16, or fp32 on a device that emulates bf16; fp32 if it enables neither bf16 nor "
+        "fp16)",
         choices=PRECISIONS,
     )
     float32_matmul: str = _flag(

@@ -1,4 +1,4 @@
-"""Process groups, collective operations and the parallel layout of the ranks.
+"""The ranks of a run: their devices, process group, collective operations and parallel layout.
 
 Must not depend on the model, the data or the training loop. Modules import torch lazily where
 preflight imports them.

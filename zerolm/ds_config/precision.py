@@ -1,27 +1,48 @@
 """Decide the precision of a run, and check the blocks of the JSON that concern it.
 
 An explicit `bf16` or `fp16` block decides; `--precision` decides where the file says "auto" or
-nothing. `rules` and preflight call this module. Versions: DeepSpeed 0.19.8.
+nothing; otherwise "auto" is what suits the device. `rules` and preflight call this module.
+Versions: DeepSpeed 0.19.8.
 """
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerolm.common.values import shown
-from zerolm.config.settings import Settings
+from zerolm.config.settings import PRECISIONS, Settings
+from zerolm.distributed.device import Device
+from zerolm.ds_config.coercion import AUTO
 from zerolm.ds_config.profile import Profile, block, weight_precision
 
 BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")  # as deepspeed.runtime.config.DtypeEnum
 CPU_ADAM = frozenset({"adam", "adamw"})
 
 
+class Begun(NamedTuple):
+    """The precision that a run has begun with.
+
+    Attributes:
+        path: of its run.json.
+        device: name of its devices; empty if it was not recorded.
+    """
+
+    path: str
+    precision: str
+    device: str
+
+
 def with_precision(
-    profile: Profile, settings: Settings, problems: list[str]
+    profile: Profile,
+    settings: Settings,
+    device: Device,
+    problems: list[str],
+    begun: Begun | None = None,
 ) -> tuple[Profile, list[str]]:
-    """Return the profile with an explicit precision, and a notice if the file left it open.
+    """Return the profile with an explicit precision, and notices about it.
 
     Args:
         problems: a contradiction between `--precision` and the file is appended.
+        begun: of the run that is resumed, which keeps its precision where the file says "auto".
     """
     flag, where = settings.precision, settings.where("precision")
     chosen, reason = weight_precision(profile.json, flag)
@@ -32,20 +53,73 @@ def with_precision(
         )
         return profile, []
     if reason.endswith(": true"):  # the file decides
-        return profile, []
+        return profile, _emulation(profile, device, f'Write "{_key(profile, "bf16")}": '
+                                   f'{{"enabled": "auto"}}')  # fmt: skip
+    fix = f"Leave out {where} {flag}"
+    notices = [f"{profile.name}: training in {chosen}, as {where} says"] if flag else []
+    written = [profile.block(_key(profile, name)).get("enabled") for name in ("bf16", "fp16")]
+    if flag is None and AUTO in written:
+        chosen, notices = _automatic(profile, chosen, reason, device, begun)
+        fix = "Resume the run on devices like those it began on, or start another run"
+    elif flag is None and written != [False, False] and profile.compute_precision == "fp32":
+        notices = [f"{profile.name}: training in fp32, since {reason}; {_others(chosen)}"]
     resolved: dict[str, Any] = copy.deepcopy(profile.json)
     for name in ("bf16", "fp16"):
         key = _key(profile, name)
         if name == chosen or block(resolved, key).get("enabled") not in (None, False):
             resolved[key] = {**block(resolved, key), "enabled": name == chosen}
-    off = [profile.block(_key(profile, name)).get("enabled") for name in ("bf16", "fp16")]
-    if flag is None and (off == [False, False] or profile.compute_precision != profile.precision):
-        return Profile.parse(resolved, profile.name), []  # explicit fp32, or torch_autocast
-    why = f"as {where} says" if flag is not None else f"since {reason}"
-    others = ", ".join(name for name in ("bf16", "fp16", "fp32") if name != chosen)
-    notice = f"{profile.name}: training in {chosen}, {why}"
-    notice += "" if flag is not None else f"; --precision chooses another ({others})"
-    return Profile.parse(resolved, profile.name), [notice]
+    profile = Profile.parse(resolved, profile.name)
+    if profile.precision == "fp32" and profile.compute_precision == "bf16":
+        fix = "Remove torch_autocast"
+    return profile, notices + _emulation(profile, device, fix)
+
+
+def _automatic(
+    profile: Profile, wanted: str, reason: str, device: Device, begun: Begun | None
+) -> tuple[str, list[str]]:
+    """Return what "auto" stands for, and a notice if it is not bf16.
+
+    Args:
+        wanted: bf16, or fp16 if the file rules out bf16.
+        reason: the keys that say so.
+    """
+    fitting, why = wanted, ""
+    if wanted == "bf16" and device.lacks_bf16:
+        fitting, why = "fp32", device.lacks_bf16
+    elif wanted == "fp16" and not device.is_gpu and not cpu_has_fp16():
+        fitting, why = "fp32", "does not multiply fp16"
+    if begun is not None and begun.precision != fitting:
+        where = f" on {begun.device}" if begun.device else ""
+        return begun.precision, [
+            f"{profile.name}: training in {begun.precision}, since the run of {begun.path} began "
+            f"so{where}; a new run would train in {fitting} on {device.name}"
+        ]
+    if why:
+        other = _others(fitting)
+        if device.is_gpu:
+            other = "--precision fp16 trains with its fp16 units, and scales the loss"
+        return fitting, [
+            f"{profile.name}: training in {fitting}, since {reason} and {device.name} {why}; "
+            f"{other}"
+        ]
+    if AUTO in (profile.block("bf16").get("enabled"), profile.block("bfloat16").get("enabled")):
+        return fitting, []
+    return fitting, [f"{profile.name}: training in {fitting}, since {reason}; {_others(fitting)}"]
+
+
+def _others(chosen: str) -> str:
+    others = ", ".join(name for name in PRECISIONS if name != chosen)
+    return f"--precision chooses another ({others})"
+
+
+def _emulation(profile: Profile, device: Device, fix: str) -> list[str]:
+    """Return a notice if the device emulates the products of this run, which are in bf16."""
+    if profile.compute_precision != "bf16" or not device.lacks_bf16:
+        return []
+    return [
+        f"{profile.name}: bf16 is {device.bf16_ratio:.3g} times slower than float32 on "
+        f"{device.name}, measured with a matrix product. {fix}"
+    ]
 
 
 def _contradiction(profile: Profile, flag: str, chosen: str, reason: str) -> str:
@@ -76,7 +150,10 @@ def precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
             f"fp16.enabled: true, but {bf16_key}.enabled is true too. Only one may be: remove fp16."
         )
     elif profile.precision == "fp16" and not on_gpu and not cpu_has_fp16():
-        problems.append("fp16.enabled: true, is not supported by this CPU. Use bf16 instead.")
+        problems.append(
+            "fp16.enabled: true, is not supported by this CPU. Remove the block, and write "
+            '"bf16": {"enabled": "auto"}.'
+        )
     if profile.grad_accum_dtype not in (None, "fp32", "fp16", "bf16"):
         problems.append(
             f"data_types.grad_accum_dtype: {shown(profile.grad_accum_dtype)}, must be fp32, fp16 "

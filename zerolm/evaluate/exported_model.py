@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError
-from zerolm.common.machine import inference_device
 from zerolm.config.custom_code import model_problems
+from zerolm.distributed.device import inference_device
 from zerolm.evaluate import core, hellaswag, lm_eval
 from zerolm.evaluate.exported_loss import (
     BATCH_TOKENS,

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from zerolm.checkpoint.directory import locate, verify_files
 from zerolm.common.errors import CheckpointError, ConfigError
-from zerolm.common.machine import inference_device
 from zerolm.config.custom_code import model_problems
+from zerolm.distributed.device import inference_device
 from zerolm.export.export import DTYPES, check_logits
 from zerolm.export.tokenizer import tokenizer_of
 

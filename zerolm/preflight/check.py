@@ -67,7 +67,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     settings, start = branch.find(settings, found)
     _require(settings, refused, found)
     host = hosts.detect(settings, argv, environment, found)
-    given = inputs.read(settings, host, refused, found)
+    given = inputs.read(settings, host, refused, found, existing_run.begun(settings, start))
     given_config = settings.model_config
     if given.model is not None:
         settings = replace(settings, model_config=given.model.path)  # for messages
@@ -255,6 +255,7 @@ def _plan(
         world_size=host.world_size,
         layout=given.profile.layout(host.world_size),
         device=host.device.kind,
+        device_name=host.device.name,
         batch_schedule=schedule,
         initial=given.initial,
         learning_rate=None if profile.scheduler else budget.learning_rate(settings),

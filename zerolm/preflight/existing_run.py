@@ -21,6 +21,8 @@ from zerolm.config.settings import Settings
 from zerolm.data import skips
 from zerolm.data.quotas import MAX_SEQUENCES
 from zerolm.ds_config import topology
+from zerolm.ds_config.precision import Begun
+from zerolm.ds_config.profile import Profile, block
 from zerolm.plan import memory
 from zerolm.plan.plan import Plan
 from zerolm.preflight import branch, run_record
@@ -95,6 +97,24 @@ def _occupied(run_dir: Path) -> str | None:
         if (run_dir / name).is_file() and not RunFiles(run_dir).record.exists():
             return f"is a {what}: it has {name}. Choose another directory, for example runs/first."
     return None
+
+
+def begun(settings: Settings, start: branch.Start | None) -> Begun | None:
+    """Return the precision of the run that is resumed or branched from, None for a new run.
+
+    Only files are read: a run that is restored from a store must begin with the same precision.
+    """
+    path = RunFiles(settings.run_dir or "").record
+    try:
+        record: Mapping[str, Any] | None
+        record = find_run_json(settings.run_dir) if settings.run_dir else None
+    except RecordError:
+        return None  # reported when the run directory is checked
+    if record is None and start is not None:
+        path, record = Path(start.trunk_record), start.trunk
+    if record is None or not (json := block(record, "ds_config")):
+        return None
+    return Begun(str(path), Profile.parse(json).precision, str(record.get("device", "")))
 
 
 def compare(

@@ -15,11 +15,17 @@ from zerolm.common.errors import Findings
 from zerolm.common.run_files import RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
+from zerolm.distributed.device import (
+    ABSENT_DEVICE,
+    ASSUMED_BYTES,
+    NO_DEVICE,
+    Device,
+    local_device,
+)
 from zerolm.tracking.tracker import enabled_trackers, tracker_class
 from zerolm.watchdog import limits
 from zerolm.watchdog.limits import SHARED_MEMORY
 
-NO_DEVICE = machine.Device("cpu", None, True)
 # DeepSpeed 0.19.8's collectives of one CPU rank take 69 MB there (measured:
 # zerolm/distributed/process_group.py).
 # For GPUs NVIDIA recommends 1 GB per container, here for eight GPUs: "Troubleshooting, shared
@@ -35,7 +41,7 @@ class Host(NamedTuple):
     """
 
     world_size: int
-    device: machine.Device
+    device: Device
 
 
 def detect(
@@ -56,13 +62,13 @@ def detect(
                 f"deepspeed, or unset it."
             )
             return Host(1, NO_DEVICE)
-    device = machine.local_device(environment, found.problems)
+    device = local_device(environment, found.problems)
     if settings.check and settings.world_size:
         if not device.is_gpu:
-            device = machine.Device("absent", machine.ASSUMED_DEVICE_BYTES, True)
-            gibibytes = machine.ASSUMED_DEVICE_BYTES >> 30
+            device = ABSENT_DEVICE
             found.notices.append(
-                f"the devices of this run are not on this machine: {gibibytes} GiB each are assumed"
+                f"the devices of this run are not on this machine: {ASSUMED_BYTES >> 30} GiB each "
+                f"and native bf16 are assumed"
             )
         return Host(settings.world_size, device)
     problem = machine.launcher_problem(argv, environment)

@@ -10,7 +10,7 @@ from zerolm.common.shipped import shipped_notice
 from zerolm.config.settings import Settings
 from zerolm.data.sources import Sources, open_sources
 from zerolm.ds_config import host as ds_host
-from zerolm.ds_config.precision import with_precision
+from zerolm.ds_config.precision import Begun, with_precision
 from zerolm.ds_config.profile import AUTO, Profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
 from zerolm.ds_config.schema import schema_problems
@@ -46,17 +46,20 @@ class Inputs:
     all_sources: bool
 
 
-def read(settings: Settings, host: Host, refused: set[str], found: Findings) -> Inputs:
+def read(
+    settings: Settings, host: Host, refused: set[str], found: Findings, begun: Begun | None = None
+) -> Inputs:
     """Read all inputs; add their problems to `found`.
 
     Args:
         refused: names of settings whose values were refused.
+        begun: the precision of the run that is resumed.
     """
     named = filter(None, (settings.model_config, settings.deepspeed_config))
     found.notices += filter(None, map(shipped_notice, named))
     opened = initial_weights.open_source(settings, found) if settings.init_from else None
     model = _read_model(settings, opened, found)
-    profile = _read_profile(settings, host, model, found)
+    profile = _read_profile(settings, host, model, found, begun)
     before = len(found.problems)
     sources = open_sources(settings, found.problems)
     _prepare_caches(sources, settings, found)
@@ -84,7 +87,9 @@ def _read_model(
     return model
 
 
-def _read_profile(settings: Settings, host: Host, model: Model | None, found: Findings) -> Profile:
+def _read_profile(
+    settings: Settings, host: Host, model: Model | None, found: Findings, begun: Begun | None
+) -> Profile:
     path = settings.deepspeed_config
     if path is None:
         return Profile.parse({})
@@ -95,7 +100,7 @@ def _read_profile(settings: Settings, host: Host, model: Model | None, found: Fi
         return Profile.parse({}, path)
     found.problems += schema_problems(profile)
     profile = ds_host.with_nvme_path(profile, settings, found.problems)
-    profile, notices = with_precision(profile, settings, found.problems)
+    profile, notices = with_precision(profile, settings, host.device, found.problems, begun)
     found.notices += notices
     if host.device.kind != "absent":
         found.problems += ds_host.nvme_problems(profile)
@@ -104,8 +109,9 @@ def _read_profile(settings: Settings, host: Host, model: Model | None, found: Fi
     found.problems += rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
     if profile.compute_precision == "bf16" and not host.device.supports_bf16:
         found.problems.append(
-            f"{path}: bf16: enabled, but this {host.device.kind} device does not support it. Use "
-            f"fp16 (--precision fp16 if the file says auto), or a newer device."
+            f"{path}: bf16: enabled, but {host.device.name} does not support it"
+            f"{_began_on(begun)}. Use fp16 (--precision fp16 if the file says auto), or a newer "
+            f"device."
         )
     found.notices += rule_notices(profile, on_gpu=on_gpu, world_size=world_size)
     auto = [key for key in BUCKET_KEYS if profile.zero.get(key) == AUTO]
@@ -115,6 +121,10 @@ def _read_profile(settings: Settings, host: Host, model: Model | None, found: Fi
             f"config. Give a number."
         )
     return profile
+
+
+def _began_on(begun: Begun | None) -> str:
+    return f", and the run of {begun.path} began with it on {begun.device}" if begun else ""
 
 
 def _prepare_caches(sources: Sources, settings: Settings, found: Findings) -> None:

@@ -229,6 +229,9 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
             ("world_size", record.get("world_size"), plan.world_size, "output_router_logits")
         )
     pairs += _model_pairs(block(record, "model_config"), plan.model.config.to_diff_dict())
+    where = f"--deepspeed_config; the run began on {record.get('device', 'an unknown device')}, "
+    where += f"this is {plan.device_name}"
+    pairs += _precision_pairs(Profile.parse(block(record, "ds_config")), plan.profile, where)
     pairs += _ds_pairs(Profile.parse(block(record, "ds_config")), plan.profile)
     return [Difference(*pair) for pair in pairs if not _same(pair[1], pair[2])]
 
@@ -278,12 +281,15 @@ def _model_pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
     return [(f"model_config.{key}", old.get(key), new.get(key), "--model_config") for key in keys]
 
 
-def _ds_pairs(old: Profile, new: Profile) -> list[tuple[str, Any, Any, str]]:
-    where = "--deepspeed_config"
-    pairs: list[tuple[str, Any, Any, str]] = [
+def _precision_pairs(old: Profile, new: Profile, where: str) -> list[tuple[str, Any, Any, str]]:
+    return [
         ("ds_config precision", old.precision, new.precision, where),
         ("ds_config arithmetic", old.compute_precision, new.compute_precision, where),
     ]
+
+
+def _ds_pairs(old: Profile, new: Profile) -> list[tuple[str, Any, Any, str]]:
+    where, pairs = "--deepspeed_config", list[tuple[str, Any, Any, str]]()
     for key, read in DS_VALUES.items():
         pairs.append((f"ds_config.{key}", read(old), read(new), where))
     old_params, new_params = old.optimizer.params, new.optimizer.params

@@ -61,6 +61,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "versions": versions(),
         "git_commit": git_commit(Path(__file__).parent),
         "host": platform.node(),
+        "device": plan.device_name,
         "derived": plan.derived,
     }
 

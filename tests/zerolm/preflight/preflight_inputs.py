@@ -1,5 +1,6 @@
 """Valid and invalid inputs of pretrain.py, and command lines that use them."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -60,6 +61,8 @@ def write_inputs(base: Path) -> Path:
     write_json(base / "ds_trackers.json", {"fp16": {"enabled": "auto"}, "zero_optimization": {
         "stage": 0}, "_comment": "x", "tensorboard": {"enabled": 1}, "wandb": {"enabled": "true",
         "project": "theirs"}})  # fmt: skip
+    zero2 = json.loads((PROFILES / "zero2.json").read_text())
+    write_json(base / "bf16.json", {**zero2, "bf16": {"enabled": True}})
     write_json(base / "fp32.json", {"gradient_clipping": 0.5})
     write_json(base / "adagrad.json", {"optimizer": {"type": "Adagrad"}})
     write_json(base / "lion.json", {"optimizer": {"type": "Lion"}, "zero_optimization": {
@@ -74,7 +77,7 @@ def command(base: Path, change: str = "") -> list[str]:
     words = {
         "data": ["web"],
         "model_config": ["llama.json"],
-        "deepspeed_config": [str(PROFILES / "zero2.json")],
+        "deepspeed_config": ["bf16.json"],
         "run_dir": ["run"],
         "seq_len": ["32"],
         "batch_tokens": ["512"],

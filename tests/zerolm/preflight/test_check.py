@@ -13,6 +13,7 @@ import torch
 from tests.launching import ROOT, environment, free_port, kill_session
 from tests.zerolm.preflight.preflight_inputs import command, refusal, snapshot
 from zerolm.common.errors import ConfigError
+from zerolm.distributed import device
 from zerolm.preflight import check
 
 # {problem: (flags, parts of the one line that reports it)}.
@@ -80,7 +81,7 @@ BAD = {
     ),
     "a precision against the file": (
         "--precision fp32",
-        ["zero2.json: bf16.enabled: true, contradicts command line: --precision fp32"],
+        ["bf16.json: bf16.enabled: true, contradicts command line: --precision fp32"],
     ),
     "a tracker against the file": (
         "--deepspeed_config ds_trackers.json --no-tensorboard",
@@ -154,7 +155,8 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_written(inputs, change,
         assert part in problems[0]
 
 
-def test_the_file_of_another_project_runs_with_notices_of_what_was_decided(inputs):
+def test_the_file_of_another_project_runs_with_notices_of_what_was_decided(inputs, monkeypatch):
+    monkeypatch.setattr(device, "bf16_ratio", lambda where: 0.5)
     plan = check.check(command(inputs, "--deepspeed_config ds_trackers.json"), {})
     assert plan.settings.tensorboard and plan.settings.wandb_project == "theirs"
     assert not {"_comment", "tensorboard", "wandb"} & plan.profile.json.keys()

@@ -11,6 +11,7 @@ from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, 
 from zerolm.checkpoint import directory
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.common.errors import Findings
+from zerolm.distributed import device
 from zerolm.ds_config import topology
 from zerolm.optim.schedule import SCHEDULES
 from zerolm.preflight import check, existing_run, run_record
@@ -128,7 +129,10 @@ def test_changes_that_affect_the_curve_are_allowed_if_accepted(inputs, a_run):
     ("change", "part"),
     [
         ("--model_config dropout.json", "attention_dropout: 0.0 -> 0.1 (--model_config), cannot"),
-        ("--deepspeed_config fp32.json", "precision: bf16 -> fp32 (--deepspeed_config), cannot"),
+        (
+            "--deepspeed_config fp32.json",
+            "precision: bf16 -> fp32 (--deepspeed_config; the run began",
+        ),
     ],
 )
 def test_changes_that_invalidate_the_states_are_refused_even_if_accepted(
@@ -136,6 +140,31 @@ def test_changes_that_invalidate_the_states_are_refused_even_if_accepted(
 ):
     (problem,) = refusal(inputs, f"--run_dir {a_run} {change} --accept_changes")
     assert part in problem and "--accept_changes" not in problem
+
+
+def test_a_run_keeps_its_precision_on_another_kind_of_cpu(inputs, tmp_path, monkeypatch):
+    change = f"--run_dir {tmp_path} --deepspeed_config {PROFILES / 'zero2.json'}"
+    cpu(monkeypatch, "EPYC 9455", 0.5)
+    first = check.check(command(inputs, change), {})
+    assert first.profile.precision == "bf16" and not any("bf16" in one for one in first.notices)
+    write_record(tmp_path, first)
+    cpu(monkeypatch, "EPYC 7763", 57.0)
+    second = check.check(command(inputs, change), {})
+    assert second.profile == first.profile
+    notices = "\n".join(second.notices)
+    assert f"since the run of {tmp_path}/run.json began so on EPYC 9455; a new run" in notices
+    assert "bf16 is 57 times slower than float32 on EPYC 7763" in notices
+    problem, _ = refusal(inputs, f"{change} --precision fp32")
+    assert "precision: bf16 -> fp32 (" in problem
+    assert "the run began on EPYC 9455, this is EPYC 7763" in problem
+    new = check.check(command(inputs, f"{change} --run_dir {tmp_path / 'new'}"), {})
+    assert new.profile.precision == "fp32"
+    assert "EPYC 7763 multiplies bf16 57 times slower than float32" in "\n".join(new.notices)
+
+
+def cpu(monkeypatch, name, ratio):
+    monkeypatch.setattr(device, "cpu_name", lambda: name)
+    monkeypatch.setattr(device, "bf16_ratio", lambda where: ratio)
 
 
 def test_settings_from_run_json_give_the_same_plan(inputs, a_run, tmp_path_factory):

@@ -1,0 +1,58 @@
+"""The device of a rank, with a faked driver for GPUs that are not here."""
+
+import types
+
+import pytest
+import torch
+
+from zerolm.distributed import device
+from zerolm.distributed.device import local_device
+
+
+def faked_gpu(monkeypatch, name, capability, *, supports_bf16=True):
+    accelerator = types.SimpleNamespace(
+        device_name=lambda: "cuda",
+        device_count=lambda: 1,
+        total_memory=lambda index: 16 << 30,
+        is_bf16_supported=lambda: supports_bf16,
+    )
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(device, "bf16_ratio", lambda where: 12.0)
+    problems = []
+    found = local_device({}, problems)
+    assert problems == []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "lacks"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), ""),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), ""),
+        ("NVIDIA GeForce RTX 3090", (8, 6), ""),
+        ("Tesla T4", (7, 5), "has no native bf16 (compute capability 7.5, 8.0 is needed)"),
+        ("Tesla V100-SXM2-16GB", (7, 0), "has no native bf16 (compute capability 7.0, 8.0 is"),
+    ],
+)
+def test_gpus_have_native_bf16_from_compute_capability_8(monkeypatch, name, capability, lacks):
+    """torch and DeepSpeed report bf16 as supported on older ones, too: they emulate it."""
+    found = faked_gpu(monkeypatch, name, capability)
+    assert found.name == name and found.is_gpu and found.supports_bf16
+    assert found.lacks_bf16.startswith(lacks) and bool(found.lacks_bf16) is bool(lacks)
+    assert found.bf16_ratio == (12.0 if lacks else 1.0)
+
+
+def test_an_amd_gpu_is_judged_by_what_torch_says(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert faked_gpu(monkeypatch, "AMD Instinct MI300X", (9, 4)).lacks_bf16 == ""
+    old = faked_gpu(monkeypatch, "AMD Instinct MI50", (9, 0), supports_bf16=False)
+    assert old.lacks_bf16 == "does not support bf16" and not old.supports_bf16
+
+
+@pytest.mark.parametrize(("ratio", "lacks"), [(0.5, False), (1.1, False), (3.0, True), (57, True)])
+def test_a_cpu_is_judged_by_its_products(monkeypatch, ratio, lacks):
+    monkeypatch.setattr(device, "bf16_ratio", lambda where: ratio)
+    found = local_device({}, [])
+    assert found.kind == "cpu" and found.name and bool(found.lacks_bf16) is lacks

@@ -1,0 +1,163 @@
+"""The device of a rank: its kind, name and memory, and whether it multiplies bf16 natively.
+
+torch and DeepSpeed are imported where they are needed.
+"""
+
+import logging
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from zerolm.common.errors import ConfigError
+
+ASSUMED_BYTES = 80 << 30  # per device, for --check --world_size on another machine
+ABSENT = "absent"  # kind of devices that are not on this machine
+# A CPU whose bf16 products take longer than this, relative to float32, emulates them: measured
+# ratios are 20 to 200 with AVX2, about 3 with AVX-512 only, and at most 1 with AVX512-BF16 or AMX.
+EMULATED_RATIO = 1.7
+NATIVE_CAPABILITY = (8, 0)  # of NVIDIA GPUs; torch emulates bf16 on older ones
+
+
+class Device(NamedTuple):
+    """The accelerator of this rank.
+
+    Attributes:
+        kind: DeepSpeed's name: `cpu`, `cuda`, ...; `absent` if it is not on this machine.
+        memory_bytes: total, not free: free memory differs between ranks, which must all make the
+            same plan. None on a CPU.
+        supports_bf16: natively or emulated.
+        name: of the model, as the driver or the kernel reports it.
+        lacks_bf16: why it has no native bf16; empty if it has.
+        bf16_ratio: time of a bf16 product, relative to float32; only where bf16 is not native.
+    """
+
+    kind: str
+    memory_bytes: int | None
+    supports_bf16: bool
+    name: str = ""
+    lacks_bf16: str = ""
+    bf16_ratio: float = 1.0
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind != "cpu"
+
+
+NO_DEVICE = Device("cpu", None, True)  # after a problem that prevents the detection
+ABSENT_DEVICE = Device(ABSENT, ASSUMED_BYTES, True, "a device that is not on this machine")
+
+
+def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
+    """Return the device of this rank.
+
+    Args:
+        environment: of the launcher.
+        problems: a line is added if the requested device is missing.
+    """
+    if environment.get("DS_ACCELERATOR") == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            problems.append(
+                "environment: DS_ACCELERATOR: cuda, but torch finds no CUDA device. Unset it, or "
+                "install a driver and a torch build for CUDA."
+            )
+            return NO_DEVICE
+    logging.disable(logging.WARNING)  # it warns that this is a CPU, which the plan prints anyway
+    try:
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+    finally:
+        logging.disable(logging.NOTSET)
+    kind = accelerator.device_name()
+    if kind == "cpu":
+        return _cpu()
+    count, local_rank = accelerator.device_count(), int(environment.get("LOCAL_RANK", 0))
+    if local_rank >= count:
+        problems.append(
+            f"environment: LOCAL_RANK: {local_rank}, but this host has {count} {kind} device(s). "
+            f"Start at most {count} rank(s) on it: deepspeed --num_gpus {count}, or correct the "
+            f"slots in the hostfile."
+        )
+        return Device(kind, None, True)
+    memory = accelerator.total_memory(local_rank)
+    supported = bool(accelerator.is_bf16_supported())
+    if kind == "cuda":
+        return _cuda(local_rank, memory, supported)
+    lacks = "" if supported else "does not support bf16"
+    return Device(kind, memory, supported, f"{kind} device", lacks)
+
+
+def _cpu() -> Device:
+    ratio = bf16_ratio("cpu")
+    lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
+    return Device("cpu", None, True, cpu_name(), lacks if ratio > EMULATED_RATIO else "", ratio)
+
+
+def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
+    import torch
+
+    name = torch.cuda.get_device_name(index)
+    capability = torch.cuda.get_device_capability(index)
+    if torch.version.hip or capability >= NATIVE_CAPABILITY:
+        lacks = "" if supported else "does not support bf16"
+        return Device("cuda", memory_bytes, supported, name, lacks)
+    lacks = "has no native bf16 (compute capability {}.{}, 8.0 is needed)".format(*capability)
+    ratio = bf16_ratio(f"cuda:{index}") if supported else 1.0
+    return Device("cuda", memory_bytes, supported, name, lacks, ratio)
+
+
+def cpu_name() -> str:
+    """Return the model name of this CPU, or its architecture if the kernel does not name it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(filter(None, names), platform.machine() or "CPU")
+
+
+def bf16_ratio(device: str) -> float:
+    """Return the time of a matrix product in bf16, relative to float32, on a torch device.
+
+    It counts what the libraries do with the CPU, which its list of instructions does not say. It
+    takes milliseconds: products of width 128, of width 2,048 on a GPU.
+    """
+    import torch
+
+    width = 128 if device == "cpu" else 2048
+    operands = {
+        dtype: torch.ones(width, width, device=device, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    seconds = dict.fromkeys(operands, float("inf"))
+    for _ in range(6):  # the first product of each precision prepares it
+        for dtype, operand in operands.items():
+            start = time.perf_counter()
+            (operand @ operand)[0, 0].item()  # item() waits for the device
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
+    return seconds[torch.bfloat16] / seconds[torch.float32]
+
+
+def inference_device(requested: str | None) -> str:
+    """Return the torch device for a command that runs a model in one process.
+
+    Args:
+        requested: None for a GPU if there is one.
+
+    Raises:
+        ConfigError: torch cannot use it.
+    """
+    import torch
+
+    if requested is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=requested)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"--device: {requested!r}, cannot be used: {reason}") from None
+    return requested
