@@ -68,9 +68,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"--output {quote(str(shards))}"
         )
     if not path.is_file():
+        reason = (
+            f"no {MANIFEST}, so this is not a token shard directory (or its tokenization did not "
+            f"finish)"
+            if directory.is_dir()
+            else "no such directory"
+        )
         raise ShardError(
-            f"{directory}: no {MANIFEST}, so this is not a token shard directory (or its "
-            f"tokenization did not finish). Make one with: "
+            f"{directory}: {reason}. Name a directory of token shards, or make one with: "
             f"python -m data_prep tokenize --output {quote(str(directory))} ..."
         )
     try:

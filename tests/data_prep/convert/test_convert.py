@@ -321,7 +321,7 @@ def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, cap
     assert convert(one, tmp_path / "absent", *words) == 2
     error = capfd.readouterr().err
     for expected in ("--tokenizer: applies to --from", "--append_eos: applies",
-                     "needs --to parquet", "absent: no manifest.json",
+                     "needs --to parquet", "absent: no such directory",
                      "exists already"):  # fmt: skip
         assert expected in error, expected
 

@@ -154,4 +154,4 @@ def test_verify_exits_with_2_on_any_damage(shards, tmp_path):
     result = data_prep("verify", shards, tmp_path / "copy", tmp_path / "absent")
     assert result.returncode == 2 and "complete" in result.stdout
     _, first, second = result.stderr.splitlines()
-    assert "shard-00001.bin: SHA-256" in first and "absent: no manifest.json" in second
+    assert "shard-00001.bin: SHA-256" in first and "absent: no such directory" in second

@@ -97,4 +97,4 @@ def test_the_command_writes_html_and_json(corpus, tmp_path):
 def test_unreadable_inputs_and_unsupported_outputs_are_refused(corpus, tmp_path):
     result = data_prep("stats", corpus[0], tmp_path / "absent", "--output", tmp_path / "a.pdf")
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "absent: no manifest.json" in result.stderr and "must end in .html or" in result.stderr
+    assert "absent: no such directory" in result.stderr and "must end in .html or" in result.stderr

@@ -212,7 +212,7 @@ def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, cap
     error = capfd.readouterr().err
     for expected in (
         "other: tokenizer.fingerprint is f", "other: vocab_size is 70000", "other: eos_id is 1",
-        "other: dtype is uint32", "absent: no manifest.json",
+        "other: dtype is uint32", "absent: no such directory",
         "a directory is given twice", "do not add up to 1", "list: line 2: '-1' is not the number",
         "none: cannot be read", "--max_tokens 0", "--shuffle x", "--shard_tokens 0",
         "--min_length 9: above --max_length 5", "is read, or inside of it",

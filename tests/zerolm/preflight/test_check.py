@@ -44,7 +44,7 @@ BAD = {
     ),
     "absent profile": ("--deepspeed_config none.json", ["none.json: no such file", "zero2.json"]),
     "torn profile": ("--deepspeed_config torn.json", ["torn.json", "JSON", "Correct"]),
-    "absent shards": ("--data none", ["none", "manifest.json", "data_prep tokenize"]),
+    "absent shards": ("--data none", ["none", "no such directory", "data_prep tokenize"]),
     "a file as shards": ("--data a_file", ["a_file", "is a file"]),
     "truncated shard": ("--data cut", ["cut/shard-00000.bin: 100 bytes", "manifest says 40000"]),
     "missing shard": ("--data holed", ["holed/shard-00000.bin", "missing", "Restore"]),

@@ -183,7 +183,8 @@ def test_tables_are_made_for_shards_of_before(shards, capsys):
     assert f"{len(intact):,} bytes" in capsys.readouterr().out
     (shards / "manifest.json").unlink()
     assert main(["table", str(shards), str(shards / "none")]) == 2
-    assert capsys.readouterr().err.count("no manifest.json") == 2
+    refused = capsys.readouterr().err
+    assert "no manifest.json" in refused and "no such directory" in refused
 
 
 @pytest.mark.parametrize(
