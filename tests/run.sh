@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash launch/setup.sh
+bash launch/setup.sh dev
 export PATH="$PWD/.venv/bin:$PATH"
 
 # DeepSpeed's operators are built in a directory of this checkout. A killed build leaves a lock,

@@ -52,7 +52,7 @@ def main() -> None:
 
     target = environment(arguments.python, arguments.machine)
     needed = missing(arguments.have.split(","), target)
-    pins = versions()
+    pins = versions(target)
     arguments.output.mkdir(parents=True, exist_ok=True)
     for old in arguments.output.glob("*.whl"):
         old.unlink()
@@ -128,11 +128,15 @@ def _named(requirements: Iterable[str], target: dict[str, str]) -> list[str]:
     ]
 
 
-def versions() -> dict[str, str]:
-    """Return {canonical name: version} of constraints.txt."""
+def versions(target: dict[str, str]) -> dict[str, str]:
+    """Return {canonical name: version} of constraints.txt for the target's Python."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = (line.partition(";")[0].strip().split("==") for line in lines if "==" in line[:60])
-    return {canonicalize_name(name): version for name, version in pins}
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for pin in pins
+        if pin.marker is None or pin.marker.evaluate(target)
+    }
 
 
 if __name__ == "__main__":

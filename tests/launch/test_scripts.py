@@ -36,7 +36,8 @@ def test_scripts_pass_shellcheck():
 def fresh_clone(tmp_path):
     """The files that setup.sh needs, without a .venv."""
     (tmp_path / "launch").mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "constraints.txt", "launch/setup.sh"):
+    of_launch = ("launch/setup.sh", "launch/install.py")
+    for name in ("setup.cfg", "pyproject.toml", "constraints.txt", *of_launch):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
