@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.tasks import workers
 from data_prep.tasks.workers import MAX_AHEAD_PER_WORKER, ordered_map
-from tests.data_prep.small_corpus import ROOT
+from tests import ROOT
 from zerolm.common.errors import ConfigError, ZerolmError
 
 

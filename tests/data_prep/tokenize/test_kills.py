@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.data_prep.small_corpus import ROOT
+from tests import ROOT
 from tests.data_prep.tokenize.golden_corpus import golden_texts, write_golden_tokenizer
 
 # The command with small parts and units, so that a few seconds of work have many of both.
