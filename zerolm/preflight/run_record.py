@@ -282,10 +282,9 @@ def _model_pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
 
 
 def _precision_pairs(old: Profile, new: Profile, where: str) -> list[tuple[str, Any, Any, str]]:
-    return [
-        ("ds_config precision", old.precision, new.precision, where),
-        ("ds_config arithmetic", old.compute_precision, new.compute_precision, where),
-    ]
+    if old.precision != new.precision:
+        return [("ds_config precision", old.precision, new.precision, where)]
+    return [("ds_config arithmetic", old.compute_precision, new.compute_precision, where)]
 
 
 def _ds_pairs(old: Profile, new: Profile) -> list[tuple[str, Any, Any, str]]:

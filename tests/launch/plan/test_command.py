@@ -38,10 +38,11 @@ def golden_words(model, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_plans_are_those_of_the_golden_table(model, place, capsys):
+@pytest.mark.parametrize("name", ["llama-160m", "moe-1.6b", "llama-70b"])
+def test_plans_are_those_of_the_golden_table(name, place, capsys):
+    model = ROOT / "model_configs" / f"{name}.json"
     found = plan_json(capsys, *golden_words(model, place))
-    golden = json.loads(GOLDEN.read_text())[f"{model.stem}, {place}"]
+    golden = json.loads(GOLDEN.read_text())[f"{name}, {place}"]
     for key in golden:
         if isinstance(golden[key], (int, float)):
             assert found[key] == pytest.approx(golden[key], rel=1e-6), key
@@ -236,7 +237,7 @@ def test_flags_and_files_replace_figures_of_a_device(capsys, tmp_path):
         (["--devices", "12"], "must be a multiple of --devices_per_node 8"),
         (["--micro_batch_size", "0"], "must be at least 1"),
         (["--write", "ds.json"], "needs --search"),
-        (["--hardware", "V100"], "bf16 is not supported by V100"),
+        (["--hardware", "V100", "--precision", "bf16"], "bf16 is not supported by V100"),
         (["--hardware", "MI300X", "--fp8"], "--fp8: not supported on MI300X"),
         (["--batch_tokens", "1000"], "must be a multiple of --seq_len"),
     ],

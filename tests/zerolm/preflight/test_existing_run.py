@@ -154,7 +154,7 @@ def test_a_run_keeps_its_precision_on_another_kind_of_cpu(inputs, tmp_path, monk
     notices = "\n".join(second.notices)
     assert f"since the run of {tmp_path}/run.json began so on EPYC 9455; a new run" in notices
     assert "bf16 is 57 times slower than float32 on EPYC 7763" in notices
-    problem, _ = refusal(inputs, f"{change} --precision fp32")
+    (problem,) = refusal(inputs, f"{change} --precision fp32")
     assert "precision: bf16 -> fp32 (" in problem
     assert "the run began on EPYC 9455, this is EPYC 7763" in problem
     new = check.check(command(inputs, f"{change} --run_dir {tmp_path / 'new'}"), {})
