@@ -138,7 +138,7 @@ def test_curves_equal_plain_pytorch_and_a_resumed_run_equals_an_uninterrupted_on
         uninterrupted, resumed = (
             tmp_path / f"{case.name}-{how}" for how in ("uninterrupted", "resumed")
         )
-        more: dict[str, Any] = {"exact": case.exact}
+        more: dict[str, Any] = {"exact": case.exact, "eager": family == "always"}
         if case.by_step:
             more["weights"] = tmp_path / f"{case.name}-weights"
             more["weights"].mkdir()

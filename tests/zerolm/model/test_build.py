@@ -27,7 +27,10 @@ GOLDEN = {"llama": "237721e25a6b4545", "gpt2": "4711879d6cb6db4a", "mixtral": "0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["world1", "world2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="world1", marks=pytest.mark.soak), pytest.param(2, id="world2")],
+)
 def world(request, tmp_path_factory):
     """The results of the ranks of a world, see `initialization_worker`."""
     result = tmp_path_factory.mktemp("world") / f"{request.param}.json"
