@@ -49,6 +49,7 @@ from zerolm.optim.parameter_groups import (
     fix_lion_zero_updates,
     parameter_groups,
 )
+from zerolm.plan.duration import with_duration
 from zerolm.plan.plan import Plan
 from zerolm.preflight import check
 from zerolm.train import run_directory, stability
@@ -71,7 +72,8 @@ def main(argv: list[str]) -> int:
         plan = check.check(argv)
         process_group.rendezvous()
         if plan.settings.check:
-            collectives.print_rank0(rank, plan.summary())
+            if rank == 0:
+                print(with_duration(plan).summary(), flush=True)
             return EXIT_DONE
         run_dir = plan.run_dir
         lock = run_directory.claim(run_dir) if rank == 0 else None

@@ -21,6 +21,7 @@ from zerolm.data import mixture
 from zerolm.integrity.checks import Replayed, shown
 from zerolm.model import compile
 from zerolm.optim.spikes import SpikeGuard
+from zerolm.plan import duration
 from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
 from zerolm.tracking import run_log
@@ -62,6 +63,8 @@ class Journal:
         self.peak_flops, source = device_peak_flops(device, plan.matmul_precision)
         self._told_of_mfu = False
         print_rank0(f"peak: {self.peak_flops:.3g} FLOP/s per device ({source})")
+        expected, notices = duration.expected(plan, self.peak_flops)
+        print_rank0("\n".join([f"duration: {expected}", *(f"note: {one}" for one in notices)]))
         self.stopwatch = throughput.Stopwatch(device)
         self.console = Console(rank == 0)
         self.changed = plan.changed

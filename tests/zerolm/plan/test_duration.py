@@ -1,0 +1,74 @@
+"""The expected duration of a run: its arithmetic, its basis, and the notice about years."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests import ROOT
+from tests.launching import environment
+from tests.zerolm.preflight.preflight_inputs import command
+from zerolm.plan import duration
+from zerolm.preflight import check
+
+
+@pytest.fixture(scope="module")
+def plan(inputs):
+    return check.check(command(inputs, "--deepspeed_config fp32.json"), {"WORLD_SIZE": "2"})
+
+
+def test_the_duration_is_the_flops_of_the_run_over_the_rate_of_its_devices(plan):
+    gpus = replace(plan, device="cuda", device_name="NVIDIA H100", flops_per_token=2e9)
+    tokens = plan.settings.total_tokens
+    # Two devices at 40% of their peak, in 3 h 20 m = 12,000 s.
+    peak = 2e9 * tokens / (2 * 0.4) / 12_000
+    assert duration.expected(gpus, peak) == ("about 3h20m at 40% MFU of 2 x NVIDIA H100", [])
+    cpus = replace(gpus, device="cpu", device_name="EPYC")
+    line, _ = duration.expected(cpus, peak * 0.4 / duration.CPU_MFU)
+    assert line == f"about 3h20m at {duration.CPU_MFU:.0%} MFU of 2 x EPYC"
+
+
+def test_a_branch_takes_the_time_of_its_own_tokens(plan):
+    tokens = plan.settings.total_tokens
+    branch = replace(plan, branch={"run": "trunk", "step": 1, "tokens": tokens // 4})
+    peak = plan.flops_per_token * tokens / (2 * duration.CPU_MFU) / 400
+    assert duration.expected(plan, peak)[0].startswith("about 6m40s ")
+    assert duration.expected(branch, peak)[0].startswith("about 5m00s ")
+
+
+def test_years_are_a_notice_with_the_fix(plan):
+    peak = plan.flops_per_token * plan.settings.total_tokens / (2 * duration.CPU_MFU)
+    assert not duration.expected(plan, peak / (364 * 86400))[1]
+    line, [notice] = duration.expected(plan, peak / (107 * 365 * 86400))
+    assert line.startswith("about 107 years at ") and "would take 107 years. Choose" in notice
+    assert "--total_tokens" in notice and "zerolm plan --hardware" in notice
+
+
+def test_emulated_bf16_takes_as_many_times_longer(plan, monkeypatch):
+    peak = plan.flops_per_token * plan.settings.total_tokens / (2 * duration.CPU_MFU)
+    bf16 = replace(plan, profile=replace(plan.profile, compute_precision="bf16"))
+    for ratio, shown in ((57.0, "about 57s "), (1.2, "about 1s ")):
+        monkeypatch.setattr(duration, "bf16_ratio", lambda device, ratio=ratio: ratio)
+        line, _ = duration.expected(bf16, peak)
+        assert line.startswith(shown)
+        assert ("multiplies bf16 57 times slower than float32" in line) == (ratio == 57)
+        assert duration.expected(plan, peak)[0].startswith("about 1s ")
+
+
+def test_devices_that_are_not_here_are_assumed_and_the_command_for_others_is_named(inputs):
+    plan = check.check(command(inputs, "--check --world_size 8"), {})
+    line = duration.with_duration(plan).derived["duration"]
+    assert " 40% MFU of 8 x H100, which is assumed; " in line
+    assert "`zerolm plan --hardware NAME --devices 8` estimates other devices" in line
+
+
+def test_check_prints_the_duration_on_this_device(inputs):
+    words = command(inputs, "--deepspeed_config fp32.json --check --wandb off --total_tokens 5e14 "
+        "--max_epochs 1e12")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "pretrain.py", *words], cwd=ROOT, env=environment(DS_ACCELERATOR="cpu"),
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert " years at 55% MFU of 1 x " in done.stdout and "note: this run would" in done.stdout
