@@ -10,13 +10,14 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, hardware_of, settings_of
+from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, hardware_of, is_cpu, settings_of
 from zerolm.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from launch.plan.estimate import Assumptions
 
 __all__ = ["add_flags", "run"]
+DEFAULT_DEVICES = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,6 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: every problem, one per line.
     """
+    if arguments.devices is None:
+        arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES
     if arguments.write and not arguments.search:
         raise ConfigError("command line: --write, needs --search. Add it, or remove --write.")
     if arguments.published:
@@ -203,11 +206,16 @@ def _probe(arguments: argparse.Namespace) -> int:
     planned_run = _planned_run(arguments)  # raises before anything runs
     settings = settings_of(arguments)
     name = settings.deepspeed_config or DEFAULT_DS_CONFIG
-    ranks = arguments.probe_ranks or probe.local_ranks()
+    on_cpu = planned_run.hardware.is_cpu
+    ranks = arguments.probe_ranks or (arguments.devices if on_cpu else probe.local_ranks())
     found = probe.probe(planned_run.model, settings, name, ranks, arguments.probe_timeout)
     local = hardware.recognize(found.device)
     same = local is not None and local.name == planned_run.hardware.name
-    mfu = arguments.mfu or (found.mfu if same else None)
+    measured = found.mfu if same else None
+    if on_cpu and found.device == "cpu":
+        same, peak = True, planned_run.hardware.peak(planned_run.profile.compute_precision)
+        measured = found.mfu_of(peak or 0.0)
+    mfu = arguments.mfu or measured
     planned = estimate(planned_run, assumptions(arguments), mfu, found.memory_ratio)
     days = planned_run.settings.total_tokens / found.tokens_per_second / 86400
     if arguments.json:

@@ -72,11 +72,13 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 def _add_devices(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hardware", metavar="NAME|FILE",
-        help="H100, A100-80GB, ... in launch/plan/hardware.json, or a file of that form (default: "
-        "H100)",
+        help="H100, A100-80GB, ... in launch/plan/hardware.json, a file of that form, or cpu: "
+        "this machine, whose rates are measured (default: H100)",
     )  # fmt: skip
     group.add_argument(
-        "--devices", metavar="N", type=count, default=8, help="number of devices (default: 8)"
+        "--devices", metavar="N", type=count,
+        help="number of devices, with --hardware cpu of ranks that share this machine (default: 8; "
+        "cpu: 1)",
     )  # fmt: skip
     group.add_argument(
         "--devices_per_node", metavar="N", type=count, default=8,
@@ -167,7 +169,19 @@ def settings_of(arguments: argparse.Namespace) -> Any:
 
 
 def hardware_of(arguments: argparse.Namespace) -> "Hardware":
+    import dataclasses
+
     from launch.plan import hardware
 
     figures = {name: getattr(arguments, name) for name in HARDWARE_FIGURES}
-    return hardware.load(arguments.hardware, figures)
+    if not is_cpu(arguments):
+        return hardware.load(arguments.hardware, figures)
+    from launch.plan import this_machine
+
+    found = this_machine.measure(min(arguments.devices, arguments.devices_per_node))
+    given = {name: value for name, value in figures.items() if value is not None}
+    return dataclasses.replace(found, **given)
+
+
+def is_cpu(arguments: argparse.Namespace) -> bool:
+    return str(arguments.hardware).lower() == "cpu"

@@ -14,9 +14,10 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
-from zerolm.distributed.device import Device
+from zerolm.distributed.device import EMULATED_RATIO, Device
 
 FILE = Path(__file__).with_name("hardware.json")
+CPU = "cpu"  # --hardware cpu, and `match` of that device
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,17 @@ class Hardware:
     @property
     def device(self) -> Device:
         """The device as a rank would find it."""
+        if self.is_cpu:
+            ratio = (self.fp32 or 0.0) / (self.bf16 or 1.0)
+            lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
+            lacks = lacks if ratio > EMULATED_RATIO else ""
+            return Device("cpu", None, True, self.name, lacks, ratio)
         lacks = "" if self.bf16 else "has no native bf16"
         return Device("cuda", int(self.memory_bytes), bool(self.bf16), self.name, lacks)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.match == CPU
 
     def peak(self, precision: str) -> float | None:
         """Return the dense peak FLOP/s, None if the device does not support the precision."""
@@ -92,8 +102,8 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
     if key is None:
         raise ConfigError(
             f"command line: --hardware: {requested}, no such device."
-            f"{did_you_mean(requested, devices)} Use one of {', '.join(devices)}, or a file like "
-            f"launch/plan/hardware.json."
+            f"{did_you_mean(requested, devices)} Use one of {', '.join(devices)}, cpu for this "
+            f"machine, or a file like launch/plan/hardware.json."
         )
     given: dict[str, Any] = {name: value for name, value in changed.items() if value is not None}
     return dataclasses.replace(devices[key], **given)

@@ -99,11 +99,12 @@ def plan_run(
     Raises:
         ConfigError: every problem, one per line.
     """
-    found = Findings(rule_problems(profile, on_gpu=True, world_size=devices))
+    on_gpu = not hardware.is_cpu
+    found = Findings(rule_problems(profile, on_gpu=on_gpu, world_size=devices))
     if hardware.peak(profile.compute_precision) is None:
         found.problems.append(
             f"{profile.name}: {profile.compute_precision} is not supported by {hardware.name}. "
-            f"Enable fp16 in the DeepSpeed JSON, or use a newer device."
+            f"Choose another precision in the DeepSpeed JSON, or use a newer device."
         )
     if settings.fp8 and not hardware.fp8:
         found.problems.append(
@@ -116,7 +117,7 @@ def plan_run(
         profile,
         found,
         world_size=devices,
-        memory_bytes=int(hardware.memory_bytes),
+        memory_bytes=hardware.device.memory_bytes,
         round_batch=True,
     )
     found.problems += model_problems(settings, model.config, profile, devices)
@@ -128,7 +129,7 @@ def plan_run(
     flops = flops_per_token(model.config, model.shapes, resolved.seq_len)
     attention = flops - flops_per_token(model.config, model.shapes, 0)
     head = TRAINING_TO_FORWARD * head_flops_per_token(model.config, model.shapes)
-    profile = resolve_ds_config(profile, resolved, model, world_size=devices, on_gpu=True)
+    profile = resolve_ds_config(profile, resolved, model, world_size=devices, on_gpu=on_gpu)
     return PlannedRun(
         model,
         resolved,

@@ -82,9 +82,11 @@ class Probe:
         """Return the model FLOP/s utilization, None if the device is unknown."""
         found = hardware.recognize(self.device)
         peak = found.bf16 or found.fp16 if found is not None else None
-        if peak is None:
-            return None
-        return self.flops_per_token * self.tokens_per_second / (self.ranks * peak)
+        return None if peak is None else self.mfu_of(peak)
+
+    def mfu_of(self, peak_flops: float) -> float:
+        """Return the model FLOP/s utilization of devices with a peak per second."""
+        return self.flops_per_token * self.tokens_per_second / (self.ranks * peak_flops)
 
 
 def probe(

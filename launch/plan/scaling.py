@@ -93,6 +93,8 @@ def flops_of(
             f"command line: --budget: {text}, not a budget. Write 1e22, $50000 or 14d."
         ) from None
     peak = hardware.bf16 or hardware.fp16
+    if hardware.device.lacks_bf16 and hardware.is_cpu:
+        peak = hardware.fp32
     assert peak is not None
     share = mfu or hardware.attained
     derivation = f"{hours:,.0f} device-hours of {hardware.name} at {share:.0%} of its peak, "

@@ -123,6 +123,8 @@ def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
         ds["zero_optimization"]["offload_optimizer"] = dict(CPU)
     if offload == "both":
         ds["zero_optimization"]["offload_param"] = dict(CPU)
+    if hardware.is_cpu and hardware.device.lacks_bf16:
+        ds["bf16"] = {"enabled": False}
     if hardware.bf16 is None:
         del ds["bf16"]
         ds["fp16"] = {"enabled": True}

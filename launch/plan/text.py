@@ -1,8 +1,9 @@
 """Format an `Estimate` for the console, one line per figure."""
 
 from launch.plan.estimate import Estimate
+from launch.plan.planned_run import PlannedRun
 from launch.plan.step_time import MAX_ERROR, MEDIAN_ERROR, PUBLISHED_RUNS
-from zerolm.common.values import shown_bytes
+from zerolm.common.values import duration, shown_bytes
 from zerolm.model import activation_checkpointing
 
 
@@ -34,6 +35,7 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     checkpointing = activation_checkpointing.describe(settings.gradient_checkpointing)
     parallelism = run.layout.describe()
     unit = "replicas" if parallelism else "devices"
+    measured = [("rates", run.hardware.source)] if run.hardware.is_cpu else []
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),
         ("FLOPs per token", flops),
@@ -47,6 +49,7 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
          f"{checkpointing and f', {checkpointing}'}"),
         ("devices", f"{run.devices} x {run.hardware.name} on {run.num_nodes} host(s)"
          f"{parallelism and f', {parallelism}'}"),
+        *measured,
     ]  # fmt: skip
 
 
@@ -100,18 +103,22 @@ def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
         ("tokens per second", f"{found.tokens_per_second:,.0f}, "
          f"{found.tokens_per_second / run.devices:,.0f} per device"),
         ("steps", f"{found.steps:,}"),
-        ("uncertainty", _uncertainty(mfu, run.layout.replica_size > 1)),
-        ("days", f"{found.days:.3g} of training, {found.calendar_days:.3g} with interruptions"),
+        ("uncertainty", _uncertainty(mfu, run)),
+        ("days", f"{found.days:.3g} of training ({duration(found.days * 86400)}), "
+         f"{found.calendar_days:.3g} with interruptions"),
         ("device-hours", f"{found.device_hours:,.0f}"),
         ("price", price),
     ]  # fmt: skip
 
 
-def _uncertainty(mfu: float | None, replicas: bool) -> str:
+def _uncertainty(mfu: float | None, run: PlannedRun) -> str:
     if mfu is not None:
         return "that of the given MFU"
+    if run.hardware.is_cpu:
+        return "runs on two CPUs were compared (docs/planning.md); other programs slow it down"
     low, high = PUBLISHED_RUNS
-    caveat = "communication within a replica was compared with no benchmark; " if replicas else ""
+    caveat = "communication within a replica was compared with no benchmark; "
+    caveat = caveat if run.layout.replica_size > 1 else ""
     return caveat + (
         f"benchmarks of dense models were within {MAX_ERROR:.0%}, half of them within "
         f"{MEDIAN_ERROR:.0%}; half of the published runs took {low:g} to {high:g} times their "

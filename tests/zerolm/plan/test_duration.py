@@ -71,4 +71,4 @@ def test_check_prints_the_duration_on_this_device(inputs):
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert " years at 55% MFU of 1 x " in done.stdout and "note: this run would" in done.stdout
+    assert " years at 60% MFU of 1 x " in done.stdout and "note: this run would" in done.stdout
