@@ -124,7 +124,9 @@ def bf16_ratio(device: str) -> float:
     """Return the time of a matrix product in bf16, relative to float32, on a torch device.
 
     It counts what the libraries do with the CPU, which its list of instructions does not say. It
-    takes milliseconds: products of width 128, of width 2,048 on a GPU.
+    takes milliseconds: products of width 128, of width 2,048 on a GPU. On a CPU with one thread:
+    while other programs are running, two threads wait for each other, and half of 20 ratios on a
+    CPU that emulates bf16 were below 1.
     """
     import torch
 
@@ -134,11 +136,14 @@ def bf16_ratio(device: str) -> float:
         for dtype in (torch.float32, torch.bfloat16)
     }
     seconds = dict.fromkeys(operands, float("inf"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for _ in range(6):  # the first product of each precision prepares it
         for dtype, operand in operands.items():
             start = time.perf_counter()
             (operand @ operand)[0, 0].item()  # item() waits for the device
             seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
+    torch.set_num_threads(threads)
     return seconds[torch.bfloat16] / seconds[torch.float32]
 
 
