@@ -38,7 +38,11 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
     monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
     device = SimpleNamespace(type="none")
     monkeypatch.setattr(pretrain.process_group, "init", lambda: (0, 1, device))
-    monkeypatch.setattr(pretrain.collectives, "require_same_on_all_ranks", lambda *_: None)
-    plan = SimpleNamespace(summary=lambda: "", fingerprint=lambda: "")
+    monkeypatch.setattr(pretrain.collectives, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(pretrain.collectives, "gather_objects", lambda value: [value])
+    profile = SimpleNamespace(name="ds.json", precision="fp32")
+    plan = SimpleNamespace(
+        summary=lambda: "", fingerprint=lambda: "", profile=profile, device_name="a CPU"
+    )
     pretrain.train(plan, None, SimpleNamespace(connect=lambda world_size: None, runner=None))
     assert calls == ["batches", "report", "save", "evaluate_if_due", "end"]
