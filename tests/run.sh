@@ -32,7 +32,7 @@ trap 'kill "$operators" 2>/dev/null || true' EXIT
 # No test may use the network, an account, or all cores of a shared machine.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=offline
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-unset WANDB_API_KEY
+unset WANDB_API_KEY PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same files
 
 # Of a checkout the files that git tracks; a stray one is not checked.
 of_project() {
