@@ -14,7 +14,8 @@ from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, 
 from zerolm.__main__ import main
 from zerolm.evaluate.exported_model import evaluate_export
 
-STEPS, ITEMS, POSITIONS, NEW_TOKENS = 4, 200, 96, 12
+STEPS, ITEMS, POSITIONS, NEW_TOKENS = 4, 40, 96, 12
+CORE_ITEMS, TASK_ITEMS = 6, 15
 SEQ_LEN = 64  # below POSITIONS: no text may have more tokens
 STEP_TOKENS = BATCH * SEQ_LEN
 PROMPTS = ("The class statement", "An exception is", "", "x = [1,")
@@ -87,13 +88,13 @@ def train(
         flags += [
             "--hellaswag", texts / "items.jsonl", "--downstream_interval", 1,
             "--prompts", texts / "prompts.jsonl", "--sample_interval", STEP_TOKENS,
-            "--core", texts / "bundle", "--core_items", 20,
+            "--core", texts / "bundle", "--core_items", CORE_ITEMS,
             "--sample_length", NEW_TOKENS, "--temperature", 0 if stage == 3 else 0.9,
             "--profile", "2:3",
         ]  # fmt: skip
     if evaluated and stage == 3:
         flags += ["--eval_tasks", "broken,local_hellaswag", "--eval_tasks", "local_generation"]
-        flags += ["--eval_task_path", texts / "tasks", "--eval_task_items", 30]
+        flags += ["--eval_task_path", texts / "tasks", "--eval_task_items", TASK_ITEMS]
     return run_ranks(num_ranks, *flags, **more)
 
 
@@ -166,15 +167,17 @@ def test_evaluations_are_correct_and_do_not_change_training(tmp_path, texts, sta
         return
     exported, found = evaluate_with_lm_eval(texts, run_dir, ("local_hellaswag", "local_generation"))
     assert_equal_to_lm_eval(run_dir, found)
-    first = outcomes(run_dir)["outcomes"][:30]
-    expected = sum(each["prediction"] == each["label"] for each in first) / 30
+    first = outcomes(run_dir)["outcomes"][:TASK_ITEMS]
+    expected = sum(each["prediction"] == each["label"] for each in first) / TASK_ITEMS
     assert rows(run_dir, "eval/local_hellaswag/acc")[STEPS] == pytest.approx(expected)
     generated = found["results"]["local_generation"]["exact_match,none"]
     assert rows(run_dir, "eval/local_generation/exact_match")[STEPS] == pytest.approx(generated)
 
     config = json.loads((exported / "config.json").read_text())
     write_json(exported / "config.json", config | {"max_position_embeddings": SEQ_LEN})
-    expected = evaluate_export(exported, core_directory=str(texts / "bundle"), core_items=20)
+    expected = evaluate_export(
+        exported, core_directory=str(texts / "bundle"), core_items=CORE_ITEMS
+    )
     saved = json.loads((run_dir / "core.json").read_text())
     assert saved["tasks"] == expected["core"] and saved["step"] == STEPS
     assert rows(run_dir, "eval/core")[STEPS] == saved["core"] == expected["figures"]["core"]
