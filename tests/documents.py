@@ -24,7 +24,9 @@ DOCUMENTS = (
 )
 PROGRAMS = ("zerolm ", "python ", "deepspeed ", "bash ", "until ")
 SYNTAX = re.compile(r"\[|\.\.\.")  # in inline code that shows the syntax of a command
-PRETRAIN = {f"--{name}" for name in FLAGS} | {f"--no_{name}" for name in FLAGS} | {"--help"}
+PRETRAIN = (
+    {f"--{name}" for name in FLAGS} | {f"--no_{name}" for name in FLAGS} | {"--help", "--version"}
+)
 LAUNCHER = {f"--{name}" for name in LAUNCHER_FLAGS}
 FOLDERS = ("ds_configs/", "model_configs/", "launch/", "data_prep/")
 CHECKED = ("benchmarks/", "tests/")  # folders whose modules are commands
@@ -89,7 +91,7 @@ def flags_of_command(words: tuple[str, ...]) -> set[str] | None:
             return None
         found = found.commands.get(word)
     if not isinstance(found, Command):
-        return None if found is None else {"--help"}
+        return None if found is None else {"--help", "--version"}
     if found.own_parser:  # `train`, which takes those of two programs
         return PRETRAIN | LAUNCHER
     parser = Parser("", "")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import zerolm.__main__
-from tests import ROOT, tracked
+from tests import ROOT, fitting_runs, tracked
 from tests.test_ladder import ladder_table
 from zerolm.common.command_line import help_text
 from zerolm.common.events import EVENTS
@@ -53,6 +53,8 @@ DOCUMENTS: dict[str, tuple[str, Callable[[], str]]] = {
     "docs/architecture.md": ("tests/test_ladder.py", ladder_table),
     "docs/commands.md": ("zerolm/__main__.py", commands_help),
     "docs/metrics.md": ("zerolm/common/metrics.py", metric_tables),
+    "docs/planning.md": ("tests/fitting_runs.py", fitting_runs.complete_table),
+    "README.md": ("tests/fitting_runs.py", fitting_runs.short_table),
     "docs/run_directory.md": ("zerolm/common/events.py", event_table),
     "docs/settings.md": ("zerolm/config/settings.py", settings_help),
 }

@@ -17,7 +17,7 @@ from zerolm.common.records import read_json
 from zerolm.distributed.device import EMULATED_RATIO, Device
 
 FILE = Path(__file__).with_name("hardware.json")
-CPU = "cpu"  # --hardware cpu, and `match` of that device
+CPU = "cpu"  # --hardware cpu, and the start of `match` of devices that are CPUs
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
-        return self.match == CPU
+        return self.match.startswith(CPU)
 
     def peak(self, precision: str) -> float | None:
         """Return the dense peak FLOP/s, None if the device does not support the precision."""

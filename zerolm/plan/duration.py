@@ -10,7 +10,7 @@ from zerolm.distributed.device import ABSENT, EMULATED_RATIO, bf16_ratio
 from zerolm.plan.peak_flops import datasheet_flops, device_peak_flops
 from zerolm.plan.plan import Plan
 
-# On GPUs as in docs/scaling.md; on a CPU measured with model_configs/tiny.json (docs/planning.md).
+# On GPUs as in docs/scaling.md; on a CPU as measured (docs/planning.md).
 GPU_MFU, CPU_MFU = 0.4, 0.6
 ASSUMED_DEVICE = "H100"  # for devices that are not on this machine
 YEAR_SECONDS = 365 * 86400
