@@ -27,7 +27,7 @@ CONSTRAINTS = ROOT / ".cache" / "constraints.txt"
 
 ALWAYS = ("fast-tokenizers",)  # the demo and README's tokenizing
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "numpy")  # DeepSpeed's build also imports torch
-OFF_WITHOUT = {"fasttext-numpy2-wheel": "the filters fasttext and language of zerolm data"}
+OFF_WITHOUT = {"fasttext-numpy2-wheel": "the filters fasttext and language cannot be used"}
 
 UV_VARIABLES = {  # {setting of pip: variable of uv}
     "index-url": "UV_DEFAULT_INDEX",

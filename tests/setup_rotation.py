@@ -1,0 +1,128 @@
+"""Set up as a user does, on one of four Pythons in turn, and check a run of the 160M there.
+
+    python -m tests.setup_rotation                  # the Python whose turn it is; part of CI
+    python -m tests.setup_rotation --python 3.13    # another one
+    python -m tests.setup_rotation --minutes 3      # ends without a verdict if it takes longer
+
+The number of commits decides, as for soak tests. Works on a clone of the last commit in a temporary
+directory; prints the stages of the set-up, the size of .venv, and the seconds.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests import ROOT
+from tests.soak_rotation import number_of_commit
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+DISK_BYTES = (
+    15e9  # 5 GB of .venv with CUDA libraries, twice if uv's cache cannot be linked, and pip's
+)
+
+# Every module, except what needs an extra that users choose.
+IMPORT_ALL = """
+import importlib, pkgutil
+count = 0
+for top in "zerolm", "data_prep", "launch":
+    package = importlib.import_module(top)
+    for module in pkgutil.walk_packages(package.__path__, top + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            count += 1
+print(count, "modules imported")
+"""
+COMMANDS = (
+    "python -c IMPORT_ALL",
+    "zerolm data train-tokenizer --input text.jsonl --vocab_size 300 --output tokenizer",
+    "zerolm data tokenize --input text.jsonl --tokenizer tokenizer --output shards"
+    " --val_fraction 0.1 --val_output val",
+    "zerolm train --check --world_size 8 --deepspeed_config ds_configs/zero2.json"
+    " --model_config model_configs/llama-160m.json --data shards --val_data val"
+    " --total_tokens 3B --run_dir run",
+)
+
+
+def find_python(version: str) -> str | None:
+    """Return an interpreter of this version that runs, from PATH or of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [f"python{version}", *map(str, pyenv.glob(f"versions/{version}.*/bin/python"))]
+    for candidate in found:
+        path = shutil.which(candidate)
+        command = [str(path), "-c", ""]
+        if path and subprocess.call(command, stderr=subprocess.DEVNULL, timeout=60) == 0:
+            return path
+    return None
+
+
+def run(command: list[str], clone: Path, environment: dict[str, str], until: float) -> int | None:
+    """Run a command, and return its exit code; None if it was ended at `until`."""
+    print("$", *(word for word in command if "\n" not in word), flush=True)
+    process = subprocess.Popen(
+        command, cwd=clone, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        return process.wait(timeout=max(1.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None
+
+
+def try_setup(python: str, clone: Path, until: float) -> int | None:
+    """Set up in `clone`, and run `COMMANDS` there. Return as `run` does."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    paths = [path for path in kept["PATH"].split(":") if not path.startswith(str(ROOT))]
+    environment = kept | {"PATH": ":".join(paths), "PYTHON": python, "HF_HUB_OFFLINE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": f"{clone}/.cache/extensions"}
+    code = run(["bash", "launch/setup.sh"], clone, environment, until)
+    size = sum(file.stat().st_size for file in clone.glob(".venv/**/*") if file.is_file())
+    print(f"setup rotation: .venv has {size / 1e9:.1f} GB", flush=True)
+    lines = (json.dumps({"text": f"Sentence {place} of a text. " * 40}) for place in range(400))
+    (clone / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    environment["PATH"] = f"{clone}/.venv/bin:{environment['PATH']}"
+    for command in COMMANDS:
+        if code == 0:
+            words = [IMPORT_ALL if word == "IMPORT_ALL" else word for word in command.split()]
+            code = run(words, clone, environment, until)
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    turn = PYTHONS[number_of_commit(ROOT) % len(PYTHONS)]
+    parser.add_argument("--python", choices=PYTHONS, default=turn)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    arguments = parser.parse_args()
+    name = f"setup rotation: Python {arguments.python}"
+    start = time.monotonic()
+    python = find_python(arguments.python)
+    if python is None:
+        print(f"{name}: skipped: it is not installed here")
+        return 0
+    with tempfile.TemporaryDirectory() as directory:
+        if (free := shutil.disk_usage(directory).free) < DISK_BYTES:
+            print(f"{name}: skipped: {free / 1e9:.0f} GB of disk are free, it may need 15")
+            return 0
+        clone = Path(directory) / "clone"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True, timeout=120)
+        code = try_setup(python, clone, start + arguments.minutes * 60)
+    seconds = time.monotonic() - start
+    outcome = "passed" if code == 0 else f"failed with exit code {code}"
+    if code is None:
+        outcome = f"skipped: not done after --minutes {arguments.minutes:g}"
+    print(f"{name}: {outcome} ({seconds:.0f} s)")
+    return code or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
