@@ -115,9 +115,7 @@ def _uncertainty(mfu: float | None, run: PlannedRun) -> str:
     if mfu is not None:
         return "that of the given MFU"
     if run.hardware.is_cpu:
-        return (
-            "compared with runs on one kind of CPU (docs/planning.md); other programs slow it down"
-        )
+        return "three runs on one kind of CPU were within a third; other programs slow it down"
     low, high = PUBLISHED_RUNS
     caveat = "communication within a replica was compared with no benchmark; "
     caveat = caveat if run.layout.replica_size > 1 else ""
