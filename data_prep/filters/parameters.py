@@ -7,6 +7,7 @@ are the parameters of datatrove's class, or of a filter in `CUSTOM`, with their 
 import importlib
 import inspect
 import math
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -165,4 +166,7 @@ def _language_problems(language: Any, place: str) -> list[str]:
 
 def missing_package(place: str, name: str, error: ImportError) -> str:
     """Return the message for a filter whose package is not installed."""
-    return f"{place}: filter {name}: {error}. Install the extra: pip install 'zerolm[pipeline]'."
+    fix = "Install the extra: pip install 'zerolm[pipeline]'."
+    if "fasttext" in str(error) and sys.version_info >= (3, 13):
+        fix = "fastText has no package for this Python: use Python 3.12, or another filter."
+    return f"{place}: filter {name}: {error}. {fix}"
