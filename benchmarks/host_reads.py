@@ -189,8 +189,7 @@ def flags_of(directory: Path, name: str, steps: int, profile: Path) -> list[str]
 def profile_of(directory: Path, name: str, stage: int, precision: str) -> Path:
     """Write the shipped profile of a stage, with numbers for loops that do not resolve "auto"."""
     profile = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
-    if precision == "fp32":
-        del profile["bf16"]
+    profile["bf16"] = {"enabled": precision == "bf16"}
     if name != OURS:
         profile |= {"train_micro_batch_size_per_gpu": MICRO_BATCH}
         profile |= {"gradient_accumulation_steps": ACCUMULATION}

@@ -84,7 +84,7 @@ def test_the_carry_list_has_every_requirement_that_is_not_installed():
     missing = carry.missing(["torch", "transformers", "numpy", "pyarrow"], target)
     assert {"deepspeed", "accelerate", "pydantic-core", "orjson", "xxhash"} <= missing
     assert not missing & {"torch", "numpy", "huggingface-hub", "wandb", "matplotlib"}
-    assert missing <= set(carry.versions())
+    assert missing <= set(carry.versions(target))
 
 
 @pytest.mark.soak

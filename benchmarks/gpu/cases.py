@@ -187,11 +187,14 @@ def model_file(case: Case, toy: bool, scratch: Path) -> Path:
 
 
 def ds_config(path: str, options: Options) -> dict[str, Any]:
-    """Return the profile with the keys of a case, and with torch's AdamW unless it asks otherwise.
+    """Return the profile with the keys of a case: in bf16, or float32 on a CPU; torch's AdamW.
 
-    DeepSpeed's own takes a minute to compile on first use.
+    DeepSpeed's own AdamW, which an option chooses, takes a minute to compile on first use.
     """
+    import torch
+
     config = copy.deepcopy(json.loads(Path(path).read_text()))
+    config["bf16"] = {"enabled": torch.cuda.is_available()}
     config.setdefault("optimizer", {"type": "AdamW", "params": {}})
     if not options.deepspeeds_adam:
         config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}

@@ -176,7 +176,7 @@ def test_wrong_keys_of_select_and_report_are_refused_together(recipe, capsys):
     assert main(["run", str(recipe), "--check"]) == 2
     shown = capsys.readouterr().err
     assert "select.unit_bytes: is not an option" in shown
-    assert "report.shares_by: ['domain', 'domain'] does not name" in shown
+    assert "report.shares_by: ['domain', 'domain']: name one or more keys" in shown
 
 
 @pytest.mark.parametrize(
