@@ -11,8 +11,15 @@ from tests.launching import ROOT, environment
 from tests.manifests import WRITTEN
 from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint import rollback
-from zerolm.checkpoint.directory import candidates, locate, publish
-from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
+from zerolm.checkpoint.checksums import RANGE_BYTES
+from zerolm.checkpoint.directory import candidates, locate, locate_several, publish
+from zerolm.checkpoint.manifest import (
+    FORMAT,
+    VERSION,
+    Progress,
+    files_problem,
+    manifest_digest,
+)
 from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
 from zerolm.common import run_files
 from zerolm.common.errors import CheckpointError
@@ -180,6 +187,29 @@ def test_a_checkpoint_is_named_by_its_run_a_step_or_its_directory(tmp_path) -> N
     assert locate(write(at, 8).parent.parent).progress.step == 8
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         locate(tmp_path / "absent")
+
+
+def test_several_checkpoints_are_named_by_steps_and_ranges(tmp_path) -> None:
+    directories = {step: write(tmp_path, step) for step in (5, 10, 15)}
+
+    def steps(reference) -> list[int]:
+        return [one.progress.step for one in locate_several(str(reference))]
+
+    assert steps(tmp_path) == [5, 10, 15] and steps(directories[10]) == [10]
+    assert steps(f"{tmp_path}@15,step-00000005") == [5, 15]
+    assert steps(f"{tmp_path}@6:10") == [10] and steps(f"{tmp_path}@5:5") == [5]
+    assert steps(f"{tmp_path}@:10") == [5, 10] and steps(f"{tmp_path}@10:") == [10, 15]
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        steps(f"{tmp_path}@5,11:14")
+
+
+@pytest.mark.parametrize(
+    ("size", "ranges"), [(0, 1), (1, 1), (RANGE_BYTES, 1), (RANGE_BYTES + 1, 2)]
+)
+def test_a_file_has_a_checksum_for_each_range(size, ranges) -> None:
+    for number in (1, 2, 3):
+        entry = {"file": "model.pt", "size_bytes": size, "xxh3_128": "0" * 32 * number}
+        assert (files_problem([entry]) is None) is (number == ranges)
 
 
 def test_run_with_lost_checkpoints_is_refused(tmp_path) -> None:

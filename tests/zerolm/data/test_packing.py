@@ -1,5 +1,6 @@
 """Batches of packed rows equal a plain reading of the index and the shards."""
 
+import json
 import pickle
 from functools import lru_cache
 
@@ -165,6 +166,16 @@ def test_one_row_is_enough_for_an_index(tmp_path):
     source = open_source(write_shards(tmp_path, 2))
     pack(source, 1000)
     assert num_rows(source, 1000, "best_fit") == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("version", 2), ("format", "other"), ("num_rows", 0)])
+def test_an_index_of_another_kind_is_refused(tmp_path, key, value):
+    source = open_source(write_shards(tmp_path, 20))
+    pack(source, SEQ_LEN)
+    file = tmp_path / f"packing-{SEQ_LEN}.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ShardError, match=r"is not a .* index of version"):
+        open_packing(source, SEQ_LEN)
 
 
 @pytest.mark.parametrize("part", ["rows", "pieces"])

@@ -220,3 +220,8 @@ def test_any_two_of_the_three_batch_sizes_give_the_third(batch, micro, accumulat
     sizes = [implied[name].value if name in implied else None
              for name in ("batch_tokens", "micro_batch_size")]  # fmt: skip
     assert problems == [] and sizes == [found[0] and 10 * found[0], found[1]]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_only_stage_3_partitions_weights(stage):
+    assert Profile.parse(zero(stage)).layout(4).partitions_weights is (stage == 3)
