@@ -124,7 +124,9 @@ def _read_profile(
 
 
 def _began_on(begun: Begun | None) -> str:
-    return f", and the run of {begun.path} began with it on {begun.device}" if begun else ""
+    if begun is None or begun.precision != "bf16":
+        return ""
+    return f", and the run of {begun.path} began in it on {begun.device or 'another device'}"
 
 
 def _prepare_caches(sources: Sources, settings: Settings, found: Findings) -> None:

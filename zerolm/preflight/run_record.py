@@ -231,8 +231,9 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
     pairs += _model_pairs(block(record, "model_config"), plan.model.config.to_diff_dict())
     where = f"--deepspeed_config; the run began on {record.get('device', 'an unknown device')}, "
     where += f"this is {plan.device_name}"
-    pairs += _precision_pairs(Profile.parse(block(record, "ds_config")), plan.profile, where)
-    pairs += _ds_pairs(Profile.parse(block(record, "ds_config")), plan.profile)
+    old_profile = Profile.parse(block(record, "ds_config"))
+    pairs.append(_precision_pair(old_profile, plan.profile, where))
+    pairs += _ds_pairs(old_profile, plan.profile)
     return [Difference(*pair) for pair in pairs if not _same(pair[1], pair[2])]
 
 
@@ -281,10 +282,10 @@ def _model_pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
     return [(f"model_config.{key}", old.get(key), new.get(key), "--model_config") for key in keys]
 
 
-def _precision_pairs(old: Profile, new: Profile, where: str) -> list[tuple[str, Any, Any, str]]:
+def _precision_pair(old: Profile, new: Profile, where: str) -> tuple[str, Any, Any, str]:
     if old.precision != new.precision:
-        return [("ds_config precision", old.precision, new.precision, where)]
-    return [("ds_config arithmetic", old.compute_precision, new.compute_precision, where)]
+        return ("ds_config precision", old.precision, new.precision, where)
+    return ("ds_config arithmetic", old.compute_precision, new.compute_precision, where)
 
 
 def _ds_pairs(old: Profile, new: Profile) -> list[tuple[str, Any, Any, str]]:

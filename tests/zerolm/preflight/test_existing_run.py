@@ -162,6 +162,19 @@ def test_a_run_keeps_its_precision_on_another_kind_of_cpu(inputs, tmp_path, monk
     assert "EPYC 7763 multiplies bf16 57 times slower than float32" in "\n".join(new.notices)
 
 
+def test_a_run_in_bf16_is_refused_on_a_device_without_it_and_both_are_named(
+    inputs, tmp_path, monkeypatch
+):
+    change = f"--run_dir {tmp_path} --deepspeed_config {PROFILES / 'zero2.json'}"
+    cpu(monkeypatch, "EPYC 9455", 0.5)
+    write_record(tmp_path, check.check(command(inputs, change), {}))
+    old = device.Device("cpu", None, False, "an old device", "does not support bf16")
+    monkeypatch.setattr("zerolm.preflight.host.local_device", lambda *_: old)
+    (problem,) = refusal(inputs, change)
+    assert "bf16: enabled, but an old device does not support it" in problem
+    assert f"the run of {tmp_path}/run.json began in it on EPYC 9455" in problem
+
+
 def cpu(monkeypatch, name, ratio):
     monkeypatch.setattr(device, "cpu_name", lambda: name)
     monkeypatch.setattr(device, "bf16_ratio", lambda where: ratio)
