@@ -253,11 +253,15 @@ def build_checked_model(
     rows: dict[str, Any] = {"seq_len": settings.seq_len, "document_mask": settings.document_mask}
     requested = settings.attn_implementation
     attention = choice.agreed_attention(config, requested, device.type, dtype, **rows)
-    print_rank0(f"attention: {attention}")
+    masked = choice.needs_mask(config, **rows)
+    failed = requested == "auto" and choice.failed_kernels_notice(
+        config, attention, device.type, dtype, masked=masked
+    )
+    print_rank0(failed or f"attention: {attention}")
     notice = choice.unfused_attention_notice(
         config, device, dtype, document_mask=settings.document_mask
     )
-    if requested == "auto" and choice.needs_mask(config, **rows):
+    if requested == "auto" and masked:
         notice = choice.dense_mask_notice(config, attention, device.type, dtype) or notice
     if attention in ("eager", "sdpa") and notice:
         print_rank0(f"note: {notice}")

@@ -1,6 +1,7 @@
 """Chooses the attention kernel of a run, and says where it is slower than it could be."""
 
 import warnings
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,13 +85,16 @@ def choose_attention(
 
     if requested == "auto":
         masked = needs_mask(config, seq_len, document_mask=document_mask)
-        preference = ("flash_attention_3", *[VARLEN] * masked, "flash_attention_2", "sdpa")
-        requested = next((name for name in preference if not problem(name)), "eager")
+        requested = next((name for name in _preference(masked) if not problem(name)), "eager")
     elif reason := _unsupported_reason(config, requested, device_type, dtype):
         raise ConfigError(f"--attn_implementation: {requested!r} {reason}")
     if requested == VARLEN:
         varlen.register()
     return requested
+
+
+def _preference(masked: bool) -> tuple[str, ...]:
+    return ("flash_attention_3", *[VARLEN] * masked, "flash_attention_2", "sdpa")
 
 
 def _unsupported_reason(
@@ -120,6 +124,25 @@ def needs_mask(config: "PretrainedConfig", seq_len: int, *, document_mask: bool)
     windows = [getattr(each, "sliding_window", None) for each in layer_configs(config)]
     narrow = any(isinstance(width, int) and width < seq_len for width in windows)
     return document_mask or (narrow and SLIDING_ATTENTION in layer_types(config))
+
+
+def failed_kernels_notice(
+    config: "PretrainedConfig", chosen: str, device_type: str, dtype: torch.dtype, *, masked: bool
+) -> str | None:
+    """Return a notice which installed kernels `auto` passed over because they fail, or None.
+
+    Args:
+        chosen: by auto.
+        masked: result of `needs_mask`.
+    """
+    better = takewhile(lambda name: name != chosen, _preference(masked))
+    reasons = {name: _unsupported_reason(config, name, device_type, dtype) for name in better}
+    failed = [
+        f"{name} {reason.removesuffix(' Use auto.').removesuffix('.')}"
+        for name, reason in reasons.items()
+        if reason and flash.FAILS in reason
+    ]
+    return f"attention: {chosen}, since {', '.join(failed)}" if failed else None
 
 
 def dense_mask_notice(

@@ -6,11 +6,15 @@ for a refusal. The limits of each version are from its source: Dao-AILab/flash-a
 on settings.
 """
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerolm.model.architecture import causal_lm_class, layer_configs
+from zerolm.model.document_mask import boundary_arguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,6 +26,8 @@ MAX_HEAD_DIM = 256
 # (`_flash_attn_bwd`).
 SUPPORTED_GPUS = {3: {9}, 4: {9, 10, 11, 12}}
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
+TRIAL_BOUNDARIES = (0, 40, 41, 64)
+FAILS = "does not run here"
 
 
 def unsupported_reason(
@@ -46,7 +52,44 @@ def unsupported_reason(
             f"needs the package {PACKAGES[version]}, which is not installed. Install it, or use "
             f"auto."
         )
+    attend = partial(_attend, implementation)
+    return trial_problem(attend, torch.device(device_type), dtype, head_dim(config) or MAX_HEAD_DIM)
+
+
+def trial_problem(
+    attend: Callable[..., Any], device: torch.device, dtype: torch.dtype, width: int
+) -> str | None:
+    """Return why a kernel fails, forward or backward, on a few tokens; None if it does not.
+
+    A package whose metadata is in order may be built for another torch or GPU.
+
+    Args:
+        attend: called as a model calls an attention function of transformers, without the module.
+        width: of a head.
+    """
+    length = TRIAL_BOUNDARIES[-1]
+    try:
+        boundaries = torch.tensor(TRIAL_BOUNDARIES, dtype=torch.int32, device=device)
+        query, key = (
+            torch.zeros(1, heads, length, width, dtype=dtype, device=device, requires_grad=True)
+            for heads in (2, 1)
+        )
+        output, _ = attend(query, key, key, None, **boundary_arguments(boundaries, length))
+        output.sum().backward()
+        torch.cuda.synchronize(device)
+    except Exception as error:  # of any type: loading a library runs its code
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{FAILS} ({lines[0]}). Use auto."
     return None
+
+
+def _attend(implementation: str, *tensors: Any, **arguments: Any) -> Any:
+    """Call transformers' function for a FlashAttention, which imports the package."""
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    config = SimpleNamespace(_attn_implementation=implementation)
+    module: Any = SimpleNamespace(config=config, is_causal=True)
+    return flash_attention_forward(module, *tensors, **arguments)
 
 
 def cuda_problem(device_type: str, dtype: torch.dtype) -> str | None:

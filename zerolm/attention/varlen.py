@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from zerolm.attention.flash import cuda_problem, head_dim
+from zerolm.attention.flash import TRIAL_BOUNDARIES, cuda_problem, head_dim, trial_problem
 from zerolm.config.settings import VARLEN
 from zerolm.model.activation_memory import fused_kernels
 from zerolm.model.architecture import ConfigKey, meta_model
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MULTIPLE = 8  # of head dimensions; smaller ones are padded
 MAX_HEAD_DIM = 256
-TRIAL_BOUNDARIES = (0, 40, 41, 64)
 # Arguments of attention functions that change the result, and that torch's function does not take.
 EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
 
@@ -211,23 +210,5 @@ def device_problem(device_type: str, dtype: torch.dtype, width: int) -> str | No
         kernel = torch_kernel()
     except ImportError:
         return "needs torch 2.11 or newer. Update torch, or use auto."
-    return _trial_problem(kernel, torch.device(device_type), dtype, width)
-
-
-def _trial_problem(
-    kernel: Callable[..., Any], device: torch.device, dtype: torch.dtype, width: int
-) -> str | None:
-    """Run the kernel forward and backward on a few tokens."""
-    boundaries = torch.tensor(TRIAL_BOUNDARIES, dtype=torch.int32, device=device)
-    longest = TRIAL_BOUNDARIES[-1]
-    query, key = (
-        torch.zeros(longest, heads, _padded(width), dtype=dtype, device=device, requires_grad=True)
-        for heads in (2, 1)
-    )
-    try:
-        output = kernel(query, key, key, *(boundaries,) * 2, *(longest,) * 2, window_size=(-1, 0))
-        output.sum().backward()
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        return f"does not run here ({str(error).strip().splitlines()[0]}). Use auto."
-    return None
+    trial = partial(attend, kernel, None)
+    return trial_problem(trial, torch.device(device_type), dtype, width)

@@ -9,7 +9,7 @@ contains no hooks. Compiled as a whole, a ZeRO-3 model has a graph break at each
 Parameter names do not change, so compiled and uncompiled runs can load each other's checkpoints.
 """
 
-import importlib.util
+import importlib
 import inspect
 import os
 import shutil
@@ -64,8 +64,11 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
 
     if device == "cpu" and not any(map(shutil.which, compilers())):
         return "it needs a C++ compiler on a CPU, and none was found"
-    if device not in ("cpu", "absent") and importlib.util.find_spec("triton") is None:
-        return "it needs the package triton on a GPU, which is not installed"
+    if device not in ("cpu", "absent"):
+        try:
+            importlib.import_module("triton")
+        except Exception as error:  # of any type: loading a library runs its code
+            return f"it needs the package triton on a GPU, which cannot be imported ({error})"
     model = meta_model(config)
     return None if decoder_blocks(model) else f"{type(model).__name__} has no list of blocks"
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from transformers import AutoConfig, GptOssForCausalLM
+from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from zerolm.attention import choice, flash
+from zerolm.common.errors import ConfigError
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
 HOPPER, BLACKWELL, CONSUMER = 9, 10, 12
@@ -68,6 +70,7 @@ def test_auto_skips_a_kernel_without_dropout(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(flash, "_is_installed", lambda version: True)
+    monkeypatch.setattr(flash, "trial_problem", lambda *_: None)
 
     def auto(**more):
         return choice.choose_attention(config_of(**more), "auto", "cuda", torch.bfloat16)
@@ -75,3 +78,27 @@ def test_auto_skips_a_kernel_without_dropout(monkeypatch):
     assert auto() == "flash_attention_3"
     assert auto(attention_dropout=0.1) == "flash_attention_2"
     assert GptOssForCausalLM._compatible_flash_implementations
+
+
+def test_auto_skips_an_installed_package_that_fails_and_says_why(monkeypatch):
+    """The metadata of a wheel for another torch is in order; its import, or the kernel, fails."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(flash, "_is_installed", lambda version: True)
+    monkeypatch.setattr(torch, "device", lambda kind, device=torch.device: device("cpu"))
+
+    def load(name):
+        raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10\nmore")
+
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", load)
+    given = config_of(), "cuda", torch.bfloat16
+    chosen = choice.choose_attention(given[0], "auto", *given[1:])
+    assert chosen == "sdpa"
+    notice = choice.failed_kernels_notice(given[0], chosen, *given[1:], masked=False)
+    reason = "does not run here (flash_attn_2_cuda.so: undefined symbol: _ZN3c10)"
+    assert notice == (
+        f"attention: sdpa, since flash_attention_3 {reason}, flash_attention_2 {reason}"
+    )
+    with pytest.raises(ConfigError, match="'flash_attention_2' does not run here"):
+        choice.choose_attention(given[0], "flash_attention_2", *given[1:])

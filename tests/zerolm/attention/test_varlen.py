@@ -3,6 +3,8 @@
 Its results by document are compared in test_document_mask.py. On a GPU the kernel itself runs.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional
@@ -150,13 +152,13 @@ def test_devices_without_the_kernel_are_refused(monkeypatch):
 
 def test_a_trial_on_the_device_finds_a_kernel_that_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    cpu, kernel = torch.device("cpu"), varlen.torch_kernel()
-    assert varlen._trial_problem(kernel, cpu, torch.bfloat16, 20) is None
+    cpu, attend = torch.device("cpu"), partial(varlen.attend, varlen.torch_kernel(), None)
+    assert flash.trial_problem(attend, cpu, torch.bfloat16, 20) is None
 
     def fails(*_, **__):
         raise RuntimeError("no kernel image is available\nCompile with ...")
 
-    found = varlen._trial_problem(fails, cpu, torch.bfloat16, 20)
+    found = flash.trial_problem(fails, cpu, torch.bfloat16, 20)
     assert found == "does not run here (no kernel image is available). Use auto."
 
 
@@ -186,7 +188,8 @@ def test_auto_takes_the_fastest_kernel_that_supports_the_model(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(flash, "_is_installed", installed.__contains__)
-    monkeypatch.setattr(varlen, "_trial_problem", lambda *_: None)
+    for module in (flash, varlen):
+        monkeypatch.setattr(module, "trial_problem", lambda *_: None)
     config, rows = config_of(family, **more), {"seq_len": seq_len, "document_mask": masked}
     chosen = choose_attention(config, "auto", "cuda", torch.bfloat16, **rows)
     assert chosen == expected

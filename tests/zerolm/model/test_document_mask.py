@@ -6,6 +6,7 @@ torch by plain attention over the documents whose boundaries they get.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.integrations import flash_attention
 
 from benchmarks.host_reads import counting
 from tests.zerolm.attention import varlen_on_cpu
+from zerolm.attention.flash import _attend, trial_problem
 from zerolm.attention.varlen import register
 from zerolm.common.errors import ConfigError
 from zerolm.data.window_stream import number_documents
@@ -244,9 +246,12 @@ def test_flash_attention_gets_the_document_boundaries(name, flash):
 
 
 @pytest.mark.parametrize("kernel", FLASH)
-def test_each_flash_attention_version_gets_the_document_boundaries(kernel, flash):
+def test_each_flash_attention_version_gets_the_document_boundaries(kernel, flash, monkeypatch):
     compare("llama", kernel)
     assert flash["varlen"] and not flash["dense"]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    trial = partial(_attend, kernel), torch.device("cpu"), torch.float32, 8
+    assert trial_problem(*trial) is None and not flash["dense"]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_FLASH])
