@@ -90,6 +90,8 @@ def choose_attention(
         raise ConfigError(f"--attn_implementation: {requested!r} {reason}")
     if requested == VARLEN:
         varlen.register()
+    elif requested in flash.VERSIONS:
+        flash.register(requested)
     return requested
 
 

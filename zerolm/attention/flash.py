@@ -52,8 +52,11 @@ def unsupported_reason(
             f"needs the package {PACKAGES[version]}, which is not installed. Install it, or use "
             f"auto."
         )
-    attend = partial(_attend, implementation)
-    return trial_problem(attend, torch.device(device_type), dtype, head_dim(config) or MAX_HEAD_DIM)
+    module = SimpleNamespace(
+        config=SimpleNamespace(_attn_implementation=implementation), modules=None
+    )
+    trial = partial(attend, module)
+    return trial_problem(trial, torch.device(device_type), dtype, head_dim(config) or MAX_HEAD_DIM)
 
 
 def trial_problem(
@@ -83,13 +86,42 @@ def trial_problem(
     return None
 
 
-def _attend(implementation: str, *tensors: Any, **arguments: Any) -> Any:
-    """Call transformers' function for a FlashAttention, which imports the package."""
+def register(implementation: str) -> None:
+    """Replace transformers' attention function of this name by `attend`. May be called again."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(implementation, attend)
+
+
+class _AnyLayer:
+    """What transformers' function needs of a layer, without its number."""
+
+    def __init__(self, module: Any):
+        self.config, self.is_causal = module.config, getattr(module, "is_causal", True)
+        self.modules = module.modules
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *mask: Any,
+    position_ids: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Call transformers' function for a FlashAttention, which imports the package.
+
+    In the positions of a single row it would look for documents: each layer would wait for the
+    device, and break a compiled graph. By its layer's number, each layer would get its own graph.
+    A cast there, of queries that a float32 rotary table has made float32, would break it as well.
+    Documents are passed as boundaries.
+    """
     from transformers.integrations.flash_attention import flash_attention_forward
 
-    config = SimpleNamespace(_attn_implementation=implementation)
-    module: Any = SimpleNamespace(config=config, is_causal=True)
-    return flash_attention_forward(module, *tensors, **arguments)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    layer: Any = _AnyLayer(module)
+    return flash_attention_forward(layer, query, key, value, *mask, **arguments)
 
 
 def cuda_problem(device_type: str, dtype: torch.dtype) -> str | None:

@@ -186,7 +186,7 @@ def compile_blocks(model: "nn.Module") -> str:
         compiled_attention.install()
     setattr(model, COMPILED_LOSS, torch.compile(cross_entropies))
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
-    return f"compile: {len(blocks)} blocks ({kinds}), one graph each; the first step takes longer"
+    return f"compile: {len(blocks)} blocks ({kinds}); the first step takes longer"
 
 
 def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:
@@ -249,14 +249,17 @@ def _store_output(module: Any, args: Any, output: Any) -> None:
 
 
 def graph_break_notice() -> str | None:
-    """Return a notice with the reasons of all graph breaks so far, or None."""
+    """Return a notice of all graph breaks so far, or of too many graphs; None without either."""
     from torch._dynamo.utils import counters
 
-    breaks = counters["graph_break"]
-    if not breaks:
-        return None
-    reasons = sorted({str(reason).strip().splitlines()[0] for reason in breaks})
-    return f"compile: graph breaks make the blocks slower: {'; '.join(reasons)}"
+    reasons = sorted({str(reason).strip().splitlines()[0] for reason in counters["graph_break"]})
+    if reasons:
+        return f"compile: graph breaks make the blocks slower: {'; '.join(reasons)}"
+    if (count := counters["stats"]["unique_graphs"]) >= MAX_GRAPHS:
+        return (
+            f"compile: {count} graphs so far: beyond {MAX_GRAPHS} of a function, blocks run eagerly"
+        )
+    return None
 
 
 @contextmanager

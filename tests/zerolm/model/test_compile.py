@@ -67,6 +67,8 @@ def test_one_graph_serves_all_blocks_and_keeps_gradients(family, checkpointing, 
     found, others = step()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert compile.graph_break_notice() is None
+    monkeypatch.setattr(compile, "MAX_GRAPHS", 1)
+    assert "blocks run eagerly" in str(compile.graph_break_notice())
     assert [name for name, _ in model.named_parameters()] == names
     assert found == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)

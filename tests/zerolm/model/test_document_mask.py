@@ -18,8 +18,8 @@ from transformers.integrations import flash_attention
 
 from benchmarks.host_reads import counting
 from tests.zerolm.attention import varlen_on_cpu
-from zerolm.attention.flash import _attend, trial_problem
-from zerolm.attention.varlen import register
+from zerolm.attention import flash as flash_kernel
+from zerolm.attention import varlen as varlen_kernel
 from zerolm.common.errors import ConfigError
 from zerolm.data.window_stream import number_documents
 from zerolm.model.architecture import causal_lm_class
@@ -102,7 +102,9 @@ FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 def build(name, kernel):
     kind, more = MODELS[name]
     config = CONFIG_MAPPING[kind](**SIZES, **more)
-    register()
+    varlen_kernel.register()
+    if kernel in FLASH:
+        flash_kernel.register(kernel)
     torch.manual_seed(0)
     built = kernel if kernel in ("eager", "sdpa", "flex_attention") else "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=built)
@@ -250,8 +252,9 @@ def test_each_flash_attention_version_gets_the_document_boundaries(kernel, flash
     compare("llama", kernel)
     assert flash["varlen"] and not flash["dense"]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    trial = partial(_attend, kernel), torch.device("cpu"), torch.float32, 8
-    assert trial_problem(*trial) is None and not flash["dense"]
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=kernel), modules=None)
+    trial = partial(flash_kernel.attend, module), torch.device("cpu"), torch.float32, 8
+    assert flash_kernel.trial_problem(*trial) is None and not flash["dense"]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_FLASH])
@@ -282,18 +285,47 @@ def test_the_loss_of_a_document_has_no_gradient_in_another(name, kernel, cut, fl
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "flash_attention_2", "varlen"])
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gpt2"])
-def test_the_host_does_not_wait_for_the_device(name, kernel, documents, flash, monkeypatch):
+@pytest.mark.parametrize("cut", [CUT, CUT[:1]])
+def test_the_host_does_not_wait_for_the_device(name, kernel, documents, cut, flash, monkeypatch):
     def forward(query, *others):
         return query * 1, query.new_zeros(query.shape[1], len(query)), query.new_zeros(2)
 
     monkeypatch.setattr("tests.zerolm.model.test_document_mask.varlen", lambda q, *_, **__: q * 1)
     monkeypatch.setattr(varlen_on_cpu, "forward", forward)
-    model, batch = build(name, kernel), packed()[0]
+    model, batch = build(name, kernel), packed(cut)[0]
     rows = batch if documents else {"input_ids": batch["input_ids"]}
     with counting() as found:
         logits_of(model, rows)
     kinds = {kind for kind, _ in found}
     assert kinds <= ({"copy"} if kernel == "eager" else set())  # of a 0, in transformers 5.17
+
+
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("cut", [CUT, CUT[:1]])
+def test_flash_attention_in_compiled_blocks_is_one_graph(cut, documents, monkeypatch):
+    """Transformers' function reads the number of its layer, and the positions of a single row."""
+
+    def kernel(query, *_, **__):
+        return query * 1
+
+    kernels = kernel, kernel, None, None, None
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: kernels)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(flash_attention, "get_target_dtype", lambda *_: None)
+    flash_utils.lazy_import_flash_attention("flash_attention_2")
+    torch._dynamo.reset()
+    model, graphs = build("llama", "flash_attention_2"), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    batch = packed(cut)[0]
+    logits_of(model, batch if documents else {"input_ids": batch["input_ids"]})
+    assert len(graphs) == 1
+    torch._dynamo.reset()
 
 
 def test_positions_alone_do_not_isolate_rows_in_flash_attention(flash):
