@@ -15,7 +15,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # Graphs per function before torch falls back to eager: a model may have several kinds of blocks,
 # each with several sequence lengths.
 MAX_GRAPHS = 64
+_eager = False  # inside `eager`
 CHECKSUMS = "zerolm-checksums.json"  # {path of a library below the cache: its CRC-32}
 
 
@@ -181,10 +182,10 @@ def compile_blocks(model: "nn.Module") -> str:
     blocks: list[Any] = decoder_blocks(model)
     for block in blocks:
         recorders = remove_output_recorders(model, block)
-        block.forward = _compiled(block, recorders) if recorders else torch.compile(block.forward)
+        block.forward = _with_routers(block, recorders) if recorders else _compiled(block.forward)
     if next(model.parameters()).device.type == "cpu":
         compiled_attention.install()
-    setattr(model, COMPILED_LOSS, torch.compile(cross_entropies))
+    setattr(model, COMPILED_LOSS, _compiled(cross_entropies))
     kinds = ", ".join(sorted({type(block).__name__ for block in blocks}))
     return f"compile: {len(blocks)} blocks ({kinds}); the first step takes longer"
 
@@ -218,7 +219,19 @@ def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, A
     return routers
 
 
-def _compiled(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function; it runs uncompiled inside `eager`."""
+    import torch
+
+    compiled = torch.compile(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if _eager else compiled)(*args, **kwargs)
+
+    return call
+
+
+def _with_routers(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
     """Compile a block's forward so that the graph also returns its routers' outputs."""
     import torch
 
@@ -232,7 +245,7 @@ def _compiled(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
 
     # Under gradient checkpointing, do not store outputs again in the recomputation.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    compiled = torch.compile(forward_with_routers)
+    compiled = _compiled(forward_with_routers)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output, router_outputs = compiled(*args, **kwargs)
@@ -264,8 +277,13 @@ def graph_break_notice() -> str | None:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Disable compiled code: other shapes and modes need other graphs, which round differently."""
-    import torch
+    """Run blocks and loss uncompiled: other shapes and modes need graphs that round differently.
 
-    with torch.compiler.set_stance("force_eager"):
+    What transformers compiles by itself stays compiled: flex_attention would hold all scores.
+    """
+    global _eager
+    before, _eager = _eager, True
+    try:
         yield
+    finally:
+        _eager = before
