@@ -150,6 +150,8 @@ def measure(
         parameter.grad.zero_()
     before = _memory(device, reset=True)
     clock = time.perf_counter if device == "cuda" else time.process_time
+    if device == "cuda":
+        torch.cuda.synchronize()
     start = clock()
     losses, _ = token_losses(model, batch)
     losses.mean().backward()

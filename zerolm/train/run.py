@@ -220,6 +220,8 @@ class Run:
         self.batch_tokens = sequences * seq_len
         with self.profiler.step(progress.step + 1), self.journal.stopwatch.timing_step():
             micro_batches, result = self._train(batches, sequences)
+            if self._reads_device_after(progress.step + 1, result):
+                self.journal.stopwatch.wait_for_device()
         self.journal.stopwatch.count(sequences, self.batch_tokens)
         if self.records_libraries:
             self.records_libraries = False
@@ -253,6 +255,20 @@ class Run:
         self.checkpointing.advance(
             checkpoint_flags, self.journal.log, last=self.finished or self.stopping
         )
+
+    def _reads_device_after(self, step: int, result: train_step.StepResult) -> bool:
+        """Return whether a step is followed by a report, save or evaluation, or is the last one."""
+        settings = self.settings
+        intervals = (
+            settings.log_interval,
+            settings.checkpoint_interval,
+            settings.eval_interval,
+            settings.downstream_interval,
+            settings.memory_checkpoint_interval,
+        )
+        last = self.progress.tokens + self.batch_tokens >= settings.total_tokens
+        stops = result.flags[0] > 0
+        return last or stops or any(each and step % each == 0 for each in intervals)
 
     def _train(self, batches: Any, sequences: int) -> tuple[list[Any], train_step.StepResult]:
         """Take a step on the next micro-batches; return them, and the result of the step."""

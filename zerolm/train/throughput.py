@@ -31,6 +31,14 @@ class Stopwatch:
         yield
         self.seconds += time.perf_counter() - start
 
+    def wait_for_device(self) -> None:
+        """Wait for the update that the device still computes, while its step is timed.
+
+        Else the next step has that time, unless a report, save or evaluation comes in between.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @contextmanager
     def timing_data(self) -> Iterator[None]:
         """Time the wait for a step's data."""

@@ -1,0 +1,41 @@
+"""The clock of steps beside a device that computes behind the host."""
+
+import time
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from zerolm.train.run import Run
+from zerolm.train.throughput import Stopwatch
+
+TAIL_SECONDS = 0.05
+
+
+@pytest.mark.parametrize(
+    ("step", "more", "waits"),
+    [
+        (7, {}, False),
+        (10, {}, True),  # reported
+        (8, {"checkpoint_interval": 8}, True),
+        (7, {"total_tokens": 64}, True),  # the last
+    ],
+)
+def test_a_step_is_timed_to_the_end_of_its_update_where_something_reads_the_device(
+    monkeypatch, step, more, waits
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(TAIL_SECONDS))
+    settings = {
+        "seq_len": 8, "total_tokens": 1000, "log_interval": 10, "checkpoint_interval": 100,
+        "eval_interval": 0, "downstream_interval": 0, "memory_checkpoint_interval": 0,
+    }  # fmt: skip
+    run = MagicMock(settings=SimpleNamespace(**settings | more))
+    run.progress.step, run.progress.position, run.progress.tokens = step - 1, 0, 32
+    run.plan.batch_schedule.return_value = 4
+    run._train.return_value = [], MagicMock(flags=[0.0])
+    run._reads_device_after = partial(Run._reads_device_after, run)
+    run.journal.stopwatch = Stopwatch(torch.device("cuda"))
+    Run.step(run, None)
+    assert (run.journal.stopwatch.seconds >= TAIL_SECONDS) == waits
