@@ -4,8 +4,9 @@
     python -m benchmarks.gpu.checks --write_curves      # on a CPU: results/gpu_parity.json
 
 A 160M model trains a few steps through pretrain.py: its losses are those that a CPU had, in float32
-and in bf16; a run that is killed with SIGKILL and resumed has the losses of a run that is not, bit
-by bit; attention kernels agree on documents. Each result is written at once, and a second call with
+and in bf16; a run that is killed with SIGKILL and resumed has the losses of a run that is not, as
+closely as the same command has them twice: attention's backward pass on a GPU adds in no fixed
+order; attention kernels agree on documents. Each result is written at once, and a second call with
 the same --output repeats only what has not passed.
 """
 
@@ -34,6 +35,7 @@ STEPS, SEQ_LEN, STEP_TOKENS = 6, 512, 1024
 SAVED_AT, KILLED_AT = 3, 4
 # Largest difference of a loss: other kernels sum in another order.
 TOLERANCES = {"float32": 1e-3, "bf16": 2e-2, "documents": 2e-2}
+NOISE_FACTOR = 10  # a resumed run may differ by so many times what the same command does twice
 FLOAT32 = "bf16.enabled=false"
 
 
@@ -137,11 +139,15 @@ def parity_in_bf16(runs: Runs) -> str:
 
 def kill_and_resume(runs: Runs) -> str:
     unbroken = runs.losses.get("unbroken") or runs.train("unbroken", "--compile")
+    noise = largest_difference(unbroken, runs.train("again", "--compile"))
     runs.train("killed", "--compile", kill=True)
-    resumed = runs.train("killed", "--compile")
-    if resumed != unbroken:
-        raise Failed(f"losses differ: {unbroken}, resumed {resumed}")
-    return f"killed after step {KILLED_AT}, resumed from {SAVED_AT}: the same losses in every bit"
+    difference = largest_difference(unbroken, runs.train("killed", "--compile"))
+    found = (
+        f"losses differ by at most {difference:.1e}, those of the same command twice by {noise:.1e}"
+    )
+    if difference > NOISE_FACTOR * noise:
+        raise Failed(found)
+    return f"killed after step {KILLED_AT}, resumed from {SAVED_AT}: {found}"
 
 
 def parity_in_float32(runs: Runs) -> str:

@@ -646,7 +646,8 @@ class Settings:
     corruption_checks: bool = _switch(
         "stability",
         "compare states between steps, and compute a step with odd gradients again before it is "
-        "applied, to find what hardware has changed without an error",
+        "applied, to find what hardware has changed without an error; passes over a batch are "
+        "equal in every bit on a CPU, on a GPU as far as its kernels are",
     )
     replay_interval: int = _count(
         "stability",

@@ -6,6 +6,7 @@ decision in the same step: figures of all ranks are summed in the reduction of t
 """
 
 import hashlib
+import math
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +26,8 @@ IGNORED = -100  # target of a position without loss, as in zerolm.model.loss
 Batch = dict[str, torch.Tensor]
 Watch = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # Largest relative difference of a norm between passes that kernels without a fixed order of
-# summation explain. The tolerance is a multiple of the difference that is measured.
+# summation explain. The tolerance is a multiple of the difference that is measured. The first
+# replay of a start ends no run: how far apart its kernels are is not known before.
 NONDETERMINISM, TOLERANCE_FACTOR = 1e-3, 10.0
 MAX_CORRECTIONS = 3  # of steps since the start, at which the run ends: the device is broken
 ODD, SPOT = "odd", "spot"
@@ -185,8 +187,9 @@ class Integrity:
                     raise self._error(step, text, self.replayed.places)
                 return result
         apart = max(each for _, each in found)
-        if self._tolerance == 0.0 and apart <= NONDETERMINISM:
-            self._tolerance = TOLERANCE_FACTOR * apart
+        first = not self._started and math.isfinite(apart)
+        if self._tolerance == 0.0 and (first or apart <= NONDETERMINISM):
+            self._tolerance = TOLERANCE_FACTOR * min(apart, NONDETERMINISM)
             self.replayed = Replayed(why, tolerance=self._tolerance)
             return result
         places = self._places(passes[0], passes[2]) or self._places(passes[1], passes[2])

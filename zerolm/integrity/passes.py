@@ -1,5 +1,6 @@
 """What is kept of a pass over a batch (forward and backward), to compare it with another one."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,8 @@ import torch
 
 from zerolm.integrity.digests import digest
 from zerolm.integrity.zero_state import Gradients
+
+NOISE_SHARE = 1e-3  # of the norm of all gradients
 
 
 class Pass(NamedTuple):
@@ -39,11 +42,15 @@ class Pass(NamedTuple):
         return [name for name, own, others in pairs if own != others]
 
     def distance(self, other: "Pass") -> float:
-        """Return the largest relative difference of a norm; infinite if one is not finite."""
-        largest = 0.0
+        """Return the largest relative difference of a norm; infinite if one is not finite.
+
+        Where the norm of a gradient is tiny beside that of all, as of the biases of keys, which do
+        not change softmax, it is rounding noise: the difference is relative to a share of all.
+        """
+        largest, least = 0.0, NOISE_SHARE * max(math.hypot(*self.norms), math.hypot(*other.norms))
         for own, others in zip(self.norms, other.norms, strict=True):
             if own != others:
-                change = abs(own - others) / max(abs(own), abs(others))
+                change = abs(own - others) / max(abs(own), abs(others), least)
                 largest = max(largest, change if change == change else float("inf"))
         return largest
 

@@ -1,12 +1,19 @@
 """Flipped bits are found on two ranks, and named; replays change no bit of a run."""
 
 import json
+import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.end_to_end.recipe import profile, recipe
 from tests.launching import LLAMA, run_workers, write_json, write_shards
+from zerolm.common.errors import CorruptionError
+from zerolm.integrity import checks
+from zerolm.integrity.passes import Pass
 
 WORKER = Path(__file__).with_name("integrity_worker.py")
 CHECKED = ["--corruption_checks", "--replay_interval", 3]
@@ -86,3 +93,30 @@ def test_replays_change_no_bit_at_any_stage_precision_and_offload(tmp_path) -> N
     for name, plain, checked in zip(profiles, found[::2], found[1::2], strict=True):
         assert checked["final"] == plain["final"], name
         assert names(checked).count("replayed") == 5, name
+
+
+@pytest.mark.parametrize("apart", [0.5, math.nan])
+def test_kernels_without_a_fixed_order_do_not_end_a_run_at_its_first_replay(apart, monkeypatch):
+    """The norm of a key's bias is noise; and no norm is known to be until a pass is repeated."""
+    monkeypatch.setattr(checks, "gather_objects", lambda value: [value])
+    integrity = object.__new__(checks.Integrity)
+    integrity._engine = SimpleNamespace(global_rank=0, device=torch.device("cpu"))
+    integrity._discard, integrity._corrections = lambda: None, 0
+    result = SimpleNamespace(micro_losses=None)
+
+    def tolerance_after(norms, started):
+        passes = iter([Pass([n], [], [n], each) for n, each in enumerate(norms)])
+        integrity._started, integrity._tolerance = started, 0.0
+        integrity._recorder = SimpleNamespace(
+            begin=lambda: None, end=lambda: None, result=lambda losses: next(passes)
+        )
+        integrity._replay(1, checks.SPOT, result, lambda watch: result)
+        return integrity._tolerance
+
+    noise = [[1.0, 1e-9], [1.0, 3e-9], [1.0, 2e-9]]
+    assert tolerance_after(noise, True) == pytest.approx(10 * 2e-6)
+    broken = [[1.0], [1.0 + apart], [1.0 + 2 * apart]]
+    with pytest.raises(CorruptionError, match="three results"):
+        tolerance_after(broken, True)
+    with pytest.raises(CorruptionError) if math.isnan(apart) else nullcontext():
+        assert tolerance_after(broken, False) == 10 * checks.NONDETERMINISM
