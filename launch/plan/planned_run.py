@@ -99,8 +99,7 @@ def plan_run(
     Raises:
         ConfigError: every problem, one per line.
     """
-    on_gpu = not hardware.is_cpu
-    found = Findings(rule_problems(profile, on_gpu=on_gpu, world_size=devices))
+    found = Findings(rule_problems(profile, on_gpu=not hardware.is_cpu, world_size=devices))
     if hardware.peak(profile.compute_precision) is None:
         found.problems.append(
             f"{profile.name}: {profile.compute_precision} is not supported by {hardware.name}. "
@@ -129,7 +128,7 @@ def plan_run(
     flops = flops_per_token(model.config, model.shapes, resolved.seq_len)
     attention = flops - flops_per_token(model.config, model.shapes, 0)
     head = TRAINING_TO_FORWARD * head_flops_per_token(model.config, model.shapes)
-    profile = resolve_ds_config(profile, resolved, model, world_size=devices, on_gpu=on_gpu)
+    profile = resolve_ds_config(profile, resolved, model, world_size=devices)
     return PlannedRun(
         model,
         resolved,

@@ -4,8 +4,11 @@ Changes no files."""
 
 import ctypes
 import errno
+import importlib
+import os
 import platform
 import shutil
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,6 +76,37 @@ def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
             continue
         # A time far in the future is from before the clock was set back: no build is that long.
         yield lock, abs(time.time() - newest) > STALE_BUILD_SECONDS
+
+
+def missing_compilers(device_kind: str) -> list[str]:
+    """Return what this host lacks to compile DeepSpeed's operators, and code of torch.compile.
+
+    On a GPU, Triton compiles a C module with Python's headers at its first kernel; DeepSpeed
+    compiles C++, as torch.compile does on a CPU.
+
+    Source: triton/runtime/build.py, 3.6; torch/_inductor/cpp_builder.py, 2.13.
+    """
+    has_header = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    missing = [] if has_header else ["Python.h (Debian: python3-dev)"]
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+        missing.append("a C++ compiler (Debian: g++)")
+    if device_kind != "cpu" and not any(
+        map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))
+    ):
+        missing.append("a C compiler (Debian: gcc)")
+    return missing
+
+
+def compile_problem(device_kind: str) -> str | None:
+    """Return why torch.compile cannot work on this host, None if it can."""
+    if device_kind != "cpu":
+        try:
+            importlib.import_module("triton")
+        except Exception as error:  # of any type: loading a library runs its code
+            return f"it needs the package triton on a GPU, which cannot be imported ({error})"
+    needed = "a C++ compiler" if device_kind == "cpu" else ("a C compiler", "Python.h")
+    missing = [each for each in missing_compilers(device_kind) if each.startswith(needed)]
+    return f"it needs {' and '.join(missing)}, not found on this host" if missing else None
 
 
 def write_problem(run_dir: str | Path) -> str | None:

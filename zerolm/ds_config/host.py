@@ -1,4 +1,4 @@
-"""Check that this host has the NVMe directories, libaio and nvcc that a profile needs.
+"""Check that this host has the NVMe directories, libaio and compilers that a profile needs.
 
 DeepSpeed compiles its operators on first use, after the model is built, and fails with a traceback
 if it cannot. Preflight runs these checks before `deepspeed.initialize`. Versions: DeepSpeed 0.19.8.
@@ -9,9 +9,10 @@ import os
 import subprocess
 from typing import Any
 
-from zerolm.common.machine import write_problem
+from zerolm.common.machine import compile_problem, write_problem
 from zerolm.common.values import shown
 from zerolm.config.settings import Settings
+from zerolm.ds_config.optimizers import ADAM, uses_torch_adam
 from zerolm.ds_config.profile import AUTO, Profile, block
 from zerolm.ds_config.rules import QUANTIZED_KEYS
 
@@ -86,38 +87,52 @@ def has_asynchronous_io() -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# CUDA kernels
+# Operators that are compiled on first use
 
 
-def kernel_problems(profile: Profile) -> list[str]:
-    """Find kernels that this host cannot build and that DeepSpeed was not installed with."""
+def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
+    """Find operators that this host cannot build and that DeepSpeed was not installed with.
+
+    Muon's update is not an operator of DeepSpeed's: torch.compile compiles it.
+    """
+    found = []
+    if profile.uses_muon and (why := compile_problem(device_kind)):
+        found.append(
+            f"{profile.name}: optimizer.type: {profile.optimizer.name}, compiles its update with "
+            f"torch.compile, but {why}. Install it, or use AdamW."
+        )
     needed = needed_kernels(profile)
     if not needed or not (why := toolkit_problem()):
-        return []
+        return found
     from deepspeed.git_version_info import installed_ops
 
-    return [
-        f"{profile.name}: {key}, needs DeepSpeed's {operator} kernel, which nvcc must build, but "
-        f"{why}. {fix}"
+    return found + [
+        f"{profile.name}: {key}, needs DeepSpeed's {operator} operator, built with the CUDA "
+        f"toolkit, but {why}. {fix}"
         for operator, key, fix in needed
         if not installed_ops.get(operator)
     ]
 
 
 def needed_kernels(profile: Profile) -> list[tuple[str, str, str]]:
-    """Return (operator, JSON key that needs it, fix) for each kernel to be built for a GPU."""
-    kind, key = profile.optimizer.kind, f"optimizer.type: {profile.optimizer.name}"
+    """Return (operator, JSON key that needs it, fix) for each operator that needs CUDA's toolkit.
+
+    The optimizers of offloaded states need only a C++ compiler.
+    """
+    kind, toolkit = profile.optimizer.kind, "Install the CUDA toolkit that matches torch, or"
     found = []
-    if profile.optimizer_offload == "none":  # with offload a C++ compiler suffices
-        if kind in ("adam", "adamw") and not profile.optimizer.params.get("torch_adam"):
-            fix = "To use torch's fused kernel, set torch_adam and fused in optimizer.params."
-            found.append(("fused_adam", key, fix))
-        elif kind == "muon":
-            fix = "Install the CUDA toolkit that matches torch, or use AdamW with torch_adam."
-            found.append(("fused_adam", key, fix))
+    if profile.optimizer_offload == "none":
+        if kind in (*ADAM, "muon") and not uses_torch_adam(profile):
+            fix = "Remove the key: torch's Adam needs no compiler."
+            found.append(("fused_adam", "optimizer.params.torch_adam: false", fix))
         elif kind == "lion":
-            fix = "Install the CUDA toolkit that matches torch, or offload the optimizer."
-            found.append(("fused_lion", key, fix))
+            key = f"optimizer.type: {profile.optimizer.name}"
+            found.append(("fused_lion", key, f"{toolkit} offload the optimizer."))
+    found += [
+        ("async_io", f"zero_optimization.{name}.device: nvme", f"{toolkit} offload to the CPU.")
+        for name, device in profile.offloads.items()
+        if device == "nvme"
+    ]
     return found + [
         ("quantizer", f"zero_optimization.{name}: true", "Remove the key.")
         for name in QUANTIZED_KEYS

@@ -132,13 +132,11 @@ def notices(profile: Profile) -> list[str]:
     ]
 
 
-def fill_defaults(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
+def fill_defaults(params: dict[str, Any]) -> None:
     """Fill in DeepSpeed's defaults where the JSON has no value.
 
     Args:
         params: of the optimizer; changed in place.
-        on_plain_cpu: a CPU without offload. DeepSpeed's fused AdamW would compile a kernel there
-            for a minute; torch's does the same arithmetic.
     """
     for key, value in (
         ("momentum", MOMENTUM),
@@ -146,8 +144,6 @@ def fill_defaults(params: dict[str, Any], *, on_plain_cpu: bool) -> None:
         ("eps", ADAM_EPSILON),
     ):
         params[key] = value if params.get(key, AUTO) == AUTO else params[key]
-    if on_plain_cpu:
-        params.setdefault("torch_adam", True)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -111,6 +111,14 @@ def master_problems(profile: Profile, settings: Settings) -> list[str]:
     return problems
 
 
+def uses_torch_adam(profile: Profile) -> bool:
+    """Return whether torch's Adam is used rather than DeepSpeed's, which has to be compiled.
+
+    It is the default where the optimizer is not offloaded, on CPUs and on GPUs.
+    """
+    return bool(profile.optimizer.params.get("torch_adam", profile.optimizer_offload == "none"))
+
+
 def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
     """Find an optimizer or optimizer parameters that this machine or ZeRO does not support."""
     written, kind, params = profile.optimizer.name, profile.optimizer.kind, profile.optimizer.params
@@ -149,7 +157,7 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
     if kind == "muon":
         problems += muon.problems(profile)
     if kind in ADAM:
-        problems += _adam_param_problems(profile, on_gpu)
+        problems += _adam_param_problems(profile)
     return problems
 
 
@@ -214,7 +222,7 @@ def _trial_problems(profile: Profile) -> list[str]:
     ]
 
 
-def _adam_param_problems(profile: Profile, on_gpu: bool) -> list[str]:
+def _adam_param_problems(profile: Profile) -> list[str]:
     params = profile.optimizer.params
     problems = []
     if "max_grad_norm" in params:
@@ -222,11 +230,10 @@ def _adam_param_problems(profile: Profile, on_gpu: bool) -> list[str]:
             f"optimizer.params.max_grad_norm: {shown(params['max_grad_norm'])}, is a top-level "
             f'key. Write "gradient_clipping": {shown(params["max_grad_norm"])} instead.'
         )
-    plain_cpu = not on_gpu and profile.optimizer_offload == "none"
-    torch_adam = params.get("torch_adam", plain_cpu)
-    # With torch_adam on a CPU without offload, `resolve` removes what only fused kernels accept.
+    torch_adam, offloaded = uses_torch_adam(profile), profile.optimizer_offload != "none"
+    # Without offload `resolve` removes what only DeepSpeed's Adam accepts.
     more = TORCH_ADAM_PARAMS if torch_adam else FUSED_ADAM_PARAMS
-    known = (*ADAM_PARAMS, *more, *(FUSED_ADAM_PARAMS if plain_cpu else ()), "max_grad_norm")
+    known = (*ADAM_PARAMS, *more, *(() if offloaded else FUSED_ADAM_PARAMS), "max_grad_norm")
     for key in params:
         if key not in known:
             hint = did_you_mean(key, known) or " Remove it."
@@ -240,7 +247,7 @@ def _adam_param_problems(profile: Profile, on_gpu: bool) -> list[str]:
     if params.get("bias_correction") is False and torch_adam:
         problems.append(
             "optimizer.params.bias_correction: false, but torch's Adam always corrects bias. "
-            "Remove the key."
+            "Remove the key, or set torch_adam to false for DeepSpeed's."
         )
     betas = params.get("betas", AUTO)
     if betas != AUTO and not (

@@ -9,7 +9,7 @@ from typing import Any
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
-from zerolm.ds_config.optimizers import ADAM, takes_betas
+from zerolm.ds_config.optimizers import ADAM, takes_betas, uses_torch_adam
 from zerolm.ds_config.profile import AUTO, Profile, block, is_number
 
 ADAM_EPSILON = 1e-8
@@ -24,7 +24,6 @@ def resolve_profile(
     micro_batch_size: int,
     accumulation: int,
     replicas: int,
-    on_gpu: bool,
     warmup_steps: int = 1,
     total_steps: int = 1,
 ) -> Profile:
@@ -37,7 +36,6 @@ def resolve_profile(
         micro_batch_size: sequences per micro-batch.
         accumulation: micro-batches per optimizer step.
         replicas: number of data-parallel ranks or groups of ranks.
-        on_gpu: whether the ranks have accelerators.
         warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
 
     Source: transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig (5.23).
@@ -68,7 +66,7 @@ def resolve_profile(
     _resolve_zero(resolved, profile, hidden_size)
     if replicas == 1 and profile.zero_stage < 3 and profile.optimizer_offload == "none":
         _leave_out_communication(resolved, profile)
-    _resolve_optimizer(resolved, profile, settings, on_gpu)
+    _resolve_optimizer(resolved, profile, settings)
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
     return Profile.parse(_without_auto(resolved), profile.name)
@@ -108,9 +106,7 @@ def _resolve_zero(resolved: dict[str, Any], profile: Profile, hidden_size: int |
             zero[key] = size
 
 
-def _resolve_optimizer(
-    resolved: dict[str, Any], profile: Profile, settings: Settings, on_gpu: bool
-) -> None:
+def _resolve_optimizer(resolved: dict[str, Any], profile: Profile, settings: Settings) -> None:
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW", "params": {}})
     params = optimizer.setdefault("params", {})
     adam = profile.optimizer.kind in ADAM
@@ -126,14 +122,11 @@ def _resolve_optimizer(
     for key, value in values.items():
         if params.get(key) == AUTO or (key not in params and key in filled_if_missing):
             params[key] = value
-    on_plain_cpu = not on_gpu and profile.optimizer_offload == "none"
     if profile.uses_muon:
-        muon.fill_defaults(params, on_plain_cpu=on_plain_cpu)
-    if adam and on_plain_cpu:
-        # DeepSpeed's FusedAdam would compile a CPU kernel for a minute; torch's AdamW does the same
-        # arithmetic and needs no compiler.
-        params.setdefault("torch_adam", True)
-        if params["torch_adam"]:
+        muon.fill_defaults(params)
+    if (adam or profile.uses_muon) and profile.optimizer_offload == "none":
+        params["torch_adam"] = uses_torch_adam(profile)
+        if adam and params["torch_adam"]:
             params.setdefault("fused", True)  # one pass over the states, not seven
             params.pop("bias_correction", None)
 

@@ -9,10 +9,8 @@ contains no hooks. Compiled as a whole, a ZeRO-3 model has a graph break at each
 Parameter names do not change, so compiled and uncompiled runs can load each other's checkpoints.
 """
 
-import importlib
 import inspect
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from zerolm.common.errors import RecordError
 from zerolm.common.files import write_json
 from zerolm.common.locks import FileLock
+from zerolm.common.machine import compile_problem
 from zerolm.common.records import read_record
 
 if TYPE_CHECKING:
@@ -50,11 +49,6 @@ def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
     return max(lists, key=len, default=[])
 
 
-def compilers() -> tuple[str, ...]:
-    """Return the names under which torch searches for a C++ compiler."""
-    return (*filter(None, [os.environ.get("CXX")]), "g++", "clang++", "c++")
-
-
 def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
     """Return why a model cannot be compiled on a device, or None.
 
@@ -63,13 +57,8 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
     """
     from zerolm.model.architecture import meta_model
 
-    if device == "cpu" and not any(map(shutil.which, compilers())):
-        return "it needs a C++ compiler on a CPU, and none was found"
-    if device not in ("cpu", "absent"):
-        try:
-            importlib.import_module("triton")
-        except Exception as error:  # of any type: loading a library runs its code
-            return f"it needs the package triton on a GPU, which cannot be imported ({error})"
+    if device != "absent" and (why := compile_problem(device)):
+        return why
     model = meta_model(config)
     return None if decoder_blocks(model) else f"{type(model).__name__} has no list of blocks"
 

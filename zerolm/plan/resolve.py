@@ -148,7 +148,7 @@ def _with_micro_batch(
 
 
 def resolve_ds_config(
-    profile: Profile, settings: Resolved, model: Model, *, world_size: int, on_gpu: bool
+    profile: Profile, settings: Resolved, model: Model, *, world_size: int
 ) -> Profile:
     """Return the resolved profile, as passed to `deepspeed.initialize`.
 
@@ -165,7 +165,6 @@ def resolve_ds_config(
         micro_batch_size=settings.micro_batch_size,
         accumulation=schedule.batch_sequences // (settings.micro_batch_size * replicas),
         replicas=replicas,
-        on_gpu=on_gpu,
         warmup_steps=warmup_steps,
         total_steps=steps,
     )

@@ -236,9 +236,7 @@ def _plan(
     """Return the plan of a run without problems."""
     sources, seq_len, packing = given.sources, settings.seq_len, settings.packing
     schedule = budget.batch_schedule(settings)
-    profile = resolve_ds_config(
-        given.profile, settings, model, world_size=host.world_size, on_gpu=host.device.is_gpu
-    )
+    profile = resolve_ds_config(given.profile, settings, model, world_size=host.world_size)
     return Plan(
         settings=settings,
         run_dir=run_dir,

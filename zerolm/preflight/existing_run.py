@@ -217,8 +217,6 @@ def _check_checkpoint(plan: Plan, found: Findings, linked: Checkpoint | None) ->
     if newest is None:
         return
     changes = plan.resharded(newest.manifest)
-    if plan.device == "absent":  # whether torch's Adam is used depends on the device
-        changes = [change for change in changes if not change.startswith("torch_adam")]
     if changes:
         where = str(newest.directory / MANIFEST)
         found.problems += topology.problems(newest.manifest, where, plan.profile)

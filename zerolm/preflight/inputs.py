@@ -104,7 +104,7 @@ def _read_profile(
     found.notices += notices
     if host.device.kind != "absent":
         found.problems += ds_host.nvme_problems(profile)
-        found.problems += ds_host.kernel_problems(profile)
+        found.problems += ds_host.kernel_problems(profile, host.device.kind)
     on_gpu, world_size = host.device.is_gpu, host.world_size
     found.problems += rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
     if profile.compute_precision == "bf16" and not host.device.supports_bf16:

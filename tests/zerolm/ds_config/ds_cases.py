@@ -32,7 +32,7 @@ def resolved(config, settings=SETTINGS, **more):
     sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "replicas": 2}
     steps = {"warmup_steps": 5, "total_steps": 100}
     profile = Profile.parse(config, "ds.json")
-    return resolve_profile(profile, settings, **{**sizes, **steps, "on_gpu": True, **more}).json
+    return resolve_profile(profile, settings, **{**sizes, **steps, **more}).json
 
 
 def zero(stage, **more):

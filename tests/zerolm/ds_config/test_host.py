@@ -17,7 +17,7 @@ PROFILES = ROOT / "ds_configs"
 
 def resolved(profile, settings):
     sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "replicas": 8}
-    return resolve_profile(profile, settings, **sizes, on_gpu=True).json
+    return resolve_profile(profile, settings, **sizes).json
 
 
 def problems_of(profile, on_gpu=True):

@@ -37,7 +37,7 @@ def test_shipped_profiles_reduce_gradients_exactly(tmp_path):
     """Two real ranks; in bf16 the sum would differ from torch's by 5e-6."""
     files = []
     for path in PROFILES:
-        sizes = {"micro_batch_size": 8, "accumulation": 1, "on_gpu": False}
+        sizes = {"micro_batch_size": 8, "accumulation": 1}
         config = resolved(Profile.read(path).json, **sizes)
         config["zero_optimization"].update(reduce_bucket_size=10_000, sub_group_size=10_000)
         files.append(write_json(tmp_path / path.name, config))
@@ -101,6 +101,8 @@ def test_auto_is_resolved_as_by_the_hugging_face_trainer():
     trainer.trainer_config_finalize(arguments, model, num_training_steps=100)
     ours = resolved(auto)
     assert ours.pop("timers") == {"throughput": {"enabled": False}}
+    for key in ("torch_adam", "fused"):
+        assert ours["optimizer"]["params"].pop(key) is True
     assert ours == trainer.config
 
 
@@ -117,13 +119,16 @@ def test_a_single_rank_does_not_wait_for_communication_that_it_has_not(stage):
     assert resolved(timed)["timers"] == {"throughput": {"enabled": True}}
 
 
-def test_torch_adamw_is_used_only_on_a_cpu_without_offload():
-    offload = zero(2, offload_optimizer={"device": "cpu"})
-    assert resolved(zero(2), on_gpu=False)["optimizer"]["params"]["torch_adam"] is True
-    assert "torch_adam" not in resolved(zero(2), on_gpu=True)["optimizer"]["params"]
-    assert "torch_adam" not in resolved(offload, on_gpu=False)["optimizer"]["params"]
-    chosen = {"optimizer": {"type": "AdamW", "params": {"torch_adam": False}}}
-    assert resolved(chosen, on_gpu=False)["optimizer"]["params"]["torch_adam"] is False
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+def test_torchs_adam_which_needs_no_compiler_is_used_without_offload(kind):
+    def params(config=(), **given):
+        optimizer = {"optimizer": {"type": kind, "params": given}}
+        return resolved(optimizer | dict(config))["optimizer"]["params"]
+
+    assert params()["torch_adam"] is True and params().get("fused") == (True, None)[kind == "Muon"]
+    assert "torch_adam" not in params(zero(2, offload_optimizer={"device": "cpu"}))
+    chosen = params(torch_adam=False)
+    assert chosen["torch_adam"] is False and "fused" not in chosen
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_an_auto_that_nothing_resolves_is_left_to_deepspeeds_default():
 
 def test_resolving_does_not_change_the_input():
     before = copy.deepcopy(USER)
-    resolved(USER, on_gpu=False)
+    resolved(USER)
     assert before == USER
 
 

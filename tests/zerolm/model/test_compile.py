@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from zerolm.common import machine
 from zerolm.common.locks import FileLock
 from zerolm.config.flags import parse_settings
 from zerolm.model import compile
@@ -101,7 +102,7 @@ def test_models_that_cannot_be_compiled_are_refused_with_the_reason(monkeypatch)
     assert problems == []
     (problem,) = model_problems(settings, config)
     assert "selective" in problem and "Remove one" in problem
-    monkeypatch.setattr(compile.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     settings, _ = parse_settings(["--compile"])
     (problem,) = model_problems(settings, config, "cpu")
     assert "needs a C++ compiler" in problem and "--compile" in problem

@@ -50,7 +50,6 @@ def engine_of(stage: int, as_deepspeed_does: bool) -> Any:
         micro_batch_size=1,
         accumulation=ACCUMULATION,
         replicas=RANKS,
-        on_gpu=False,
     ).json
     if as_deepspeed_does:
         resolved["bf16"].pop("immediate_grad_update", None)

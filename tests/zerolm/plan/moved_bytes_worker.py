@@ -85,7 +85,6 @@ def measure(stage: int) -> float:
         micro_batch_size=1,
         accumulation=ACCUMULATION,
         replicas=distributed.get_world_size(),
-        on_gpu=False,
     )
     model = matrix()
     engine, *_ = deepspeed.initialize(
