@@ -8,11 +8,9 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +23,8 @@ from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
 from zerolm.data.sources import open_sources
 from zerolm.distributed.device import local_device
+from zerolm.ds_config import host as ds_host
+from zerolm.ds_config.profile import Profile
 from zerolm.preflight import host
 from zerolm.shards.reader import Source, verify
 from zerolm.shards.table import column
@@ -62,6 +62,7 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
     """
     settings, problems = parse_settings(flags)
     found_devices = devices(problems)
+    problems += build_problems(settings, found_devices["kind"])
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -173,12 +174,21 @@ def operators() -> dict[str, Any]:
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
     built = {path.stem for path in [*cache.glob("*/*.so"), *cache.glob("*/*/*.so")]}
     built |= {name for name, installed in installed_ops.items() if installed}
-    missing = []
-    if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
-        missing.append("a C++ compiler (apt-get install g++)")
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        missing.append("Python.h (apt-get install python3-dev)")
-    return {"built": sorted(built), "missing": missing}
+    return {"built": sorted(built), "missing": machine.missing_compilers("cpu")}
+
+
+def build_problems(settings: Settings, device_kind: str) -> list[str]:
+    """Return what the run's preflight would say of this host's compilers, toolkit and libaio."""
+    problems = []
+    if settings.compile and (why := machine.compile_problem(device_kind)):
+        problems.append(f"{settings.where('compile')}: true, but {why}. Install it, or remove it.")
+    try:
+        profile = Profile.read(settings.deepspeed_config or "")
+    except ConfigError:
+        return problems  # reported where the settings are checked
+    profile = ds_host.with_nvme_path(profile, settings, problems)
+    problems += ds_host.nvme_problems(profile)
+    return problems + ds_host.kernel_problems(profile, device_kind)
 
 
 def addresses() -> list[str]:

@@ -122,8 +122,10 @@ class Doctor:
         self.hosts = read_hostfile(Path(hostfile)) if hostfile else []
         self.slots = {host.name: host.num_slots for host in self.hosts}
         if not self.hosts:
-            ranks = launcher_option(command, "--num_gpus") or "1"
-            self.hosts, self.slots = [Host("localhost", "slots=1")], {"localhost": int(ranks)}
+            ranks = int(launcher_option(command, "--num_gpus") or 0)
+            if include := launcher_option(command, "--include"):  # localhost:0,1
+                ranks = include.count(",") + 1 if ":" in include else 0
+            self.hosts, self.slots = [Host("localhost", "slots=1")], {"localhost": ranks}
         self.num_nodes = int(option("num_nodes") or 0)
         self.port, self.ssh_port = int(option("master_port") or DEFAULT_PORT), option("ssh_port")
         self.master_addr, self.deep = option("master_addr"), arguments.deep
@@ -154,6 +156,10 @@ class Doctor:
             if not unreachable:
                 found.append(Finding("reachable", ALL, OK, f"{len(facts)} host(s) answer"))
             self.sessions = {name: self.sessions[name] for name in facts}
+            for name, fact in facts.items():
+                if self.slots[name] <= 0:  # none given: the launcher starts a rank on each GPU
+                    on_cpu = fact["devices"]["kind"] == "cpu"
+                    self.slots[name] = 1 if on_cpu else fact["devices"]["count"]
             required = Requirements(
                 slots={name: self.slots[name] for name in facts},
                 checkpoint_bytes=checkpoint_bytes(self.settings),
@@ -271,6 +277,8 @@ class Doctor:
         rate = min(result["bytes_per_second"] for every in results.values() for result in every)
         size = next(iter(results.values()))[0]["bytes"]
         text = f"{world_size} ranks, {shown_bytes(size)}: correct, {shown_bytes(rate)}/s"
+        if world_size == 1:
+            text = "1 rank: nothing is sent"
         return [Finding("all-reduce", ALL, OK, text)]
 
     def _num_ranks(self, name: str, fact: dict[str, Any]) -> int:

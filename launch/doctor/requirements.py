@@ -44,6 +44,7 @@ def checkpoint_bytes(settings: Settings) -> int | None:
 
 def required_operators(settings: Settings, device_kind: str) -> list[str]:
     """Return the names of DeepSpeed's operators that the profile compiles on first use."""
+    from zerolm.ds_config.host import needed_kernels
     from zerolm.ds_config.profile import Profile
 
     try:
@@ -52,9 +53,7 @@ def required_operators(settings: Settings, device_kind: str) -> list[str]:
         return []
     operators = ["deepspeed_shm_comm"] if device_kind == "cpu" else []
     optimizer = {"adamw": "adam"}.get(profile.optimizer.kind, profile.optimizer.kind)
-    if profile.optimizer_offload != "none":
-        if optimizer in ("adam", "adagrad", "lion"):
-            operators.append(f"cpu_{optimizer}")
-    elif device_kind != "cpu" and optimizer in ("adam", "lamb", "lion"):
-        operators.append(f"fused_{optimizer}")
-    return operators + (["async_io"] if "nvme" in profile.offloads.values() else [])
+    if profile.optimizer_offload != "none" and optimizer in ("adam", "adagrad", "lion"):
+        operators.append(f"cpu_{optimizer}")
+    needed = [operator for operator, _, _ in needed_kernels(profile)]
+    return list(dict.fromkeys(operators + needed))

@@ -3,6 +3,7 @@
 Two real hosts are tested in tests/end_to_end/test_doctor_two_hosts.py.
 """
 
+import argparse
 import copy
 import json
 import socket
@@ -11,11 +12,15 @@ import sys
 import time
 
 import pytest
+import torch
+from torch.utils import cpp_extension
 
+from launch.doctor import collector, doctor
 from launch.doctor.checks import outliers, run_checks
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, table
 from launch.doctor.requirements import Requirements
 from tests.launching import LLAMA, ROOT, environment, write_json, write_shards
+from zerolm.config.flags import parse_settings
 
 FACTS = {
     "problems": [],
@@ -118,6 +123,49 @@ def test_a_problem_of_a_shared_disk_is_one_line_for_all_hosts():
         fact["data"]["problems"] = ["shards/web: no manifest.json"]
     (line,) = [line for line in run_checks(facts, REQUIRED) if line.state == RED]
     assert line.host == "node1, node2, node3"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], 8), (["--num_gpus", "2"], 2), (["--include", "localhost:0,3,5"], 3)],
+)
+def test_this_host_is_tested_with_the_ranks_that_deepspeed_would_start(
+    words, expected, monkeypatch
+):
+    asked = {}
+
+    class OnThisHost:
+        def __init__(self, host, ssh_port): ...
+        def hang_up(self): ...
+        def close(self, deadline): ...
+        def clock_offset(self, seconds):
+            return [0.0, 0.0]
+
+        def ask(self, limit, question, **details):
+            asked[question] = details
+            result = {"correct": True, "bytes_per_second": 1.0, "bytes": 1}
+            return (
+                [result] if question == "all_reduce" else FACTS | {"addresses": [], "free_port": 1}
+            )
+
+    monkeypatch.setattr(doctor, "Session", OnThisHost)
+    monkeypatch.setattr(doctor, "DEFAULT_HOSTFILE", "/nowhere")
+    parser = argparse.ArgumentParser()
+    doctor.add_flags(parser)
+    command = ["deepspeed", *words, "pretrain.py"]
+    found = doctor.Doctor(parser.parse_args([]), command).findings()
+    assert asked["all_reduce"]["ranks"] == asked["all_reduce"]["world"] == expected, found
+
+
+def test_a_host_whose_preflight_would_refuse_the_run_is_not_ready(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    settings, _ = parse_settings(["--compile", "--deepspeed_config", "ds_configs/zeropp.json"])
+    monkeypatch.setattr(collector.machine, "compile_problem", lambda kind: f"none on {kind}")
+    compiling, *quantizer = collector.build_problems(settings, "cuda")
+    assert "--compile: true, but none on cuda" in compiling
+    assert len(quantizer) == 2 and all("ninja" in line or "nvcc" in line for line in quantizer)
 
 
 def test_the_majority_is_right_and_the_first_host_if_there_is_none():
