@@ -83,10 +83,14 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
             f"slots in the hostfile."
         )
         return Device(kind, None, True)
-    memory = accelerator.total_memory(local_rank)
-    supported = bool(accelerator.is_bf16_supported())
-    if kind == "cuda":
-        return _cuda(local_rank, memory, supported)
+    try:
+        memory = accelerator.total_memory(local_rank)
+        supported = bool(accelerator.is_bf16_supported())
+        if kind == "cuda":
+            return _cuda(local_rank, memory, supported)
+    except RuntimeError as error:  # the driver's library counts devices that CUDA cannot use
+        problems.append(f"environment: {kind}: {_unusable(error)}")
+        return Device(kind, None, True)
     lacks = "" if supported else "does not support bf16"
     return Device(kind, memory, supported, f"{kind} device", lacks)
 
@@ -108,6 +112,18 @@ def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
     lacks = "has no native bf16 (compute capability {}.{}, 8.0 is needed)".format(*capability)
     ratio = bf16_ratio(f"cuda:{index}") if supported else 1.0
     return Device("cuda", memory_bytes, supported, name, lacks, ratio)
+
+
+def _unusable(error: Exception) -> str:
+    """Return what to do about a device that cannot be initialised."""
+    import torch
+
+    reason = str(error).partition("\n")[0].rstrip(".")
+    return (
+        f"cannot be used: {reason}. Compare nvidia-smi with torch, built for CUDA "
+        f"{torch.version.cuda}: update the driver or install another build, and see that every "
+        f"device is healthy."
+    )
 
 
 def cpu_name() -> str:
@@ -158,11 +174,10 @@ def inference_device(requested: str | None) -> str:
     """
     import torch
 
-    if requested is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    device = requested or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=requested)
+        torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"--device: {requested!r}, cannot be used: {reason}") from None
-    return requested
+        why = _unusable(error) if device.startswith("cuda") else f"cannot be used: {error}"
+        raise ConfigError(f"--device: {device!r}, {why} Or use --device cpu.") from None
+    return device

@@ -5,8 +5,9 @@ import types
 import pytest
 import torch
 
+from zerolm.common.errors import ConfigError
 from zerolm.distributed import device
-from zerolm.distributed.device import local_device
+from zerolm.distributed.device import inference_device, local_device
 
 
 def faked_gpu(monkeypatch, name, capability, *, supports_bf16=True):
@@ -49,6 +50,27 @@ def test_an_amd_gpu_is_judged_by_what_torch_says(monkeypatch):
     assert faked_gpu(monkeypatch, "AMD Instinct MI300X", (9, 4)).lacks_bf16 == ""
     old = faked_gpu(monkeypatch, "AMD Instinct MI50", (9, 0), supports_bf16=False)
     assert old.lacks_bf16 == "does not support bf16" and not old.supports_bf16
+
+
+def test_a_driver_that_cannot_initialise_cuda_is_a_problem_and_no_traceback(monkeypatch):
+    """DeepSpeed lets torch count devices by NVML, which does not need a driver that fits."""
+
+    def old(*args, **kwargs):
+        raise RuntimeError("The NVIDIA driver is too old (found version 12040).\nMore")
+
+    accelerator = types.SimpleNamespace(
+        device_name=lambda: "cuda", device_count=lambda: 8, total_memory=old
+    )
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", old)
+    problems = []
+    assert local_device({}, problems).is_gpu
+    with pytest.raises(ConfigError) as refused:
+        inference_device(None)
+    for text in (*problems, str(refused.value)):
+        assert "too old (found version 12040). Compare" in text and "update the driver" in text
+    assert len(problems) == 1 and "Or use --device cpu" in str(refused.value)
 
 
 @pytest.mark.parametrize(("ratio", "lacks"), [(0.5, False), (1.1, False), (3.0, True), (57, True)])
