@@ -25,6 +25,9 @@ REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for a process group; rank 0 may first download a run to restore.
 RENDEZVOUS_TIMEOUT_SECONDS = 1800
 DEPARTURE_TIMEOUT_SECONDS = 30
+# The watchdog ends a run that hangs, and names the rank. NCCL's timeout, by default 10 minutes like
+# --hang_timeout, aborts all ranks, so it must not come first.
+GROUP_TIMEOUT = timedelta(days=1)
 SHARED_MEMORY = Path("/dev/shm")
 BUFFER = "deepspeed_allreduce_buffer"  # in deepspeed/ops/csrc/cpu/comm/shm.cpp, 0.19.8
 STALE_BUFFER_SECONDS = 600
@@ -147,6 +150,7 @@ def init() -> tuple[int, int, Any]:
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
+    from torch.distributed import distributed_c10d
 
     accelerator = get_accelerator()
     _, local_rank, _ = environment_rank()
@@ -164,7 +168,10 @@ def init() -> tuple[int, int, Any]:
     else:
         device = torch.device(accelerator.device_name(local_rank))
         accelerator.set_device(local_rank)
-    deepspeed.init_distributed(verbose=False)
+    # DeepSpeed creates further groups without a timeout: they take these.
+    distributed_c10d.default_pg_timeout = GROUP_TIMEOUT
+    distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
+    deepspeed.init_distributed(timeout=GROUP_TIMEOUT, verbose=False)
     release_shared_memory()
     global _first_rank
     own = processes.machine_id(), processes.inspect_process(os.getpid())
@@ -180,9 +187,7 @@ def release_shared_memory() -> None:
     the buffer its name is not needed: after this call the kernel frees it when the last process
     exits, even if it is killed.
     """
-    import torch
-
-    torch.distributed.barrier()
+    collectives.barrier()
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     name = f"{BUFFER}_{os.getuid()}_{address}_{port}_{os.environ['RANK']}"
     with contextlib.suppress(OSError):  # does not exist with several hosts or on GPUs
@@ -224,7 +229,7 @@ def destroy(engine: Any = None) -> None:
 
     if not torch.distributed.is_initialized():
         return
-    torch.distributed.barrier()
+    collectives.barrier()
     if engine is not None:
         engine.destroy()
     with contextlib.suppress(ValueError):  # the engine may have destroyed its groups itself

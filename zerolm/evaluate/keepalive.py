@@ -2,8 +2,8 @@
 
 lm-eval builds requests, tokenizes and scores, and a hub may answer slowly: for minutes no rank
 takes a step or runs the model. Meanwhile a thread of rank 0 signals the watchdog, and the other
-ranks, whose collective would time out. After an hour it stops, so that a hang is still detected.
-Must not depend on what rank 0 prepares.
+ranks, which would seem to hang in their collective. After an hour it stops, so that a hang is still
+detected. Must not depend on what rank 0 prepares.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from zerolm.distributed.collectives import broadcast_object
 
 STILL_WORKING = "still working"  # sent to the other ranks in place of the result
 TICK_SECONDS = 2.0
-MESSAGE_SECONDS = 60.0  # the timeout of a process group is 30 minutes, or 10
+MESSAGE_SECONDS = 60.0  # the watchdogs of the other ranks see progress
 MAX_SECONDS = 3600.0
 
 

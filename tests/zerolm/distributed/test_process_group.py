@@ -1,4 +1,4 @@
-"""DeepSpeed's buffers in shared memory: what killed ranks have left is removed, and no other."""
+"""The process group: its timeouts, and DeepSpeed's buffers in shared memory."""
 
 import mmap
 import os
@@ -6,7 +6,10 @@ import subprocess
 import sys
 import time
 
+from tests import ROOT
+from zerolm.config.settings import Settings
 from zerolm.distributed import process_group
+from zerolm.watchdog import liveness
 
 
 def test_buffers_of_killed_ranks_are_removed_unless_they_are_new_or_in_use(
@@ -47,3 +50,27 @@ def test_buffers_of_killed_ranks_are_removed_unless_they_are_new_or_in_use(
     process_group.remove_stale_buffers()
     left = {what for what, name in names.items() if (tmp_path / name).exists()}
     assert left == {"new", "of another user", "of another program"}
+
+
+GROUPS = """
+import deepspeed.comm, torch, warnings
+from zerolm.distributed import process_group
+warnings.simplefilter("error", UserWarning)
+process_group.init()
+groups = [None, deepspeed.comm.new_group([0]), torch.distributed.new_group([0], backend="gloo")]
+for group in groups:
+    group = group or torch.distributed.group.WORLD
+    print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+print(torch.distributed.distributed_c10d._get_default_timeout("nccl").total_seconds())
+process_group.exit_process(0)
+"""
+
+
+def test_no_group_times_out_before_the_watchdog():
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPS], capture_output=True, text=True, timeout=120, cwd=ROOT,
+        check=True,
+    )  # fmt: skip
+    limits = [float(line) for line in done.stdout.splitlines()[-4:]]
+    longest = Settings().hang_timeout * liveness.START_FACTOR
+    assert len(limits) == 4 and min(limits) >= 2 * longest, done.stdout
