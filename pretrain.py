@@ -10,12 +10,15 @@ Every rank runs `main`, which checks everything before there is a process group.
 training loop, and `build_engine` builds the model and hands it to DeepSpeed.
 """
 
+import os
 import sys
 
+from zerolm.common import machine
 from zerolm.config import flags
 
 if __name__ == "__main__":
     flags.answer(sys.argv[1:])  # --help and --version need not wait for the imports
+    machine.share_cores(os.environ)
 
 import logging
 import warnings
@@ -28,7 +31,6 @@ import torch
 
 from zerolm.checkpoint import branch
 from zerolm.checkpoint.directory import candidates
-from zerolm.common import machine
 from zerolm.common.command_line import open_standard_streams
 from zerolm.common.errors import (
     EXIT_DONE,

@@ -8,16 +8,18 @@ import importlib
 import os
 import platform
 import shutil
+import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from zerolm.common import processes
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
 RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "ds")
+MAX_COMPILE_WORKERS = 32  # torch/_inductor/config.py, decide_compile_threads
 STALE_BUILD_SECONDS = 600  # compiling one source file of an operator takes much less
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
@@ -179,13 +181,43 @@ def launcher_problem(argv: Sequence[str], environment: Mapping[str, str]) -> str
     return None
 
 
+def ranks_of_host(environment: Mapping[str, str]) -> int:
+    """Return the number of ranks on this host: 1 without a launcher, or if it does not say.
+
+    torchrun sets `LOCAL_WORLD_SIZE`, DeepSpeed's launcher `LOCAL_SIZE`.
+    """
+    ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
+    return max(1, int(ranks)) if ranks.isdigit() else 1
+
+
+def cores_of_rank(environment: Mapping[str, str]) -> int:
+    """Return this rank's share of the cores that its host lets it use."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_of_host(environment))
+
+
+def share_cores(environment: MutableMapping[str, str]) -> None:
+    """Divide the cores among the ranks of this host, for OpenMP and torch's compile workers.
+
+    Call before torch is imported. Each rank would otherwise use all cores, for CPUAdam and with up
+    to 32 compile workers. Values that are set already stay.
+    """
+    if ranks_of_host(environment) == 1:
+        return
+    threads = environment.setdefault("OMP_NUM_THREADS", str(cores_of_rank(environment)))
+    environment.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", str(min(MAX_COMPILE_WORKERS, cores_of_rank(environment)))
+    )
+    if "torch" in sys.modules and threads.isdigit():  # in the spare process of `launch supervise`
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
 def num_nodes(environment: Mapping[str, str]) -> int | None:
     """Return the number of nodes that were started, None if no launcher started this process."""
     if environment.get("CROSS_SIZE", "").isdigit():
         return int(environment["CROSS_SIZE"])
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
-    if environment.get("WORLD_SIZE", "").isdigit() and local.isdigit() and int(local):
-        return int(environment["WORLD_SIZE"]) // int(local)
+    if environment.get("WORLD_SIZE", "").isdigit() and local.isdigit():
+        return int(environment["WORLD_SIZE"]) // ranks_of_host(environment)
     return None
 
 

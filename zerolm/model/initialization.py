@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerolm.common.machine import cores_of_rank
 from zerolm.model.architecture import constructor_values, meta_model
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class InitialWeights:
         Args:
             threads: (default: this rank's share of the cores of its host)
         """
-        threads = threads or threads_of_rank()
+        threads = threads or cores_of_rank(os.environ)
         if threads == 1:
             yield from (self.compute(unit, dtype) for unit in units)
             return
@@ -132,11 +133,6 @@ class InitialWeights:
     def _float32_bytes(self, unit: int) -> int:
         modules = (name.rpartition(".") for name in self.units[unit])
         return 4 * sum(self._modules[path]._parameters[leaf].numel() for path, _, leaf in modules)
-
-
-def threads_of_rank() -> int:
-    """Return this rank's share of the cores that its host lets it use."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class _OwnGenerator(TorchDispatchMode):

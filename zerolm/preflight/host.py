@@ -127,10 +127,8 @@ def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Fi
 
 def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> None:
     """Check the shared memory of this host, and on rank 0 the port for the rendezvous."""
-    ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "1")
-    shared = shared_memory()
-    if shared is not None and ranks.isdigit():
-        problem = shared_memory_problem(shared[0], int(ranks))
+    if (shared := shared_memory()) is not None:
+        problem = shared_memory_problem(shared[0], machine.ranks_of_host(environment))
         found.notices += [problem] if problem else []
     port = environment.get("MASTER_PORT", "")
     # With torchrun the port is in use: its agent holds the store.

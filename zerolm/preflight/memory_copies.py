@@ -47,11 +47,10 @@ def check(plan: Plan, environment: Mapping[str, str], found: Findings) -> None:
             f"{where}: {settings.memory_checkpoint_interval}, states on NVMe cannot be copied to "
             f"memory. Remove the flag, or use a profile without NVMe."
         )
-    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "1")
-    if plan.device == "absent" or not local.isdigit():
+    if plan.device == "absent":
         return
-    rank, host = sizes(plan)
-    required = copies.KEPT * (int(local) * rank + host)
+    ranks, (rank, host) = machine.ranks_of_host(environment), sizes(plan)
+    required = copies.KEPT * (ranks * rank + host)
     needed = max(0, required - copies.bytes_on_host(plan.run_dir))
     places = {
         str(copies.SHARED_MEMORY): machine.free_bytes(copies.SHARED_MEMORY),
@@ -61,7 +60,7 @@ def check(plan: Plan, environment: Mapping[str, str], found: Findings) -> None:
         if free is not None and free < needed:
             found.problems.append(
                 f"{where}: {settings.memory_checkpoint_interval}, {copies.KEPT} copies of "
-                f"{local} rank(s) need {shown_bytes(needed)}, but {place} has {shown_bytes(free)} "
+                f"{ranks} rank(s) need {shown_bytes(needed)}, but {place} has {shown_bytes(free)} "
                 f"free. Remove the flag, use more hosts, or make it larger (docker run --shm-size, "
                 f"mount -o remount,size=)."
             )

@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.launching import ROOT, environment
+from zerolm.common.machine import share_cores
 
 WORK = """
 import resource, sys, torch
@@ -35,3 +37,20 @@ def test_freed_memory_is_reused_without_page_faults():
         faults[what] = int(done.stdout)
     assert faults["leave"] > 1000, "otherwise pages of 4 KiB or 2 MiB are mapped again"
     assert faults["keep"] < faults["leave"] / 20
+
+
+@pytest.mark.parametrize("name", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])
+def test_ranks_of_a_host_share_its_cores_unless_the_user_says_otherwise(name, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(512))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    for ranks, threads, workers in (("8", "64", "32"), ("32", "16", "16"), ("1024", "1", "1")):
+        shared = {name: ranks}
+        share_cores(shared)
+        ours = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": workers}
+        assert shared == {name: ranks} | ours
+    given = {name: "8", "OMP_NUM_THREADS": "7", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    alone = {"PATH": ""}
+    for unchanged in (given, alone):
+        before = dict(unchanged)
+        share_cores(unchanged)
+        assert unchanged == before
