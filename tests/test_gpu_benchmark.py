@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import carry, table
 from benchmarks.gpu.cases import OURS, PLAIN, TRAINER, cases, command, parse_options
-from benchmarks.gpu.run_case import failure_reason
+from benchmarks.gpu.run_case import failure_reason, idle_share
 from tests import ROOT
 from zerolm.config.flags import parse_settings
 from zerolm.ds_config.profile import Profile
@@ -34,22 +34,41 @@ def test_every_case_is_a_valid_command(tmp_path):
             assert problems == [] and settings.batch_tokens == 2 * 4 * case.seq_len
             profile = json.loads(Path(settings.deepspeed_config).read_text())
             assert schema_problems(Profile.parse(profile, "profile.json")) == []
-            torch_adam = profile["optimizer"]["params"].get("torch_adam", False)
-            assert torch_adam == ("fused_adam" not in case.words)
+            if "profile=" not in case.words:
+                torch_adam = profile["optimizer"]["params"]["torch_adam"]
+                assert torch_adam == ("fused_adam" not in case.words)
 
 
 def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
     one, _, other, third = cases((2048, 8192))[1:5]
     found = [
-        table.Figures(one, 8, 60_000.0, 0.61, 50 << 30, 40.0, 75.0, 0.0004, 1.5),
+        table.Figures(
+            one,
+            8,
+            60_000.0,
+            0.61,
+            50 << 30,
+            40.0,
+            75.0,
+            0.0004,
+            4.5,
+            1.5,
+            61_000.0,
+            48 << 30,
+            2,
+            "sdpa",
+            "1980 MHz",
+        ),
         table.Figures(other, 8, 40_000.0, 0.41, 60 << 30, 20.0, 50.0),
         table.Figures(
             third, 8, outcome=failure_reason(["torch.OutOfMemoryError: out of memory"], 9)
         ),
     ]
     shown = table.table(found, Namespace(toy=False))
-    assert "| 60,000 | 61.0% | 50.0 | 40 | 75 | 0.40 | 1.50 | 1.00 |" in shown
-    assert "| 40,000 | 41.0% | 60.0 | 20 | 50 | - | - | 0.67 |" in shown
+    row = "| 60,000 | 61,000 | 61.0% | 50.0 | 48.0 | 40 | 75 | 0.40 | 4.50, 1.50 | sdpa | 2 | 1.00 "
+    assert row + "| 1980 MHz |" in shown
+    assert "| 40,000 | - | 41.0% | 60.0 | - | 20 | 50 | - | - | - | 0 | 0.67 | - |" in shown
+    assert len({line.count("|") for line in shown.splitlines() if line.startswith("| ")}) == 1
     assert "| out of memory |" in shown
     toy = table.table(found, Namespace(toy=True))
     assert "tiny for 1.3B" in toy and "goal" not in toy
@@ -72,11 +91,18 @@ def test_a_second_call_measures_only_what_has_no_figure_yet(tmp_path):
     assert table.read(tmp_path / "nothing") == {} and table.read(None) == {}
 
 
+def test_the_idle_share_counts_overlapping_kernels_once():
+    spans = [(0, 4, "kernel"), (1, 2, "gpu_memcpy"), (6, 2, "kernel"), (0, 99, "cpu_op")]
+    events = [{"ts": at, "dur": length, "cat": kind} for at, length, kind in spans]
+    assert idle_share([*events, {"ph": "M"}]) == 2 / 8 and idle_share([]) is None
+
+
 def test_options_of_a_case_are_sorted_into_flags_keys_and_variables():
     options = parse_options("--compile a.b=false c=bf16 d.e=5 NAME_X=1 micro/2 --x=y fused_adam")
+    assert parse_options("micro*2 profile=zero3").micro_factor == 2.0
     assert options.flags == ["--compile", "--x=y"] and options.environment == {"NAME_X": "1"}
     assert options.keys == {"a.b": False, "c": "bf16", "d.e": 5}
-    assert options.micro_divisor == 2 and options.deepspeeds_adam
+    assert options.micro_factor == 0.5 and options.deepspeeds_adam
 
 
 def test_the_carry_list_has_every_requirement_that_is_not_installed():

@@ -3,10 +3,11 @@
     python -m benchmarks.gpu --output results-of-this-gpu
     python -m benchmarks.gpu --toy        # the same end to end on a CPU, with tiny models
 
-First come the rates of the device itself (`ceilings`) and checks that training on it is
-correct (`checks`). Then pretrain.py, Hugging Face Trainer with the same DeepSpeed JSON, and a
-bare compiled PyTorch loop train the same model with the same tokens and batch size, at 2,048 and
-8,192 tokens per sequence, and pretrain.py with single options changed. A case may take
+First come the rates of the device itself (`ceilings`), then the cases of the 1.3B; after the first
+five, checks that training on the device is correct (`checks`). pretrain.py, Hugging Face Trainer
+with the same DeepSpeed JSON, and a bare compiled PyTorch loop train the same model with the same
+tokens and batch size, at 2,048 and 8,192 tokens per sequence, and pretrain.py with single options
+changed. A case may take
 `--case_seconds`, including its start, the first that compiles a model twice as long, and ends after
 `--lines`. All cases together may take `--seconds`, the most important first; the table lists those
 that did not run. A second call with the same --output runs only those that have no figure yet. A
@@ -15,9 +16,11 @@ case that runs out of memory is repeated with half the micro-batch.
     MFU = tokens/s x FLOPs per token / peak
 
 FLOPs are those of `zerolm.model.flops`: forward and backward, attention over all keys, without
-recomputation (Chowdhery et al. 2022, appendix B). The peak is the datasheet's dense bf16 figure; on
-a CPU, that of a matrix product timed here. Memory is the peak that torch has allocated; on a CPU,
-the peak resident memory. `benchmarks.gpu.carry` collects the wheels for an offline machine.
+recomputation (Chowdhery et al. 2022, appendix B). tokens/s are by the clock of this command; beside
+them are those that pretrain.py reports. The peak is the datasheet's dense bf16 figure; on a CPU,
+that of a matrix product timed here. Memory is the peak that torch has allocated; on a CPU, the peak
+resident memory. Planned is what a plan of the run expects, uncompiled. `benchmarks.gpu.carry`
+collects the wheels for an offline machine.
 """
 
 import argparse
@@ -32,7 +35,7 @@ import time
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.gpu.cases import MODELS, TOY_MODELS, cases
+from benchmarks.gpu.cases import FIRST_CASES, MODELS, TOY_MODELS, cases
 from benchmarks.gpu.checks import run_checks
 from benchmarks.gpu.run_case import run_with_fitting_batch
 from benchmarks.gpu.table import Figures, read, table, write
@@ -47,12 +50,13 @@ def main() -> None:
     lengths = (64, 128) if arguments.toy else (2048, 8192)
     measured = read(arguments.output)
     print(ceilings(arguments), flush=True)
-    print(run_checks(arguments, deadline), flush=True)
     results: list[Figures] = []
     compiled: set[tuple[str, int, str]] = set()  # kinds whose graphs are in torch's cache
     graphs = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", GRAPHS))
     same_machine = graphs.exists()
-    for case in cases(lengths):
+    for number, case in enumerate(cases(lengths)):
+        if number == FIRST_CASES:
+            print(run_checks(arguments, deadline), flush=True)
         if not re.search(arguments.only, case.title):
             continue
         kind = case.model, case.seq_len, case.contender

@@ -30,6 +30,7 @@ MODELS = {
 TOY_MODELS = {"1.3B": "model_configs/tiny.json", "160M": "model_configs/tiny.json"}
 TOY_MODELS |= {"1.6B MoE": "model_configs/mixtral-tiny.json"}
 FUSED_ADAM = "fused_adam"
+FIRST_CASES = 5  # of the 1.3B, before the checks
 JSON = r"\d+|true|false"
 # Changes to BASE, one at a time, the most effective first on one GPU. On Hopper torch 2.11 prefers
 # cuDNN's attention, unless this variable is set (pytorch, aten/src/ATen/native/transformers/cuda/
@@ -40,6 +41,7 @@ FIRST_CHANGES = (
 )
 CHANGES = (
     ("--compile micro/2", "half of the micro-batch"),
+    ("--compile micro*2", "twice the micro-batch: the plan counts uncompiled activations"),
     ("--compile --loss_chunk_tokens 2048", "the loss in chunks"),
     ("--compile timers.throughput.enabled=true", "DeepSpeed's throughput timer"),
     ("--compile zero_optimization.reduce_bucket_size=500000000", "ten times the bucket"),
@@ -51,6 +53,18 @@ CHANGES = (
     ("--compile --gradient_checkpointing", "recomputing complete blocks"),
 )
 SDPA = ("--compile --attn_implementation sdpa", "torch's attention, not FlashAttention's package")
+# Other profiles, of the 160M: whether they train on a GPU at all.
+PROFILES = (
+    ("--compile profile=zero3", "gathered weights beside compiled blocks"),
+    ("--compile profile=zero3 --fp8", "the same in fp8"),
+    ("--compile profile=zero3_offload", "states and weights in host memory"),
+    ("--compile profile=zero1_muon", "Muon"),
+)
+# By its kernel, and what `auto` takes; of the 160M.
+MASKS = tuple(
+    (f"--compile --document_mask --attn_implementation {kernel}", "documents apart")
+    for kernel in ("auto", "varlen", "sdpa", "flex_attention")
+)
 LAST_CHANGE = (f"--compile {FUSED_ADAM}", "DeepSpeed's FusedAdam, which nvcc builds first")
 
 
@@ -61,7 +75,8 @@ class Case:
     Attributes:
         model: a name of `MODELS`.
         words: options, separated by spaces: flags, keys of the JSON (`a.b=value`), environment
-            variables (`A=value`), `micro/2`, and `FUSED_ADAM` for DeepSpeed's instead of torch's.
+            variables (`A=value`), `micro/2`, `micro*2`, `profile=NAME` of ds_configs, and
+            `FUSED_ADAM` for DeepSpeed's instead of torch's.
         about: what the case shows.
     """
 
@@ -93,7 +108,8 @@ class Options:
     flags: list[str] = field(default_factory=list)
     keys: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    micro_divisor: int = 1
+    micro_factor: float = 1.0
+    profile: str | None = None
     deepspeeds_adam: bool = False
 
 
@@ -104,8 +120,10 @@ def parse_options(text: str) -> Options:
         name, equals, value = option.partition("=")
         if option == FUSED_ADAM:
             options.deepspeeds_adam = True
-        elif option.startswith("micro/"):
-            options.micro_divisor = int(option.removeprefix("micro/"))
+        elif option in ("micro/2", "micro*2"):
+            options.micro_factor = 2.0 if "*" in option else 0.5
+        elif name == "profile":
+            options.profile = f"ds_configs/{value}.json"
         elif equals and name.isupper():
             options.environment[name] = value
         elif equals and not option.startswith("-"):
@@ -132,7 +150,9 @@ def cases(lengths: tuple[int, int]) -> list[Case]:
     packages = any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_interface")))
     changes = (*CHANGES, SDPA) if packages else CHANGES  # without them `auto` means sdpa
     found += [Case("1.3B", short, OURS, *change) for change in (*FIRST_CHANGES, *changes)]
-    found.append(Case("1.3B", short, OURS, SAVING, "stall of a save"))
+    found += [Case("160M", short, OURS, *change) for change in PROFILES]
+    found.append(Case("1.3B", short, OURS, SAVING, "stalls of the first save and of the next"))
+    found += [Case("160M", length, OURS, *mask) for length in lengths for mask in MASKS]
     for model in ("1.3B", "160M", "1.6B MoE"):
         found += [Case(model, long, OURS, EXACT), Case(model, long, TRAINER)]
         found.append(Case(model, long, PLAIN))
@@ -193,11 +213,12 @@ def ds_config(path: str, options: Options) -> dict[str, Any]:
     """
     import torch
 
-    config = copy.deepcopy(json.loads(Path(path).read_text()))
+    config = copy.deepcopy(json.loads(Path(options.profile or path).read_text()))
     config["bf16"] = {"enabled": torch.cuda.is_available()}
     config.setdefault("optimizer", {"type": "AdamW", "params": {}})
-    if not options.deepspeeds_adam:
-        config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+    if not options.profile:
+        ours = not options.deepspeeds_adam
+        config["optimizer"]["params"] |= {"torch_adam": ours, **({"fused": True} if ours else {})}
     for dotted, value in options.keys.items():
         *blocks, key = dotted.split(".")
         inner = config
@@ -216,6 +237,20 @@ def peak_flops() -> float:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device_peak_flops(device, "bf16")[0]
+
+
+def planned_bytes(
+    case: Case, config: Any, shapes: Any, arguments: argparse.Namespace, micro_batch: int
+) -> int:
+    """Return the bytes that the plan of a run expects on its device."""
+    from zerolm.ds_config.profile import Profile
+    from zerolm.plan import memory
+
+    options = parse_options(case.words)
+    profile = Profile.parse(ds_config(arguments.deepspeed_config, options), "profile.json")
+    states = memory.model_states(shapes, profile, 1)
+    kept = memory.activation_bytes(config, case.seq_len, profile.precision, False, micro_batch, 0)
+    return int(states.device + sum(memory.buffer_bytes(shapes, profile)) + kept)
 
 
 def model_figures(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, Any], float]:
@@ -246,5 +281,6 @@ def model_figures(case: Case, arguments: argparse.Namespace) -> tuple[dict[str, 
     model = {
         "flops_per_token": flops.flops_per_token(config, shapes, case.seq_len),
         "micro_batch": micro,
+        "planned_bytes": functools.partial(planned_bytes, case, config, shapes, arguments),
     }
     return model, peak_flops()

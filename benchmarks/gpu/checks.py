@@ -32,9 +32,10 @@ from zerolm.shards.writer import ShardWriter
 CURVES = ROOT / "benchmarks/results/gpu_parity.json"
 MODELS = {"160M": "model_configs/llama-160m.json", "toy": "model_configs/tiny.json"}
 STEPS, SEQ_LEN, STEP_TOKENS = 6, 512, 1024
-SAVED_AT, KILLED_AT = 3, 4
+SAVED_AT, KILLED_AT = STEPS // 2, 4
+FP8_STEPS, LAST_STEPS = 200, 20
 # Largest difference of a loss: other kernels sum in another order.
-TOLERANCES = {"float32": 1e-3, "bf16": 2e-2, "documents": 2e-2}
+TOLERANCES = {"float32": 1e-3, "bf16": 2e-2, "documents": 2e-2, "fp8": 2e-2}
 NOISE_FACTOR = 10  # a resumed run may differ by so many times what the same command does twice
 FLOAT32 = "bf16.enabled=false"
 
@@ -54,13 +55,17 @@ class Runs:
     def __init__(self, toy: bool, scratch: Path, seconds: float):
         self.model, self.scratch, self.seconds = "toy" if toy else "160M", scratch, seconds
         self.losses: dict[str, list[float]] = {}
+        self.compiled: set[str] = set()  # options whose kernels are in torch's cache
         write_documents(scratch / "shards", MODELS[self.model])
 
-    def train(self, name: str, options: str = "", kill: bool = False) -> list[float]:
-        """Train for `STEPS` steps, or until a SIGKILL; return the loss of each step.
+    def train(
+        self, name: str, options: str = "", kill: bool = False, steps: int = STEPS
+    ) -> list[float]:
+        """Train for some steps, or until a SIGKILL; return the loss of each step.
 
         Raises:
-            Failed: the run ended otherwise, or took more than `seconds`.
+            Failed: the run ended otherwise, or took more than `seconds`; twice as long if it is the
+                first with these options, whose kernels are compiled.
         """
         run_dir, found = self.scratch / name, parse_options(options)
         profile = self.scratch / f"{name}.json"
@@ -71,8 +76,8 @@ class Runs:
             "--model_config", MODELS[self.model], "--deepspeed_config", str(profile),
             "--data", str(self.scratch / "shards"), "--run_dir", str(run_dir),
             "--seq_len", str(SEQ_LEN), "--micro_batch_size", "1",
-            "--batch_tokens", str(STEP_TOKENS), "--total_tokens", str(STEPS * STEP_TOKENS),
-            "--checkpoint_interval", str(SAVED_AT), "--log_interval", "1",
+            "--batch_tokens", str(STEP_TOKENS), "--total_tokens", str(steps * STEP_TOKENS),
+            "--checkpoint_interval", str(steps // 2), "--log_interval", "1",
             "--learning_rate", "3e-4",
             "--wandb", "off", "--report_interval", "0", *found.flags,
         ]  # fmt: skip
@@ -84,7 +89,9 @@ class Runs:
                 start_new_session=True, env={**environment, **found.environment},
             )  # fmt: skip
             try:
-                self._wait(process, log, f"step={KILLED_AT} " if kill else None)
+                limit = self.seconds * (1 if options in self.compiled else 2)
+                self._wait(process, log, f"step={KILLED_AT} " if kill else None, limit)
+                self.compiled.add(options)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -96,11 +103,13 @@ class Runs:
         self.losses[name] = [by_step[step] for step in sorted(by_step)]
         return self.losses[name]
 
-    def _wait(self, process: "subprocess.Popen[bytes]", log: Path, line: str | None) -> None:
-        deadline = time.monotonic() + self.seconds
+    def _wait(
+        self, process: "subprocess.Popen[bytes]", log: Path, line: str | None, seconds: float
+    ) -> None:
+        deadline = time.monotonic() + seconds
         while process.poll() is None and not (line and line in log.read_text()):
             if time.monotonic() > deadline:
-                raise Failed(f"no end in {self.seconds:.0f} s: {log.read_text()[-300:]}")
+                raise Failed(f"no end in {seconds:.0f} s: {log.read_text()[-300:]}")
             time.sleep(0.1)
 
 
@@ -168,11 +177,28 @@ def documents(runs: Runs) -> str:
     return "; ".join(found)
 
 
+def fp8_loss(runs: Runs) -> str:
+    """Compare the mean loss of the last steps of a longer run in fp8 with that in bf16."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    losses = {
+        kind: sum(runs.train(kind, options, steps=FP8_STEPS)[-LAST_STEPS:]) / LAST_STEPS
+        for kind, options in (("fp8", "--compile --fp8"), ("bf16 beside fp8", "--compile"))
+    }
+    found = ", ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items())
+    if not abs(losses["fp8"] - losses["bf16 beside fp8"]) <= TOLERANCES["fp8"]:
+        raise Failed(f"mean losses of the last {LAST_STEPS} steps: {found}")
+    return f"mean losses of the last {LAST_STEPS} of {FP8_STEPS} steps: {found}"
+
+
 CHECKS: dict[str, Callable[[Runs], str]] = {
     "bf16, compiled, beside a CPU": parity_in_bf16,
     "SIGKILL and resume": kill_and_resume,
     "float32 beside a CPU": parity_in_float32,
     "document mask": documents,
+    "fp8 beside bf16": fp8_loss,
 }
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gzip
 import json
 import os
 import queue
@@ -15,6 +16,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.gpu.cases import (
@@ -38,6 +40,9 @@ ERROR = re.compile(
 )
 REFUSED = "pretrain.py: refused"  # the next line has the reason
 OUT_OF_MEMORY = "out of memory"
+RECOMPILED = "Recompiling function"  # of TORCH_LOGS=recompiles
+ATTENTION = re.compile(r"attention: (\w+)")
+STALL, RATE = "checkpoint/stall_seconds", "throughput/tokens_per_second"
 MAX_REASON_LENGTH = 240
 MIN_SECONDS = 20  # less time gives no result
 
@@ -56,9 +61,9 @@ def run_with_fitting_batch(
 ) -> Figures:
     """Run a case; when it runs out of memory, repeat it with half the micro-batch."""
     model, peak = model_figures(case, arguments)
-    divisor = parse_options(case.words).micro_divisor
-    micro = max(1, (arguments.micro_batch_size or model["micro_batch"]) // divisor)
-    accumulation = arguments.accumulation * divisor
+    factor = parse_options(case.words).micro_factor
+    micro = max(1, int((arguments.micro_batch_size or model["micro_batch"]) * factor))
+    accumulation = max(1, int(arguments.accumulation / factor))
     while True:
         seconds = min(deadline - time.monotonic() - 5, limit)
         if seconds < min(arguments.case_seconds, MIN_SECONDS):
@@ -71,7 +76,22 @@ def run_with_fitting_batch(
             break
         micro, accumulation = micro // 2, accumulation * 2
     result.mfu = result.tokens_per_second * model["flops_per_token"] / peak
+    result.planned_bytes = model["planned_bytes"](result.micro_batch)
     return result
+
+
+def device_state() -> str:
+    """Return clock, power and memory of each GPU, and its processes, as nvidia-smi has them."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    queries = "--query-gpu=clocks.sm,power.draw,memory.used", "--query-compute-apps=used_memory"
+    found = []
+    for query in queries:
+        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            found.append(", ".join(done.stdout.split("\n")).strip(", "))
+    return "; processes ".join(found)
 
 
 def keep_profile(scratch: Path, output: Path | None) -> None:
@@ -80,6 +100,25 @@ def keep_profile(scratch: Path, output: Path | None) -> None:
         if output:
             output.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, output)
+    for path in (scratch / "run/profile").glob("*.trace.json.gz"):
+        with gzip.open(path) as file:
+            share = idle_share(json.load(file)["traceEvents"])
+        if share is not None:
+            print(
+                f"{path.name}: the device is idle for {share:.1%} from its first kernel to its last"
+            )
+
+
+def idle_share(events: list[dict[str, Any]]) -> float | None:
+    """Return the share of a step without a kernel, copy or fill; None on a CPU."""
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in kinds)
+    if not spans:
+        return None
+    idle, end = 0.0, spans[0][0]
+    for begin, finish in spans:
+        idle, end = idle + max(0.0, begin - end), max(end, finish)
+    return idle / (end - spans[0][0])
 
 
 def run(
@@ -94,7 +133,7 @@ def run(
     result = Figures(case, micro)
     remove_locks()
     write_random_shard(shards_of(case, scratch), str(model_file(case, arguments.toy, scratch)))
-    environment = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TORCH_LOGS": "recompiles"}
     start_time = time.monotonic()
     process = subprocess.Popen(
         command(case, micro, accumulation, arguments, scratch), cwd=ROOT, text=True,
@@ -113,6 +152,7 @@ def run(
                 break
             if match := LINE.match(line):
                 steps.append((when, int(match[1])))
+                result.device = device_state()  # the last one is of a step that counts
                 if peak_found := PEAK.search(line):
                     result.peak_bytes = int(peak_found[1])
     except queue.Empty:
@@ -122,6 +162,9 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     result.case_seconds = time.monotonic() - start_time
+    result.recompiled = sum(RECOMPILED in line for line in lines)
+    attention = next(filter(None, map(ATTENTION.match, lines)), None)
+    result.attention = attention[1] if attention else ""
     counted = steps[arguments.warmup_lines :]
     if len(counted) < 2:
         result.outcome = failure_reason(lines, seconds)
@@ -136,7 +179,12 @@ def run(
         result.peak_bytes = max((row.get("memory/peak_bytes", 0) for row in rows), default=0)
         waits = [row["throughput/data_seconds"] for row in rows if "throughput/data_seconds" in row]
         result.data_seconds = statistics.median(waits) if waits else 0.0
-        result.stall_seconds = max(row.get("checkpoint/stall_seconds", 0) for row in rows)
+        stalls = [row[STALL] for row in rows if STALL in row]
+        # The first save also pins the host's buffers.
+        result.first_stall_seconds, *later = stalls or [0.0]
+        result.stall_seconds = max(later, default=0.0)
+        rates = [row[RATE] for row in rows if RATE in row][arguments.warmup_lines :]
+        result.reported_tokens_per_second = statistics.median(rates) if rates else 0.0
     return result
 
 

@@ -22,7 +22,12 @@ class Figures:
         start_seconds: time from its start to its first line, including compilation.
         case_seconds: time of the complete case.
         data_seconds: median wait of a step for its data; of pretrain.py only, as the next.
-        stall_seconds: the longest that a checkpoint stopped training, 0 without one.
+        first_stall_seconds, stall_seconds: time that the first checkpoint stopped training, and the
+            longest of the later ones; 0 without one.
+        planned_bytes: peak memory that the plan expects, without compilation and recomputation.
+        recompiled: graphs that torch made for another shape or value.
+        attention: kernel of pretrain.py.
+        device: clock, power, memory and processes in the last step that counts.
     """
 
     case: Case
@@ -33,7 +38,13 @@ class Figures:
     start_seconds: float = 0.0
     case_seconds: float = 0.0
     data_seconds: float = 0.0
+    first_stall_seconds: float = 0.0
     stall_seconds: float = 0.0
+    reported_tokens_per_second: float = 0.0
+    planned_bytes: int = 0
+    recompiled: int = 0
+    attention: str = ""
+    device: str = ""
     outcome: str = ""
 
 
@@ -60,9 +71,10 @@ def table(results: list[Figures], arguments: argparse.Namespace) -> str:
         f"`python -m benchmarks.gpu {flags}`".replace(" `", "`")
         + f", {time.strftime('%Y-%m-%d')}, {hardware()}",
         "",
-        "| model | tokens | contender | flags | micro-batch | tokens/s | MFU | peak GiB "
-        "| first line after s | case s | data ms | save s | of the first |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | tokens | contender | flags | micro-batch | tokens/s | reported | MFU | peak GiB "
+        "| planned | first line after s | case s | data ms | saves s | attention | recompiled "
+        "| of the first | device |",
+        "|" + "---|" * 18,
     ]
     base = {
         (result.case.model, result.case.seq_len): result.tokens_per_second
@@ -77,11 +89,9 @@ def table(results: list[Figures], arguments: argparse.Namespace) -> str:
             cells += [
                 str(result.micro_batch or "-"),
                 result.outcome,
-                "-",
-                "-",
-                "-",
+                *"-----",
                 f"{result.case_seconds:.0f}",
-                *"---",
+                *"------",
             ]
         else:
             reference = base.get((case.model, case.seq_len), 0.0)
@@ -89,13 +99,19 @@ def table(results: list[Figures], arguments: argparse.Namespace) -> str:
             cells += [
                 str(result.micro_batch),
                 f"{result.tokens_per_second:,.0f}",
+                f"{result.reported_tokens_per_second:,.0f}",
                 f"{result.mfu:.1%}",
+                f"{result.peak_bytes / 2**30:.1f}",
+                f"{result.planned_bytes / 2**30:.1f}",
+                f"{result.start_seconds:.0f}",
+                f"{result.case_seconds:.0f}",
+                f"{1e3 * result.data_seconds:.2f}",
             ]
-            ours = case.contender == OURS
-            cells += [f"{result.peak_bytes / 2**30:.1f}", f"{result.start_seconds:.0f}"]
-            cells += [f"{result.case_seconds:.0f}"]
-            cells += [f"{1e3 * result.data_seconds:.2f}" if ours else "-"]
-            cells += [f"{result.stall_seconds:.2f}" if result.stall_seconds else "-", ratio]
+            if case.contender != OURS:
+                cells[6] = cells[9] = cells[12] = "-"
+            stalls = f"{result.first_stall_seconds:.2f}, {result.stall_seconds:.2f}"
+            cells += [stalls if result.first_stall_seconds else "-"]
+            cells += [result.attention or "-", str(result.recompiled), ratio, result.device or "-"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines + (["", *goals(results)] if not toy else []))
 
