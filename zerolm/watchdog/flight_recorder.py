@@ -119,7 +119,14 @@ def _members() -> dict[Any, list[int]]:
 
 
 def _recorders(*names: str) -> list[Any]:
-    """Return the functions of torch of these names: that of NCCL is in builds with NCCL only."""
+    """Return the functions of torch of these names: that of NCCL is in builds with NCCL only.
+
+    They ask CUDA for events. The watchdog's thread starts with device 0, where that would create a
+    context of half a gigabyte for each rank of the host.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     module = sys.modules.get("torch._C._distributed_c10d")
     return [getattr(module, name) for name in names if hasattr(module, name)]
 

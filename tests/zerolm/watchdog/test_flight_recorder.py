@@ -11,6 +11,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.distributed.flight_recorder import fr_trace
 
 from tests.launching import ROOT, environment
@@ -122,3 +123,12 @@ def test_calls_of_nccl_are_read_like_those_of_gloo(monkeypatch, timing) -> None:
         ("0/0", 9, "all_reduce of 12 BFloat16"),
         ("0/0", 10, "all_to_all"),  # ranks may send different sizes
     ]
+
+
+def test_the_watchdogs_thread_asks_the_device_of_its_rank(monkeypatch) -> None:
+    used = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    flight_recorder.collectives(with_calls=True)
+    assert used and set(used) == {3}
