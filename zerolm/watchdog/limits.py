@@ -52,6 +52,11 @@ _PHRASES = {  # of errors of torch and Python without a number
     for number in _TEXTS
     if number != errno.EAGAIN  # of a socket that timed out
 }
+# torch's allocator; the CUDA runtime, alone or within an error of NCCL; and cuBLAS.
+_OUT_OF_GPU_MEMORY = re.compile(
+    r"(?i:.*(cuda|hip|xpu|npu).*out of memory.*)"
+    r"|.*CUBLAS_STATUS_ALLOC_FAILED.*|.*Failed to CUDA calloc.*"
+)
 
 
 class _LossyFile(io.FileIO):
@@ -104,9 +109,9 @@ def explain(error: BaseException | None) -> str | None:
     """Return what of the machine has caused an error, and the fix; None if nothing has."""
     while error is not None:
         text = str(error)
-        if "OutOfMemoryError" in type(error).__name__ or "CUDA error: out of memory" in text:
-            # torch's, of a GPU: what was asked for, and which processes hold the rest.
-            cause = text.partition("\n")[0].partition(" Of the allocated memory")[0].rstrip(".")
+        if found := _OUT_OF_GPU_MEMORY.search(text):
+            # torch's says what was asked for, and which processes hold the rest.
+            cause = found[0].partition(" Of the allocated memory")[0].rstrip(".")
             return (
                 f"{cause}. Lower --micro_batch_size, or add --gradient_checkpointing: the loss "
                 f"curve stays the same. `python -m launch plan` shows what takes the memory. If "

@@ -99,8 +99,17 @@ def test_out_of_gpu_memory_names_the_processes_that_hold_it_and_the_settings_tha
     text = f"{held}. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 1.00 MiB is"
     for error in (torch.OutOfMemoryError(text), torch.OutOfMemoryError(held)):
         assert (limits.explain(error) or "").startswith(f"{held}. Lower --micro_batch_size")
-    error = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
-    assert (limits.explain(error) or "").startswith("CUDA error: out of memory. Lower --micro_")
+    cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    for text, line in (
+        ("CUDA error: out of memory\nCUDA kernel errors might be", "CUDA error: out of memory"),
+        (f"{cublas}\nmore", cublas),
+        (
+            "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.28.9\nLast "
+            "error:\nCuda failure 2 'out of memory'",
+            "Cuda failure 2 'out of memory'",
+        ),
+    ):
+        assert (limits.explain(RuntimeError(text)) or "").startswith(f"{line}. Lower --micro_")
 
 
 def test_a_failed_compilation_names_the_compiler_that_is_missing_or_the_cache() -> None:
