@@ -74,7 +74,8 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self.on_gpu:
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+            # C++ stacks would be unwound at every allocation, and take minutes to write.
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_MEMORY_EVENTS)
         with (
             torch.profiler.profile(
                 activities=activities, record_shapes=True, profile_memory=True

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
@@ -54,3 +55,14 @@ def test_a_profile_that_cannot_be_written_is_logged(tmp_path, capsys) -> None:
     [(name, _, fields)], _ = profiled(tmp_path, (1, 1), range(1, 4))
     assert name == "profile_failed" and "File exists" in fields["error"]
     assert "rank 0: no profile was written" in capsys.readouterr().err
+
+
+def test_memory_is_recorded_with_the_stacks_of_python_only(tmp_path, monkeypatch) -> None:
+    calls = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **given: calls.append(given))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: None)
+    journal: Any = SimpleNamespace(log=SimpleNamespace(event=Mock()), print_rank0=Mock())
+    with StepProfiler((1, 1), tmp_path, torch.device("cuda"), journal).step(1):
+        pass
+    assert calls[0]["stacks"] == "python"
