@@ -7,9 +7,13 @@ CPU, torch 2.13). Must not depend on files.
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
+
+from zerolm.distributed.collectives import print_safely
 
 
 class HostCopy:
@@ -90,11 +94,27 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _pin(buffer: torch.Tensor) -> None:
-    """Pin memory in place. torch's own pinned allocator rounds sizes up to a power of two."""
-    if buffer.numel():
-        size = buffer.numel() * buffer.element_size()
-        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
-        torch.cuda.check_error(int(code))
+    """Pin memory in place. torch's own pinned allocator rounds sizes up to a power of two.
+
+    Where that fails, as for large buffers with some drivers, the buffer remains as it is: copies to
+    it take longer.
+    """
+    if not buffer.numel():
+        return
+    runtime, size = torch.cuda.cudart(), buffer.numel() * buffer.element_size()
+    code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+    if code != 0:
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # CUDA reports the error again at the next kernel
+        _say_unpinned(code)
+
+
+@cache
+def _say_unpinned(code: int) -> None:
+    print_safely(
+        f"note: memory for checkpoints cannot be pinned (cudaHostRegister: error {code}), so that "
+        f"training waits longer for each save"
+    )
 
 
 def _unpin(buffer: torch.Tensor) -> None:

@@ -1,5 +1,8 @@
+from types import SimpleNamespace
+
 import torch
 
+from zerolm.checkpoint import snapshot
 from zerolm.checkpoint.snapshot import HostCopy
 
 
@@ -51,3 +54,25 @@ def test_copies_reuse_memory() -> None:
     assert second["flat"].data_ptr() == first["flat"].data_ptr()
     assert host_copy.size_bytes == size == 4 * (4 + 6 + 12) + 8 * 12
     assert torch.equal(second["flat"], origin["flat"])
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_named_once(monkeypatch, capsys) -> None:
+    pending = []  # CUDA's last error, which its next kernel reports
+
+    def register(*arguments: int) -> int:
+        pending.append(1)
+        return 1
+
+    def next_kernel(*sizes: int, device: str) -> None:
+        if pending:
+            pending.clear()
+            raise RuntimeError("CUDA error: invalid argument")
+
+    runtime = SimpleNamespace(cudaHostRegister=register)
+    buffers = [torch.zeros(4), torch.zeros(2)]
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", next_kernel)
+    for buffer in buffers:
+        snapshot._pin(buffer)
+        assert not pending
+    assert capsys.readouterr().out.count("cannot be pinned (cudaHostRegister: error 1)") == 1
