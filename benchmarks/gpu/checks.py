@@ -34,6 +34,7 @@ MODELS = {"160M": "model_configs/llama-160m.json", "toy": "model_configs/tiny.js
 STEPS, SEQ_LEN, STEP_TOKENS = 6, 512, 1024
 SAVED_AT, KILLED_AT = STEPS // 2, 4
 FP8_STEPS, LAST_STEPS = 200, 20
+LARGE_MICRO_BATCH = 8192
 # Largest difference of a loss: other kernels sum in another order.
 TOLERANCES = {"float32": 1e-3, "bf16": 2e-2, "documents": 2e-2, "fp8": 2e-2}
 NOISE_FACTOR = 10  # a resumed run may differ by so many times what the same command does twice
@@ -193,12 +194,33 @@ def fp8_loss(runs: Runs) -> str:
     return f"mean losses of the last {LAST_STEPS} of {FP8_STEPS} steps: {found}"
 
 
+def out_of_memory(runs: Runs) -> str:
+    """Train with a micro-batch that no GPU holds: the run must end by itself and say what to do."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    batch = LARGE_MICRO_BATCH * SEQ_LEN
+    options = (
+        f"--micro_batch_size {LARGE_MICRO_BATCH} --batch_tokens {batch} --total_tokens {batch}"
+    )
+    start = time.monotonic()
+    with contextlib.suppress(Failed):
+        runs.train("large", options)
+    lines = (runs.scratch / "large.log").read_text().splitlines()
+    found = [line for line in lines if "out of memory" in line and "Lower --micro_batch" in line]
+    if not found:
+        raise Failed(f"no advice after {time.monotonic() - start:.0f} s: {' '.join(lines[-3:])}")
+    return found[0]
+
+
 CHECKS: dict[str, Callable[[Runs], str]] = {
     "bf16, compiled, beside a CPU": parity_in_bf16,
     "SIGKILL and resume": kill_and_resume,
     "float32 beside a CPU": parity_in_float32,
     "document mask": documents,
     "fp8 beside bf16": fp8_loss,
+    "out of memory": out_of_memory,
 }
 
 
