@@ -109,8 +109,8 @@ def _shared_problems(profile: Profile, key: str) -> list[str]:
     secondary = profile.zero.get("zero_hpz_partition_size", 1)
     if isinstance(secondary, int) and secondary > 1:
         found.append("zero_optimization.zero_hpz_partition_size. Remove it")
-    for name in ("prescale_gradients", "gradient_predivide_factor"):
-        if profile.json.get(name) not in (None, False, 1, 1.0):
+    for name, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        if (profile.json.get(name) or default) != default:
             found.append(f"{name}. Remove it")
     if profile.json.get("scheduler") is not None:
         found.append("scheduler. Use --schedule")

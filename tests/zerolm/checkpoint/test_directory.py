@@ -161,6 +161,28 @@ def test_a_file_named_like_an_unfinished_checkpoint_is_set_aside_if_its_name_is_
     ]  # fmt: skip
 
 
+def test_only_the_name_that_is_needed_must_be_free(tmp_path, monkeypatch) -> None:
+    needed, other = (tmp_path / f".tmp-step-{step:08d}" for step in (10, 5))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: (path / "lost").stat())
+    other.mkdir()
+    [problem] = remove_unfinished(tmp_path, needed)
+    assert problem.startswith(f"{other} cannot be removed")
+    needed.mkdir()
+    with pytest.raises(FileNotFoundError):
+        remove_unfinished(tmp_path, needed)
+
+
+def test_what_is_set_aside_again_gets_the_next_number(tmp_path) -> None:
+    for _ in range(3):
+        (tmp_path / "x").mkdir()
+        checkpoint_directory.set_aside(tmp_path / "x", "damaged-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "damaged-x",
+        "damaged-x-2",
+        "damaged-x-3",
+    ]
+
+
 def test_directory_without_a_manifest_is_ignored(tmp_path) -> None:
     write(tmp_path, 5)
     unfinished = write(tmp_path, 10)

@@ -143,6 +143,8 @@ def test_making_up_for_a_rollback_may_exceed_a_cap_and_is_noted():
 
 
 def test_a_stage_after_the_end_of_the_run_is_refused():
-    settings, resolved, _ = mixture(data_stage=("150k:math=1",))
-    (problem,), _ = cap_problems(resolved, resolved.order(SIZES, 0), NAMES, 1500, settings)
-    assert "150k:math=1, starts at or after the end of the run" in problem
+    for start, refused in (("149k", False), ("150k", True)):
+        settings, resolved, _ = mixture(data_stage=(f"{start}:math=1",))
+        problems, _ = cap_problems(resolved, resolved.order(SIZES, 0), NAMES, 1500, settings)
+        late = f"{start}:math=1, starts at or after the end of the run"
+        assert any(late in problem for problem in problems) is refused

@@ -115,6 +115,15 @@ def test_all_unsupported_combinations_are_reported_together():
     problems = rule_problems(Profile.parse(config, "ds.json"), on_gpu=True, world_size=4)
     found = [line for line in problems if "not supported together" in line]
     assert len(found) == 4
+    stage = {"zero_optimization": {"stage": 2}}
+    for key, values in (
+        ("prescale_gradients", (True, False, None)),
+        ("gradient_predivide_factor", (2.0, 1, None)),
+    ):
+        for value in values:
+            profile = Profile.parse({**SEQUENCE, **stage, key: value}, "ds.json")
+            problems = rule_problems(profile, on_gpu=False, world_size=4)
+            assert any(key in problem for problem in problems) is (value == values[0])
 
 
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 16}

@@ -179,5 +179,7 @@ def test_resolving_does_not_change_the_input():
 def test_a_scheduler_gets_the_parameters_that_deepspeeds_class_takes(kind, keys):
     from deepspeed.runtime import lr_schedules
 
-    assert set(resolved({"scheduler": {"type": kind}})["scheduler"]["params"]) == keys
+    values = resolved({"scheduler": {"type": kind}})["scheduler"]["params"]
+    assert set(values) == keys
+    assert values.get("cos_min_ratio", 0.1) == pytest.approx(0.1)
     assert keys <= set(inspect.signature(getattr(lr_schedules, kind)).parameters)

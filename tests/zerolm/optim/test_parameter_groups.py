@@ -116,6 +116,13 @@ def test_the_original_shape_of_a_partitioned_parameter_counts():
     assert decays(model, "weight") and not decays(model, "bias")
 
 
+def test_outside_of_known_modules_a_vector_in_the_shape_of_a_matrix_does_not_decay():
+    model = nn.Module()
+    model.mixer = nn.Parameter(torch.zeros(4, 4))
+    model.scale = nn.Parameter(torch.zeros(1, 1, 4))
+    assert decays(model, "mixer") and not decays(model, "scale")
+
+
 @pytest.mark.parametrize(("norms", "more"), [(6, ""), (7, ", and 2 more")])
 def test_at_most_twelve_kinds_of_parameters_are_named(norms, more):
     model = nn.ModuleDict({f"norm_{number}": nn.LayerNorm(4) for number in range(norms)})

@@ -1,6 +1,7 @@
 """Resuming a run with changed settings: which are allowed, refused, or need --accept_changes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,10 +10,12 @@ from tests.manifests import WRITTEN
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_record
 from zerolm.checkpoint import directory
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
+from zerolm.common import machine
 from zerolm.common.errors import Findings
 from zerolm.distributed import device
 from zerolm.ds_config import topology
 from zerolm.optim.schedule import SCHEDULES
+from zerolm.plan import memory
 from zerolm.preflight import check, existing_run, run_record
 from zerolm.upload import uploader
 
@@ -46,6 +49,28 @@ def test_disk_too_small_for_one_checkpoint_is_refused_and_for_all_reported(input
     model = write_json(tmp_path / "huge.json", huge)
     (problem,) = refusal(inputs, f"--model_config {model}")
     assert "a checkpoint needs about" in problem and "TiB" in problem and "--run_dir" in problem
+
+
+def test_a_branch_on_another_file_system_needs_room_for_its_copy(inputs, a_run, monkeypatch):
+    plan = check.check(command(inputs), {})
+    trunk = SimpleNamespace(directory=a_run, size_bytes=1)
+    size = memory.checkpoint_bytes(plan.model.shapes, plan.profile, ema=False)
+    monkeypatch.setattr(existing_run, "checkpoint_room", lambda *_: (size, 0))
+    for copied, refused in ((False, 0), (True, 1)):
+        monkeypatch.setattr(machine, "same_file_system", lambda *_, same=not copied: same)
+        found = Findings([])
+        existing_run._check_disk(plan, found, trunk)
+        assert len(found.problems) == refused
+
+
+def test_what_takes_the_place_of_a_file_of_the_run_is_refused(inputs, tmp_path):
+    for name in ("metrics.jsonl", "report.html"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ranks").write_text("x")
+    problems = refusal(inputs, f"--run_dir {tmp_path}")
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        str(tmp_path / name) for name in ("metrics.jsonl", "report.html", "ranks")
+    ]
 
 
 @pytest.fixture

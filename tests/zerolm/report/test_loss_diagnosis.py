@@ -114,6 +114,10 @@ def test_spikes_between_two_rows_are_found_from_the_events():
     found = findings(rows(power_law(1000)), [event, {**event, "step": 777, "loss": None}])
     assert [(finding.kind, finding.step) for finding in found] == [("spike", 777), ("spike", 4321)]
     assert found[1].tokens == 4320 * TOKENS and "9.5" in found[1].text
+    near = [{**event, "step": step} for step in (4321, 4341, 4421)]  # rows are 10 steps apart
+    assert [each.step for each in findings(rows(power_law(1000)), near)] == [4321]
+    far = [*near, {**event, "step": 4502}, {**event, "step": 4504}]
+    assert [each.step for each in findings(rows(power_law(1000)), far)] == [4321, 4502]
     (found,) = findings(rows(power_law(1000)), [{**event, "step": 5}])
     assert (found.step, found.tokens) == (5, 0), "before the first row"
 
