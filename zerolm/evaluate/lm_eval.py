@@ -101,7 +101,7 @@ def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, A
         ConfigError: lm-eval is not installed, does not know a name, or cannot load a task.
     """
     others = [name for name in names if name != olmes.NAME]
-    known = _manager(task_dir).all_tasks if others else []
+    known = _manager_for(others, task_dir).all_tasks if others else []
     problems = [
         f"{name}: not a task of lm-eval.{did_you_mean(name, known)} List them "
         f"with `lm-eval ls tasks`; --eval_task_path adds a directory with your own."
@@ -119,7 +119,7 @@ def _loaded(name: str, task_dir: str | None) -> Any:
         _require_lm_eval()
         return olmes.load(task_dir)
     try:
-        return _manager(task_dir).load([name])
+        return _manager_for([name], task_dir).load([name])
     except Exception as error:  # from the hub, the network, a YAML file or its functions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
@@ -128,14 +128,24 @@ def _loaded(name: str, task_dir: str | None) -> Any:
         ) from error
 
 
-@functools.cache  # reads 10,000 YAML files
-def _manager(task_dir: str | None) -> Any:
+def _manager_for(names: Sequence[str], task_dir: str | None) -> Any:
+    """Return one that knows these tasks, which a directory of the user's own may suffice for."""
+    if task_dir is not None:
+        own = _manager(task_dir, include_defaults=False)
+        if set(names) <= set(own.all_subtasks):  # a group may have tasks of lm-eval
+            return own
+    return _manager(task_dir, include_defaults=True)
+
+
+@functools.cache
+def _manager(task_dir: str | None, include_defaults: bool) -> Any:
+    """Return lm-eval's index of tasks; the defaults are 10,000 YAML files, read in 20 seconds."""
     if task_dir is not None and not Path(task_dir).is_dir():
         raise ConfigError(f"{task_dir}: no such directory. Give one with YAML files of lm-eval.")
     _require_lm_eval()
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=task_dir)
+    return TaskManager(include_path=task_dir, include_defaults=include_defaults)
 
 
 def _require_lm_eval() -> None:

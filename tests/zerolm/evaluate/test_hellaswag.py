@@ -42,7 +42,9 @@ def test_items_are_scored_as_lm_eval_scores_them(exported, ours, tmp_path) -> No
     from lm_eval.tasks import TaskManager
 
     model, data = exported
-    manager = TaskManager(include_path=str(write_task(tmp_path / "tasks", data)))
+    manager = TaskManager(
+        include_path=str(write_task(tmp_path / "tasks", data)), include_defaults=False
+    )
     tasks = manager.load(["local_hellaswag"])
     theirs = HFLM(pretrained=str(model), batch_size=7, device="cpu")
     found = lm_eval.evaluate(lm=theirs, task_dict=tasks, bootstrap_iters=0)
