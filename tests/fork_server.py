@@ -33,11 +33,12 @@ MODULES = (
     "torch._dynamo", "torch.utils.cpp_extension", "deepspeed.ops.op_builder.all_ops",
     "deepspeed.module_inject.auto_ep_layer", "orjson", "xxhash",
 )  # fmt: skip
-# Variables that are read when they are used, by this project or by what the server does not import.
-# A launch with another value of any other variable has a server of its own.
+# Variables that are read when they are used, by this project or by what the server does not import,
+# and those that libraries set in the pytest process. A launch with another value of any other
+# variable has a server of its own.
 READ_LATE = (
-    "AWS_", "CROSS_", "FAULT", "LOCAL_", "MASTER_", "PYTEST_", "RANK", "WANDB_", "WORLD_SIZE",
-    "ZEROLM_",
+    "AWS_", "CROSS_", "FAULT", "HF_XET_", "KMP_", "LOCAL_", "MASTER_", "PYTEST_", "RANK", "RAYON_",
+    "WANDB_", "WORLD_SIZE", "ZEROLM_",
 )  # fmt: skip
 MOST_SERVERS = 3
 MESSAGE_BYTES = 1 << 20
@@ -69,14 +70,15 @@ class ForkServer:
 def server_for(environment: Mapping[str, str]) -> ForkServer:
     """Return the server that has imported in this environment; start it if there is none."""
     key = tuple(sorted(item for item in environment.items() if not item[0].startswith(READ_LATE)))
-    if key in _servers and _servers[key].process.poll() is None:
-        return _servers[key]
     if not _servers:
         atexit.register(lambda: [server.close() for server in _servers.values()])
-    while len(_servers) >= MOST_SERVERS:
-        _servers.pop(next(iter(_servers))).close()
-    _servers[key] = ForkServer(environment)
-    return _servers[key]
+    server = _servers.pop(key, None)
+    if server is None or server.process.poll() is not None:
+        while len(_servers) >= MOST_SERVERS:
+            _servers.pop(next(iter(_servers))).close()  # that was used longest ago
+        server = ForkServer(environment)
+    _servers[key] = server
+    return server
 
 
 class ForkedRanks:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from zerolm.shards.reader import open_source
 
 STEPS = 6
 HALF_LIFE = 2 * STEP_TOKENS
-STAGES = {1: False, 2: True, 3: False}  # stage: bf16
-SOAK_1_AND_2 = [3, *(pytest.param(each, marks=pytest.mark.soak) for each in (1, 2))]
+BF16 = {1: False, 2: True, 3: False}
+# ranks and stages; the last stage is also trained without an average
+LAUNCHES = [((2, (3,)), ()), ((2, (1, 2)), pytest.mark.soak), ((1, (1, 2, 3)), pytest.mark.soak)]
 
 Weights = dict[str, np.ndarray]
 
@@ -86,30 +88,48 @@ ROUNDED_ONCE = 2.0**-24  # from float64 to float32
 ROUNDED_EACH_STEP = 2.0**-22
 
 
+class Runs(NamedTuple):
+    """Runs with an average, in `zeroN`, and one without, in `raw`."""
+
+    directory: Path
+    stages: tuple[int, ...]
+
+    def __truediv__(self, name: str) -> Path:
+        return self.directory / name
+
+    @property
+    def last(self) -> str:
+        return f"zero{self.stages[-1]}"
+
+
 @pytest.fixture(
-    scope="module", params=[2, pytest.param(1, marks=pytest.mark.soak)], ids=["2_ranks", "1_rank"]
+    scope="module",
+    params=[pytest.param(launch, marks=marks) for launch, marks in LAUNCHES],
+    ids=lambda launch: f"{launch[0]}_ranks-{launch[1]}",
 )
-def runs(tmp_path_factory, request, llama, corpus, held_out) -> Path:
-    """Train on each stage, with a checkpoint of every step and the engine's weights beside it."""
+def runs(tmp_path_factory, request, llama, corpus, held_out) -> Runs:
+    """Train with a checkpoint of every step and the engine's weights beside it."""
+    ranks, stages = request.param
     directory, jobs = tmp_path_factory.mktemp("averages"), []
-    for name in ("zero1", "zero2", "zero3", "raw"):
-        stage = 3 if name == "raw" else int(name[-1])
-        json_file = profile(directory / f"{name}.json", stage, STAGES[stage])
+    for name, stage in [*((f"zero{stage}", stage) for stage in stages), ("raw", stages[-1])]:
+        json_file = profile(directory / f"{name}.json", stage, BF16[stage])
         flags = flags_of(llama, corpus, held_out, directory / name, json_file)
         if name != "raw":
             flags += ["--ema_tokens", HALF_LIFE]
-        if stage != 3:
-            flags += ["--eval_interval", STEPS]
         weights = directory / f"{name}-weights"
         weights.mkdir()
         jobs.append({"flags": flags, "weights": weights})
-    runs_in_one_process.launch(jobs, directory, request.param)
-    return directory
+    runs_in_one_process.launch(jobs, directory, ranks)
+    return Runs(directory, stages)
 
 
-@pytest.mark.parametrize("stage", SOAK_1_AND_2)
-def test_merges_equal_a_plain_computation(runs, tmp_path, stage) -> None:
-    run, steps = runs / f"zero{stage}", trained(runs / f"zero{stage}-weights")
+def test_merges_equal_a_plain_computation(runs, tmp_path) -> None:
+    for stage in runs.stages:
+        require_merges(runs / f"zero{stage}", tmp_path)
+
+
+def require_merges(run: Path, tmp_path: Path) -> None:
+    steps = trained(run.with_name(f"{run.name}-weights"))
     names = steps[0].keys()
 
     def merged(what: str, *flags: object) -> Weights:
@@ -144,7 +164,7 @@ def test_merges_equal_a_plain_computation(runs, tmp_path, stage) -> None:
 
 @pytest.mark.soak
 def test_a_merge_is_a_model_directory_or_nothing(runs, tmp_path) -> None:
-    run, out = runs / "zero2", tmp_path / "out"
+    run, out = runs / runs.last, tmp_path / "out"
     argv = [sys.executable, "-m", "zerolm", "merge", str(run), str(out), "--max_shard_size", "90kB"]
     script = f"ulimit -f 60; exec {' '.join(argv)}"
     full = subprocess.run(
@@ -165,35 +185,36 @@ def test_a_merge_is_a_model_directory_or_nothing(runs, tmp_path) -> None:
     assert main(argv[3:]) == 0
     card = ModelCard.load(out / "README.md")
     assert "merge of 6 checkpoints (mean)" in card.text and "eval_results" not in card.text
-    assert f"| 6 | {6 * STEP_TOKENS:,} | 0.166667 | zero2 |" in card.text
+    assert f"| 6 | {6 * STEP_TOKENS:,} | 0.166667 | {runs.last} |" in card.text
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_moving_average_equals_a_plain_computation(runs, stage) -> None:
-    steps = trained(runs / f"zero{stage}-weights")
-    for step in range(1, STEPS + 1):
-        average, counted = saved_average(runs / f"zero{stage}", step)
-        require_close(average, plain_average(steps[:step]), ROUNDED_EACH_STEP)
-        assert math.isclose(counted, 1.0 - 0.5 ** (step * STEP_TOKENS / HALF_LIFE))
+def test_the_moving_average_equals_a_plain_computation(runs) -> None:
+    for name in (f"zero{stage}" for stage in runs.stages):
+        steps = trained(runs / f"{name}-weights")
+        for step in range(1, STEPS + 1):
+            average, counted = saved_average(runs / name, step)
+            require_close(average, plain_average(steps[:step]), ROUNDED_EACH_STEP)
+            assert math.isclose(counted, 1.0 - 0.5 ** (step * STEP_TOKENS / HALF_LIFE))
 
 
 def test_a_run_with_an_average_has_the_bits_of_one_without(runs) -> None:
     """The weights are exchanged for each evaluation, and back: any difference would show."""
     for with_average, without in zip(
-        *(sorted((runs / f"{name}-weights").glob("*.pt")) for name in ("zero3", "raw")), strict=True
+        *(sorted((runs / f"{name}-weights").glob("*.pt")) for name in (runs.last, "raw")),
+        strict=True,
     ):
         ours, theirs = torch.load(with_average), torch.load(without)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for key in ("train/loss", "train/grad_norm", "train/param_norm", "eval/loss"):
-        assert rows(runs / "zero3", key) == rows(runs / "raw", key)
-    assert len(rows(runs / "zero3", "eval/ema_loss")) == 3
+        assert rows(runs / runs.last, key) == rows(runs / "raw", key)
+    assert len(rows(runs / runs.last, "eval/ema_loss")) == 3
     assert not rows(runs / "raw", "eval/ema_loss")
 
 
 def test_an_exported_average_has_the_loss_of_the_evaluation(runs, held_out, tmp_path) -> None:
     out = tmp_path / "out"
     assert main(["export", str(runs / "raw"), str(out), "--ema"]) == 2
-    assert main(["export", str(runs / "zero3"), str(out), "--ema"]) == 0
+    assert main(["export", str(runs / runs.last), str(out), "--ema"]) == 0
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
     options = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "rank": 0, "world_size": 1}
     stream = data.ValidationStream([open_source(held_out)], num_sequences=10_000, **options)
@@ -204,9 +225,9 @@ def test_an_exported_average_has_the_loss_of_the_evaluation(runs, held_out, tmp_
         losses += torch.nn.functional.cross_entropy(
             logits_NV, batch["targets"].flatten(), reduction="none"
         )[batch["targets"].flatten() >= 0].tolist()
-    found = rows(runs / "zero3", "eval/ema_loss")[STEPS]
+    found = rows(runs / runs.last, "eval/ema_loss")[STEPS]
     assert np.mean(losses) == pytest.approx(found, rel=1e-6)
-    assert found != pytest.approx(rows(runs / "zero3", "eval/loss")[STEPS], rel=1e-4)
+    assert found != pytest.approx(rows(runs / runs.last, "eval/loss")[STEPS], rel=1e-4)
     card = ModelCard.load(out / "README.md")
     assert f"half-life of {HALF_LIFE} tokens" in card.text
     [result] = [each for each in card.data.eval_results if each.metric_type == "ema_loss"]
