@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -125,12 +125,10 @@ def run_ranks(
     Returns the code of the first rank that failed. The others end by themselves when their process
     group breaks, or are killed.
     """
-    more |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": str(num_ranks)}
-    argv = ["--local_rank={rank}", *map(str, arguments)]
     reader, writer = os.pipe()
     with open(reader, errors="replace") as output:
         with open(writer, "w") as shared:
-            ranks = _forked(ROOT / "pretrain.py", argv, [shared] * num_ranks, SIBLING_SECONDS, more)
+            ranks = start_ranks(num_ranks, shared, *arguments, **more)
         deadline = time.monotonic() + timeout
         killer = threading.Timer(timeout, kill_session, [ranks.session])
         killer.start()
@@ -140,7 +138,14 @@ def run_ranks(
     codes = None if late else ranks.codes(deadline - time.monotonic())
     assert codes is not None, f"not finished after {timeout} s:\n{content[-6000:]}"
     code = next((code for _, code in codes if code), 0) % 256
-    return subprocess.CompletedProcess(argv, code, content, "")
+    return subprocess.CompletedProcess(arguments, code, content, "")
+
+
+def start_ranks(num_ranks: int, output: IO, *arguments: object, **more: str) -> ForkedRanks:
+    """Do as `run_ranks`, but do not wait."""
+    more |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": str(num_ranks)}
+    argv = ["--local_rank={rank}", *map(str, arguments)]
+    return _forked(ROOT / "pretrain.py", argv, [output] * num_ranks, SIBLING_SECONDS, more)
 
 
 def run_workers(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.end_to_end.recipe import profile, recipe
-from tests.launching import launch, run_ranks
+from tests.launching import run_ranks
 from zerolm.preflight import check
 from zerolm.train import run_directory
 
@@ -61,7 +61,7 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, llama, corpus) -> No
     run_dir = tmp_path / "run"
     lock = run_directory.claim(run_dir)
     flags = recipe(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), 2, 2)
-    refused = launch(1, *flags)
+    refused = run_ranks(1, *flags)
     assert refused.returncode == 2
     assert "another run is writing to it now" in refused.stdout
     lock.release()

@@ -207,7 +207,7 @@ def test_a_killed_run_resumes_with_the_biases_of_its_checkpoint(tmp_path, corpus
     assert "balanced by a bias, 0.02 a step" in done.stdout
     process = test_resume.start(2, tmp_path / "log", *arguments("killed"))
     try:
-        test_resume.wait_for_step(process, tmp_path / "killed", 25, 120)
+        test_resume.wait_for_step(tmp_path / "killed", 25, 120)
     finally:
         kill_session(process.pid)
         process.wait()

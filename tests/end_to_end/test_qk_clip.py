@@ -188,7 +188,7 @@ def test_a_killed_run_resumes_with_clipped_weights(tmp_path, corpus) -> None:
     assert "at most about 0.15 in each of 8 heads" in done.stdout
     process = test_resume.start(2, tmp_path / "log", *arguments("killed"))
     try:
-        test_resume.wait_for_step(process, tmp_path / "killed", 25, 120)
+        test_resume.wait_for_step(tmp_path / "killed", 25, 120)
     finally:
         kill_session(process.pid)
         process.wait()

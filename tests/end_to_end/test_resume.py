@@ -20,6 +20,7 @@ from tests.launching import (
     run_module,
     run_ranks,
     session_members,
+    start_ranks,
 )
 
 STEPS, SAVE, VALIDATE = 60, 10, 20
@@ -45,9 +46,9 @@ def start(num_ranks: int, log: Path, *arguments: object, **more: str) -> subproc
     )  # fmt: skip
 
 
-def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, seconds: float) -> None:
+def wait_for_step(run_dir: Path, step: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline:
         path = run_dir / "metrics.jsonl"
         if path.exists() and f'"step": {step},' in path.read_text():
             return
@@ -79,12 +80,13 @@ def test_a_killed_run_equals_an_uninterrupted_one(
     step = random.randint(2 * SAVE, STEPS - 30)  # the second save waits for the first
     before = shared_memory()
     flags = [*run_flags(llama, corpus, held_out, killed, json_file), *more]
-    process = start(2, tmp_path / "log", *flags)
+    with open(tmp_path / "log", "w") as log:
+        ranks = start_ranks(2, log, *flags)
     try:
-        wait_for_step(process, killed, step, seconds=120)
+        wait_for_step(killed, step, seconds=120)
     finally:
-        kill_session(process.pid)
-        process.wait(timeout=30)
+        kill_session(ranks.session)
+        ranks.codes(timeout=30)
     assert shared_memory() <= before, "a killed run must leave nothing in /dev/shm"
     assert [event["event"] for event in events(killed)].count("done") == 0
     again = run_ranks(2, *flags)
@@ -109,7 +111,7 @@ def stopped(tmp_path_factory, llama, corpus, held_out):
     arguments = run_flags(llama, corpus, held_out, run_dir, json_file)
     process = start(2, base / "log", *arguments)
     try:
-        wait_for_step(process, run_dir, 20, seconds=120)
+        wait_for_step(run_dir, 20, seconds=120)
         ranks = [pid for pid in session_members(process.pid) if is_rank(pid, 1)]
         assert len(ranks) == 1
         signal_rank(ranks[0])

@@ -4,16 +4,14 @@ import json
 import os
 import pty
 import re
-import subprocess
 
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
 from tests.launching import (
     LAUNCH_SECONDS,
-    command,
-    environment,
     kill_session,
     rows,
     run_module,
+    start_ranks,
     write_json,
 )
 
@@ -29,12 +27,8 @@ def test_a_run_in_a_terminal_has_a_progress_bar_and_a_report(
     flags += ["--val_data", held_out, "--eval_interval", 15, "--wandb", "off"]
     flags += ["--checkpoint_interval", 10, "--report_interval", "1s"]
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        command(2, *flags),
-        env=environment(TERM="xterm"), start_new_session=True,
-        stdin=follower, stdout=follower, stderr=follower,
-    )  # fmt: skip
-    os.close(follower)
+    with open(follower, "w") as terminal:
+        ranks = start_ranks(2, terminal, *flags, TERM="xterm")
     output = b""
     try:
         while part := os.read(leader, 1 << 16):
@@ -42,13 +36,10 @@ def test_a_run_in_a_terminal_has_a_progress_bar_and_a_report(
     except OSError:  # Linux: the other end is closed
         pass
     finally:
-        try:
-            code = process.wait(timeout=LAUNCH_SECONDS)
-        except subprocess.TimeoutExpired:
-            kill_session(process.pid)
-            raise
+        codes = ranks.codes(timeout=LAUNCH_SECONDS)
+        kill_session(ranks.session)
     text = output.decode(errors="replace")
-    assert code == 0, text[-4000:]
+    assert codes and not any(code for _, code in codes), text[-4000:]
     bars = re.findall(r"step (\d+)/30 +(\d+)% ", text)
     assert bars and bars[-1] == ("30", "100"), text[-2000:]
     assert re.search(r"% [█ ▏▎▍▌▋▊▉]+ loss \d\.\d{4} \| ", text)

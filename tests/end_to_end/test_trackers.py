@@ -39,7 +39,7 @@ def test_wandb_and_tensorboard_equal_the_metrics_of_a_killed_and_resumed_run(
     slow = {"FAULT": "step.begin:*:*:sleep=0.3"}  # so that the run is killed before its end
     process = start(2, tmp_path / "log", *arguments, **slow)
     try:
-        wait_for_step(process, run_dir, SAVE + 3, seconds=180)
+        wait_for_step(run_dir, SAVE + 3, seconds=180)
     finally:
         kill_session(process.pid)
         process.wait(timeout=30)

@@ -55,7 +55,7 @@ def test_a_cut_network_ends_both_hosts_and_the_restart_equals_one_host(
     slow = {**variables, "FAULT": "step.begin:*:*:sleep=0.5"}  # or the run would end before the cut
     process = hosts.start(log, *arguments, **slow)
     try:
-        wait_for_step(process, two, SAVE + 3, seconds=180)
+        wait_for_step(two, SAVE + 3, seconds=180)
         hosts.set_link("node2", up=False)
         start = time.monotonic()
         while hosts.ranks() or process.poll() is None:

@@ -57,7 +57,7 @@ def test_a_run_whose_disk_is_lost_resumes_from_the_store_bit_for_bit(
         }  # or the run would end before the kill
         process = start(2, tmp_path / "log", *arguments, **slow)
         try:
-            wait_for_step(process, run_dir, 1, seconds=120)
+            wait_for_step(run_dir, 1, seconds=120)
             deadline = time.monotonic() + 60
             while not events(run_dir, "upload"):
                 assert time.monotonic() < deadline and process.poll() is None
@@ -109,7 +109,7 @@ def test_endpoints_that_hang_or_answer_500_do_not_affect_training(
         environment = {**s3_environment(proxy.port), **wandb.environment()}
         process = start(2, tmp_path / "log", *arguments, **environment)
         try:
-            wait_for_step(process, run_dir, 1, seconds=180)
+            wait_for_step(run_dir, 1, seconds=180)
             wandb.mode, proxy.hangs = mode, mode == "hang"
             proxy.status = None if mode == "hang" else 500
             while not events(run_dir, "done"):

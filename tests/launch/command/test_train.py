@@ -16,7 +16,7 @@ from launch.command.train import (
     split_flags,
 )
 from tests import ROOT
-from tests.launching import LLAMA, environment, free_port, rows, write_json, write_shards
+from tests.launching import LLAMA, environment, free_port, run_module, write_json, write_shards
 from zerolm.common.errors import ConfigError
 from zerolm.config.settings import FLAGS
 
@@ -79,28 +79,22 @@ def inputs(tmp_path_factory) -> list[str]:
     return [str(word) for word in [*words, "--total_tokens", 256, "--log_interval", 1]]
 
 
-def train(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zerolm", "train", *map(str, words)],
+def test_exit_codes_are_those_of_pretrain(inputs: list[str], tmp_path: Path):
+    """That of a run that succeeds: tests/end_to_end/test_readme.py."""
+    words = ["zerolm", "train", "--num_gpus", 1, "--master_port", free_port(), *inputs]
+    words += ["--run_dir", tmp_path / "run", "--batch_tokens", 999]
+    refused = subprocess.run(
+        [sys.executable, "-m", *map(str, words)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-
-
-def test_a_run_on_two_ranks_and_its_refusal(inputs: list[str], tmp_path: Path):
-    """The exit codes are the launcher's, so those of pretrain.py."""
-    words = ["--num_gpus", 2, "--master_port", free_port(), *inputs, "--run_dir", tmp_path / "run"]
-    done = train(*words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(rows(tmp_path / "run", "train/loss")) == {1, 2}
-    refused = train(*words, "--batch_tokens", 999)
     assert refused.returncode == 2 and "batch_tokens" in refused.stderr + refused.stdout
 
 
 def test_check_needs_no_launcher_and_counts_the_devices_of_its_flags(inputs, tmp_path):
-    words = ["--check", *inputs, "--run_dir", tmp_path / "run"]
-    done = train(*words, "--num_gpus", 2, "--num_nodes", 1)
+    words = ["train", "--check", *inputs, "--run_dir", tmp_path / "run"]
+    done = run_module("zerolm", *words, "--num_gpus", 2, "--num_nodes", 1)
     assert done.returncode == 0, done.stderr
     assert "2 x " in done.stdout and "launch" not in done.stdout
     assert not (tmp_path / "run").exists()
-    refused = train(*words, "--hostfile", "hosts")
+    refused = run_module("zerolm", *words, "--hostfile", "hosts")
     assert refused.returncode == 2 and "Add --world_size N" in refused.stderr

@@ -19,7 +19,7 @@ from launch.doctor import collector, doctor
 from launch.doctor.checks import outliers, run_checks
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, table
 from launch.doctor.requirements import Requirements
-from tests.launching import LLAMA, ROOT, environment, write_json, write_shards
+from tests.launching import LLAMA, ROOT, environment, run_module, write_json, write_shards
 from zerolm.config.flags import parse_settings
 
 FACTS = {
@@ -184,15 +184,14 @@ def test_this_host_has_no_problem_except_a_port_in_use(tmp_path):
     corpus = write_shards(tmp_path / "counting", 40)
     model = write_json(tmp_path / "model.json", LLAMA)
     run_dir = tmp_path / "runs" / "first"
-    command = [sys.executable, "-m", "launch", "doctor", "--"]
+    command: list[object] = ["doctor", "--"]
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         command += [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
-        command += ["pretrain.py", "--deepspeed_config", "ds_configs/zero2.json", "--model_config"]
-        command += [model, "--data", corpus, "--run_dir", run_dir]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
-        )
+        command += [ROOT / "pretrain.py", "--model_config"]
+        command += [model, "--data", corpus, "--run_dir", run_dir, "--deepspeed_config"]
+        command += [ROOT / "ds_configs" / "zero2.json"]
+        done = run_module("launch", *command)
     assert done.returncode == 2, done.stdout + done.stderr
     red = [line for line in done.stdout.splitlines() if " RED " in line]
     assert len(red) == 1 and f"port {port}: in use by process" in red[0], done.stdout

@@ -1,14 +1,12 @@
 """`plan --probe`: real steps through the real launcher, compared with the prediction."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from launch.plan.probe import _prepare
-from tests.launching import LLAMA, ROOT, environment, write_json
+from tests.launching import LLAMA, ROOT, run_module, write_json
 from zerolm.config.flags import parse_settings
 from zerolm.model.model import Model
 
@@ -17,16 +15,9 @@ DS = ROOT / "ds_configs" / "zero2.json"
 
 def probe(tmp_path, *words, **more):
     model = write_json(tmp_path / "model.json", {**LLAMA, **more})
-    command = [sys.executable, "-m", "launch", "plan", "--probe", "--model_config", str(model)]
-    command += ["--seq_len", "32", "--micro_batch_size", "2", *words]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(TMPDIR=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = ["plan", "--probe", "--model_config", model, "--seq_len", 32]
+    command += ["--micro_batch_size", 2, *words]
+    return run_module("launch", *command, TMPDIR=str(tmp_path))
 
 
 def test_a_probe_agrees_with_the_prediction_and_plans_with_it(tmp_path):

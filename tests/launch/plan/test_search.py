@@ -2,14 +2,11 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from launch import __main__
-from tests.launching import ROOT, environment, write_shards
+from tests.launching import ROOT, run_module, write_shards
 from zerolm.config.flags import parse_settings
 
 LLAMA_7B = ROOT / "model_configs" / "llama-7b.json"
@@ -66,16 +63,8 @@ def test_pretrain_accepts_the_profile_that_is_written(devices, tmp_path, capsys)
     flags = line.partition("for pretrain.py: ")[2].split()
     assert not parse_settings(flags)[1]
     data = write_shards(tmp_path / "shards")
-    command = [sys.executable, str(ROOT / "pretrain.py"), "--check", "--world_size", str(devices)]
-    command += ["--model_config", str(model), "--data", str(data), *flags]
-    result = subprocess.run(
-        [*command, "--run_dir", str(tmp_path / "run")],
-        cwd=ROOT,
-        env={**os.environ, **environment()},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    flags += ["--model_config", str(model), "--data", str(data), "--run_dir", str(tmp_path / "run")]
+    result = run_module("pretrain", "--check", "--world_size", devices, *flags)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
