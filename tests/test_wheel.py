@@ -65,26 +65,18 @@ def test_the_wheel_has_what_a_checkout_has(site):
     assert "zerolm = zerolm.__main__:console_script" in entry_points.read_text()
 
 
-def test_the_installed_wheel_plans_with_shipped_configs(site, tmp_path):
-    words = ["plan", "--model_config", "model_configs/llama-160m.json", "--devices", "8"]
+def test_the_installed_wheel_checks_a_run_with_shipped_configs(site, tmp_path):
+    shards = write_shards(tmp_path / "shards", 50)
+    model, profile = "model_configs/tiny.json", "ds_configs/zero1.json"
+    words = ["train", "--check", "--model_config", model, "--deepspeed_config", profile]
+    words += ["--data", shards, "--run_dir", "run", "--seq_len", 32, "--num_gpus", 2]
     done = call(site, tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    for name in ("model_configs/llama-160m.json", "ds_configs/zero2.json"):
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in (model, profile):
         assert f"note: {name}: not in this directory; using {site / name}" in done.stdout
     (tmp_path / "ds_configs").mkdir()
-    (tmp_path / "ds_configs" / "zero2.json").write_text("{}x")
+    (tmp_path / profile).write_text("{}x")
     own = call(site, tmp_path, *words)  # the user's own file of that name comes first
-    assert own.returncode == 2 and "ds_configs/zero2.json: cannot be read as JSON" in own.stderr
-
-
-def test_the_installed_wheel_checks_a_run_and_prints_help(site, tmp_path):
-    shards = write_shards(tmp_path / "shards", 50)
-    done = call(
-        site, tmp_path, "train", "--check", "--model_config", "model_configs/tiny.json",
-        "--deepspeed_config", "ds_configs/zero1.json", "--data", shards, "--run_dir", "run",
-        "--seq_len", 32, "--num_gpus", 2,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"using {site / 'ds_configs/zero1.json'}" in done.stdout
+    assert own.returncode == 2 and f"{profile}: cannot be read as JSON" in own.stderr
     helped = call(site, tmp_path, "data", "--help")
     assert helped.returncode == 0 and "tokenize" in helped.stdout

@@ -147,4 +147,3 @@ def test_the_command_runs_hellaswag_and_tasks_on_a_model_directory(
     assert [each["label"] for each in found["hellaswag"]] == [int(i["label"]) for i in items(ITEMS)]
     assert main(["evaluate", str(tmp_path), "--hellaswag", str(data)]) == 2
     assert main(["evaluate", str(model)]) == 2
-    assert main(["evaluate", str(model), "--tasks", "no_such_task"]) == 2

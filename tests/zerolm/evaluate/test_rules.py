@@ -9,6 +9,7 @@ from tests.core_bundle import write_bundle
 from tests.launching import LLAMA, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
 from zerolm.common.errors import ConfigError
+from zerolm.evaluate import lm_eval
 from zerolm.preflight import check as preflight
 
 
@@ -69,7 +70,11 @@ def test_core_is_in_the_plan_and_a_damaged_bundle_is_refused(base, tmp_path) -> 
     assert problem.startswith("command line: --core: ") and "schema.jsonl" in problem
 
 
-def test_all_problems_are_reported_at_once(base, tmp_path) -> None:
+def test_all_problems_are_reported_at_once(base, tmp_path, monkeypatch) -> None:
+    own_tasks = lm_eval._manager(
+        str(base / "tasks"), include_defaults=False
+    )  # the others take 20 s
+    monkeypatch.setattr(lm_eval, "_manager", lambda *_, **__: own_tasks)
     (tmp_path / "items.jsonl").write_text('{"ctx_a": "x"}\n')
     problems = refused(
         base, "--hellaswag", tmp_path / "items.jsonl", "--eval_tasks", "local_hellaswog",
