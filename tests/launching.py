@@ -171,7 +171,7 @@ def run_workers(
 def _forked(
     script: Path, argv: list[str], outputs: list[Any], sibling_seconds: float, more: dict[str, str]
 ) -> ForkedRanks:
-    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
     more["WORLD_SIZE"] = str(len(outputs))
     pairs = [(output, output) for output in outputs]
     return ForkedRanks(script, argv, _forked_environment(more), pairs, sibling_seconds)

@@ -1,12 +1,8 @@
 """Every family of transformers has the outcome that docs/models.md states."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests import ROOT
-from tests.launching import environment
+from tests.launching import run_module
 from tests.model_families import table
 
 PARTS = 12
@@ -14,11 +10,8 @@ PARTS = 12
 
 def rows(families, directory, *flags) -> dict[str, table.Cells]:
     """Return the outcomes of families, by the command: it forks, and pytest may have threads."""
-    argv = [sys.executable, "-m", "tests.model_families", "--only", ",".join(families)]
-    argv += ["--output", str(directory), *flags]
-    done = subprocess.run(
-        argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3000
-    )
+    argv = ["--only", ",".join(families), "--output", directory, *flags]
+    done = run_module("tests.model_families", *argv, timeout=3000)
     assert done.returncode == 0, done.stderr[-4000:]
     return {family: table.cells(table.outcomes(directory, family)) for family in families}
 

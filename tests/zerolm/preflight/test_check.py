@@ -249,7 +249,7 @@ def test_missing_packing_index_is_refused_with_the_command_that_creates_it(input
 
 def test_fewer_hosts_than_requested_are_refused_under_the_real_launcher(inputs, tmp_path):
     hostfile = tmp_path / "hostfile"
-    hostfile.write_text("localhost slots=2\n")
+    hostfile.write_text("localhost slots=1\n")
     before = snapshot(inputs)
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_nodes", "2"]
     runner += ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", "127.0.0.1"]

@@ -3,9 +3,8 @@
 import os
 import re
 import socket
-import subprocess
 
-from tests.launching import LLAMA, ROOT, command, environment, write_json, write_shards
+from tests.launching import LLAMA, ROOT, run_ranks, write_json, write_shards
 from zerolm.preflight import host
 
 
@@ -48,11 +47,8 @@ def test_run_is_refused_if_its_port_is_in_use(tmp_path):
     words += ["--deepspeed_config", ROOT / "ds_configs/zero2.json"]
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        launch = command(1, *words, launcher=("--master_port", str(port)))
-        done = subprocess.run(
-            launch, env=environment(), capture_output=True, text=True, timeout=240
-        )
-    assert done.returncode == 2, done.stdout + done.stderr
+        done = run_ranks(1, *words, MASTER_PORT=str(port))
+    assert done.returncode == 2, done.stdout
     line = rf"environment: MASTER_PORT: port {port}: in use by process {os.getpid()} \(.*\)\. End"
-    assert re.search(line, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+    assert re.search(line, done.stdout), done.stdout
+    assert "Traceback" not in done.stdout and not (tmp_path / "run").exists()
