@@ -77,6 +77,9 @@ def slurm_script(job: Job) -> str:
     the job.
     """
     minutes = int(job.time_seconds // 60)
+    # By default Slurm gives a task one core, and the memory of one core.
+    own = ("--exclusive", "--cpus-per-", "-c", "--mem")
+    shares_nodes = any(option.startswith(own) for option in job.slurm)
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name={job.name}",
@@ -88,11 +91,12 @@ def slurm_script(job: Job) -> str:
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         f"#SBATCH --output={job.name}-%j.log",
+        *([] if shares_nodes else ["#SBATCH --exclusive", "#SBATCH --mem=0"]),
         *(f"#SBATCH {option}" for option in job.slurm),
         "",
         "# The time is in minutes. USR1 comes before its end: the ranks save and stop with exit",
         f"# code {EXIT_STOPPED}, and the job is requeued. srun forwards the environment to every",
-        "# node, so no value is on a command line.",
+        "# node, so no value is on a command line. srun does not take --cpus-per-task from sbatch.",
         "set -euo pipefail",
         f"cd {shlex.quote(job.directory)}",
     ]
@@ -102,6 +106,7 @@ def slurm_script(job: Job) -> str:
         lines.append(f"export {name}={shlex.quote(value)}")
     task = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     lines += [
+        'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"',
         'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         f"exec {shlex.quote(job.python)} -m launch supervise --requeue -- \\",
         f"    {task} --kill-on-bad-exit=1 \\",

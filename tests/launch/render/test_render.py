@@ -26,7 +26,7 @@ SKYPILOT_RESOURCES = {
 # the options of sbatch that the script may use (man sbatch, Slurm 25.05)
 SBATCH = {
     "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "requeue",
-    "open-mode", "output", "partition", "account",
+    "open-mode", "output", "partition", "account", "exclusive", "mem", "cpus-per-task",
 }  # fmt: skip
 PRETRAIN_FLAGS = ["--run_dir", "runs/first run", "--data", "shards/it's",
                   "--model_config", "model.json", "--deepspeed_config", "zero3.json"]  # fmt: skip
@@ -91,6 +91,9 @@ def test_slurm_script_requests_one_task_per_node_a_signal_and_requeueing(script)
     assert options["gpus-per-node"] == "8" and options["partition"] == "gpu"
     assert options["signal"] == "B:USR1@600" and "requeue" in options
     assert int(options["time"]) == 240  # minutes
+    assert "exclusive" in options and options["mem"] == "0"
+    shared = rendered("slurm", "--time", "4h", "--slurm=--cpus-per-task=48", "--slurm=--mem=500G")
+    assert "--cpus-per-task=48" in shared and "--exclusive" not in shared and "mem=0" not in shared
     # sbatch reads options only above the first command
     assert max(n for n, line in enumerate(lines) if line.startswith("#SBATCH")) < min(
         n for n, line in enumerate(lines) if line and line[0] != "#"
@@ -110,6 +113,7 @@ def test_slurm_script_runs_the_supervisor_with_one_task_on_each_node(script, tmp
     copy = tmp_path / "run.sbatch"
     copy.write_text(script.read_text().replace("cd /shared/zerolm", f"cd {tmp_path}"))
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node-[a-b]"}
+    environment["SLURM_CPUS_ON_NODE"] = "96"
     without = subprocess.run(["bash", copy], env=environment, capture_output=True, text=True)
     assert without.returncode != 0 and "WANDB_API_KEY: set it in the shell" in without.stderr
     environment["WANDB_API_KEY"] = "secret-value"
