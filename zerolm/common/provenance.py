@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("zerolm", "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numpy")
-OPTIONAL_PACKAGES = ("wandb", "flash-attn")
+OPTIONAL_PACKAGES = ("wandb", "flash-attn", "flash-attn-3", "flash-attn-4", "triton")
 SHOWN_PACKAGES = ("zerolm", "torch", "DeepSpeed", "transformers")  # by `--version`
 
 

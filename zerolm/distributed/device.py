@@ -3,8 +3,10 @@
 torch and DeepSpeed are imported where they are needed.
 """
 
+import contextlib
 import logging
 import platform
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,6 +114,32 @@ def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
     lacks = "has no native bf16 (compute capability {}.{}, 8.0 is needed)".format(*capability)
     ratio = bf16_ratio(f"cuda:{index}") if supported else 1.0
     return Device("cuda", memory_bytes, supported, name, lacks, ratio)
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of CUDA's libraries that torch uses here; empty without a GPU.
+
+    They decide on kernels: cuDNN's on that of scaled dot-product attention, for example.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    cudnn = torch.backends.cudnn.version()
+    return {"CUDA": str(torch.version.cuda or torch.version.hip), "cuDNN": str(cudnn)} | (
+        {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        if torch.distributed.is_nccl_available()
+        else {}
+    )
+
+
+def driver_version() -> dict[str, str]:
+    """Return {"NVIDIA driver": its version}; empty without one."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        if found := re.search(r"Kernel Module\D* (\d[\d.]+)", text):
+            return {"NVIDIA driver": found[1]}
+    return {}
 
 
 def _unusable(error: Exception) -> str:

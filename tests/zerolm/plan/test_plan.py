@@ -102,6 +102,9 @@ def test_hosts_with_different_inputs_have_different_fingerprints(inputs):
     other = dataclasses.replace(plan.model, config=model)
     for change in ({"model": other}, {"val_sources": plan.sources}):
         assert dataclasses.replace(plan, **change).fingerprint() != plan.fingerprint()
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe")
+    gpus = [dataclasses.replace(plan, device="cuda", device_name=name) for name in names]
+    assert gpus[0].fingerprint() != gpus[1].fingerprint()
 
 
 def test_dropout_is_a_notice(inputs):
