@@ -15,6 +15,7 @@ from torch import distributed as dist
 from zerolm.common.errors import ConfigError
 from zerolm.distributed.collectives import gather_objects
 from zerolm.model.architecture import ROUTED_EXPERT
+from zerolm.model.compile import eager
 from zerolm.model.loss import token_losses
 from zerolm.plan.plan import Plan
 
@@ -52,8 +53,9 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
     masked = _gather(_loss_change(engine, batch, changed))
     keep = ("input_ids", "targets")
     plain, plain_changed = ({name: rows[name] for name in keep} for rows in (batch, changed))
-    unmasked = _gather(_loss_change(engine, plain, plain_changed))  # 0: nothing to compare with
-    alone = _gather(_difference_alone(engine, batch))
+    with eager():  # what is not trained without a mask needs no graphs
+        unmasked = _gather(_loss_change(engine, plain, plain_changed))  # 0: nothing to compare with
+        alone = _gather(_difference_alone(engine, batch))
     engine.train()
     limit, limit_alone = _limit(engine, plan), ALONE_TOLERANCES[plan.profile.compute_precision]
     problems = [
@@ -131,8 +133,7 @@ def _loss_change(
 def _difference_alone(engine: Any, batch: dict[str, torch.Tensor]) -> float:
     """Return the difference of the second documents' losses from those at the start of a row.
 
-    There they precede the first documents, without document ids and positions. The rows have the
-    same length, so that compiled blocks need not be compiled again.
+    There they precede the first documents, without document ids and positions.
 
     Returns:
         The root mean square, as a fraction of the standard deviation of the losses.

@@ -23,6 +23,7 @@ from zerolm.attention import varlen as varlen_kernel
 from zerolm.common.errors import ConfigError
 from zerolm.data.window_stream import number_documents
 from zerolm.model.architecture import causal_lm_class
+from zerolm.model.compile import compile_blocks
 from zerolm.model.document_mask import (
     chunks_restart_at_documents,
     isolating_inputs,
@@ -382,6 +383,22 @@ def test_the_mask_check_passes_where_documents_are_separated(name):
     model = build(name, "sdpa")
     said = mask_check.check(model, ItsPlan(model), "cpu")
     assert said.startswith("documents are kept apart by sdpa: ") and model.training
+
+
+def test_the_mask_check_compiles_only_what_has_a_mask(monkeypatch):
+    torch._dynamo.reset()
+    compiled, graphs = torch.compile, []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function: compiled(function, backend=backend))
+    model = build("llama", "sdpa")
+    compile_blocks(model)
+    assert "kept apart" in mask_check.check(model, ItsPlan(model), "cpu")
+    assert len(graphs) == 2  # blocks, loss
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
