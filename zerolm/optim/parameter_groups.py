@@ -21,6 +21,7 @@ MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 NOT_DECAYED = re.compile(r"bias|norm|^(A_log|D|scale)$|^time_")
 SHOWN_KINDS = 12
 
+LION_CHUNK = 1 << 26  # values that are compared with zero at a time, which bounds the memory
 FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
 
@@ -114,16 +115,16 @@ def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                untouched = parameter.grad == 0
-                momentum = optimizer.state.get(parameter, {}).get("exp_avg")
-                if momentum is not None:
-                    untouched &= momentum == 0
-                indices = untouched.nonzero(as_tuple=True)
-                decayed = parameter[indices] * (1 - group["lr"] * group["weight_decay"])
-                restored.append((parameter, indices, decayed))
+                momentum = optimizer.state.get(parameter, {}).get("exp_avg", parameter.grad)
+                tensors = (parameter, parameter.grad, momentum)
+                chunks = (tensor.detach().view(-1).split(LION_CHUNK) for tensor in tensors)
+                for values, gradient, average in zip(*chunks, strict=True):
+                    indices = ((gradient == 0) & (average == 0)).nonzero()[:, 0].int()
+                    decayed = values[indices] * (1 - group["lr"] * group["weight_decay"])
+                    restored.append((values, indices, decayed))
         result = original(*args, **kwargs)
-        for parameter, indices, decayed in restored:
-            parameter[indices] = decayed
+        for values, indices, decayed in restored:
+            values[indices] = decayed
         return result
 
     optimizer.step = step  # type: ignore[method-assign]
