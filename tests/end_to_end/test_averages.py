@@ -105,7 +105,7 @@ class Runs(NamedTuple):
 @pytest.fixture(
     scope="module",
     params=[pytest.param(launch, marks=marks) for launch, marks in LAUNCHES],
-    ids=lambda launch: f"{launch[0]}_ranks-{launch[1]}",
+    ids=["2_ranks-3", "2_ranks-1_2", "1_rank"],
 )
 def runs(tmp_path_factory, request, llama, corpus, held_out) -> Runs:
     """Train with a checkpoint of every step and the engine's weights beside it."""
